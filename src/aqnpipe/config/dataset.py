@@ -1,0 +1,62 @@
+"""Which problems a study trains on and evaluates on, and how they are put to the model."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from aqnpipe.config.base import FrozenModel
+
+SplitSize = Annotated[int, Field(ge=1)]
+
+
+class GeneratedDataset(FrozenModel):
+    """Generated grade-school word problems; the defaults are the difficulty that the tiny models were made for."""
+
+    source: Literal["generated"] = "generated"
+    seed: int = 0
+    num_train: SplitSize = 2000
+    num_test: SplitSize = 1000
+    min_steps: int = Field(default=1, ge=1, le=3)
+    max_steps: int = Field(default=3, ge=1, le=3)
+    max_number: int = Field(default=20, ge=4, le=9999)
+    distractor_probability: float = Field(default=0.3, ge=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _steps_are_ordered(self) -> Self:
+        if self.min_steps > self.max_steps:
+            raise ValueError(f"min_steps is {self.min_steps}, above max_steps {self.max_steps}: expected at most that")
+        return self
+
+
+class LocalDataset(FrozenModel):
+    """A folder with train and test as .jsonl or .parquet, columns question and answer; None takes every row."""
+
+    source: Literal["local"]
+    path: str = Field(min_length=1)
+    num_train: SplitSize | None = None
+    num_test: SplitSize | None = None
+
+
+class HubDataset(FrozenModel):
+    """A data set of the Hugging Face hub with splits train and test; None takes every row."""
+
+    source: Literal["hub"]
+    hub_id: str = Field(default="openai/gsm8k", pattern=r"^[\w.-]+/[\w.-]+$")
+    subset: str = Field(default="main", min_length=1)
+    revision: str = Field(default="main", min_length=1)
+    num_train: SplitSize | None = None
+    num_test: SplitSize | None = None
+
+
+DatasetConfig = Annotated[GeneratedDataset | LocalDataset | HubDataset, Field(discriminator="source")]
+
+
+class PromptFormat(FrozenModel):
+    """How a question becomes a prompt, for reward and evaluation alike.
+
+    plain: instruction (if any) and question, each ended by a newline. chat: the tokenizer's chat template around
+    the question, the instruction after it.
+    """
+
+    style: Literal["plain", "chat"] = "plain"
+    instruction: str = ""

@@ -1,0 +1,42 @@
+"""Settings of the statistical scans (SRDD) and of the rule that turns them into per-layer sigmas."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from aqnpipe.config.base import FrozenModel
+
+
+class DiagnosisConfig(FrozenModel):
+    """The three published scans. Thresholds default to the published ones."""
+
+    num_prompts: int = Field(default=8, ge=1, description="training questions that the model is fed")
+    num_repeats: int = Field(default=4, ge=2, description="repeated runs of the ambient scan")
+    gain_noise_scale: float = Field(default=0.1, gt=0, description="input noise of the gain scan, in stds of the input")
+    gain_trials: int = Field(default=4, ge=1)
+    ambient_jump_z: float = Field(default=2.0, gt=0)
+    gain_drop_z: float = Field(default=2.0, gt=0)
+    kurtosis_drop_z: float = Field(default=2.0, gt=0)
+    first_kurtosis_layer: int = Field(default=2, ge=1, description="drops of log-kurtosis are looked for from here on")
+    seed: int = Field(default=0, ge=0)
+    threads: int = Field(default=1, ge=1)
+
+
+class SigmaRule(FrozenModel):
+    """The published rule from diagnosis to per-layer sigma."""
+
+    base_sigma: float = Field(default=0.05, gt=0)
+    low_gain_ratio: float = Field(default=0.8, gt=0, description="below this share of the median gain: raised")
+    high_kurtosis_ratio: float = Field(default=1.2, gt=0, description="above this multiple of the median: raised")
+    raise_factor: float = Field(default=1.5, ge=1)
+    instability_threshold: float = Field(default=0.1, gt=0, description="above this instability: lowered")
+    lower_factor: float = Field(default=0.5, gt=0, le=1)
+    sigma_min: float = Field(default=0.01, gt=0)
+    sigma_max: float = Field(default=0.15, gt=0)
+    high_priority_ratio: float = Field(default=1.2, gt=0)
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.sigma_min > self.sigma_max:
+            raise ValueError(f"sigma_min {self.sigma_min} must not exceed sigma_max {self.sigma_max}")
+        return self

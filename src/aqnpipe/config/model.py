@@ -1,0 +1,89 @@
+"""Which model takes a role in a study; answers about its shape without loading torch."""
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import field_validator
+
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.errors import ModelError
+
+BuiltinModel = Literal["tiny", "tiny-large"]
+SourceKind = Literal["builtin", "folder", "hub"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Attention = Literal["eager", "sdpa"]
+
+BUILTIN_MODELS: tuple[str, ...] = get_args(BuiltinModel)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PATH_PREFIXES = ("/", "./", "../")
+
+
+class ModelConfig(FrozenModel):
+    """A model by built-in name, local folder or hub id, and how it is loaded."""
+
+    source: str
+    revision: str | None = None
+    dtype: Dtype = "float32"
+    attention: Attention = "eager"
+
+    @field_validator("source")
+    @classmethod
+    def _source_is_known(cls, source: str) -> str:
+        try:
+            source_kind(source)
+        except ModelError as error:
+            raise ValueError(str(error)) from error
+        return source
+
+
+def source_kind(source: str) -> SourceKind:
+    """Tell what `source` is; a string that can be none of the three raises ModelError.
+
+    Paths that start with /, ./ or ../ are folders whether they exist or not; `owner/name` is a folder where such a
+    folder exists and a hub id otherwise.
+    """
+    if source in BUILTIN_MODELS:
+        return "builtin"
+    if source.startswith(_PATH_PREFIXES) or (source and Path(source).is_dir()):
+        return "folder"
+    if _HUB_ID.fullmatch(source):
+        return "hub"
+    raise ModelError(
+        f"model source {source!r} is unknown: expected {' or '.join(BUILTIN_MODELS)}, an existing folder, "
+        "or a hub id of the form owner/name"
+    )
+
+
+def builtin_folder(name: str) -> Path:
+    """Return the folder in the package that holds the weights of the built-in model `name`."""
+    return Path(str(files("aqnpipe.models"))) / "weights" / name
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a model folder; raises ModelError if there is none or it is no JSON object."""
+    path = folder / "config.json"
+    if not path.is_file():
+        found = "a folder without config.json" if folder.is_dir() else "no such folder"
+        raise ModelError(f"model {str(folder)!r}: found {found}, expected a model folder with config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: found {type(config).__name__}, expected a JSON object")
+    return config
+
+
+def num_layers_of(source: str) -> int | None:
+    """Return the number of decoder layers of a built-in or local model, None for a hub id (unknown until fetched)."""
+    kind = source_kind(source)
+    if kind == "hub":
+        return None
+    folder = builtin_folder(source) if kind == "builtin" else Path(source)
+    num_layers = read_model_config(folder).get("num_hidden_layers")
+    if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1:
+        raise ModelError(f"{folder / 'config.json'}: num_hidden_layers is {num_layers!r}, expected a positive integer")
+    return num_layers

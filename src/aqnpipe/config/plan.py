@@ -1,0 +1,121 @@
+"""The jobs of a study: files, steps and per-job parameters that the workflow asks for."""
+
+from pathlib import Path
+from typing import Any
+
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.model import builtin_folder, source_kind
+from aqnpipe.config.run import EvaluationSpec, TrainingSpec
+from aqnpipe.config.study import Study
+from aqnpipe.errors import ConfigError
+
+
+class StudyPlan:
+    """Derives every path and parameter of the workflow from a validated study. Paths are relative, as text."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.results = study.config.results_dir
+        self.num_steps = study.num_steps
+        self.checkpoint_steps = study.config.training.checkpoint_steps(self.num_steps)
+
+    @property
+    def num_evaluations(self) -> int:
+        """Evaluated checkpoints, the pretrained models included."""
+        return len(self.evaluations())
+
+    def runs(self) -> list[tuple[str, str, int]]:
+        """(model role, arm, seed) of every training run."""
+        return [
+            (self.study.arms[arm].model, arm, seed) for arm in self.study.config.arms for seed in self.study.config.seeds
+        ]
+
+    def evaluations(self) -> list[tuple[str, str, int, int]]:
+        """(model role, arm, seed, step) of every evaluation: each model before training, then every checkpoint."""
+        return [
+            *((role, PRETRAINED, 0, 0) for role in self.study.model_roles()),
+            *((*run, step) for run in self.runs() for step in self.checkpoint_steps),
+        ]
+
+    def diagnoses(self) -> list[tuple[str, str]]:
+        """(model role, machine) of every diagnosis."""
+        return [(role, machine) for role in self.study.model_roles() for machine in self.study.config.machines]
+
+    def run_files(self, name: str) -> list[str]:
+        """One file of every run, in the order of `runs`."""
+        return [f"{self.results}/runs/{role}/{arm}/seed{seed}/{name}" for role, arm, seed in self.runs()]
+
+    def evaluation_files(self, suffix: str) -> list[str]:
+        """One file of every evaluation, in the order of `evaluations`."""
+        return [
+            f"{self.results}/eval/{role}/{arm}/seed{seed}/step{step}.{suffix}"
+            for role, arm, seed, step in self.evaluations()
+        ]
+
+    def diagnosis_files(self, name: str) -> list[str]:
+        """One file of every diagnosis, in the order of `diagnoses`."""
+        return [f"{self.results}/srdd/{role}/{machine}/{name}" for role, machine in self.diagnoses()]
+
+    def sigmas_input(self, model: str, arm: str) -> list[str]:
+        """The sigmas file that an arm needs, or nothing."""
+        aqn = self.study.arms[arm].aqn
+        if aqn is None or aqn.layer_sigmas_from is None:
+            return []
+        return [f"{self.results}/srdd/{model}/{aqn.layer_sigmas_from}/sigmas.yaml"]
+
+    def checkpoint_input(self, *, model: str, arm: str, seed: str, step: str) -> str:
+        """The config.json of the model folder that an evaluation reads."""
+        if arm == PRETRAINED:
+            return f"{self.results}/models/{model}/config.json"
+        return f"{self.results}/runs/{model}/{arm}/seed{seed}/checkpoints/step{step}/config.json"
+
+    def model_fingerprint(self, role: str) -> str:
+        """What tells that a built-in or local model's weights changed: sizes and times of its files; "" for hub ids."""
+        source = self.study.config.models[role].source
+        kind = source_kind(source)
+        if kind == "hub":
+            return ""
+        if kind == "builtin":
+            return (builtin_folder(source) / "recipe.json").read_text(encoding="utf-8")
+        stats = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).iterdir())
+        return repr(stats)
+
+    def training_spec(self, arm: str, seed: int) -> dict[str, Any]:
+        """Parameters of one training job (`TrainingSpec` as plain data)."""
+        config, role = self.study.config, self.study.arms[arm].model
+        return TrainingSpec(
+            model_role=role,
+            arm_id=arm,
+            arm=self.study.arms[arm],
+            seed=seed,
+            num_steps=self.num_steps,
+            dtype=config.models[role].dtype,
+            attention=config.models[role].attention,
+            prompt=config.prompt,
+            training=config.training,
+        ).model_dump(mode="json")
+
+    def evaluation_spec(self, *, model: str, arm: str, seed: str, step: str) -> dict[str, Any]:
+        """Parameters of one evaluation job (`EvaluationSpec` as plain data)."""
+        config = self.study.config
+        return EvaluationSpec(
+            model_role=model,
+            arm_id=arm,
+            seed=int(seed),
+            step=int(step),
+            dtype=config.models[model].dtype,
+            attention=config.models[model].attention,
+            prompt=config.prompt,
+            evaluation=config.evaluation,
+        ).model_dump(mode="json")
+
+    def study_params(self) -> dict[str, Any]:
+        """The whole study as plain data, for the jobs that look at all of it."""
+        return self.study.model_dump(mode="json")
+
+
+def plan_of(params: dict[str, Any]) -> StudyPlan:
+    """Rebuild the plan from `study_params`; ConfigError if they are not a study."""
+    if set(params) != {"config", "arms"}:
+        raise ConfigError(f"study parameters: found keys {sorted(params)}, expected arms and config")
+    return StudyPlan(Study.model_validate(params))

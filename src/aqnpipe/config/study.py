@@ -1,0 +1,203 @@
+"""A study: everything one `snakemake` call does, validated as a whole before any job starts."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
+from aqnpipe.config.arm import Arm, ArmsFile
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.dataset import DatasetConfig, PromptFormat
+from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
+from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.model import ModelConfig, num_layers_of
+from aqnpipe.config.noise import EpochAwareRanges, Machine
+from aqnpipe.config.training import TrainingConfig
+from aqnpipe.errors import ConfigError
+
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""Names that become folder names and wildcards."""
+
+
+class StudyConfig(FrozenModel):
+    """The content of a study file such as `config/config.yaml`."""
+
+    study: Identifier
+    description: str = ""
+    results_dir: str = Field(default="results", pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*$", description="where results go")
+    arms_file: str = Field(default="config/arms.yaml", description="path relative to the working directory")
+    models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
+    machines: dict[Identifier, Machine] = Field(min_length=1, description="what is diagnosed, by name")
+    dataset: DatasetConfig
+    prompt: PromptFormat = PromptFormat()
+    arms: tuple[str, ...] = Field(min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    training: TrainingConfig
+    diagnosis: DiagnosisConfig = DiagnosisConfig()
+    sigma_rule: SigmaRule = SigmaRule()
+    evaluation: EvaluationConfig
+    statistics: StatisticsConfig = StatisticsConfig()
+    comparisons: tuple[Comparison, ...] = Field(min_length=1)
+    report: ReportConfig
+
+    @model_validator(mode="after")
+    def _no_repeats(self) -> Self:
+        for name in ("arms", "seeds"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} must not repeat a value")
+        return self
+
+    @model_validator(mode="after")
+    def _training_has_steps(self) -> Self:
+        if self.dataset.num_train is None:
+            raise ValueError("dataset.num_train must state how many training questions are used: it decides the steps")
+        if self.num_steps < 1:
+            raise ValueError(
+                f"dataset.num_train {self.dataset.num_train} gives no step of {self.training.prompts_per_step} prompts"
+            )
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps of every run."""
+        return self.training.num_steps(self.dataset.num_train or 0)
+
+
+class Study(FrozenModel):
+    """A study together with the definitions of its arms; cross-references are checked."""
+
+    config: StudyConfig
+    arms: dict[str, Arm]
+
+    def model_roles(self) -> list[str]:
+        """Model roles that at least one arm trains, in the order of the study."""
+        used = {arm.model for arm in self.arms.values()}
+        return [role for role in self.config.models if role in used]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps of every run."""
+        return self.config.num_steps
+
+
+def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
+    """Validate the merged configuration `config` (read from `source`) and the arms that it names.
+
+    Raises ConfigError, one line: file, key, what is wrong, what was found.
+    """
+    study = _validate(StudyConfig, config, source)
+    arms_path = Path(study.arms_file)
+    arms = _validate(ArmsFile, _read_yaml(arms_path), study.arms_file).arms
+    for problem in _cross_reference_problems(study, arms, source):
+        raise ConfigError(problem)
+    return Study(config=study, arms={name: arms[name] for name in study.arms})
+
+
+def load_study_file(path: Path) -> Study:
+    """Read and validate the study file at `path`; ConfigError in one line."""
+    return load_study(_read_yaml(path), str(path))
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _validate(model: type[Any], content: Any, source: str) -> Any:
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {describe(error)}") from error
+
+
+def describe(error: ValidationError) -> str:
+    """Return the first problem of `error` as `key: what is wrong, found ...` in one line."""
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+    if problem["type"] == "extra_forbidden":
+        text = f"{key}: unknown key"
+    elif problem["type"] == "missing":
+        text = f"{key}: missing key"
+    else:
+        found = " ".join(repr(problem["input"]).split())
+        text = f"{key}: {problem['msg']}, found {found[:80]}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return text + more
+
+
+def _cross_reference_problems(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    yield from _unknown_names(study, arms, source)
+    yield from _layers_out_of_range(study, arms, source)
+    yield from _schedules_that_do_not_fit(study, arms)
+    yield from _comparison_problems(study, source)
+
+
+def _unknown_names(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    for name in study.arms:
+        if name not in arms:
+            yield f"{source}: arms: unknown arm {name!r}, {study.arms_file} defines {', '.join(sorted(arms))}"
+            return
+        arm = arms[name]
+        if arm.model not in study.models:
+            yield f"{source}: models: arm {name} needs the role {arm.model!r}, found {', '.join(study.models)}"
+        machine = arm.aqn.layer_sigmas_from if arm.aqn else None
+        if machine is not None and machine not in study.machines:
+            yield f"{source}: machines: arm {name} needs the machine {machine!r}, found {', '.join(study.machines)}"
+    if PRETRAINED in arms:
+        yield f"{study.arms_file}: arms.{PRETRAINED}: this name stands for the model before training, choose another"
+
+
+def _layers_out_of_range(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    for role, model in study.models.items():
+        num_layers = num_layers_of(model.source)
+        if num_layers is None:
+            continue
+        for name, machine in study.machines.items():
+            if machine.fault is not None and machine.fault.layer >= num_layers:
+                yield (
+                    f"{source}: machines.{name}.fault.layer: found {machine.fault.layer}, "
+                    f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
+                )
+        for arm_name in study.arms:
+            noise = arms[arm_name].operator_noise
+            if noise is None or noise.layers is None or arms[arm_name].model != role:
+                continue
+            if max(noise.layers, default=-1) >= num_layers:
+                yield (
+                    f"{study.arms_file}: arms.{arm_name}.operator_noise.layers: found {max(noise.layers)}, "
+                    f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
+                )
+
+
+def _schedules_that_do_not_fit(study: StudyConfig, arms: Mapping[str, Arm]) -> Iterator[str]:
+    for name in study.arms:
+        aqn = arms[name].aqn
+        if aqn and isinstance(aqn.schedule, EpochAwareRanges) and len(aqn.schedule.ranges) != study.training.epochs:
+            yield (
+                f"{study.arms_file}: arms.{name}.aqn.schedule.ranges: found {len(aqn.schedule.ranges)} ranges, "
+                f"the study trains {study.training.epochs} epochs"
+            )
+
+
+def _comparison_problems(study: StudyConfig, source: str) -> Iterator[str]:
+    known = {*study.arms, PRETRAINED}
+    for index, comparison in enumerate(study.comparisons):
+        where = f"{source}: comparisons.{index}"
+        names = [comparison.treatment, comparison.control] if comparison.kind == "arms" else [comparison.arm]
+        for name in names:
+            if name not in known:
+                yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
+        if comparison.noise_level not in study.evaluation.noise_levels:
+            yield (
+                f"{where}.noise_level: found {comparison.noise_level}, "
+                f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
+            )

@@ -1,0 +1,33 @@
+"""What all rules share: the validated study, wildcard constraints, paths and parameters of jobs."""
+
+import sys
+
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import validate
+
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.study import load_study
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
+from aqnpipe.provenance import code_digest
+
+STUDY_FILE = ", ".join(map(str, workflow.overwrite_configfiles)) or "config/config.yaml"
+
+try:
+    STUDY = load_study(config, source=STUDY_FILE)
+except AqnpipeError as error:
+    raise WorkflowError(f"{error}") from None
+
+validate(config, "../../config/schema.json", set_default=False)
+
+PLAN = StudyPlan(STUDY)
+RESULTS = PLAN.results
+THREADS_PER_JOB = max(STUDY.config.training.threads, STUDY.config.evaluation.threads)
+
+
+wildcard_constraints:
+    model="|".join(STUDY.config.models),
+    machine="|".join(STUDY.config.machines),
+    arm="|".join([*STUDY.arms, "pretrained"]),
+    seed=r"\d+",
+    step=r"\d+",
+    split="train|test",

@@ -1,0 +1,51 @@
+"""Diagnose a machine layer by layer, and derive per-layer sigmas.
+
+Needs the prepared model and the training questions.
+"""
+
+
+rule srdd_diagnose:
+    """Run the statistical scans on a model on a machine (the device, or the device with a simulated fault)."""
+    input:
+        model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
+        problems=f"{RESULTS}/data/train.parquet",
+    output:
+        layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
+        verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
+    log:
+        f"{RESULTS}/logs/srdd_diagnose/{{model}}_{{machine}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/srdd_diagnose/{{model}}_{{machine}}.tsv"
+    params:
+        machine=lambda wildcards: STUDY.config.machines[wildcards.machine].model_dump(mode="json"),
+        diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
+        prompt=STUDY.config.prompt.model_dump(mode="json"),
+        model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
+        code=code_digest("aqnpipe.diagnosis.stage"),
+    threads: STUDY.config.diagnosis.threads
+    resources:
+        mem_mb=4000,
+    message:
+        "diagnose: model {wildcards.model} on machine {wildcards.machine}"
+    script:
+        "../scripts/srdd_diagnose.py"
+
+
+rule generate_layer_sigmas:
+    """Turn a diagnosis into per-layer sigmas by the published rule."""
+    input:
+        layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
+        verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
+    output:
+        f"{RESULTS}/srdd/{{model}}/{{machine}}/sigmas.yaml",
+    log:
+        f"{RESULTS}/logs/generate_layer_sigmas/{{model}}_{{machine}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/generate_layer_sigmas/{{model}}_{{machine}}.tsv"
+    params:
+        rule=STUDY.config.sigma_rule.model_dump(mode="json"),
+        code=code_digest("aqnpipe.diagnosis.sigmas"),
+    message:
+        "sigmas: model {wildcards.model}, machine {wildcards.machine}"
+    script:
+        "../scripts/generate_layer_sigmas.py"

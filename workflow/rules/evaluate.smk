@@ -1,0 +1,29 @@
+"""Evaluate checkpoints at every noise level.
+
+Needs a checkpoint (or, for arm `pretrained`, the prepared model) and the test questions.
+"""
+
+
+rule evaluate:
+    """Greedy answers to every test question at every noise level and noise seed, with receipts."""
+    input:
+        model=lambda wildcards: PLAN.checkpoint_input(**wildcards),
+        test_problems=f"{RESULTS}/data/test.parquet",
+    output:
+        table=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.parquet",
+        receipt=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.receipt.json",
+        record=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.run.json",
+    log:
+        f"{RESULTS}/logs/evaluate/{{model}}_{{arm}}_seed{{seed}}_step{{step}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/evaluate/{{model}}_{{arm}}_seed{{seed}}_step{{step}}.tsv"
+    params:
+        spec=lambda wildcards: PLAN.evaluation_spec(**wildcards),
+        code=code_digest("aqnpipe.evaluation.stage"),
+    threads: STUDY.config.evaluation.threads
+    resources:
+        mem_mb=4000,
+    message:
+        "evaluate: {wildcards.model}/{wildcards.arm} seed {wildcards.seed} step {wildcards.step}"
+    script:
+        "../scripts/evaluate.py"

@@ -1,0 +1,40 @@
+"""Prepare data and models.
+
+Needs nothing but the study file; a hub model or data set is fetched here and nowhere else.
+"""
+
+
+rule prepare_data:
+    """Generate or load one split of the study's questions."""
+    output:
+        f"{RESULTS}/data/{{split}}.parquet",
+    log:
+        f"{RESULTS}/logs/prepare_data/{{split}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/prepare_data/{{split}}.tsv"
+    params:
+        dataset=STUDY.config.dataset.model_dump(mode="json"),
+        code=code_digest("aqnpipe.data.stage"),
+    message:
+        "prepare data: {wildcards.split} split"
+    script:
+        "../scripts/prepare_data.py"
+
+
+rule prepare_model:
+    """Materialise a model as a folder of safetensors, config and tokenizer."""
+    output:
+        config=f"{RESULTS}/models/{{model}}/config.json",
+        record=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
+    log:
+        f"{RESULTS}/logs/prepare_model/{{model}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/prepare_model/{{model}}.tsv"
+    params:
+        model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
+        weights=lambda wildcards: PLAN.model_fingerprint(wildcards.model),
+        code=code_digest("aqnpipe.models.loading"),
+    message:
+        "prepare model: role {wildcards.model}"
+    script:
+        "../scripts/prepare_model.py"

@@ -1,0 +1,35 @@
+"""Train one arm with one seed.
+
+Needs the prepared model and questions; arms with per-layer sigmas also need the sigmas file of their machine.
+"""
+
+
+rule train:
+    """GRPO with the arm's noise; checkpoints, metrics, receipt and record of one run."""
+    input:
+        model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
+        train_problems=f"{RESULTS}/data/train.parquet",
+        test_problems=f"{RESULTS}/data/test.parquet",
+        sigmas=lambda wildcards: PLAN.sigmas_input(wildcards.model, wildcards.arm),
+    output:
+        metrics=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/metrics.parquet",
+        receipt=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/receipt.json",
+        record=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/run.json",
+        checkpoints=[
+            f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/checkpoints/step{step}/config.json"
+            for step in PLAN.checkpoint_steps
+        ],
+    log:
+        f"{RESULTS}/logs/train/{{model}}_{{arm}}_seed{{seed}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/train/{{model}}_{{arm}}_seed{{seed}}.tsv"
+    params:
+        spec=lambda wildcards: PLAN.training_spec(wildcards.arm, int(wildcards.seed)),
+        code=code_digest("aqnpipe.training.stage"),
+    threads: STUDY.config.training.threads
+    resources:
+        mem_mb=4000,
+    message:
+        "train: {wildcards.model}/{wildcards.arm} seed {wildcards.seed}"
+    script:
+        "../scripts/train.py"

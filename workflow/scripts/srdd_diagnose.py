@@ -1,0 +1,19 @@
+"""Adapter: rule srdd_diagnose."""
+
+from pathlib import Path
+
+from aqnpipe.config.dataset import PromptFormat
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.config.noise import Machine
+from aqnpipe.diagnosis.stage import diagnose
+from aqnpipe.job import logged_job
+
+with logged_job(Path(snakemake.log[0])):
+    diagnose(
+        Path(snakemake.input.model).parent,
+        Path(snakemake.input.problems),
+        PromptFormat.model_validate(snakemake.params.prompt),
+        Machine.model_validate(snakemake.params.machine),
+        DiagnosisConfig.model_validate(snakemake.params.diagnosis),
+        Path(snakemake.output.layers).parent,
+    )
