@@ -1,0 +1,1 @@
+"""Noise: operators, adaptive weight noise, faults, and the receipts that prove them."""

@@ -1,0 +1,63 @@
+"""Where things are in a decoder-only model: its layers, norms and output projection, found by structure and name."""
+
+import re
+from typing import Literal
+
+from torch import nn
+
+from aqnpipe.errors import ModelError
+
+_EXPERT_MARKS = ("experts", "shared_expert", "num_experts", "expert_")
+"""Parts of module names that only mixtures of experts have; never plain "gate", which matches `gate_proj`."""
+
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers of `model`; ModelError if it has none that can be found."""
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] == "layers" and isinstance(module, nn.ModuleList) and len(module):
+            return module
+    raise ModelError(f"{type(model).__name__}: no decoder layers found (expected a module list named 'layers')")
+
+
+def output_projection(model: nn.Module) -> nn.Module:
+    """Return the module that maps hidden states to logits; ModelError if there is none."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module):
+        raise ModelError(f"{type(model).__name__}: no output projection (lm_head) found")
+    return head
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Tell whether `module` is an RMSNorm, by class name: vLLM and transformers have unrelated classes."""
+    return "rmsnorm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
+def is_mixture_of_experts(model: nn.Module) -> bool:
+    """Tell whether any module of `model` belongs to a mixture of experts."""
+    return any(mark in name for name, _ in model.named_modules() for mark in _EXPERT_MARKS)
+
+
+def rms_norms(
+    model: nn.Module, targets: Literal["auto", "all_norms", "post_attention"] = "auto"
+) -> dict[str, nn.Module]:
+    """Return the RMSNorm modules that AQN works on, by qualified name; ModelError if none match.
+
+    auto: every RMSNorm of a dense model, only `post_attention_layernorm` of a mixture of experts.
+    """
+    post_attention_only = targets == "post_attention" or (targets == "auto" and is_mixture_of_experts(model))
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if is_rms_norm(module) and (not post_attention_only or name.endswith("post_attention_layernorm"))
+    }
+    if not norms:
+        raise ModelError(f"{type(model).__name__}: no RMSNorm matches targets={targets!r}")
+    return norms
+
+
+def layer_of(module_name: str) -> int | None:
+    """Return the decoder layer that a qualified module name lies in, or None outside the layers."""
+    match = _LAYER_NUMBER.search(module_name)
+    return int(match.group(1)) if match else None

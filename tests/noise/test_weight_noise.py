@@ -1,0 +1,148 @@
+import pytest
+import torch
+
+from aqnpipe.config.noise import LinearDecay, WeightNoise
+from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+from aqnpipe.noise.layout import rms_norms
+from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.weight_noise import noised_norm_weights, norm_factors
+
+AQN = WeightNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.05))
+GUIDED = WeightNoise(schedule=AQN.schedule, layer_sigmas_from="target")
+
+
+def new_recorder(num_steps=1, noise=AQN, layer_factors=None):
+    return ReceiptRecorder(
+        operator_noise=None,
+        weight_noise=noise,
+        expected_phases=(),
+        num_layers=3,
+        num_norms=7,
+        num_steps=num_steps,
+        num_epochs=1,
+        layer_factors=layer_factors,
+    )
+
+
+def sync(model, recorder, sigma=0.05, step=0, factors=None):
+    with noised_norm_weights(model, recorder, factors or norm_factors(model, AQN, None), sigma=sigma, seed=0, step=step):
+        pass
+
+
+def norm_weights(model):
+    return {name: module.weight.detach().clone() for name, module in rms_norms(model).items()}
+
+
+def test_dense_models_have_two_norms_per_layer_and_one_at_the_end(model):
+    assert len(rms_norms(model)) == 2 * 3 + 1
+
+
+def test_post_attention_only(model):
+    names = rms_norms(model, "post_attention")
+    assert len(names) == 3
+    assert all(name.endswith("post_attention_layernorm") for name in names)
+
+
+def test_a_model_without_norms_is_refused():
+    with pytest.raises(ModelError, match="no RMSNorm matches"):
+        rms_norms(torch.nn.Linear(2, 2))
+
+
+def test_noise_is_there_inside_and_gone_outside_bit_for_bit(model):
+    clean = norm_weights(model)
+    everything = {name: p.detach().clone() for name, p in model.named_parameters()}
+    recorder = new_recorder()
+    with noised_norm_weights(model, recorder, dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0):
+        inside = norm_weights(model)
+        others = {n: p for n, p in model.named_parameters() if "norm" not in n}
+        assert all(torch.equal(p, everything[n]) for n, p in others.items())
+    added = torch.cat([inside[name] - clean[name] for name in clean])
+    assert abs(added.std().item() / 0.05 - 1) < 5 / (2 * added.numel()) ** 0.5
+    assert all(torch.equal(p, everything[name]) for name, p in model.named_parameters())
+    (sync,) = recorder.receipt().weight_syncs
+    assert sync.norms == 7
+    assert sync.elements == added.numel()
+    assert sync.sigma_measured == pytest.approx(added.square().mean().sqrt().item(), rel=1e-4)
+    recorder.receipt().check()
+
+
+def test_weights_come_back_after_an_exception(model):
+    clean = norm_weights(model)
+    with (
+        pytest.raises(RuntimeError),
+        noised_norm_weights(model, new_recorder(), dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0),
+    ):
+        raise RuntimeError
+    assert all(torch.equal(weight, clean[name]) for name, weight in norm_weights(model).items())
+
+
+def test_redrawn_at_each_sync_and_replayed_by_key(model):
+    def draw(step):
+        with noised_norm_weights(
+            model, new_recorder(), dict.fromkeys(rms_norms(model), 1.0), sigma=0.05, seed=0, step=step
+        ):
+            return torch.cat(list(norm_weights(model).values()))
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+
+
+def test_per_layer_sigmas_reach_their_layers(make_model):
+    model = make_model(hidden_size=256)
+    layer_factors = {0: 1.0, 1: 2.0, 2: 0.5}
+    factors = norm_factors(model, AQN, layer_factors)
+    clean = norm_weights(model)
+    with noised_norm_weights(model, new_recorder(), factors, sigma=0.02, seed=0, step=0):
+        noised = norm_weights(model)
+    for layer, factor in layer_factors.items():
+        added = torch.cat([noised[n] - clean[n] for n in clean if f"layers.{layer}." in n])
+        expected = 0.02 * factor
+        assert abs(added.std().item() / expected - 1) < 5 / (2 * added.numel()) ** 0.5
+    assert factors["model.norm"] == 1.0
+
+
+@pytest.mark.parametrize("layer_factors", [{0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}])
+def test_sigmas_of_another_model_are_refused(model, layer_factors):
+    with pytest.raises(ConfigError, match="layer sigmas: found layers"):
+        norm_factors(model, AQN, layer_factors)
+
+
+def test_noise_logged_but_not_added_is_refused(model, monkeypatch):
+    monkeypatch.setattr("aqnpipe.noise.weight_noise._add_gaussian_", lambda *args: None)
+    recorder = new_recorder()
+    sync(model, recorder)
+    with pytest.raises(ReceiptError, match=r"AQN step 0: measured sigma 0, asked 0\.05"):
+        recorder.receipt().check()
+
+
+def test_aqn_that_never_ran_is_refused():
+    with pytest.raises(ReceiptError, match="0 weight syncs, expected one at each of 1 steps"):
+        new_recorder().receipt().check()
+
+
+def test_a_step_counter_that_stands_still_is_refused(model):
+    decaying = WeightNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.0))
+    recorder = new_recorder(num_steps=2, noise=decaying)
+    for step in range(2):
+        sync(model, recorder, sigma=0.05, step=step)  # sigma of step 0, twice
+    with pytest.raises(ReceiptError, match=r"AQN step 1: the trainer took sigma 0\.05, the schedule says 0\.025"):
+        recorder.receipt().check()
+
+
+def test_aqn_where_none_was_asked_is_refused(model):
+    recorder = new_recorder(noise=None)
+    sync(model, recorder)
+    with pytest.raises(ReceiptError, match="none was asked for"):
+        recorder.receipt().check()
+
+
+def test_per_layer_sigmas_that_are_ignored_are_refused(make_model):
+    model = make_model(hidden_size=256)
+    asked = {0: 1.0, 1: 1.5, 2: 1.0}
+    recorder = new_recorder(noise=GUIDED, layer_factors=asked)
+    sync(model, recorder)  # uniform factors, as if nothing had read the file
+    with pytest.raises(ReceiptError, match=r"norms in layer 1 got [01]\.\d+ times the schedule's sigma, asked 1\.500"):
+        recorder.receipt().check()
+    honest = new_recorder(noise=GUIDED, layer_factors=asked)
+    sync(model, honest, factors=norm_factors(model, GUIDED, asked))
+    honest.receipt().check()
