@@ -1,0 +1,1 @@
+"""Evaluation: robustness of checkpoints over noise levels and noise seeds."""

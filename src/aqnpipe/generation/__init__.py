@@ -1,0 +1,1 @@
+"""Generation backends, the same for rollouts and evaluation."""

@@ -1,0 +1,30 @@
+"""Generation as the stages see it: prompts in, completions out, the same for rollouts and evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. `temperature` None is greedy; otherwise `seed` keys the draws."""
+
+    max_response_tokens: int
+    temperature: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Response tokens up to and including the end token, and why generation ended."""
+
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+
+
+class GenerationBackend(Protocol):
+    """Generates with the weights (and the noise) that its model has at the time of the call."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """Return one completion per prompt (token ids), in order."""
+        ...

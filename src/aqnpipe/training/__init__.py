@@ -1,0 +1,1 @@
+"""Training: GRPO with separate, receipted noise phases."""

@@ -1,0 +1,137 @@
+"""The train stage on a tiny random model: phases, receipts, checkpoints, determinism, refusals."""
+
+import polars as pl
+import pytest
+import torch
+
+from aqnpipe.artifacts import ProblemTable, RunRecord, TrainingMetrics, read_json, read_table, write_table
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.errors import ReceiptError, TrainingError
+from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.noise.receipt import Receipt
+from aqnpipe.provenance import sha256_of_file
+from aqnpipe.training.stage import TrainingInputs, train
+
+NOISE = {"operators": "matmul", "relative_scale": 0.05}
+AQN = {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.01}}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    folder = tmp_path_factory.mktemp("inputs")
+    tokenizer = build_tokenizer()
+    model = make_model(
+        num_layers=2,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "aqnpipe_model.json").write_text("{}")
+    for split in ("train", "test"):
+        table = pl.DataFrame(
+            {
+                "question_id": [f"{split}-{i}" for i in range(8)],
+                "question": [f"What is {i} plus {i} ?" for i in range(8)],
+                "answer": [f"{i} + {i} = {2 * i}\n#### {2 * i}" for i in range(8)],
+                "gold_answer": [str(2 * i) for i in range(8)],
+            }
+        )
+        write_table(folder / f"{split}.parquet", table, ProblemTable)
+    return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+
+
+def spec(operator_noise=None, aqn=None, **training):
+    settings = {
+        "epochs": 1,
+        "prompts_per_step": 4,
+        "rollouts_per_prompt": 2,
+        "micro_batch_size": 4,
+        "learning_rate": 1e-3,
+        "max_response_tokens": 6,
+        "checkpoint_every": 1,
+        "validation_questions": 3,
+    }
+    return TrainingSpec(
+        model_role="base",
+        arm_id="test",
+        arm={"description": "", "operator_noise": operator_noise, "aqn": aqn},
+        seed=0,
+        num_steps=2,
+        dtype="float32",
+        attention="eager",
+        prompt={},
+        training={**settings, **training},
+    )
+
+
+def test_a_run_leaves_its_artifacts_and_an_honest_receipt(inputs, tmp_path):
+    said = []
+    train(spec(NOISE, AQN), inputs, tmp_path / "run", said.append)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "checkpoints", "metrics.parquet", "receipt.json", "run.json",
+    ]  # fmt: skip
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step1", "step2"]
+    receipt = read_json(tmp_path / "run" / "receipt.json", Receipt).check()
+    noised = {record.phase: record.noised_calls > 0 for record in receipt.phases}
+    assert noised == {
+        "rollout": True, "reference": True, "actor_forward": True, "backward": True, "validation": False,
+    }  # fmt: skip
+    assert [sync.step for sync in receipt.weight_syncs] == [0, 1]
+    metrics = read_table(tmp_path / "run" / "metrics.parquet", TrainingMetrics)
+    assert metrics["step"].to_list() == [1, 2]
+    assert metrics["sigma_asked"].to_list() == pytest.approx([0.05, 0.03])
+    assert metrics["validation_accuracy"].is_null().to_list() == [True, False]
+    record = read_json(tmp_path / "run" / "run.json", RunRecord)
+    assert record.identity["arm"] == "test"
+    assert any("step 2/2" in line for line in said)
+
+
+def test_the_same_run_gives_the_same_bytes(inputs, tmp_path):
+    for name in ("one", "two"):
+        torch.randn(7)  # whatever happened before must not matter
+        train(spec(NOISE, AQN), inputs, tmp_path / name, lambda _: None)
+    files = [p.relative_to(tmp_path / "one") for p in sorted((tmp_path / "one").rglob("*")) if p.is_file()]
+    assert len(files) > 6
+    for file in files:
+        assert sha256_of_file(tmp_path / "one" / file) == sha256_of_file(tmp_path / "two" / file), file
+
+
+def test_arms_that_differ_in_noise_only_share_their_first_prompts_and_sampling(inputs, tmp_path):
+    """Noise too small to change a token must leave the first rollout as it is."""
+    small = {"operators": "matmul", "relative_scale": 1e-5}
+    train(spec(), inputs, tmp_path / "clean", lambda _: None)
+    train(spec(small), inputs, tmp_path / "noisy", lambda _: None)
+    clean, noisy = (read_table(tmp_path / n / "metrics.parquet", TrainingMetrics) for n in ("clean", "noisy"))
+    assert clean["response_tokens_mean"][0] == noisy["response_tokens_mean"][0]
+    assert clean["entropy"][0] == pytest.approx(noisy["entropy"][0], rel=1e-4)
+
+
+def test_without_kl_there_is_no_reference_phase(inputs, tmp_path):
+    train(spec(kl_coefficient=0.0), inputs, tmp_path / "run", lambda _: None)
+    receipt = read_json(tmp_path / "run" / "receipt.json", Receipt)
+    assert "reference" not in {record.phase for record in receipt.phases}
+
+
+def test_noise_disabled_by_hand_fails_the_run_and_leaves_nothing(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("aqnpipe.noise.injection.add_relative_error_", lambda output, scale, generator: output)
+    with pytest.raises(ReceiptError, match="receipt refused"):
+        train(spec(NOISE), inputs, tmp_path / "run", lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_aqn_forgotten_by_the_trainer_fails_the_run(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("aqnpipe.training.trainer.NoisePlan.sigma", lambda self, step: 0.0)
+    with pytest.raises(ReceiptError, match="AQN"):
+        train(spec(aqn=AQN), inputs, tmp_path / "run", lambda _: None)
+
+
+def test_broken_weights_stop_the_run(inputs, tmp_path, monkeypatch):
+    def alternating(completions, **_):
+        return [float(index % 2) for index in range(len(completions))]
+
+    monkeypatch.setattr("aqnpipe.training.stage.reward_correct", alternating)
+    with pytest.raises(TrainingError, match=r"base/test seed 0: \S+ is not finite after step 1, run stopped"):
+        train(spec(learning_rate=1e38, max_grad_norm=1e30), inputs, tmp_path / "run", lambda _: None)
+    assert list(tmp_path.iterdir()) == []
