@@ -26,6 +26,6 @@ localrules:
 
 
 rule all:
+    default_target: True
     input:
         f"{RESULTS}/report.html",
-    default_target: True

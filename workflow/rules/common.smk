@@ -2,7 +2,6 @@
 
 import sys
 
-from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
 from aqnpipe.config.plan import StudyPlan
@@ -15,7 +14,8 @@ STUDY_FILE = ", ".join(map(str, workflow.overwrite_configfiles)) or "config/conf
 try:
     STUDY = load_study(config, source=STUDY_FILE)
 except AqnpipeError as error:
-    raise WorkflowError(f"{error}") from None
+    print(f"ERROR: {error}", file=sys.stderr)
+    sys.exit(EXIT_USER_ERROR)
 
 validate(config, "../../config/schema.json", set_default=False)
 

@@ -16,15 +16,17 @@ rule srdd_diagnose:
         f"{RESULTS}/logs/srdd_diagnose/{{model}}_{{machine}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/srdd_diagnose/{{model}}_{{machine}}.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
+    threads: STUDY.config.diagnosis.threads
+    resources:
+        mem_mb=4000,
     params:
         machine=lambda wildcards: STUDY.config.machines[wildcards.machine].model_dump(mode="json"),
         diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
         prompt=STUDY.config.prompt.model_dump(mode="json"),
         model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
         code=code_digest("aqnpipe.diagnosis.stage"),
-    threads: STUDY.config.diagnosis.threads
-    resources:
-        mem_mb=4000,
     message:
         "diagnose: model {wildcards.model} on machine {wildcards.machine}"
     script:
@@ -42,6 +44,8 @@ rule generate_layer_sigmas:
         f"{RESULTS}/logs/generate_layer_sigmas/{{model}}_{{machine}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/generate_layer_sigmas/{{model}}_{{machine}}.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
     params:
         rule=STUDY.config.sigma_rule.model_dump(mode="json"),
         code=code_digest("aqnpipe.diagnosis.sigmas"),

@@ -17,12 +17,14 @@ rule evaluate:
         f"{RESULTS}/logs/evaluate/{{model}}_{{arm}}_seed{{seed}}_step{{step}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/evaluate/{{model}}_{{arm}}_seed{{seed}}_step{{step}}.tsv"
-    params:
-        spec=lambda wildcards: PLAN.evaluation_spec(**wildcards),
-        code=code_digest("aqnpipe.evaluation.stage"),
+    conda:
+        "../envs/aqnpipe.yaml"
     threads: STUDY.config.evaluation.threads
     resources:
         mem_mb=4000,
+    params:
+        spec=lambda wildcards: PLAN.evaluation_spec(**wildcards),
+        code=code_digest("aqnpipe.evaluation.stage"),
     message:
         "evaluate: {wildcards.model}/{wildcards.arm} seed {wildcards.seed} step {wildcards.step}"
     script:

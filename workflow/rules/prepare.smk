@@ -12,6 +12,8 @@ rule prepare_data:
         f"{RESULTS}/logs/prepare_data/{{split}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/prepare_data/{{split}}.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
     params:
         dataset=STUDY.config.dataset.model_dump(mode="json"),
         code=code_digest("aqnpipe.data.stage"),
@@ -30,6 +32,8 @@ rule prepare_model:
         f"{RESULTS}/logs/prepare_model/{{model}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/prepare_model/{{model}}.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
     params:
         model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
         weights=lambda wildcards: PLAN.model_fingerprint(wildcards.model),

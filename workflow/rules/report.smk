@@ -18,6 +18,8 @@ rule compare:
         f"{RESULTS}/logs/compare.log",
     benchmark:
         f"{RESULTS}/benchmarks/compare.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
     params:
         study=PLAN.study_params(),
         code=code_digest("aqnpipe.statistics.stage"),
@@ -46,6 +48,8 @@ rule report:
         f"{RESULTS}/logs/report.log",
     benchmark:
         f"{RESULTS}/benchmarks/report.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
     params:
         study=PLAN.study_params(),
         code=code_digest("aqnpipe.report.stage"),

@@ -23,12 +23,14 @@ rule train:
         f"{RESULTS}/logs/train/{{model}}_{{arm}}_seed{{seed}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/train/{{model}}_{{arm}}_seed{{seed}}.tsv"
-    params:
-        spec=lambda wildcards: PLAN.training_spec(wildcards.arm, int(wildcards.seed)),
-        code=code_digest("aqnpipe.training.stage"),
+    conda:
+        "../envs/aqnpipe.yaml"
     threads: STUDY.config.training.threads
     resources:
         mem_mb=4000,
+    params:
+        spec=lambda wildcards: PLAN.training_spec(wildcards.arm, int(wildcards.seed)),
+        code=code_digest("aqnpipe.training.stage"),
     message:
         "train: {wildcards.model}/{wildcards.arm} seed {wildcards.seed}"
     script:

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.diagnosis.stage import diagnose
 from aqnpipe.job import logged_job
 
 with logged_job(Path(snakemake.log[0])):
+    model = ModelConfig.model_validate(snakemake.params.model)
     diagnose(
         Path(snakemake.input.model).parent,
         Path(snakemake.input.problems),
@@ -16,4 +18,6 @@ with logged_job(Path(snakemake.log[0])):
         Machine.model_validate(snakemake.params.machine),
         DiagnosisConfig.model_validate(snakemake.params.diagnosis),
         Path(snakemake.output.layers).parent,
+        dtype=model.dtype,
+        attention=model.attention,
     )

@@ -16,7 +16,7 @@ from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, Machine
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.errors import ConfigError
+from aqnpipe.errors import ConfigError, ModelError
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """Names that become folder names and wildcards."""
@@ -120,7 +120,8 @@ def _validate(model: type[Any], content: Any, source: str) -> Any:
 
 def describe(error: ValidationError) -> str:
     """Return the first problem of `error` as `key: what is wrong, found ...` in one line."""
-    problems = error.errors(include_url=False)
+    # An unknown key explains the missing one that it was meant to be, so it comes first.
+    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
     key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
     if problem["type"] == "extra_forbidden":
@@ -158,7 +159,11 @@ def _unknown_names(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> 
 
 def _layers_out_of_range(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     for role, model in study.models.items():
-        num_layers = num_layers_of(model.source)
+        try:
+            num_layers = num_layers_of(model.source)
+        except ModelError as error:
+            yield f"{source}: models.{role}.source: {error}"
+            continue
         if num_layers is None:
             continue
         for name, machine in study.machines.items():

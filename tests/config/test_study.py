@@ -1,0 +1,124 @@
+"""Studies and arms: what ships parses, and every mistake is one line that names file, key, found and expected."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aqnpipe.config.arm import ArmsFile
+from aqnpipe.config.schema import study_schema
+from aqnpipe.config.study import load_study, load_study_file
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+STUDY_FILES = sorted(path for path in (ROOT / "config").glob("*.yaml") if path.name != "arms.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def config():
+    return yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
+def test_every_shipped_study_parses(path):
+    study = load_study_file(path)
+    assert set(study.arms) == set(study.config.arms)
+
+
+def test_every_arm_parses_and_the_issue_s_arms_are_there():
+    arms = ArmsFile.model_validate(yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())).arms
+    assert {"baseline", "E5", "E5a", "E5b", "E5c", "E5d", "E7a", "E7b", "E7c", "srdd_guided"} <= set(arms)
+    assert arms["baseline"].operator_noise is None
+    assert arms["baseline"].aqn is None
+    assert {name for name, arm in arms.items() if arm.model == "large"} == {"E7a", "E7b", "E7c"}
+
+
+def test_the_full_study_runs_every_arm():
+    arms = ArmsFile.model_validate(yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())).arms
+    assert set(load_study_file(ROOT / "config" / "tiny-full.yaml").config.arms) == set(arms)
+
+
+def test_the_committed_schema_is_the_generated_one():
+    """If this fails: `aqnpipe schema > config/schema.json`."""
+    assert (ROOT / "config" / "schema.json").read_text() == study_schema()
+
+
+def test_configuration_is_importable_without_torch():
+    import subprocess
+    import sys
+
+    code = "import aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.provenance, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _set(config, path, value):
+    *parents, last = path
+    for key in parents:
+        config = config[key]
+    config[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["sedds"], [0], r"study\.yaml: sedds: unknown key"),
+        (["training", "learning_rat"], 1, r"study\.yaml: training\.learning_rat: unknown key"),
+        (["training", "learning_rate"], "fast", r"training\.learning_rate: .*number.*found 'fast'"),
+        (["training", "micro_batch_size"], 50, r"training: .*micro_batch_size 50 must divide .* = 128"),
+        (["seeds"], [0, 0], r"seeds must not repeat"),
+        (["arms"], ["baseline", "E99"], r"study\.yaml: arms: unknown arm 'E99', config/arms\.yaml defines E5, "),
+        (["arms_file"], "config/nowhere.yaml", r"config/nowhere\.yaml: no such file"),
+        (["models", "base", "source"], "./nowhere", r"nowhere.*no such folder"),
+        (["models", "base", "source"], "huge", r"'huge' is unknown"),
+        (
+            ["machines", "target", "fault", "layer"],
+            6,
+            r"study\.yaml: machines\.target\.fault\.layer: found 6, model base \(tiny\) has layers 0 to 5",
+        ),
+        (["machines"], {"device": {}}, r"arm srdd_guided needs the machine 'target', found device"),
+        (["training", "epochs"], 3, r"config/arms\.yaml: arms\.E5b\.aqn\.schedule\.ranges: found 2 ranges, .* 3 epochs"),
+        (["comparisons", 0, "treatment"], "E5d", r"study\.yaml: comparisons\.0: unknown arm 'E5d'"),
+        (["comparisons", 1, "noise_level"], 0.2, r"comparisons\.1\.noise_level: found 0\.2, .*0\.05"),
+        (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
+        (["results_dir"], "../elsewhere", r"results_dir"),
+        (["dataset"], {"source": "local", "path": "x"}, r"dataset\.num_train must state"),
+    ],
+)
+def test_a_mistake_is_one_line(config, path, value, message):
+    _set(config, path, value)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_study(config, "study.yaml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda arms: arms["E5b"]["aqn"]["schedule"]["ranges"][0].update(sigma_start=-0.1), r"arms\.E5b\.aqn\..*found -0\.1"),
+        (lambda arms: arms["E5"]["operator_noise"].update(relative_scale=float("nan")), r"arms\.E5\.operator_noise"),
+        (lambda arms: arms["E5"]["operator_noise"].update(sigma=1), r"arms\.E5\.operator_noise\.sigma: unknown key"),
+        (lambda arms: arms["E5"]["operator_noise"].update(phases=["backward"]), r"backward noise needs actor_forward"),
+        (lambda arms: arms["E5"]["operator_noise"].update(layers=[7]), r"operator_noise\.layers: found 7, model base"),
+    ],
+)
+def test_a_mistake_in_an_arm_names_the_arms_file(config, tmp_path, edit, message):
+    arms = yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())
+    edit(arms["arms"])
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms))
+    config["arms_file"] = str(tmp_path / "arms.yaml")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_study(config, "study.yaml")
+    assert "arms.yaml: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_yaml_is_one_line(tmp_path):
+    (tmp_path / "study.yaml").write_text("a: [1\nb: 2")
+    with pytest.raises(ConfigError, match=r"study\.yaml: not valid YAML") as caught:
+        load_study_file(tmp_path / "study.yaml")
+    assert "\n" not in str(caught.value)

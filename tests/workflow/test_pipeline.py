@@ -1,0 +1,242 @@
+"""The real pipeline on the smoke study, driven by Snakemake as a user would, against a copy of the package.
+
+The copy lets a test edit a module or sabotage the noise without touching the sources.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import aqnpipe
+from aqnpipe.artifacts import EvaluationTable, TrainingMetrics, read_json, read_table, read_yaml
+from aqnpipe.artifacts import SigmaFile
+from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipt import Receipt
+from aqnpipe.provenance import sha256_of_file
+
+ROOT = Path(__file__).parents[2]
+SNAKEMAKE = Path(sys.executable).with_name("snakemake")
+STUDY = "config/smoke.yaml"
+RESULTS = Path("results/smoke")
+
+
+class Checkout:
+    """A working copy of the pipeline with its own copy of the package."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("config", "workflow", "profiles"):
+            shutil.copytree(ROOT / name, folder / name)
+        shutil.copy(ROOT / "Snakefile", folder / "Snakefile")
+        shutil.copytree(
+            Path(aqnpipe.__file__).parent, folder / "src" / "aqnpipe", ignore=shutil.ignore_patterns("__pycache__")
+        )
+
+    def snakemake(self, *arguments: str, study: str = STUDY) -> subprocess.CompletedProcess[str]:
+        """Run snakemake here; standard output and error come back as one text in `stdout`."""
+        return subprocess.run(
+            [SNAKEMAKE, "--configfile", study, *arguments],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+
+    def planned(self, *arguments: str) -> dict[str, int]:
+        """Jobs per rule that a dry run would execute."""
+        output = self.snakemake("--dry-run", *arguments).stdout
+        if "Nothing to be done" in output:
+            return {}
+        table = output.split("Job stats:")[1].split("Reasons:")[0]
+        counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+        return {name: count for name, count in counts.items() if name not in ("total", "all")}
+
+    def edit_yaml(self, name: str, edit) -> None:
+        """Change a YAML file in place."""
+        path = self.folder / name
+        content = yaml.safe_load(path.read_text())
+        edit(content)
+        path.write_text(yaml.safe_dump(content))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The smoke study, run once from nothing."""
+    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+    run = checkout.snakemake()
+    assert run.returncode == 0, run.stdout
+    return checkout
+
+
+@pytest.fixture
+def copy_of(finished, tmp_path):
+    """A finished checkout that a test may change; metadata and times are kept."""
+    shutil.copytree(finished.folder, tmp_path / "checkout", symlinks=True)
+    copied = Checkout.__new__(Checkout)
+    copied.folder = tmp_path / "checkout"
+    return copied
+
+
+def test_every_stage_left_its_artifacts(finished):
+    results = finished.folder / RESULTS
+    for arm in ("baseline", "srdd_guided"):
+        run = results / "runs" / "base" / arm / "seed0"
+        receipt = read_json(run / "receipt.json", Receipt).check()
+        assert (receipt.weight_noise is None) == (arm == "baseline")
+        assert len(read_table(run / "metrics.parquet", TrainingMetrics)) == 8
+        assert (run / "checkpoints" / "step8" / "model.safetensors").is_file()
+        for step in (4, 8):
+            table = read_table(results / "eval" / "base" / arm / "seed0" / f"step{step}.parquet", EvaluationTable)
+            assert len(table) == 40 * 2
+            receipts = read_json(
+                results / "eval" / "base" / arm / "seed0" / f"step{step}.receipt.json", EvaluationReceipts
+            )
+            assert not receipts.problems()
+    verdict = json.loads((results / "srdd" / "base" / "target" / "verdict.json").read_text())
+    assert (verdict["verdict"], verdict["layer"]) == ("fault", 3)
+    assert json.loads((results / "srdd" / "base" / "device" / "verdict.json").read_text())["verdict"] == "healthy"
+
+
+def test_the_guided_arm_used_the_sigmas_of_the_diagnosis(finished):
+    results = finished.folder / RESULTS
+    sigmas = read_yaml(results / "srdd" / "base" / "target" / "sigmas.yaml", SigmaFile).aqn
+    receipt = read_json(results / "runs" / "base" / "srdd_guided" / "seed0" / "receipt.json", Receipt)
+    expected = {layer: sigma / sigmas.base_sigma for layer, sigma in sigmas.layer_sigmas.items()}
+    assert receipt.layer_factors == pytest.approx(expected)
+    assert {cell.layer for cell in receipt.weight_cells} == {*expected, None}
+
+
+def test_the_report_is_one_file_that_loads_nothing(finished):
+    class Loads(HTMLParser):
+        found: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, attributes):
+            names = dict(attributes)
+            if tag in ("script", "iframe", "object", "embed", "link") or (
+                str(names.get("src") or names.get("href") or "#")[0] != "#"
+            ):
+                self.found.append(tag)
+
+    text = (finished.folder / RESULTS / "report.html").read_text()
+    parser = Loads()
+    parser.feed(text)
+    assert parser.found == []
+    assert "default-src 'none'" in text
+    assert len(text) < 300_000
+
+
+def test_each_rule_left_a_log_and_a_benchmark(finished):
+    logs, benchmarks = (
+        {p.relative_to(finished.folder / RESULTS / kind).with_suffix("") for p in (finished.folder / RESULTS / kind).rglob("*.*")}
+        for kind in ("logs", "benchmarks")
+    )
+    assert len(logs) == 16
+    assert logs == benchmarks
+
+
+def test_memory_stays_under_4_gb_per_job(finished):
+    for path in (finished.folder / RESULTS / "benchmarks").rglob("*.tsv"):
+        header, values = (line.split("\t") for line in path.read_text().splitlines()[:2])
+        peak = values[header.index("max_rss")]
+        assert peak in ("-", "NA") or float(peak) < 4096, path
+
+
+def test_a_second_run_finds_nothing_to_do(finished):
+    assert finished.planned() == {}
+
+
+def test_editing_one_arm_re_runs_that_arm_and_what_follows_it(copy_of):
+    def halve(content):
+        content["arms"]["srdd_guided"]["aqn"]["schedule"]["ranges"][0]["sigma_start"] = 0.025
+
+    copy_of.edit_yaml("config/arms.yaml", halve)
+    assert copy_of.planned() == {"train": 1, "evaluate": 2, "compare": 1, "report": 1}
+
+
+def test_editing_an_arm_outside_the_study_re_runs_nothing(copy_of):
+    copy_of.edit_yaml("config/arms.yaml", lambda content: content["arms"]["E5"].update(description="other words"))
+    assert copy_of.planned() == {}
+
+
+def test_editing_a_module_re_runs_the_stages_that_use_it(copy_of):
+    module = copy_of.folder / "src" / "aqnpipe" / "statistics" / "paired.py"
+    module.write_text(module.read_text() + "\n# edited\n")
+    assert copy_of.planned() == {"compare": 1, "report": 1}
+    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "operators.py"
+    module.write_text(module.read_text() + "\n# edited\n")
+    planned = copy_of.planned()
+    assert (planned["train"], planned["evaluate"]) == (2, 5)
+    assert "prepare_data" not in planned
+
+
+def test_a_single_rule_can_be_re_run(finished):
+    assert finished.planned(f"{RESULTS}/report.html", "-R", "compare") == {"compare": 1, "report": 1}
+
+
+def test_the_plan_is_readable(finished):
+    plan = finished.snakemake("--dry-run", "--forceall").stdout
+    for line in (
+        "train: base/srdd_guided seed 0",
+        "evaluate: base/baseline seed 0 step 8",
+        "diagnose: model base on machine target",
+        "evaluate: base/pretrained seed 0 step 0",
+    ):
+        assert line in plan
+
+
+def test_the_same_study_gives_the_same_bytes(finished, tmp_path):
+    """Train one run again elsewhere: weights, metrics, receipt and record are byte-identical."""
+    again = Checkout(tmp_path / "again")
+    run = RESULTS / "runs" / "base" / "baseline" / "seed0"
+    result = again.snakemake(str(run / "run.json"))
+    assert result.returncode == 0, result.stdout
+    files = [p.relative_to(finished.folder) for p in sorted((finished.folder / run).rglob("*")) if p.is_file()]
+    assert len(files) > 8
+    assert [f for f in files if sha256_of_file(finished.folder / f) != sha256_of_file(again.folder / f)] == []
+
+
+def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
+    """What fooled the original experiments: noise is logged, but never added."""
+    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "operators.py"
+    source = module.read_text()
+    sabotaged = source.replace("    factor = torch.empty_like(", "    return output\n    factor = torch.empty_like(", 1)
+    assert sabotaged != source
+    module.write_text(sabotaged)
+    run = RESULTS / "runs" / "base" / "srdd_guided" / "seed0"
+    result = copy_of.snakemake("--forcerun", "train", "--", str(run / "run.json"))
+    assert result.returncode != 0
+    assert "ERROR: receipt refused" in result.stdout
+    assert "measured scale 0, asked 0.05" in result.stdout
+    assert "results/smoke/logs/train/base_srdd_guided_seed0.log" in result.stdout
+    assert "Traceback" not in (copy_of.folder / RESULTS / "logs/train/base_srdd_guided_seed0.log").read_text()
+    assert not list((copy_of.folder / run).glob("**/*.*")), "a failed run must leave nothing"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c["training"].update(learning_rat=1), "config/smoke.yaml: training.learning_rat: unknown key"),
+        (lambda c: c.update(arms=["baseline", "E99"]), "config/smoke.yaml: arms: unknown arm 'E99'"),
+        (lambda c: c["models"]["base"].update(source="./no/model"), "models.base.source"),
+    ],
+)
+def test_a_wrong_study_is_one_line_before_any_job(tmp_path, edit, message):
+    checkout = Checkout(tmp_path)
+    checkout.edit_yaml(STUDY, edit)
+    result = checkout.snakemake()
+    assert result.returncode == 2
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("ERROR: ")]
+    assert message in line
+    assert "Traceback" not in result.stdout
+    assert not (tmp_path / "results").exists()
