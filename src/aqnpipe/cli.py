@@ -24,8 +24,8 @@ def check(study: Path) -> None:
     plan = StudyPlan(load_study_file(study))
     config = plan.study.config
     typer.echo(
-        f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; seeds {', '.join(map(str, config.seeds))}) "
-        f"of {plan.num_steps} steps, {plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
+        f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; "
+        f"seeds {', '.join(map(str, config.seeds))}) of {plan.num_steps} steps, {plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
         f"{len(config.comparisons)} comparisons; report in {plan.results}/report.html"
     )
 

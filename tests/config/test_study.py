@@ -52,7 +52,9 @@ def test_configuration_is_importable_without_torch():
     import subprocess
     import sys
 
-    code = "import aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.provenance, sys; sys.exit('torch' in sys.modules)"
+    code = (
+        "import aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.provenance, sys; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -81,7 +83,11 @@ def _set(config, path, value):
             r"study\.yaml: machines\.target\.fault\.layer: found 6, model base \(tiny\) has layers 0 to 5",
         ),
         (["machines"], {"device": {}}, r"arm srdd_guided needs the machine 'target', found device"),
-        (["training", "epochs"], 3, r"config/arms\.yaml: arms\.E5b\.aqn\.schedule\.ranges: found 2 ranges, .* 3 epochs"),
+        (
+            ["training", "epochs"],
+            3,
+            r"config/arms\.yaml: arms\.E5b\.aqn\.schedule\.ranges: found 2 ranges, .* 3 epochs",
+        ),
         (["comparisons", 0, "treatment"], "E5d", r"study\.yaml: comparisons\.0: unknown arm 'E5d'"),
         (["comparisons", 1, "noise_level"], 0.2, r"comparisons\.1\.noise_level: found 0\.2, .*0\.05"),
         (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
@@ -99,7 +105,10 @@ def test_a_mistake_is_one_line(config, path, value, message):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda arms: arms["E5b"]["aqn"]["schedule"]["ranges"][0].update(sigma_start=-0.1), r"arms\.E5b\.aqn\..*found -0\.1"),
+        (
+            lambda arms: arms["E5b"]["aqn"]["schedule"]["ranges"][0].update(sigma_start=-0.1),
+            r"arms\.E5b\.aqn\..*found -0\.1",
+        ),
         (lambda arms: arms["E5"]["operator_noise"].update(relative_scale=float("nan")), r"arms\.E5\.operator_noise"),
         (lambda arms: arms["E5"]["operator_noise"].update(sigma=1), r"arms\.E5\.operator_noise\.sigma: unknown key"),
         (lambda arms: arms["E5"]["operator_noise"].update(phases=["backward"]), r"backward noise needs actor_forward"),

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,7 +85,7 @@ def test_global_decay_never_rises_after_the_warm_up_and_stays_in_range(start, ra
     schedule = GlobalDecay(sigma_start=start, sigma_end=start * ratio, num_stages=num_stages)
     sigmas = [sigma_at(schedule, t, num_steps, 1) for t in range(num_steps + 1)]
     active = [sigma for sigma in sigmas if sigma > 0]
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in zip(active, active[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(active))
     assert all(start * ratio * (1 - 1e-9) <= sigma <= start * (1 + 1e-9) for sigma in active)
     assert sigmas[0] == 0.0
     assert sigmas[-1] == pytest.approx(start * ratio)

@@ -25,7 +25,9 @@ def new_recorder(num_steps=1, noise=AQN, layer_factors=None):
 
 
 def sync(model, recorder, sigma=0.05, step=0, factors=None):
-    with noised_norm_weights(model, recorder, factors or norm_factors(model, AQN, None), sigma=sigma, seed=0, step=step):
+    with noised_norm_weights(
+        model, recorder, factors or norm_factors(model, AQN, None), sigma=sigma, seed=0, step=step
+    ):
         pass
 
 

@@ -20,6 +20,7 @@ def test_version_is_the_pinned_one():
 
 
 def test_overridden_methods_have_the_signatures_that_we_override():
+    assert parameters(GRPOTrainer._tokenize_prompts) == ["self", "prompts"]
     assert parameters(GRPOTrainer._generate_single_turn) == [
         "self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images",
     ]  # fmt: skip
@@ -31,6 +32,7 @@ def test_overridden_methods_have_the_signatures_that_we_override():
 
 def test_callers_use_them_as_we_expect():
     source = inspect.getsource(GRPOTrainer)
+    assert "prompt_ids, images, multimodal_fields = self._tokenize_prompts(prompts)" in source
     assert "completion_ids, logprobs = self._generate_single_turn(" in source
     assert "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(" in source
     assert "ref_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(" in source

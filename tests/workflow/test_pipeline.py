@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 import aqnpipe
-from aqnpipe.artifacts import EvaluationTable, TrainingMetrics, read_json, read_table, read_yaml
-from aqnpipe.artifacts import SigmaFile
+from aqnpipe.artifacts import EvaluationTable, SigmaFile, TrainingMetrics, read_json, read_table, read_yaml
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.provenance import sha256_of_file
@@ -138,7 +137,10 @@ def test_the_report_is_one_file_that_loads_nothing(finished):
 
 def test_each_rule_left_a_log_and_a_benchmark(finished):
     logs, benchmarks = (
-        {p.relative_to(finished.folder / RESULTS / kind).with_suffix("") for p in (finished.folder / RESULTS / kind).rglob("*.*")}
+        {
+            p.relative_to(finished.folder / RESULTS / kind).with_suffix("")
+            for p in (finished.folder / RESULTS / kind).rglob("*.*")
+        }
         for kind in ("logs", "benchmarks")
     )
     assert len(logs) == 16

@@ -27,7 +27,9 @@ class StudyPlan:
     def runs(self) -> list[tuple[str, str, int]]:
         """(model role, arm, seed) of every training run."""
         return [
-            (self.study.arms[arm].model, arm, seed) for arm in self.study.config.arms for seed in self.study.config.seeds
+            (self.study.arms[arm].model, arm, seed)
+            for arm in self.study.config.arms
+            for seed in self.study.config.seeds
         ]
 
     def evaluations(self) -> list[tuple[str, str, int, int]]:

@@ -27,7 +27,9 @@ class StudyConfig(FrozenModel):
 
     study: Identifier
     description: str = ""
-    results_dir: str = Field(default="results", pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*$", description="where results go")
+    results_dir: str = Field(
+        default="results", pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*$", description="where results go"
+    )
     arms_file: str = Field(default="config/arms.yaml", description="path relative to the working directory")
     models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
     machines: dict[Identifier, Machine] = Field(min_length=1, description="what is diagnosed, by name")

@@ -34,7 +34,8 @@ class TrainingConfig(FrozenModel):
         sequences = self.prompts_per_step * self.rollouts_per_prompt
         if sequences % self.micro_batch_size:
             raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} must divide prompts_per_step*rollouts_per_prompt = {sequences}"
+                f"micro_batch_size {self.micro_batch_size} must divide "
+                f"prompts_per_step*rollouts_per_prompt = {sequences}"
             )
         return self
 
@@ -49,7 +50,7 @@ class TrainingConfig(FrozenModel):
         return self.sequences_per_step // self.micro_batch_size
 
     def num_steps(self, num_prompts: int) -> int:
-        """Optimiser steps of the whole training over `num_prompts` training questions (an incomplete batch is dropped)."""
+        """Optimiser steps of the whole training over `num_prompts` questions (an incomplete batch is dropped)."""
         return self.epochs * (num_prompts // self.prompts_per_step)
 
     def checkpoint_steps(self, num_steps: int) -> list[int]:

@@ -12,7 +12,7 @@ from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_tab
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.data.prompts import format_prompt
+from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer
@@ -53,15 +53,15 @@ def evaluate(
         problems = problems.head(config.num_questions)
     model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention)
     tokenizer = load_tokenizer(model_dir)
-    prompts = tokenizer([format_prompt(q, spec.prompt, tokenizer) for q in problems["question"]])["input_ids"]
+    prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer)
     tables, passes = [], []
     for level, noise_seed in config.passes():
         completions, receipt = run_pass(model, tokenizer, prompts, config, level, noise_seed)
         passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=receipt.check()))
         tables.append(score(problems, completions, tokenizer, level, noise_seed))
-        accuracy = tables[-1][f"correct_{config.primary_scorer}"].mean()
+        correct = int(tables[-1][f"correct_{config.primary_scorer}"].sum())
         label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
-        say(f"{label}: noise {level:.0%} seed {noise_seed}: {accuracy:.1%} of {len(problems)} correct")
+        say(f"{label}: noise {level:.0%} seed {noise_seed}: {correct}/{len(problems)} correct")
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes)))
     write_json(outputs.record, _record(spec, model_dir, test_problems))
     write_table(outputs.table, pl.concat(tables), EvaluationTable)

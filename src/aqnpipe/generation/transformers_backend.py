@@ -12,7 +12,7 @@ from aqnpipe.generation.backend import Completion, Sampling
 
 
 class TransformersBackend:
-    """Batched generation by `model.generate`; prompts are left-padded, nothing of the global random state is used up."""
+    """Batched generation by `model.generate`; prompts are left-padded, global random state is left as it was."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from aqnpipe.config.noise import OperatorNoise, Phase
+from aqnpipe.config.noise import Phase
 from aqnpipe.errors import ModelError
 from aqnpipe.noise.layout import decoder_layers, is_rms_norm, layer_of, output_projection
 from aqnpipe.noise.operators import (
@@ -24,6 +24,8 @@ from aqnpipe.noise.operators import (
 )
 from aqnpipe.noise.recorder import MEASURED_ELEMENTS_PER_CALL, ReceiptRecorder
 from aqnpipe.seeding import derive_seed, keyed_generator
+
+T = TypeVar("T")
 
 _BARE_LINEAR = torch.nn.functional.linear
 _MARK = "_aqnpipe_injection"
@@ -168,8 +170,7 @@ class _Injection:
 
     def noise_output(self, operator: str, output: Tensor) -> Tensor:
         """Add the forward error to `output` in place; the gradient passes straight through."""
-        noise = self.noise
-        assert noise is not None
+        noise = _known(self.noise)
         layer = self.layer_label
         self.call_index += 1
         self.recorder.count_call(self.phase, operator, layer, noise.relative_scale, output.numel())
@@ -190,10 +191,7 @@ class _Injection:
         )
 
     def _noise_gradient(self, operator: str, operand: Tensor) -> Tensor:
-        noise = self.backward_noise
-        assert noise is not None
-        location, layer = self.location, self.layer_label
-        assert location is not None
+        noise, location, layer = _known(self.backward_noise), _known(self.location), self.layer_label
         seed = self._seed("backward", self.forward_index, location, self.call_index, int(operator[-1]))
 
         # Place and key are bound now: by the time of the backward pass the model has moved on.
@@ -239,7 +237,7 @@ class _Injection:
 
     # -- witness ------------------------------------------------------------------------------------------------------
 
-    def _witness(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def _witness(self, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
         if self.forward_index not in _WITNESSED_FORWARDS:
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -281,6 +279,12 @@ class _OperatorMode(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+def _known(value: T | None) -> T:
+    if value is None:
+        raise RuntimeError("a noised operator was called outside a noised layer; this is a bug")
+    return value
+
+
 def _sample(tensor: Tensor) -> Tensor:
     """Return a strided view of at most MEASURED_ELEMENTS_PER_CALL elements, spread over the whole tensor."""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
@@ -289,7 +293,9 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat[::stride]
 
 
-def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
 
 

@@ -1,6 +1,7 @@
 """Where things are in a decoder-only model: its layers, norms and output projection, found by structure and name."""
 
 import re
+from collections.abc import Callable
 from typing import Literal
 
 from torch import nn
@@ -23,7 +24,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def output_projection(model: nn.Module) -> nn.Module:
     """Return the module that maps hidden states to logits; ModelError if there is none."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    getter: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter is not None else None
     if not isinstance(head, nn.Module):
         raise ModelError(f"{type(model).__name__}: no output projection (lm_head) found")
     return head
@@ -61,3 +63,11 @@ def layer_of(module_name: str) -> int | None:
     """Return the decoder layer that a qualified module name lies in, or None outside the layers."""
     match = _LAYER_NUMBER.search(module_name)
     return int(match.group(1)) if match else None
+
+
+def weight_of(module: nn.Module) -> nn.Parameter:
+    """Return the weight of a norm or linear module; ModelError if it has none."""
+    weight = module.weight
+    if not isinstance(weight, nn.Parameter):
+        raise ModelError(f"{type(module).__name__}: expected a weight, found {type(weight).__name__}")
+    return weight

@@ -95,7 +95,8 @@ class Receipt(ReceiptModel):
     weight_syncs: tuple[WeightSync, ...]
     weight_cells: tuple[WeightCell, ...] = ()
     layer_factors: dict[int, float] | None = Field(
-        default=None, description="factors on the schedule's sigma that a sigmas file asked for; null means 1 everywhere"
+        default=None,
+        description="factors on the schedule's sigma that a sigmas file asked for; null means 1 everywhere",
     )
     num_layers: int
     num_norms: int
@@ -147,10 +148,13 @@ class Receipt(ReceiptModel):
             if self.asked_scale(record.phase) > 0:
                 continue
             if record.noised_calls:
-                problems.append(f"{record.phase}: {record.noised_calls} operator calls were noised, none were asked for")
+                problems.append(
+                    f"{record.phase}: {record.noised_calls} operator calls were noised, none were asked for"
+                )
             if record.witness_difference != 0.0:
                 problems.append(
-                    f"{record.phase}: operators differ from bare torch by {record.witness_difference:.3g}, none was asked"
+                    f"{record.phase}: operators differ from bare torch by {record.witness_difference:.3g}, "
+                    "no noise was asked"
                 )
         return problems
 
@@ -186,7 +190,9 @@ class Receipt(ReceiptModel):
                 continue
             band = SAMPLING_SIGMAS * cell.standard_error() + tolerance
             if not abs(cell.measured / cell.asked - 1) <= band:
-                problems.append(f"{where}: measured scale {cell.measured:.4g}, asked {cell.asked:.4g} (band {band:.1%})")
+                problems.append(
+                    f"{where}: measured scale {cell.measured:.4g}, asked {cell.asked:.4g} (band {band:.1%})"
+                )
             bias_band = SAMPLING_SIGMAS * cell.asked / math.sqrt(cell.measured_elements) + tolerance * cell.asked
             if not abs(cell.mean_error) <= bias_band:
                 problems.append(f"{where}: mean relative error {cell.mean_error:.3g} is not 0 (band {bias_band:.2g})")
@@ -232,7 +238,8 @@ class Receipt(ReceiptModel):
             due = sigma_at(noise.schedule, sync.step, self.num_steps, self.num_epochs)
             if not math.isclose(sync.sigma_scheduled, due, rel_tol=1e-9):
                 problems.append(
-                    f"AQN step {sync.step}: the trainer took sigma {sync.sigma_scheduled:.4g}, the schedule says {due:.4g}"
+                    f"AQN step {sync.step}: the trainer took sigma {sync.sigma_scheduled:.4g}, "
+                    f"the schedule says {due:.4g}"
                 )
             if sync.sigma_asked == 0:
                 if sync.sigma_measured != 0:

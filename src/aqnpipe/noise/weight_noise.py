@@ -9,15 +9,13 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import WeightNoise
 from aqnpipe.errors import ConfigError
-from aqnpipe.noise.layout import layer_of, rms_norms
+from aqnpipe.noise.layout import layer_of, rms_norms, weight_of
 from aqnpipe.noise.receipt import WeightSync
 from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.seeding import keyed_generator
 
 
-def norm_factors(
-    model: nn.Module, noise: WeightNoise, layer_factors: Mapping[int, float] | None
-) -> dict[str, float]:
+def norm_factors(model: nn.Module, noise: WeightNoise, layer_factors: Mapping[int, float] | None) -> dict[str, float]:
     """Return for every targeted norm its factor on the schedule's sigma; 1 everywhere when `layer_factors` is None.
 
     Norms outside the decoder layers have factor 1. Raises ConfigError when factors and layers do not match one to one.
@@ -48,7 +46,7 @@ def noised_norm_weights(
     The noise is keyed by (seed, step, norm). On every way out the clean values are put back; the hashes of the clean
     weights before and after, and the sigma that was really added, go into the receipt.
     """
-    weights = {name: model.get_submodule(name).weight for name in factors}
+    weights: dict[str, Tensor] = {name: weight_of(model.get_submodule(name)) for name in factors}
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
     hash_before = _sha256(weights)
     try:
@@ -95,5 +93,5 @@ def _sha256(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, weight in weights.items():
         digest.update(name.encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -25,7 +25,7 @@ from aqnpipe.artifacts import (
 from aqnpipe.config.noise import TRAINING_PHASES, Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.data.prompts import format_prompt
+from aqnpipe.data.prompts import format_prompt, prompt_token_ids
 from aqnpipe.errors import ConfigError, TrainingError
 from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.noise.layout import decoder_layers, rms_norms
@@ -85,15 +85,14 @@ def _build_trainer(
     validation = _validation(spec, inputs, tokenizer, plan.recorder)
     trainer = NoisyGRPOTrainer(
         noise_plan=plan,
+        prompt_format=spec.prompt,
         model=model,
         reward_funcs=reward_correct,
         args=grpo_arguments(spec.training, spec.seed, spec.num_steps, folder),
         train_dataset=_train_dataset(spec, inputs, tokenizer),
         processing_class=tokenizer,
         callbacks=[
-            CheckpointCallback(
-                folder / "checkpoints", spec.training.checkpoint_steps(spec.num_steps), tokenizer
-            ),
+            CheckpointCallback(folder / "checkpoints", spec.training.checkpoint_steps(spec.num_steps), tokenizer),
             validation,
             ProgressCallback(label, spec.num_steps, say),
         ],
@@ -191,10 +190,9 @@ def _validation(
     spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, recorder: ReceiptRecorder
 ) -> ValidationCallback:
     problems = read_table(inputs.test_problems, ProblemTable).head(spec.training.validation_questions)
-    texts = [format_prompt(question, spec.prompt, tokenizer) for question in problems["question"]]
     return ValidationCallback(
         spec.training.validation_steps(spec.num_steps),
-        tokenizer(texts)["input_ids"],
+        prompt_token_ids(problems["question"], spec.prompt, tokenizer),
         problems["gold_answer"].to_list(),
         tokenizer=tokenizer,
         recorder=recorder,

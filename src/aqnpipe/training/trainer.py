@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with its phases kept apart, each computing with exactly the noise that was asked for it.
 
-What is overridden of the pinned TRL's private interface: `_generate_single_turn` (rollout) and
+What is overridden of the pinned TRL's private interface: `_tokenize_prompts`, `_generate_single_turn` (rollout) and
 `_get_per_token_logps_and_entropies` (reference and actor); tests/training/test_trl_contract.py pins their signatures.
 """
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
+from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.noise import Phase
+from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.noise.injection import NoiseKey, phase_noise
@@ -46,8 +48,9 @@ class NoisePlan:
 class NoisyGRPOTrainer(GRPOTrainer):
     """GRPO whose rollout, reference, actor and backward phases are separate and receipted."""
 
-    def __init__(self, *args: Any, noise_plan: NoisePlan, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, noise_plan: NoisePlan, prompt_format: PromptFormat, **kwargs: Any) -> None:
         self.noise_plan = noise_plan
+        self._prompt_format = prompt_format
         super().__init__(*args, **kwargs)
         self._backend = TransformersBackend(self._policy, self.processing_class)
 
@@ -57,6 +60,10 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     def _key(self, micro_step: int = 0) -> NoiseKey:
         return NoiseKey(seed=self.noise_plan.seed, step=self.state.global_step, micro_step=micro_step)
+
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """Tokenize as evaluation and diagnosis do; no images."""
+        return tokenize_prompts(prompts, self._prompt_format, self.processing_class), None, {}
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False

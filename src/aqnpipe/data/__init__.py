@@ -1,0 +1,1 @@
+"""Data: generated and real grade-school word problems."""

@@ -1,0 +1,16 @@
+"""The prepare_data stage: one split of the study's questions as a checked table."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from aqnpipe.artifacts import ProblemTable, write_table
+from aqnpipe.config.dataset import DatasetConfig
+from aqnpipe.data.loader import load_problems
+
+
+def prepare_data(dataset: dict[str, Any], split: Literal["train", "test"], output: Path) -> None:
+    """Write the questions of `split` to `output` (schema `ProblemTable`); DataError if the data set is malformed."""
+    config: DatasetConfig = TypeAdapter(DatasetConfig).validate_python(dataset)
+    write_table(output, load_problems(config, split), ProblemTable)

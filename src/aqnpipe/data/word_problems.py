@@ -1,0 +1,73 @@
+"""Generated grade-school word problems in GSM8K's form; every distinct question belongs to exactly one pool."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import numpy as np
+
+from aqnpipe.config.dataset import GeneratedDataset
+from aqnpipe.data.stories import Difficulty, Problem, draw_problem
+from aqnpipe.errors import DataError
+from aqnpipe.seeding import derive_seed
+
+Pool = Literal["pretrain", "selection", "train", "test"]
+
+# Sixteenths of all questions. `pretrain` and `selection` serve the recipe of the built-in models only.
+_POOL_OF_SIXTEENTH: tuple[Pool, ...] = ("pretrain",) * 8 + ("selection",) + ("train",) * 4 + ("test",) * 3
+# The pool counts as used up after this many draws without a new problem (a second or two): what is left then has a
+# chance below one in a thousand per draw.
+_MAX_DRAWS_WITHOUT_NEWS = 10_000
+
+
+def normalise_question(question: str) -> str:
+    """Return `question` in lower case with single spaces: what makes two questions the same."""
+    return " ".join(question.lower().split())
+
+
+def pool_of(question: str) -> Pool:
+    """Return the pool that a question belongs to, a function of its normalised text alone (no seed)."""
+    digest = hashlib.blake2b(normalise_question(question).encode(), digest_size=8).digest()
+    return _POOL_OF_SIXTEENTH[int.from_bytes(digest, "little") % len(_POOL_OF_SIXTEENTH)]
+
+
+def problem_stream(seed: int, pool: Pool, difficulty: Difficulty) -> Iterator[Problem]:
+    """Yield distinct problems of one pool, without end or until none has been new for a long time.
+
+    The same arguments give the same problems; a longer take of a stream starts with the shorter one.
+    """
+    rng = np.random.default_rng(derive_seed(seed, "word_problems", get_args(Pool).index(pool)))
+    seen: set[str] = set()
+    draws_without_news = 0
+    while draws_without_news < _MAX_DRAWS_WITHOUT_NEWS:
+        problem = draw_problem(rng, difficulty)
+        key = normalise_question(problem.question)
+        if key in seen or pool_of(key) != pool:
+            draws_without_news += 1
+            continue
+        seen.add(key)
+        draws_without_news = 0
+        yield problem
+
+
+def take_problems(seed: int, pool: Pool, difficulty: Difficulty, count: int) -> list[Problem]:
+    """Return the first `count` problems of a stream; raises DataError if there are not so many."""
+    stream = problem_stream(seed, pool, difficulty)
+    problems = [problem for problem, _ in zip(stream, range(count), strict=False)]
+    if len(problems) < count:
+        raise DataError(
+            f"generated data set: found only {len(problems)} distinct {pool} problems with {difficulty}, "
+            f"expected {count}; ask for fewer or widen the difficulty"
+        )
+    return problems
+
+
+def generate_problems(config: GeneratedDataset, split: Literal["train", "test"]) -> list[Problem]:
+    """Return the problems of one split; raises DataError if more are asked than exist."""
+    count = config.num_train if split == "train" else config.num_test
+    return take_problems(config.seed, split, difficulty_of(config), count)
+
+
+def difficulty_of(config: GeneratedDataset) -> Difficulty:
+    """Return the difficulty parameters of a data set."""
+    return Difficulty(config.min_steps, config.max_steps, config.max_number, config.distractor_probability)

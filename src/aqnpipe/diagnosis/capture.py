@@ -1,0 +1,72 @@
+"""Inputs of every decoder layer from one forward, and layers run alone on them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.errors import ModelError
+from aqnpipe.noise.layout import decoder_layers
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a decoder layer was called with: hidden states [1, tokens, hidden] and everything else by name."""
+
+    hidden: Tensor
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients for the body; the model's own mode is restored."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInput]:
+    """Run the whole model once on `prompt_ids` [tokens] and return the inputs of its decoder layers in order.
+
+    No cache is used: a layer that is run again must not see its own earlier keys and values.
+    """
+    layers = decoder_layers(model)
+    inputs: dict[int, LayerInput] = {}
+
+    def keep(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rest = dict(kwargs)
+        hidden = args[0] if args else rest.pop("hidden_states")
+        inputs[index] = LayerInput(hidden, rest)
+
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda _module, args, kwargs, index=index: keep(index, args, kwargs), with_kwargs=True
+        )
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        batch = prompt_ids.unsqueeze(0)
+        model(input_ids=batch, attention_mask=torch.ones_like(batch), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [inputs[index] for index in range(len(layers))]
+
+
+def run_layer(model: nn.Module, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Run decoder layer `index` alone, with its hooks, and return its output as float32 on the CPU.
+
+    Raises ModelError if the output has NaN or infinite values: no statistic of it would mean anything.
+    """
+    output = decoder_layers(model)[index](hidden, **kwargs)
+    result: Tensor = (output[0] if isinstance(output, tuple) else output).float().cpu()
+    if not torch.isfinite(result).all():
+        raise ModelError(f"decoder layer {index} of {type(model).__name__} puts out NaN or infinity, expected numbers")
+    return result

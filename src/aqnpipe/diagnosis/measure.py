@@ -1,0 +1,146 @@
+"""What is measured on one decoder layer run alone, and the collection over layers and prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor, nn
+
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference, run_layer
+from aqnpipe.errors import ModelError
+from aqnpipe.noise.layout import decoder_layers
+from aqnpipe.seeding import keyed_generator
+
+_LOWEST_KURTOSIS = -2.0
+"""No distribution has a lower Fisher kurtosis; stands in for the undefined 0/0 of a constant output."""
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """One layer on one prompt. Exact traces are counted on the outputs of the gain trials, `calls` in number.
+
+    The inputs of those trials have fresh noise on every value. So identical rows (a repeated token, a zeroed input) do
+    not lead to identical outputs, and what is still exactly 0 or exactly tied was made so by the layer.
+    """
+
+    instability: float
+    relative_instability: float
+    changed_share: float
+    gain: float
+    kurtosis: float
+    zeros: int
+    ties_at_maximum: int
+    elements: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Arrays over layers: means over prompts of the statistics, sums of the counts; `eps` of the model's dtype."""
+
+    instability: NDArray[np.float64]
+    relative_instability: NDArray[np.float64]
+    changed_share: NDArray[np.float64]
+    gain: NDArray[np.float64]
+    kurtosis: NDArray[np.float64]
+    zeros: NDArray[np.float64]
+    ties_at_maximum: NDArray[np.float64]
+    elements: NDArray[np.float64]
+    calls: NDArray[np.float64]
+    eps: float
+    forward_equivalents: float
+
+
+_COUNTS = ("zeros", "ties_at_maximum", "elements", "calls")
+
+
+def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisConfig) -> Measurements:
+    """Measure every decoder layer on every prompt [tokens]; raises ModelError without prompts or on NaN outputs.
+
+    forward_equivalents counts one prompt through the whole model as 1: one capture per prompt, and every run of a
+    layer as 1/num_layers.
+    """
+    if not prompt_ids or any(ids.numel() == 0 for ids in prompt_ids):
+        raise ModelError("diagnosis was given no prompt or an empty one, expected at least one token in each prompt")
+    num_layers = len(decoder_layers(model))
+    samples: list[list[LayerSample]] = []
+    dtype = torch.float32
+    with inference(model):
+        for prompt, ids in enumerate(prompt_ids):
+            inputs = capture_layer_inputs(model, ids)
+            dtype = inputs[0].hidden.dtype
+            samples.append([sample_layer(model, i, inputs[i], config, prompt) for i in range(num_layers)])
+    runs_per_prompt = config.num_repeats + config.gain_trials
+    columns = {
+        field.name: np.array([[getattr(sample, field.name) for sample in row] for row in samples], dtype=np.float64)
+        for field in fields(LayerSample)
+    }
+    return Measurements(
+        **{name: values.sum(0) if name in _COUNTS else values.mean(0) for name, values in columns.items()},
+        eps=torch.finfo(dtype).eps,
+        forward_equivalents=float(len(prompt_ids) * (1 + runs_per_prompt)),
+    )
+
+
+def sample_layer(
+    model: nn.Module, index: int, layer_input: LayerInput, config: DiagnosisConfig, prompt: int
+) -> LayerSample:
+    """Run layer `index` alone, num_repeats times on the same input and gain_trials times on noised ones."""
+    hidden, kwargs = layer_input.hidden, layer_input.kwargs
+    reference, *repeats = (run_layer(model, index, hidden, kwargs) for _ in range(config.num_repeats))
+    instability = float(np.mean([_std(repeat - reference) for repeat in repeats]))
+    gains, zeros, ties = [], 0, 0
+    for trial in range(config.gain_trials):
+        generator = keyed_generator("cpu", config.seed, "diagnosis.gain", prompt, index, trial)
+        noised = add_input_noise(hidden, config.gain_noise_scale, generator)
+        output = run_layer(model, index, noised, kwargs)
+        gains.append(_std(output - reference) / _std((noised - hidden).float().cpu()))
+        zeros += int((output == 0).sum())
+        ties += ties_at_maximum(output)
+    return LayerSample(
+        instability=instability,
+        relative_instability=instability / _std(reference) if instability else 0.0,
+        changed_share=float(np.mean([changed_share(reference, repeat) for repeat in repeats])),
+        gain=float(np.mean(gains)),
+        kurtosis=fisher_kurtosis(reference),
+        zeros=zeros,
+        ties_at_maximum=ties,
+        elements=config.gain_trials * reference.numel(),
+        calls=config.gain_trials,
+    )
+
+
+def add_input_noise(hidden: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+    """Return `hidden + z*scale*std(hidden)`; a constant input (an upstream layer puts out only 0) gets std 1."""
+    sigma = scale * (_std(hidden.float().cpu()) or 1.0)
+    noise = torch.randn(hidden.shape, generator=generator) * sigma
+    return hidden + noise.to(hidden.device, hidden.dtype)
+
+
+def ties_at_maximum(output: Tensor) -> int:
+    """Count the values beyond the first whose magnitude equals max|output| exactly; 0 where everything is 0."""
+    magnitudes = output.abs()
+    largest = magnitudes.max()
+    return int((magnitudes == largest).sum()) - 1 if largest > 0 else 0
+
+
+def changed_share(reference: Tensor, repeat: Tensor) -> float:
+    """Share of values [..., channels] that differ, among the channels where any does; 0 if none differs."""
+    changed = (reference != repeat).flatten(0, -2)
+    touched = changed.any(0)
+    return float(changed[:, touched].float().mean()) if touched.any() else 0.0
+
+
+def fisher_kurtosis(output: Tensor) -> float:
+    """Excess kurtosis of all values, biased as scipy's default; -2, the lowest there is, for a constant output."""
+    values = output.double().flatten().numpy()
+    return float(stats.kurtosis(values)) if values.min() < values.max() else _LOWEST_KURTOSIS
+
+
+def _std(values: Tensor) -> float:
+    """Population standard deviation of all values, in float64."""
+    return float(values.double().std(correction=0))

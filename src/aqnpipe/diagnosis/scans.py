@@ -1,0 +1,178 @@
+"""The published statistical scans (SRDD) and three counts of exact traces that make their verdict sure.
+
+Every decoder layer is run ALONE on the input that it got in one ordinary forward, so cost grows with the number of
+layers, not with its square, and what one layer does wrong does not spread into the statistics of those after it (their
+captured inputs carry it, though).
+
+Published scans, with their published thresholds. Their z-scores compare the layers of one model with each other, so
+they need many layers that are alike. On shallow models the healthy gain drifts over depth, kurtosis too, and a
+threshold of 2 is passed by healthy layers: these findings are reported, they do not decide.
+
+- ambient: instability, FIRST layer whose jump from the layer before has z > ambient_jump_z. The published scan runs the
+  whole model, where noise spreads downstream and only the first edge counts. Here instability is local: a fault makes
+  one layer jump and the next fall back. The first layer's jump is taken from the median of all layers.
+- gain: response to input noise, the lowest layer with z < -gain_drop_z (a dead zone swallows small changes).
+- kurtosis: first drop of log-kurtosis with z < -kurtosis_drop_z from first_kurtosis_layer on (clamped outliers).
+
+Exact traces. A healthy layer leaves next to none of them, at any depth:
+
+- repeat: the same input does not give the same output, much more than in the other layers.
+- zeros: more values are exactly 0 than cancellation explains.
+- clamp: more values share the exact maximum than coincidence explains.
+
+What none of this sees: bias (repeatable, no exact trace); a clamp that only the one largest value of a call reaches
+(small magnitude, sparse channels, or a model whose maximum is a lone massive activation); a dead zone below the
+smallest values; a spike rarer than one in the number of values tested; a fault on every layer alike; faults that are
+not in the output of a decoder layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor, nn
+
+from aqnpipe.artifacts import Finding, LayerTable
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.measure import Measurements, measure
+from aqnpipe.diagnosis.robust import Floats, first_below, robust_z
+
+REPEAT_RATIO = 10.0
+"""A layer is unrepeatable if its relative instability is this many times the median layer's (0 on a quiet device)."""
+
+NOISE_SHARE = 0.5
+"""Above this share of changed values in a touched channel it is noise, below it spikes (at most 1 % of values each)."""
+
+FALSE_ALARM = 1e-6
+"""Poisson tail probability beyond which a count is called an excess."""
+
+HEALTHY_RATIO = 3.0
+"""Allowance on the median layer's count: healthy layers differ from each other by more than Poisson."""
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """Robust z-scores over layers; NaN where a layer has no score."""
+
+    instability_jump_z: Floats
+    gain_z: Floats
+    log_kurtosis_drop_z: Floats
+
+
+def run_scans(
+    model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisConfig
+) -> tuple[pl.DataFrame, list[Finding], float]:
+    """Scan `model` on prompts [tokens]; return (LayerTable, findings, forward equivalents).
+
+    One forward equivalent is one prompt through the whole model. Raises ModelError on NaN or infinite outputs.
+    """
+    measured = measure(model, prompt_ids, config)
+    scores = score(measured)
+    findings = [*published_findings(scores, config), *exact_findings(measured)]
+    return layer_table(measured, scores, findings), findings, measured.forward_equivalents
+
+
+def score(measured: Measurements) -> LayerScores:
+    """Robust z-scores of instability jumps, gains and log-kurtosis steps.
+
+    Kurtosis is Pearson's (Fisher's + 3) under the logarithm: Fisher's can be negative; at the published height of
+    some 3500 the difference is nil.
+    """
+    jumps = np.diff(measured.instability, prepend=np.median(measured.instability))
+    log_kurtosis_steps = np.diff(np.log(measured.kurtosis + 3))
+    drop_z = robust_z(log_kurtosis_steps) if len(log_kurtosis_steps) else log_kurtosis_steps
+    return LayerScores(robust_z(jumps), robust_z(measured.gain), np.concatenate([[np.nan], drop_z]))
+
+
+def published_findings(scores: LayerScores, config: DiagnosisConfig) -> list[Finding]:
+    """What the three scans say with their published rules: at most one layer each."""
+    findings = []
+    ambient = first_below(-scores.instability_jump_z, -config.ambient_jump_z)
+    if ambient is not None:
+        z = float(scores.instability_jump_z[ambient])
+        findings.append(Finding(scan="ambient", layer=ambient, type="noise_or_spike", z=z))
+    lowest = int(np.argmin(scores.gain_z))
+    if scores.gain_z[lowest] < -config.gain_drop_z:
+        findings.append(Finding(scan="gain", layer=lowest, type="dead_zone", z=float(scores.gain_z[lowest])))
+    drop = first_below(scores.log_kurtosis_drop_z, -config.kurtosis_drop_z, config.first_kurtosis_layer)
+    if drop is not None:
+        z = float(scores.log_kurtosis_drop_z[drop])
+        findings.append(Finding(scan="kurtosis", layer=drop, type="saturation", z=z))
+    return findings
+
+
+def exact_findings(measured: Measurements) -> list[Finding]:
+    """Every layer with an excess of an exact trace; z is the robust z of the trace over layers.
+
+    Expected by chance: a cancellation to exactly 0 in a share eps of the values, a tie at the maximum in 20*eps of the
+    calls (about four spacings of numbers at a tail of the distribution that is 0.2 sigma wide), at least 0.01 in all.
+    """
+    repeat = measured.relative_instability
+    unrepeatable = repeat > REPEAT_RATIO * np.median(repeat)
+    zeros = is_excess(measured.zeros, measured.eps * measured.elements)
+    clamped = is_excess(measured.ties_at_maximum, 20 * measured.eps * measured.calls)
+    findings = []
+    for layer in np.flatnonzero(unrepeatable):
+        kind = "noise" if measured.changed_share[layer] > NOISE_SHARE else "spike"
+        z = float(robust_z(repeat)[layer])
+        findings.append(Finding(scan="repeat", layer=int(layer), type=kind, z=z))
+    zero_z = robust_z(measured.zeros / measured.elements)
+    findings += [
+        Finding(scan="zeros", layer=int(i), type="dead_zone", z=float(zero_z[i])) for i in np.flatnonzero(zeros)
+    ]
+    tie_z = robust_z(measured.ties_at_maximum / measured.calls)
+    findings += [
+        Finding(scan="clamp", layer=int(i), type="saturation", z=float(tie_z[i])) for i in np.flatnonzero(clamped)
+    ]
+    return findings
+
+
+def is_excess(counts: Floats, by_chance: Floats) -> NDArray[np.bool_]:
+    """Tell which layers' counts are beyond chance and beyond HEALTHY_RATIO times the median layer."""
+    expected = np.maximum(np.maximum(by_chance, 0.01), HEALTHY_RATIO * np.median(counts))
+    return np.asarray(stats.poisson.sf(counts - 1, expected) < FALSE_ALARM)
+
+
+def saturation_roles(kurtosis: Floats, source: int | None) -> list[str]:
+    """Return the role of each layer: the source, and as sat_prop the run of layers after it that are still low.
+
+    Low means log-kurtosis in the lower half of the drop from the layer before the source to the source. Without a
+    source, or with one whose kurtosis did not drop, no layer is sat_prop.
+    """
+    roles = ["healthy"] * len(kurtosis)
+    if source is None:
+        return roles
+    roles[source] = "source"
+    logs = np.log(kurtosis + 3)
+    if source == 0 or logs[source] >= logs[source - 1]:
+        return roles
+    half_way = (logs[source - 1] + logs[source]) / 2
+    for layer in range(source + 1, len(kurtosis)):
+        if logs[layer] > half_way:
+            break
+        roles[layer] = "sat_prop"
+    return roles
+
+
+def layer_table(measured: Measurements, scores: LayerScores, findings: Sequence[Finding]) -> pl.DataFrame:
+    """Return the LayerTable. The saturation source is a layer proven by clamp; an unproven kurtosis drop makes none."""
+    clamped = [finding.layer for finding in findings if finding.scan == "clamp"]
+    table = pl.DataFrame(
+        {
+            "layer": np.arange(len(measured.gain)),
+            "instability": measured.instability,
+            "instability_jump_z": scores.instability_jump_z,
+            "gain": measured.gain,
+            "gain_z": scores.gain_z,
+            "kurtosis": measured.kurtosis,
+            "log_kurtosis_drop_z": scores.log_kurtosis_drop_z,
+            "changed_share": measured.changed_share,
+            "zero_share": measured.zeros / measured.elements,
+            "values_at_maximum": 1 + measured.ties_at_maximum / measured.calls,
+            "role": saturation_roles(measured.kurtosis, min(clamped, default=None)),
+        },
+    ).with_columns(pl.col("log_kurtosis_drop_z").fill_nan(None))
+    return LayerTable.validate(table)

@@ -1,0 +1,167 @@
+import json
+import os
+from pathlib import Path
+
+import polars as pl
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset, PromptFormat
+from aqnpipe.data import loader
+from aqnpipe.data.loader import load_problems
+from aqnpipe.data.prompts import format_prompt
+from aqnpipe.data.stories import Problem
+from aqnpipe.errors import DataError, ModelError
+
+TRAIN = [{"question": "2 and 3?", "answer": "2+3=5\n#### 5"}, {"question": "Cost?", "answer": "#### $1,250.50"}]
+TEST = [{"question": "One?", "answer": "#### 1"}, {"question": "Two?", "answer": "#### 2"}]
+
+
+def write_jsonl(folder: Path, train=TRAIN, test=TEST) -> LocalDataset:
+    for split, rows in (("train", train), ("test", test)):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return LocalDataset(source="local", path=str(folder))
+
+
+def test_local_jsonl_and_parquet_give_the_same_table(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    from_jsonl = load_problems(write_jsonl(tmp_path / "a"), "train")
+    pl.DataFrame(TRAIN).with_columns(extra=1).write_parquet(tmp_path / "b" / "train.parquet")
+    pl.DataFrame(TEST).write_parquet(tmp_path / "b" / "test.parquet")
+    from_parquet = load_problems(LocalDataset(source="local", path=str(tmp_path / "b")), "train")
+    assert from_jsonl.equals(from_parquet)
+    assert from_jsonl.columns == ["question_id", "question", "answer", "gold_answer"]
+    assert from_jsonl.rows() == [
+        ("train-00000", "2 and 3?", "2+3=5\n#### 5", "5"),
+        ("train-00001", "Cost?", "#### $1,250.50", "1250.5"),
+    ]
+
+
+def test_limit_takes_the_first_rows_and_may_not_exceed_them(tmp_path):
+    config = write_jsonl(tmp_path)
+    assert load_problems(config.model_copy(update={"num_test": 1}), "test")["question"].to_list() == ["One?"]
+    with pytest.raises(DataError, match="num_test is 3, but the split has 2 rows"):
+        load_problems(config.model_copy(update={"num_test": 3}), "test")
+
+
+def one_more(question: str, answer: str) -> list[dict[str, str]]:
+    return [*TEST, {"question": question, "answer": answer}]
+
+
+@pytest.mark.parametrize(
+    ("test_rows", "message"),
+    [
+        (one_more("2  AND 3?", "#### 5"), r"1 test question\(s\) are also in train.*'2  AND 3\?'"),
+        (one_more("one?", "#### 7"), "question 'one\\?' has two answers, 1 and 7"),
+        (one_more("Three?", "three"), "row 2: answer 'three' has no"),
+        ([{"question": "q"}], "found columns question, expected question and answer"),
+        ([{"question": "q", "answer": 4}], "column answer is Int64, expected text"),
+        ([{"question": None, "answer": "#### 1"}, *TEST], "column question is empty in 1 rows"),
+    ],
+)
+def test_wrong_content_is_one_clear_error(tmp_path, test_rows, message):
+    with pytest.raises(DataError, match=message) as caught:
+        load_problems(write_jsonl(tmp_path, test=test_rows), "test")
+    assert "\n" not in str(caught.value)
+
+
+def test_repeated_question_with_the_same_answer_is_allowed(tmp_path):
+    assert load_problems(write_jsonl(tmp_path, test=one_more("one?", "1*1=1\n#### 1")), "test").height == 3
+
+
+def test_missing_doubled_and_broken_files(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        load_problems(LocalDataset(source="local", path=str(tmp_path / "none")), "test")
+    config = LocalDataset(source="local", path=str(tmp_path))
+    with pytest.raises(DataError, match=r"found neither of train\.jsonl and train\.parquet"):
+        load_problems(config, "test")
+    write_jsonl(tmp_path)
+    pl.DataFrame(TRAIN).write_parquet(tmp_path / "train.parquet")
+    with pytest.raises(DataError, match="found both of"):
+        load_problems(config, "test")
+    (tmp_path / "train.parquet").unlink()
+    (tmp_path / "test.jsonl").write_text('{"question": ')
+    with pytest.raises(DataError, match=r"test\.jsonl: cannot be read as jsonl"):
+        load_problems(config, "test")
+
+
+def test_generated_data_set_is_a_table_without_overlap():
+    config = GeneratedDataset(num_train=60, num_test=40)
+    train, test = load_problems(config, "train"), load_problems(config, "test")
+    assert (train.height, test.height) == (60, 40)
+    assert test["question_id"][17] == "test-00017"
+    assert not set(train["question"]) & set(test["question"])
+    assert all(answer.endswith(f"\n#### {gold}") for answer, gold in test.select("answer", "gold_answer").rows())
+
+
+def test_generated_overlap_would_be_caught(monkeypatch):
+    same = [Problem("How many?", "1+1=2\n#### 2", 1, False)]
+    monkeypatch.setattr(loader, "generate_problems", lambda config, split: same)
+    with pytest.raises(DataError, match="also in train"):
+        load_problems(GeneratedDataset(num_train=1, num_test=1), "test")
+
+
+def test_hub_data_set_goes_through_the_same_checks(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def fake_load_dataset(hub_id, subset, *, revision, split):
+        asked.append((hub_id, subset, revision, split))
+        return datasets.Dataset.from_list(TRAIN if split == "train" else TEST)
+
+    monkeypatch.setattr(datasets, "load_dataset", fake_load_dataset)
+    config = HubDataset(source="hub", num_test=1)
+    assert load_problems(config, "test").rows() == [("test-00000", "One?", "#### 1", "1")]
+    assert ("openai/gsm8k", "main", "main", "test") in asked
+
+
+def test_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch):
+    import datasets
+
+    def no_network(*arguments, **options):
+        raise ConnectionError("Couldn't reach 'no/data' on the Hub\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    with pytest.raises(DataError, match=r"no/data.*not fetched from the hub") as caught:
+        load_problems(HubDataset(source="hub", hub_id="no/data"), "test")
+    assert "\n" not in str(caught.value)
+
+
+def test_source_decides_which_keys_are_known():
+    adapter = TypeAdapter(DatasetConfig)
+    assert isinstance(adapter.validate_python({"source": "generated", "max_number": 30}), GeneratedDataset)
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        adapter.validate_python({"source": "local", "path": "x", "max_number": 30})
+
+
+def test_real_gsm8k_loads_whole():
+    folder = os.environ.get("AQNPIPE_GSM8K_DIR")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("AQNPIPE_GSM8K_DIR names no folder with the real GSM8K")
+    config = LocalDataset(source="local", path=folder)
+    assert load_problems(config, "train").height == 7473
+    test = load_problems(config, "test")
+    assert test.height == 1319
+    assert test["gold_answer"][0] == "18"
+
+
+class StubTokenizer:
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        return f"<user>{messages[0]['content']}<assistant>"
+
+
+def test_prompts():
+    tokenizer = StubTokenizer()
+    assert format_prompt("How many?", PromptFormat(), tokenizer) == "How many?\n"
+    assert format_prompt("How many?", PromptFormat(instruction="Think."), tokenizer) == "Think.\nHow many?\n"
+    chat = PromptFormat(style="chat", instruction="Think.")
+    assert format_prompt("How many?", chat, tokenizer) == "<user>How many? Think.<assistant>"
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        format_prompt("How many?", chat, tokenizer)

@@ -1,0 +1,217 @@
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from aqnpipe.artifacts import LayerTable
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.config.noise import Fault
+from aqnpipe.diagnosis.measure import Measurements
+from aqnpipe.diagnosis.scans import (
+    exact_findings,
+    is_excess,
+    layer_table,
+    published_findings,
+    run_scans,
+    saturation_roles,
+    score,
+)
+from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.noise.faults import simulated_fault
+
+NUM_LAYERS = 8
+
+
+def measurements(**changes) -> Measurements:
+    """Eight quiet layers whose metrics differ a little, with single columns replaced."""
+    values = {
+        "instability": np.zeros(NUM_LAYERS),
+        "relative_instability": np.zeros(NUM_LAYERS),
+        "changed_share": np.zeros(NUM_LAYERS),
+        "gain": np.array([1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]),
+        "kurtosis": np.array([10.0, 11.0, 10.5, 10.0, 11.0, 10.5, 10.0, 10.5]),
+        "zeros": np.zeros(NUM_LAYERS),
+        "ties_at_maximum": np.zeros(NUM_LAYERS),
+        "elements": np.full(NUM_LAYERS, 100_000.0),
+        "calls": np.full(NUM_LAYERS, 32.0),
+    }
+    assert changes.keys() <= values.keys()
+    return Measurements(**{**values, **changes}, eps=2.0**-23, forward_equivalents=1.0)
+
+
+def at(layer: int, value: float, base: float = 0.0) -> np.ndarray:
+    column = np.full(NUM_LAYERS, base)
+    column[layer] = value
+    return column
+
+
+def published(measured: Measurements, config: DiagnosisConfig | None = None):
+    findings = published_findings(score(measured), config or DiagnosisConfig())
+    return [(finding.scan, finding.layer) for finding in findings]
+
+
+def exact(measured: Measurements):
+    return [(finding.scan, finding.layer, finding.type) for finding in exact_findings(measured)]
+
+
+def test_quiet_layers_give_no_findings():
+    assert published(measurements()) == []
+    assert exact(measurements()) == []
+
+
+@pytest.mark.parametrize("layer", [0, 3, NUM_LAYERS - 1])
+def test_ambient_takes_the_first_jump(layer):
+    assert published(measurements(instability=at(layer, 0.2))) == [("ambient", layer)]
+
+
+def test_ambient_takes_the_edge_not_the_maximum_where_noise_spreads():
+    spreading = np.array([0, 0, 0, 0.2, 0.21, 0.22, 0.23, 0.5])
+    assert published(measurements(instability=spreading)) == [("ambient", 3)]
+
+
+def test_ambient_passes_a_device_that_is_evenly_noisy():
+    assert published(measurements(instability=np.full(NUM_LAYERS, 0.3))) == []
+
+
+def test_gain_takes_the_lowest_layer_and_reports_its_z():
+    gains = np.array([1.0, 1.1, 0.9, 1.05, 0.2, 1.0, 1.1, 0.5])
+    # median 1.0, MAD = median(0 .1 .1 .05 .8 0 .1 .5) = 0.1
+    findings = published_findings(score(measurements(gain=gains)), DiagnosisConfig())
+    assert [(finding.scan, finding.layer) for finding in findings] == [("gain", 4)]
+    assert findings[0].z == pytest.approx(-0.8 / (1.4826 * 0.1))
+
+
+def test_kurtosis_takes_the_first_drop_from_its_first_layer_on():
+    low_from_5 = np.array([10.0, 11.0, 10.5, 10.0, 11.0, 1.0, 1.1, 1.0])
+    assert published(measurements(kurtosis=low_from_5)) == [("kurtosis", 5)]
+    low_from_1 = np.array([10.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
+    assert published(measurements(kurtosis=low_from_1)) == []
+    assert published(measurements(kurtosis=low_from_1), DiagnosisConfig(first_kurtosis_layer=1)) == [("kurtosis", 1)]
+
+
+def test_negative_kurtosis_has_a_logarithm():
+    assert np.isfinite(score(measurements(kurtosis=np.linspace(-1.9, 5, NUM_LAYERS))).log_kurtosis_drop_z[1:]).all()
+
+
+def test_repeat_tells_noise_from_spikes_by_the_share_of_changed_values():
+    changes = {"instability": at(2, 0.2), "relative_instability": at(2, 0.1)}
+    assert exact(measurements(**changes, changed_share=at(2, 0.99))) == [("repeat", 2, "noise")]
+    assert exact(measurements(**changes, changed_share=at(2, 0.03))) == [("repeat", 2, "spike")]
+
+
+def test_repeat_passes_a_noisy_device_and_finds_much_more_noise_on_it():
+    shares = {"changed_share": np.ones(NUM_LAYERS)}
+    device = np.linspace(0.01, 0.03, NUM_LAYERS)
+    assert exact(measurements(relative_instability=device, **shares)) == []
+    assert exact(measurements(relative_instability=device + at(6, 0.4), **shares)) == [("repeat", 6, "noise")]
+
+
+def test_zeros_and_ties_beyond_chance_are_found():
+    assert exact(measurements(zeros=at(7, 500.0))) == [("zeros", 7, "dead_zone")]
+    assert exact(measurements(ties_at_maximum=at(0, 40.0))) == [("clamp", 0, "saturation")]
+
+
+def test_excess_allows_chance_and_what_all_layers_share():
+    # chance 0.01: Poisson tail of 3 or more is 1.7e-7, of 2 or more 5e-5
+    assert is_excess(np.array([0.0, 2.0, 3.0, 0.0, 0.0]), np.zeros(5)).tolist() == [False, False, True, False, False]
+    # median 100 allows 300: 380 is 4.6 sigma, 450 is 8.7
+    assert is_excess(np.array([100.0, 380.0, 450.0, 90.0, 100.0]), np.zeros(5)).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert not is_excess(np.array([40.0, 0.0, 0.0]), np.full(3, 30.0)).any()
+
+
+def test_roles_follow_the_drop_until_kurtosis_recovers():
+    kurtosis = np.array([97.0, 97.0, 1.0, 1.5, 2.0, 80.0, 1.0])
+    # log(kurtosis + 3): 4.6 before, 1.39 at the source; half way is 3.0 (kurtosis 17)
+    assert saturation_roles(kurtosis, 2) == [
+        "healthy",
+        "healthy",
+        "source",
+        "sat_prop",
+        "sat_prop",
+        "healthy",
+        "healthy",
+    ]
+    assert saturation_roles(kurtosis, None) == ["healthy"] * 7
+    assert saturation_roles(kurtosis, 0) == ["source"] + ["healthy"] * 6
+    assert saturation_roles(kurtosis, 5)[5:] == ["source", "healthy"]
+
+
+def test_unproven_kurtosis_drop_makes_no_source():
+    measured = measurements(kurtosis=np.array([10.0, 11.0, 10.5, 10.0, 11.0, 1.0, 1.1, 1.0]))
+    scores = score(measured)
+    table = layer_table(measured, scores, published_findings(scores, DiagnosisConfig()))
+    assert table["role"].to_list() == ["healthy"] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_healthy_models_are_healthy(make_model, prompt_ids, small_config, seed, dtype):
+    table, findings, cost = run_scans(make_model(seed).to(dtype), prompt_ids, small_config)
+    verdict = judge(table, findings, cost)
+    assert (verdict.verdict, verdict.layer, verdict.type) == ("healthy", None, None)
+    assert table["instability"].to_list() == [0.0] * 5
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("kind", "magnitude"),
+    [("dead_zone", 0.05), ("dead_zone", 0.3), ("saturation", 0.2), ("noise", 0.02), ("noise", 0.3), ("spike", 0.3)],
+)
+def test_dense_faults_are_found_in_their_layer(make_model, prompt_ids, small_config, kind, magnitude, layer):
+    model = make_model()
+    with simulated_fault(model, Fault(type=kind, layer=layer, magnitude=magnitude)):
+        table, findings, cost = run_scans(model, prompt_ids, small_config)
+    verdict = judge(table, findings, cost)
+    assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", layer, kind)
+
+
+def test_noise_is_found_by_the_published_scan_too(make_model, prompt_ids, small_config):
+    model = make_model()
+    with simulated_fault(model, Fault(type="noise", layer=3, magnitude=0.1, sparsity=0.1)):
+        table, findings, _ = run_scans(model, prompt_ids, small_config)
+    assert [(f.scan, f.layer) for f in findings if f.scan in {"ambient", "repeat"}] == [("ambient", 3), ("repeat", 3)]
+    assert np.flatnonzero(table["instability"].to_numpy()).tolist() == [3]
+
+
+def test_saturation_marks_its_source(make_model, prompt_ids, small_config):
+    model = make_model()
+    with simulated_fault(model, Fault(type="saturation", layer=2, magnitude=0.4)):
+        table, _, _ = run_scans(model, prompt_ids, small_config)
+    assert table["role"][2] == "source"
+    assert "source" not in table["role"].to_list()[3:]
+
+
+def test_bias_leaves_no_exact_trace(make_model, prompt_ids, small_config):
+    """Documents a limit: if a scan learns to see bias, this and the docstrings change."""
+    model = make_model()
+    with simulated_fault(model, Fault(type="bias", layer=2, magnitude=0.3)):
+        table, findings, cost = run_scans(model, prompt_ids, small_config)
+    verdict = judge(table, findings, cost)
+    assert verdict.verdict == "healthy"
+    assert "a bias or a clamp of a lone maximum leaves none" in verdict.reason
+
+
+def test_scans_are_deterministic_and_leave_the_model_alone(make_model, prompt_ids, small_config):
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(1)
+    first, _, _ = run_scans(model, prompt_ids, small_config)
+    torch.manual_seed(2)
+    second, _, _ = run_scans(model, prompt_ids, small_config)
+    other_seed, _, _ = run_scans(model, prompt_ids, small_config.model_copy(update={"seed": 1}))
+    assert first.equals(second)
+    assert not first["gain"].equals(other_seed["gain"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_table_keeps_its_schema_and_has_nulls_where_undefined(make_model, prompt_ids, small_config):
+    table, _, _ = run_scans(make_model(num_layers=1), prompt_ids, small_config)
+    LayerTable.validate(table)
+    assert table["log_kurtosis_drop_z"].to_list() == [None]
+    assert table.schema["layer"] == pl.Int64

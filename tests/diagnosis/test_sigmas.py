@@ -1,0 +1,99 @@
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aqnpipe.config.diagnosis import SigmaRule
+from aqnpipe.diagnosis.sigmas import layer_sigmas
+from aqnpipe.errors import DataError
+
+
+def table(gain, kurtosis=None, instability=None, role=None) -> pl.DataFrame:
+    num_layers = len(gain)
+    return pl.DataFrame(
+        {
+            "layer": range(num_layers),
+            "gain": gain,
+            "kurtosis": kurtosis or [100.0] * num_layers,
+            "instability": instability or [0.0] * num_layers,
+            "role": role or ["healthy"] * num_layers,
+        },
+        schema_overrides={"gain": pl.Float64, "kurtosis": pl.Float64, "instability": pl.Float64},
+    )
+
+
+def test_rule_worked_out_by_hand():
+    # medians: gain 1.0 (raise below 0.8), kurtosis 100 (raise above 120)
+    layers = table(
+        gain=[1.0, 0.7, 1.0, 0.7, 1.0, 0.8, 1.2],
+        kurtosis=[100.0, 100.0, 130.0, 130.0, 100.0, 120.0, 90.0],
+        instability=[0.0, 0.0, 0.0, 0.0, 0.2, 0.1, 0.0],
+    )
+    sigmas = layer_sigmas(layers, SigmaRule(), metadata={"model": "tiny", "machine": "cpu"})
+    assert sigmas.aqn.layer_sigmas == {0: 0.05, 1: 0.075, 2: 0.075, 3: 0.1125, 4: 0.025, 5: 0.05, 6: 0.05}
+    assert sigmas.aqn.high_priority_layers == [1, 2, 3]
+    assert sigmas.reasons[0] == "no rule applies: base sigma"
+    assert sigmas.reasons[1] == "gain 0.7 < 0.8 x median 1: x1.5"
+    assert sigmas.reasons[3] == "gain 0.7 < 0.8 x median 1: x1.5; kurtosis 130 > 1.2 x median 100: x1.5"
+    assert sigmas.reasons[4] == "instability 0.2 > 0.1: x0.5"
+    assert (sigmas.aqn.enabled, sigmas.aqn.layer_specific, sigmas.aqn.schedule) == (True, True, "epoch_aware")
+    assert sigmas.aqn.base_sigma == 0.05
+    assert sigmas.srdd_metadata == {"num_layers": 7, "model": "tiny", "machine": "cpu"}
+
+
+def test_raises_and_lowers_multiply_and_the_result_is_clamped():
+    layers = table([0.5, 1.0, 1.0], [200.0, 100.0, 100.0], [0.0, 0.5, 0.0])
+    sigmas = layer_sigmas(layers, SigmaRule(base_sigma=0.1, sigma_min=0.06))
+    # 0.1 * 1.5 * 1.5 = 0.225 > 0.15; 0.1 * 0.5 = 0.05 < 0.06
+    assert sigmas.aqn.layer_sigmas == {0: 0.15, 1: 0.06, 2: 0.1}
+    assert sigmas.reasons[0].endswith("clamped to 0.15")
+    assert sigmas.reasons[1] == "instability 0.5 > 0.1: x0.5; clamped to 0.06"
+
+
+def test_raises_of_propagated_layers_go_to_their_source_once():
+    layers = table(
+        gain=[1.0, 1.0, 0.5, 0.5, 1.0, 0.5, 1.0, 1.0],
+        kurtosis=[100.0, 100.0, 100.0, 200.0, 100.0, 100.0, 100.0, 100.0],
+        instability=[0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0, 0.0],
+        role=["healthy", "source", "sat_prop", "sat_prop", "sat_prop", "healthy", "healthy", "healthy"],
+    )
+    sigmas = layer_sigmas(layers, SigmaRule())
+    # layers 2 and 3 give their raises to layer 1; layer 3 is still lowered; 5 is raised for itself
+    assert sigmas.aqn.layer_sigmas == {0: 0.05, 1: 0.075, 2: 0.05, 3: 0.025, 4: 0.05, 5: 0.075, 6: 0.05, 7: 0.05}
+    assert sigmas.reasons[1] == "saturation propagated to layers 2, 3: x1.5"
+    assert sigmas.reasons[2] == "raise goes to source layer 1 (gain 0.5 < 0.8 x median 1)"
+    assert sigmas.reasons[4] == "no rule applies: base sigma"
+
+
+def test_median_kurtosis_below_zero_raises_no_layer():
+    # -0.5 > 1.2 * -1 would raise every layer
+    sigmas = layer_sigmas(table([1.0] * 3, [-0.5, -1.0, -1.1]), SigmaRule())
+    assert set(sigmas.aqn.layer_sigmas.values()) == {0.05}
+
+
+def test_propagated_layer_without_source_is_refused():
+    with pytest.raises(DataError, match="layer 0 has role sat_prop"):
+        layer_sigmas(table([1.0, 1.0], role=["sat_prop", "source"]), SigmaRule())
+
+
+def test_empty_table_is_refused():
+    with pytest.raises(DataError, match="no rows"):
+        layer_sigmas(table([]), SigmaRule())
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.floats(-2, 5000), st.floats(0, 10), st.sampled_from(["healthy", "sat_prop"])),
+        min_size=1,
+        max_size=30,
+    ),
+    st.floats(1e-3, 1),
+)
+def test_sigmas_stay_within_bounds_and_every_layer_has_one_and_a_reason(rows, base_sigma):
+    gain, kurtosis, instability, roles = (list(column) for column in zip(*rows, strict=True))
+    roles[0] = "source"
+    rule = SigmaRule(base_sigma=base_sigma)
+    sigmas = layer_sigmas(table(gain, kurtosis, instability, roles), rule)
+    assert list(sigmas.aqn.layer_sigmas) == list(range(len(rows))) == list(sigmas.reasons)
+    assert all(rule.sigma_min <= sigma <= rule.sigma_max for sigma in sigmas.aqn.layer_sigmas.values())
+    assert all(sigmas.reasons.values())

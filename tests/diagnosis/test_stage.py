@@ -1,0 +1,139 @@
+import hashlib
+
+import polars as pl
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from aqnpipe.artifacts import (
+    LayerTable,
+    ProblemTable,
+    SigmaFile,
+    Verdict,
+    read_json,
+    read_table,
+    read_yaml,
+    write_table,
+)
+from aqnpipe.config.dataset import PromptFormat
+from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
+from aqnpipe.config.noise import Fault, Machine
+from aqnpipe.diagnosis.stage import diagnose, generate_layer_sigmas
+from aqnpipe.errors import DataError, ModelError, ReceiptError
+
+CONFIG = DiagnosisConfig(num_prompts=2, num_repeats=2, gain_trials=2)
+TEXT = "Tom has many red apples and gives some to his friend . How are left ?"
+WORDS = TEXT.split()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, make_model):
+    folder = tmp_path_factory.mktemp("model")
+    make_model(num_layers=4).save_pretrained(folder)
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<end>", *dict.fromkeys(WORDS)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "train.parquet"
+    questions = [" ".join(WORDS), " ".join(reversed(WORDS)), "Tom has apples ."]
+    table = pl.DataFrame(
+        {
+            "question_id": ["a", "b", "c"],
+            "question": questions,
+            "answer": ["#### 1"] * 3,
+            "gold_answer": ["1"] * 3,
+        }
+    )
+    write_table(path, table, ProblemTable)
+    return path
+
+
+def run(model_dir, problems, output_dir, machine=None, config=CONFIG):
+    diagnose(model_dir, problems, PromptFormat(), machine or Machine(), config, output_dir)
+    return read_table(output_dir / "layers.parquet", LayerTable), read_json(output_dir / "verdict.json", Verdict)
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def test_healthy_machine(model_dir, problems, tmp_path):
+    table, verdict = run(model_dir, problems, tmp_path)
+    assert table["layer"].to_list() == [0, 1, 2, 3]
+    assert verdict.verdict == "healthy"
+    assert verdict.simulated_fault is None
+    assert verdict.forward_equivalents == 2 * (1 + 2 + 2)
+    assert digests(tmp_path).keys() == {"layers.parquet", "verdict.json"}
+
+
+def test_faulty_machine_is_found_and_its_reach_recorded(model_dir, problems, tmp_path):
+    fault = Fault(type="noise", layer=2, magnitude=0.1)
+    _, verdict = run(model_dir, problems, tmp_path, Machine(fault=fault))
+    assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", 2, "noise")
+    assert verdict.simulated_fault is not None
+    assert verdict.simulated_fault["type"] == "noise"
+    # the layer runs 1 + 2 + 2 times on each of two prompts of 16 tokens and 64 channels
+    assert verdict.simulated_fault["elements"] == 2 * 5 * 16 * 64
+    assert verdict.simulated_fault["affected_elements"] == verdict.simulated_fault["elements"]
+
+
+def test_same_inputs_give_the_same_bytes(model_dir, problems, tmp_path):
+    machine = Machine(fault=Fault(type="spike", layer=1, magnitude=1.0))
+    for name in ("first", "second"):
+        run(model_dir, problems, tmp_path / name, machine)
+        folder = tmp_path / name
+        generate_layer_sigmas(
+            folder / "layers.parquet", folder / "verdict.json", SigmaRule(), folder / "sigmas.yaml", "tiny", "spiky"
+        )
+    assert digests(tmp_path / "first") == digests(tmp_path / "second")
+    assert len(digests(tmp_path / "first")) == 3
+
+
+def test_too_few_questions_are_refused_and_nothing_is_written(model_dir, problems, tmp_path):
+    with pytest.raises(DataError, match="3 questions, expected at least num_prompts = 4"):
+        run(model_dir, problems, tmp_path / "out", config=DiagnosisConfig(num_prompts=4))
+    assert not (tmp_path / "out").exists()
+
+
+def test_fault_layer_out_of_range_is_refused(model_dir, problems, tmp_path):
+    with pytest.raises(ModelError, match="expected 0 to 3"):
+        run(model_dir, problems, tmp_path / "out", Machine(fault=Fault(type="bias", layer=4, magnitude=0.1)))
+
+
+def test_fault_that_changes_nothing_is_refused(model_dir, problems, tmp_path):
+    machine = Machine(fault=Fault(type="dead_zone", layer=1, magnitude=1e-12))
+    with pytest.raises(ReceiptError, match="changed none of 10240 values in 10 calls"):
+        run(model_dir, problems, tmp_path / "out", machine)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path):
+    run(model_dir, problems, tmp_path, Machine(fault=Fault(type="noise", layer=2, magnitude=0.5)))
+    output = tmp_path / "sigmas.yaml"
+    generate_layer_sigmas(
+        tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), output, "tiny", "noisy_layer_2"
+    )
+    sigmas = read_yaml(output, SigmaFile)
+    assert sigmas.srdd_metadata == {
+        "num_layers": 4,
+        "model": "tiny",
+        "machine": "noisy_layer_2",
+        "verdict": "fault",
+        "fault_layer": 2,
+        "fault_type": "noise",
+    }
+    assert sorted(sigmas.aqn.layer_sigmas) == [0, 1, 2, 3]
+    assert "base sigma" in sigmas.reasons[1] or "x1.5" in sigmas.reasons[1]
+
+
+def test_sigmas_of_mixed_up_diagnoses_are_refused(model_dir, problems, tmp_path):
+    table, _ = run(model_dir, problems, tmp_path)
+    shorter = tmp_path / "shorter.parquet"
+    write_table(shorter, table.head(3), LayerTable)
+    with pytest.raises(DataError, match=r"num_layers is 4, but .* has 3 rows"):
+        generate_layer_sigmas(shorter, tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")
