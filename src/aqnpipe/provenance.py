@@ -26,12 +26,14 @@ def versions() -> dict[str, str]:
 def code_digest(module: str) -> str:
     """Return a digest of the sources of `module` and of every module of this package that it imports, at any depth.
 
+    Templates beside a module count as its source.
     Read from the sources without importing them, so that a workflow can tell cheaply which stages an edit concerns.
     """
     digest = hashlib.sha256()
     for name, path in sorted(_reachable_sources(module).items()):
         digest.update(name.encode())
-        digest.update(path.read_bytes())
+        for source in (path, *sorted(path.parent.glob("templates/*"))):
+            digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -203,6 +203,8 @@ def _comparison_problems(study: StudyConfig, source: str) -> Iterator[str]:
         for name in names:
             if name not in known:
                 yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
+        if comparison.kind == "levels" and 0.0 not in study.evaluation.noise_levels:
+            yield f"{where}: compares with no noise, but evaluation.noise_levels does not hold 0.0"
         if comparison.noise_level not in study.evaluation.noise_levels:
             yield (
                 f"{where}.noise_level: found {comparison.noise_level}, "

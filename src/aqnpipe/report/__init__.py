@@ -1,0 +1,1 @@
+"""Report: figures and one self-contained HTML page."""

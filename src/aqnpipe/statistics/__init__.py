@@ -1,0 +1,1 @@
+"""Statistics: paired comparisons and what they support."""

@@ -1,0 +1,210 @@
+"""Evaluations as the comparisons need them: correctness per level, and everything that speaks against using them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandera.polars as pa
+import polars as pl
+from statsmodels.stats.proportion import proportion_confint
+
+from aqnpipe.artifacts import EvaluationTable, RunRecord, read_json, read_table
+from aqnpipe.errors import DataError
+from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
+
+Scorer = Literal["strict", "last_number"]
+PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
+_IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
+_INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
+
+
+@dataclass(frozen=True)
+class EvaluationInput:
+    """One evaluated checkpoint and the files that the evaluate stage wrote for it; step 0 is the pretrained model."""
+
+    model: str
+    arm: str
+    seed: int
+    step: int
+    table: Path
+    receipt: Path
+    record: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call this evaluation."""
+        return f"{self.model}/{self.arm} seed {self.seed} step {self.step}"
+
+
+@dataclass(frozen=True)
+class LevelScores:
+    """Correctness at one noise level: correct[noise seed, question], question ids sorted.
+
+    `same_responses_as_clean`: every response equals the response without noise, in every noise seed.
+    """
+
+    question_ids: tuple[str, ...]
+    noise_seeds: tuple[int, ...]
+    correct: npt.NDArray[np.bool_]
+    same_responses_as_clean: bool
+
+
+@dataclass(frozen=True)
+class LoadedEvaluation:
+    """An evaluation in memory. `problems` are reasons why no comparison may use it; `setting` is how it was made."""
+
+    source: EvaluationInput
+    levels: Mapping[float, LevelScores]
+    problems: tuple[str, ...]
+    setting: Mapping[str, str]
+    accuracy: pl.DataFrame
+
+
+def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> LoadedEvaluation:
+    """Read one evaluation, its receipts and its record; DataError where a file is missing or malformed."""
+    rows, problems = _read_rows(source.table)
+    receipts = read_json(source.receipt, EvaluationReceipts)
+    record = read_json(source.record, RunRecord)
+    levels = _levels(rows, scorer)
+    problems += _question_problems(levels)
+    problems += [f"receipt refused: {problem}" for problem in receipts.problems()]
+    problems += _pass_problems(rows, receipts)
+    problems += _identity_problems(source, record)
+    return LoadedEvaluation(
+        source=source,
+        levels=levels,
+        problems=tuple(f"{source.name}: {problem}" for problem in problems),
+        setting=_setting(record),
+        accuracy=accuracy_rows(source, rows, scorer, alpha),
+    )
+
+
+def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, alpha: float) -> pl.DataFrame:
+    """Return the rows of `artifacts.AccuracyTable` for one evaluation, one per noise level."""
+    table = (
+        rows.group_by("noise_level")
+        .agg(
+            pl.col("question_id").n_unique().cast(pl.Int64).alias("num_questions"),
+            pl.col("noise_seed").n_unique().cast(pl.Int64).alias("num_noise_seeds"),
+            pl.col(f"correct_{scorer}").mean().alias("accuracy"),
+            pl.col("correct_strict").mean().alias("accuracy_strict"),
+            pl.col("correct_last_number").mean().alias("accuracy_last_number"),
+            (pl.col("finish_reason") == "length").mean().alias("truncated_fraction"),
+            pl.col(f"answer_{scorer}").is_null().mean().alias("parse_failure_fraction"),
+        )
+        .sort("noise_level")
+    )
+    num_questions = table["num_questions"].to_numpy()
+    low, high = proportion_confint(table["accuracy"].to_numpy() * num_questions, num_questions, alpha, method="wilson")
+    identity = {"model": source.model, "arm": source.arm, "seed": source.seed, "step": source.step}
+    return table.select(
+        *(pl.lit(value).alias(name) for name, value in identity.items()),
+        "noise_level",
+        "num_questions",
+        "num_noise_seeds",
+        "accuracy",
+        "accuracy_strict",
+        "accuracy_last_number",
+        pl.Series("ci_low", np.clip(low, 0, 1)),
+        pl.Series("ci_high", np.clip(high, 0, 1)),
+        "truncated_fraction",
+        "parse_failure_fraction",
+    ).with_columns(pl.col("seed", "step").cast(pl.Int64))
+
+
+def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation) -> str | None:
+    """Return the first way in which two evaluations were made differently, in words; None if there is none."""
+    for key in sorted({*first.setting, *second.setting}):
+        ours, theirs = first.setting.get(key, "absent"), second.setting.get(key, "absent")
+        if ours != theirs:
+            return f"{key} is {ours} for {first.source.name} and {theirs} for {second.source.name}"
+    return None
+
+
+def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
+    try:
+        return read_table(path, EvaluationTable), []
+    except DataError as error:
+        cause = error.__cause__
+        if not isinstance(cause, pa.errors.SchemaError) or cause.reason_code != pa.errors.SchemaErrorReason.DUPLICATES:
+            raise
+    rows = pl.read_parquet(path)
+    unique = rows.unique(PASS_KEYS, keep="first", maintain_order=True)
+    return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
+
+
+def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
+    """Split the rows by noise level. Passes with other questions than the first leave an empty level, see problems."""
+    ordered = rows.sort("noise_level", "noise_seed", "question_id")
+    clean = ordered.filter(pl.col("noise_level") == 0)
+    levels = {}
+    for (level,), part in ordered.group_by("noise_level", maintain_order=True):
+        passes = {seed: one for (seed,), one in part.group_by("noise_seed", maintain_order=True)}
+        question_ids = next(iter(passes.values()))["question_id"].to_list()
+        whole = all(one["question_id"].to_list() == question_ids for one in passes.values())
+        levels[float(level)] = LevelScores(
+            question_ids=tuple(question_ids) if whole else (),
+            noise_seeds=tuple(int(seed) for seed in passes),
+            correct=np.stack([one[f"correct_{scorer}"].to_numpy() for one in passes.values()])
+            if whole
+            else np.zeros((len(passes), 0), dtype=np.bool_),
+            same_responses_as_clean=level != 0 and _same_responses(part, clean),
+        )
+    return levels
+
+
+def _same_responses(noisy: pl.DataFrame, clean: pl.DataFrame) -> bool:
+    if clean.is_empty():
+        return False
+    joined = noisy.join(clean.select("question_id", clean_response="response"), on="question_id", how="inner")
+    return not joined.is_empty() and bool((joined["response"] == joined["clean_response"]).all())
+
+
+def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:
+    problems = [
+        f"noise level {level:g}: passes hold different questions" for level in levels if not levels[level].question_ids
+    ]
+    if len({scores.question_ids for scores in levels.values()}) > 1 and not problems:
+        problems.append("noise levels hold different questions")
+    return problems
+
+
+def _pass_problems(rows: pl.DataFrame, receipts: EvaluationReceipts) -> list[str]:
+    in_table = set(rows.select("noise_level", "noise_seed").unique().iter_rows())
+    in_receipts = {(one.noise_level, one.noise_seed) for one in receipts.passes}
+    missing = [f"no receipt for level {level:g}, noise seed {seed}" for level, seed in sorted(in_table - in_receipts)]
+    extra = [f"no rows for level {level:g}, noise seed {seed}" for level, seed in sorted(in_receipts - in_table)]
+    return missing + extra
+
+
+def _identity_problems(source: EvaluationInput, record: RunRecord) -> list[str]:
+    expected: dict[str, str | int] = {
+        "model": source.model,
+        "arm": source.arm,
+        "seed": source.seed,
+        "step": source.step,
+    }
+    return [
+        f"the record says {key} {record.identity[key]}, expected {value}"
+        for key, value in expected.items()
+        if key in record.identity and record.identity[key] != value
+    ]
+
+
+def _setting(record: RunRecord) -> dict[str, str]:
+    setting = {"stage": record.stage, "code_digest": record.code_digest, "device": record.device}
+    setting |= {f"versions.{name}": version for name, version in record.versions.items()}
+    setting |= {
+        f"inputs.{name}": digest for name, digest in record.inputs_sha256.items() if name not in _INPUTS_THAT_MAY_DIFFER
+    }
+    config = {key: value for key, value in record.config.items() if key not in _IDENTITY_KEYS}
+    return setting | _flat(config, "config")
+
+
+def _flat(value: Any, prefix: str) -> dict[str, str]:
+    if isinstance(value, Mapping):
+        return {name: text for key, part in value.items() for name, text in _flat(part, f"{prefix}.{key}").items()}
+    return {prefix: repr(value)}

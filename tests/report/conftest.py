@@ -1,0 +1,19 @@
+"""Loads the made-up study, which the statistics tests use too."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def synthetic():
+    """The module that makes up studies and their artifacts."""
+    name = "synthetic_study"
+    if name not in sys.modules:
+        path = Path(__file__).parent / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

@@ -1,0 +1,354 @@
+"""A made-up study of four arms, its artifacts and receipts that pass: numbers drawn from seeded generators."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from aqnpipe.artifacts import (
+    AqnSection,
+    EvaluationTable,
+    LayerTable,
+    RunRecord,
+    SigmaFile,
+    TrainingMetrics,
+    Verdict,
+    write_json,
+    write_table,
+    write_yaml,
+)
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.noise import TRAINING_PHASES, OperatorNoise, WeightNoise
+from aqnpipe.config.study import Study
+from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
+from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
+from aqnpipe.noise.schedule import sigma_at
+from aqnpipe.report.stage import DiagnosisInput, EvaluationReceiptInput, ReportInputs, RunInput
+from aqnpipe.seeding import derive_seed
+from aqnpipe.statistics.stage import EvaluationInput
+
+NUM_LAYERS = 6
+AQN = {
+    "schedule": {
+        "kind": "epoch_ranges",
+        "ranges": [{"sigma_start": 0.05, "sigma_end": 0.01}, {"sigma_start": 0.01, "sigma_end": 0.0005}],
+    }
+}
+ARMS: dict[str, dict[str, Any]] = {
+    "baseline": {"description": "no noise in training"},
+    "E5": {
+        "description": "5 % relative noise on matmul operators, no AQN",
+        "operator_noise": {"relative_scale": 0.05},
+    },
+    "E5b": {"description": "E5 plus epoch-aware AQN", "operator_noise": {"relative_scale": 0.05}, "aqn": AQN},
+    "srdd_guided": {
+        "description": "E5b with per-layer sigmas from the diagnosis of the machine `target`",
+        "operator_noise": {"relative_scale": 0.05},
+        "aqn": AQN,
+    },
+}
+LOGITS = {"pretrained": 0.5, "baseline": 1.6, "E5": 1.45, "E5b": 1.48, "srdd_guided": 1.5}
+LEVEL_COST = {0.0: 0.0, 0.05: 0.25, 0.1: 0.8}
+
+
+def study(**changes: Any) -> Study:
+    """The made-up study; `changes` replace top-level keys of its file."""
+    content: dict[str, Any] = {
+        "study": "synthetic",
+        "models": {"base": {"source": "some/model"}},
+        "machines": {"device": {}, "target": {"fault": {"type": "dead_zone", "layer": 3, "magnitude": 0.05}}},
+        "dataset": {"source": "generated", "num_train": 480, "num_test": 400},
+        "arms": list(ARMS),
+        "seeds": [0, 1],
+        "training": {
+            "epochs": 2,
+            "prompts_per_step": 16,
+            "rollouts_per_prompt": 8,
+            "micro_batch_size": 64,
+            "learning_rate": 2e-4,
+            "max_response_tokens": 40,
+        },
+        "evaluation": {"noise_seeds": [0, 1], "max_response_tokens": 40, "batch_size": 250},
+        "comparisons": [
+            _arms("baseline", "pretrained", "higher", "Training without noise improves accuracy"),
+            _levels("baseline", "10 % operator noise at evaluation hurts the baseline"),
+            _levels("E5b", "10 % operator noise at evaluation hurts E5b"),
+            _arms("E5", "baseline", "lower", "5 % operator noise in training costs accuracy"),
+            _arms("E5b", "E5", "higher", "Epoch-aware AQN raises accuracy under noisy training"),
+            _arms("srdd_guided", "E5b", "higher", "Per-layer sigmas beat uniform AQN at 10 % noise", 0.1),
+        ],
+        "report": {
+            "title": "Synthetic study",
+            "question": "Does training with simulated hardware noise, with or without AQN, make the model robust?",
+        },
+    }
+    content |= changes
+    names = content["arms"]
+    return Study.model_validate({"config": content, "arms": {name: Arm.model_validate(ARMS[name]) for name in names}})
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """Everything that the stages before `compare` and `report` would have written."""
+
+    study: Study
+    evaluations: list[EvaluationInput]
+    runs: tuple[RunInput, ...]
+    diagnoses: tuple[DiagnosisInput, ...]
+
+    def report_inputs(self, folder: Path) -> ReportInputs:
+        """The report's inputs, with the outputs of `compare` expected in `folder`."""
+        return ReportInputs(
+            accuracy=folder / "accuracy.parquet",
+            comparisons=folder / "comparisons.parquet",
+            claims=folder / "claims.json",
+            runs=self.runs,
+            evaluation_receipts=tuple(
+                EvaluationReceiptInput(one.model, one.arm, one.seed, one.step, one.receipt) for one in self.evaluations
+            ),
+            diagnoses=self.diagnoses,
+        )
+
+
+def write_study(folder: Path, made_up: Study, num_questions: int = 300) -> Artifacts:
+    """Write the artifacts of every run of `made_up` below `folder`."""
+    steps = made_up.num_steps
+    runs = [(arm, seed) for arm in made_up.config.arms for seed in made_up.config.seeds]
+    evaluations = [write_evaluation(folder, made_up, "pretrained", 0, 0, num_questions)]
+    evaluations += [write_evaluation(folder, made_up, arm, seed, steps, num_questions) for arm, seed in runs]
+    return Artifacts(
+        study=made_up,
+        evaluations=evaluations,
+        runs=tuple(_write_run(folder, made_up, arm, seed) for arm, seed in runs),
+        diagnoses=tuple(_write_diagnosis(folder, made_up, machine) for machine in made_up.config.machines),
+    )
+
+
+def write_evaluation(
+    folder: Path, made_up: Study, arm: str, seed: int, step: int, num_questions: int = 300
+) -> EvaluationInput:
+    """Write one evaluation whose correctness follows a logistic model of question, arm, seed and level."""
+    base = folder / "eval" / arm / f"seed{seed}"
+    source = EvaluationInput("base", arm, seed, step, base / "table.parquet", base / "receipt.json", base / "run.json")
+    passes = made_up.config.evaluation.passes()
+    rows = [evaluation_pass(arm, seed, level, noise_seed, num_questions) for level, noise_seed in passes]
+    write_table(source.table, pl.concat(rows), EvaluationTable)
+    receipts = tuple(
+        EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=evaluation_receipt(level))
+        for level, noise_seed in passes
+    )
+    write_json(source.receipt, EvaluationReceipts(passes=receipts))
+    write_json(source.record, record("evaluate", arm, seed, step, {"evaluation": {"max_response_tokens": 40}}))
+    return source
+
+
+def evaluation_pass(arm: str, seed: int, level: float, noise_seed: int, num_questions: int) -> pl.DataFrame:
+    """Rows of one pass; questions are equally hard for every arm."""
+    difficulty = np.random.default_rng(7).normal(0, 2, num_questions)
+    luck = np.random.default_rng(derive_seed(seed, f"luck {arm}")).normal(0, 0.05)
+    draws = np.random.default_rng(derive_seed(seed, f"draws {arm} {level}", noise_seed))
+    logit = LOGITS.get(arm, 1.0) + luck + difficulty - LEVEL_COST[level]
+    correct = draws.random(num_questions) < 1 / (1 + np.exp(-logit))
+    answers = [str(number) if right else None for number, right in enumerate(correct)]
+    return pl.DataFrame(
+        {
+            "question_id": [f"q{number:05d}" for number in range(num_questions)],
+            "noise_level": level,
+            "noise_seed": noise_seed,
+            "response": [f"{arm} {seed} {level} {noise_seed} #### {answer}" for answer in answers],
+            "answer_strict": answers,
+            "answer_last_number": answers,
+            "correct_strict": correct,
+            "correct_last_number": correct,
+            "response_tokens": draws.integers(9, 31, num_questions),
+            "finish_reason": np.where(draws.random(num_questions) < 0.02, "length", "stop"),
+        },
+        schema_overrides={
+            "noise_seed": pl.Int64,
+            "answer_strict": pl.String,
+            "answer_last_number": pl.String,
+            "finish_reason": pl.String,
+        },
+    )
+
+
+def evaluation_receipt(level: float) -> Receipt:
+    """A receipt of a pass at `level` that passes its check."""
+    noise = OperatorNoise(relative_scale=level, phases=("evaluation",)) if level else None
+    return _receipt(noise, None, ("evaluation",))
+
+
+def training_receipt(arm: Arm, num_steps: int = 0) -> Receipt:
+    """A receipt of a run of `arm` that passes its check."""
+    return _receipt(arm.operator_noise, arm.aqn, TRAINING_PHASES, num_steps)
+
+
+def record(stage: str, arm: str, seed: int, step: int, config: dict[str, object]) -> RunRecord:
+    """A record as the stages write it."""
+    return RunRecord(
+        stage=stage,
+        identity={"model": "base", "arm": arm, "seed": seed, "step": step},
+        config={"model_role": "base", "arm_id": arm, "seed": seed, "step": step, **config},
+        code_digest="0123456789abcdef",
+        inputs_sha256={"test_problems": "ab" * 32, "weights": f"{derive_seed(seed, arm):064x}"},
+        versions={"aqnpipe": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
+        device="cpu",
+    )
+
+
+def _arms(treatment: str, control: str, expected: str, claim: str, level: float = 0.0) -> dict[str, Any]:
+    names = {"treatment": treatment, "control": control, "noise_level": level}
+    return {"kind": "arms", **names, "expected": expected, "claim": claim}
+
+
+def _levels(arm: str, claim: str) -> dict[str, Any]:
+    return {"kind": "levels", "arm": arm, "noise_level": 0.1, "claim": claim}
+
+
+def _receipt(
+    noise: OperatorNoise | None, weight_noise: WeightNoise | None, phases: tuple[Any, ...], num_steps: int = 0
+) -> Receipt:
+    draws = np.random.default_rng(11)
+    scale = {phase: noise.relative_scale if noise and phase in noise.phases else 0.0 for phase in phases}
+    return Receipt(
+        operator_noise=noise,
+        weight_noise=weight_noise,
+        expected_phases=phases,
+        phases=tuple(
+            PhaseRecord(
+                phase=phase,
+                forwards=10,
+                noised_calls=420 if asked else 0,
+                witnessed_elements=0 if phase == "backward" else 51200,
+                witness_difference=0.31 if asked and phase != "backward" else 0.0,
+                witness_scale=asked * 1.001,
+                escaped={},
+            )
+            for phase, asked in scale.items()
+        ),
+        cells=tuple(
+            NoiseCell(
+                phase=phase,
+                operator="linear",
+                layer=layer,
+                calls=70,
+                elements=900_000,
+                asked=asked,
+                measured=asked * (1 + draws.normal() / math.sqrt(2 * 64_000)),
+                mean_error=0.0,
+                measured_elements=64_000,
+            )
+            for phase, asked in scale.items()
+            if asked
+            for layer in [*range(NUM_LAYERS), None]
+        ),
+        weight_syncs=tuple(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps))
+        if weight_noise
+        else (),
+        num_layers=NUM_LAYERS,
+        num_norms=2 * NUM_LAYERS + 1,
+        num_steps=num_steps,
+        num_epochs=2,
+    )
+
+
+def _sync(weight_noise: WeightNoise, step: int, num_steps: int, draws: np.random.Generator) -> WeightSync:
+    sigma, elements = sigma_at(weight_noise.schedule, step, num_steps, 2), 13 * 128
+    ratio = 1 + draws.normal() * math.sqrt(2 / elements)
+    return WeightSync(
+        step=step,
+        sigma_scheduled=sigma,
+        sigma_asked=sigma,
+        sigma_measured=sigma * math.sqrt(ratio),
+        norms=13,
+        elements=elements,
+        squared_error_ratio=ratio,
+        clean_sha256_before="c1" * 32,
+        clean_sha256_after="c1" * 32,
+    )
+
+
+def _write_run(folder: Path, made_up: Study, arm: str, seed: int) -> RunInput:
+    base = folder / "runs" / arm / f"seed{seed}"
+    run = RunInput("base", arm, seed, base / "metrics.parquet", base / "receipt.json", base / "run.json")
+    receipt = training_receipt(made_up.arms[arm], made_up.num_steps)
+    write_table(run.metrics, _metrics(arm, seed, made_up.num_steps, receipt), TrainingMetrics)
+    write_json(run.receipt, receipt)
+    write_json(run.record, record("train", arm, seed, made_up.num_steps, {}))
+    return run
+
+
+def _metrics(arm: str, seed: int, num_steps: int, receipt: Receipt) -> pl.DataFrame:
+    draws = np.random.default_rng(derive_seed(seed, f"metrics {arm}"))
+    step = np.arange(1, num_steps + 1)
+    rise = 1 - np.exp(-step / 20)
+    syncs = receipt.weight_syncs
+    validation = [0.6 + 0.15 * rise[n - 1] + draws.normal(0, 0.02) if n % 10 == 0 else None for n in step]
+    return pl.DataFrame(
+        {
+            "step": step,
+            "epoch": 2 * step / num_steps,
+            "reward_mean": np.clip(0.45 + 0.2 * rise + draws.normal(0, 0.05, num_steps), 0, 1),
+            "reward_std": np.full(num_steps, 0.4),
+            "kl": 0.05 * rise + draws.normal(0, 0.002, num_steps),
+            "entropy": np.full(num_steps, 0.3),
+            "loss": draws.normal(0, 0.01, num_steps),
+            "grad_norm": np.full(num_steps, 0.5),
+            "clip_fraction": np.zeros(num_steps),
+            "response_tokens_mean": np.full(num_steps, 18.0),
+            "truncated_fraction": np.full(num_steps, 0.01),
+            "sigma_asked": [sync.sigma_asked for sync in syncs] or np.zeros(num_steps),
+            "sigma_measured": [sync.sigma_measured for sync in syncs] or np.zeros(num_steps),
+            "validation_accuracy": pl.Series(validation, dtype=pl.Float64),
+        }
+    )
+
+
+def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInput:
+    base = folder / "srdd" / machine
+    fault = made_up.config.machines[machine].fault
+    layer = np.arange(NUM_LAYERS)
+    faulty = (layer == fault.layer) if fault else np.zeros(NUM_LAYERS, dtype=bool)
+    table = pl.DataFrame(
+        {
+            "layer": layer,
+            "instability": np.zeros(NUM_LAYERS),
+            "instability_jump_z": pl.Series([None] + [0.0] * (NUM_LAYERS - 1), dtype=pl.Float64),
+            "gain": 1.3 * np.exp(-layer / 4) + 0.8 - 0.3 * faulty,
+            "gain_z": np.where(faulty, -2.6, 0.3),
+            "kurtosis": 4.0 + 1.5 * layer,
+            "log_kurtosis_drop_z": pl.Series([None] + [0.2] * (NUM_LAYERS - 1), dtype=pl.Float64),
+            "changed_share": np.zeros(NUM_LAYERS),
+            "zero_share": np.where(faulty, 0.21, 0.0),
+            "values_at_maximum": np.ones(NUM_LAYERS),
+            "role": ["healthy"] * NUM_LAYERS,
+        }
+    )
+    one = DiagnosisInput("base", machine, base / "layers.parquet", base / "verdict.json", base / "sigmas.yaml")
+    write_table(one.layers, table, LayerTable)
+    verdict = Verdict(
+        verdict="fault" if fault else "healthy",
+        reason="21 % of the outputs of layer 3 are exactly 0" if fault else "no scan passed its threshold",
+        layer=fault.layer if fault else None,
+        type=fault.type if fault else None,
+        findings=(),
+        forward_equivalents=66.0,
+        num_layers=NUM_LAYERS,
+        simulated_fault=fault.model_dump(mode="json") if fault else None,
+    )
+    write_json(one.verdict, verdict)
+    sigmas = {number: 0.075 if faulty[number] else 0.05 for number in range(NUM_LAYERS)}
+    aqn = AqnSection(
+        enabled=True,
+        layer_specific=True,
+        base_sigma=0.05,
+        layer_sigmas=sigmas,
+        schedule="epoch_ranges",
+        high_priority_layers=[number for number, sigma in sigmas.items() if sigma > 0.06],
+    )
+    reasons = {number: "low gain" for number, sigma in sigmas.items() if sigma > 0.06}
+    write_yaml(one.sigmas, SigmaFile(aqn=aqn, reasons=reasons, srdd_metadata={"num_layers": NUM_LAYERS}))
+    return one
