@@ -1,0 +1,1 @@
+"""Models: the built-in tiny models, their recipe, and loading by path or hub id."""

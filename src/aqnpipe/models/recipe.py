@@ -1,0 +1,285 @@
+"""The pre-training recipe of the built-in models: `python -m aqnpipe.models.recipe tiny --output DIR`.
+
+One thread and a fixed seed give the same bytes again on the same machine and library versions; elsewhere floating
+point may differ, which is why the weights ship. `--probe-every` measures on the selection pool while training: that
+is how the number of steps was chosen. The accuracy recorded is of fresh problems of the test pool, on the weights as
+they are stored (rounded to bfloat16).
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from pydantic import Field
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.model import BuiltinModel
+from aqnpipe.data.stories import Difficulty, Problem
+from aqnpipe.data.word_problems import Pool, problem_stream, take_problems
+from aqnpipe.errors import DataError
+from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.scoring import extract_answer, is_correct
+from aqnpipe.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RECIPE_FILE = "recipe.json"
+IGNORED_LABEL = -100
+MAX_NEW_TOKENS = 40
+HEAD_DIM = 32
+# Not 0, so that the measurement shares no stream with a study at its default seed.
+MEASURING_SEED = 20_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shape of a built-in model and how it is trained; learning rates rise linearly over the warm-up, then stay."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_steps: int
+    num_layers: int = 6
+    num_key_value_heads: int = 2
+    seed: int = 0
+    batch_size: int = 32
+    warmup_steps: int = 20
+    muon_learning_rate: float = 0.01
+    adamw_learning_rate: float = 3e-3
+    difficulty: Difficulty = field(default_factory=Difficulty)
+
+
+RECIPES: dict[BuiltinModel, Recipe] = {
+    "tiny": Recipe(hidden_size=128, intermediate_size=320, num_heads=4, num_steps=300),
+    "tiny-large": Recipe(hidden_size=192, intermediate_size=480, num_heads=6, num_steps=275),
+}
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """Return all settings of a recipe but the number of steps, as the record keeps them."""
+    return {key: value for key, value in asdict(recipe).items() if key != "num_steps"}
+
+
+class Accuracy(FrozenModel):
+    """Greedy accuracy under the strict scorer; the standard error is the binomial one."""
+
+    pool: Pool
+    seed: int
+    num_problems: int = Field(ge=1)
+    num_correct: int = Field(ge=0)
+
+    @property
+    def share(self) -> float:
+        """Return the share of problems answered correctly."""
+        return self.num_correct / self.num_problems
+
+    @property
+    def standard_error(self) -> float:
+        """Return the standard error of the share."""
+        return math.sqrt(self.share * (1 - self.share) / self.num_problems)
+
+
+class RecipeRecord(FrozenModel):
+    """What made a folder of weights, and how good they are."""
+
+    model: BuiltinModel
+    settings: dict[str, Any]
+    steps: int
+    num_parameters: int
+    weights_sha256: str
+    torch_version: str
+    accuracy: Accuracy
+
+
+def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
+    """Return an untrained Qwen2 model, drawn from the recipe's seed."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_key_value_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        attn_implementation="eager",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(recipe.seed, "initial_weights"))
+        model = Qwen2ForCausalLM(config)
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model
+
+
+def encode_batch(problems: list[Problem], tokenizer: "PreTrainedTokenizerBase") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids [B, T] of `question\\nanswer<eos>`, padded on the right, and labels [B, T] of answers alone."""
+    rows = []
+    for problem in problems:
+        prompt_ids = tokenizer(problem.question + "\n").input_ids
+        answer_ids = [*tokenizer(problem.answer).input_ids, tokenizer.eos_token_id]
+        rows.append((prompt_ids + answer_ids, [IGNORED_LABEL] * len(prompt_ids) + answer_ids))
+    length = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids, _ in rows])
+    labels = torch.tensor([labels + [IGNORED_LABEL] * (length - len(labels)) for _, labels in rows])
+    return ids, labels
+
+
+def build_optimizers(model: "PreTrainedModel", recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the layers and AdamW for embeddings, norms and biases."""
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "embed_tokens" not in name else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=recipe.muon_learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=recipe.adamw_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def pretrain(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", recipe: Recipe, num_steps: int
+) -> Iterator[float]:
+    """Train `model` in place, each step on new problems of the pretrain pool; yield the losses (nats per token)."""
+    optimizers = build_optimizers(model, recipe)
+    base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    problems = problem_stream(recipe.seed, "pretrain", recipe.difficulty)
+    for step in range(num_steps):
+        batch = [problem for problem, _ in zip(problems, range(recipe.batch_size), strict=False)]
+        if len(batch) < recipe.batch_size:
+            raise DataError(f"pre-training ran out of distinct problems at step {step} with {recipe.difficulty}")
+        ids, labels = encode_batch(batch, tokenizer)
+        model.train()
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
+        loss.backward()
+        for optimizer, base_rate in zip(optimizers, base_rates, strict=True):
+            optimizer.param_groups[0]["lr"] = base_rate * min(1.0, (step + 1) / recipe.warmup_steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        yield loss.item()
+
+
+@torch.no_grad()
+def answer_greedily(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", questions: list[str], batch_size: int = 250
+) -> list[str]:
+    """Return the model's greedy answer to each question, batched with padding on the left."""
+    model.eval()
+    answers: list[str] = []
+    for start in range(0, len(questions), batch_size):
+        prompts = [question + "\n" for question in questions[start : start + batch_size]]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        output = model.generate(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+        )
+        answers += tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    return answers
+
+
+def count_correct(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem]) -> int:
+    """Return how many problems the model answers correctly, greedily, under the strict scorer."""
+    responses = answer_greedily(model, tokenizer, [problem.question for problem in problems])
+    golds = [extract_answer(problem.answer, "strict") for problem in problems]
+    return sum(
+        gold is not None and is_correct(response, gold, "strict")
+        for response, gold in zip(responses, golds, strict=True)
+    )
+
+
+def measure_accuracy(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", pool: Pool, recipe: Recipe, *, num_problems: int
+) -> Accuracy:
+    """Return the accuracy on the first problems of a pool's stream."""
+    problems = take_problems(MEASURING_SEED, pool, recipe.difficulty, num_problems)
+    num_correct = count_correct(model, tokenizer, problems)
+    return Accuracy(pool=pool, seed=MEASURING_SEED, num_problems=num_problems, num_correct=num_correct)
+
+
+def save_model(model: "PreTrainedModel", folder: Path) -> Path:
+    """Write the model, its weights rounded to bfloat16, and its tokenizer; return the weights file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    # A new one: a tokenizer that has padded a batch writes the padding into tokenizer.json.
+    build_tokenizer().save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}
+    save_file(rounded, weights, metadata={"format": "pt"})
+    return weights
+
+
+def run_recipe(
+    name: BuiltinModel, output: Path, *, num_steps: int | None = None, num_problems: int = 4000, probe_every: int = 0
+) -> RecipeRecord:
+    """Make the built-in model `name` in `output` and return its record; `num_steps` overrides the recipe's own."""
+    console = Console(stderr=True)
+    recipe = RECIPES[name]
+    steps = recipe.num_steps if num_steps is None else num_steps
+    tokenizer = build_tokenizer()
+    model = build_model(recipe, tokenizer)
+    started = time.process_time()
+    for step, loss in enumerate(pretrain(model, tokenizer, recipe, steps), start=1):
+        if step % 50 == 0 or step == steps:
+            console.print(f"{name}: step {step}/{steps}, loss {loss:.3f}, {time.process_time() - started:.0f} CPU s")
+        if probe_every and step % probe_every == 0:
+            probe = measure_accuracy(model, tokenizer, "selection", recipe, num_problems=500)
+            console.print(f"{name}: step {step}, selection pool {probe.share:.1%} +- {probe.standard_error:.1%}")
+    record = store_and_measure(name, model, output, steps=steps, num_problems=num_problems)
+    accuracy = record.accuracy
+    console.print(f"{name}: {accuracy.share:.1%} +- {accuracy.standard_error:.1%} of {num_problems} fresh problems")
+    return record
+
+
+def store_and_measure(
+    name: BuiltinModel, model: "PreTrainedModel", output: Path, *, steps: int, num_problems: int
+) -> RecipeRecord:
+    """Write the model and its record; the accuracy is that of the weights read back from `output`."""
+    recipe = RECIPES[name]
+    weights = save_model(model, output)
+    stored = load_model(output, dtype="float32", attention="eager")
+    record = RecipeRecord(
+        model=name,
+        steps=steps,
+        settings=settings_of(recipe),
+        num_parameters=sum(parameter.numel() for parameter in stored.parameters()),
+        weights_sha256=sha256_of([weights]),
+        torch_version=str(torch.__version__),
+        accuracy=measure_accuracy(stored, load_tokenizer(output), "test", recipe, num_problems=num_problems),
+    )
+    (output / RECIPE_FILE).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return record
+
+
+def main(
+    name: Annotated[BuiltinModel, typer.Argument(help="Which built-in model to make.")],
+    output: Annotated[Path, typer.Option(help="Folder to write the model to.")],
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; the recipe's own if not given.")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Fresh problems for the final measurement.")] = 4000,
+    probe_every: Annotated[int, typer.Option(min=0, help="Measure on the selection pool every so many steps.")] = 0,
+) -> None:
+    """Pre-train a built-in model and record what it can do."""
+    torch.set_num_threads(1)  # sums come out differently with other numbers of threads
+    run_recipe(name, output, num_steps=steps, num_problems=problems, probe_every=probe_every)
+
+
+if __name__ == "__main__":
+    typer.run(main)

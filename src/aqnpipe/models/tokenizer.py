@@ -1,0 +1,80 @@
+"""The tiny models' tokenizer: the generator's words whole, digits one by one, anything else in bytes or word starts."""
+
+import re
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from aqnpipe.data import stories
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD_TOKEN = "<|pad|>"  # noqa: S105
+EOS_TOKEN = "<|endoftext|>"  # noqa: S105
+# Qwen2's own split (a word with the space before it, one digit, punctuation, white space). Transformers opens the
+# tokenizer of any qwen2 model with this split and the merges alone, so that AutoTokenizer and vLLM agree with ours.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MARKER_MERGES = [("#", "#"), ("##", "##")]
+
+
+def story_words() -> list[str]:
+    """Return every word that the generator can write, sorted."""
+    tables = (*stories.SAME_PERSON.values(), *stories.OTHER_PERSON.values(), *stories.WORDED.values())
+    templates = [
+        *chain.from_iterable(tables),
+        *(*stories.OPENINGS, *stories.GROUPS, stories.TOGETHER, *stories.DISTRACTORS),
+        *(*stories.QUESTIONS, stories.TOGETHER_QUESTION),
+    ]
+    fillers = [*stories.NAMES, *stories.OBJECTS, *stories.CONTAINERS, *stories.PRONOUNS]
+    texts = [re.sub(r"\{\w+\}", " ", template) for template in templates] + fillers
+    return sorted({word for text in texts for word in re.findall(r"[A-Za-z]+", text)})
+
+
+def build_merges() -> list[tuple[str, str]]:
+    """Return the merges, in order, that make one token of each word: letter by letter from its start.
+
+    A text starts with a name, so names also exist without a space before them. Their merges come last: else the
+    name's letters would be joined before the space is.
+    """
+    words = [*(f"Ġ{word}" for word in story_words()), *stories.NAMES]
+    letters = ((start, letter) for word in words for start, letter in zip(accumulate(word), word[1:], strict=False))
+    return list(dict.fromkeys([*_MARKER_MERGES, *letters]))
+
+
+def build_vocabulary() -> dict[str, int]:
+    """Return token -> id: the special tokens, the 256 bytes, what the merges make."""
+    byte_symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merged = (left + right for left, right in build_merges())
+    tokens = dict.fromkeys([PAD_TOKEN, EOS_TOKEN, *byte_symbols, *merged])
+    return {token: token_id for token_id, token in enumerate(tokens)}
+
+
+def build_tokenizer() -> "PreTrainedTokenizerFast":
+    """Return the tokenizer; decode(encode(text)) == text for every text.
+
+    There is no beginning-of-text token (Qwen2 has none) and no chat template. Special tokens written out in a text
+    are taken as text.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab=build_vocabulary(), merges=build_merges()))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        model_max_length=2048,
+    )

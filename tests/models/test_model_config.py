@@ -1,0 +1,55 @@
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from aqnpipe.config.model import ModelConfig, num_layers_of, source_kind
+from aqnpipe.errors import ModelError
+
+
+def test_kinds_of_sources(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert source_kind("tiny") == source_kind("tiny-large") == "builtin"
+    assert source_kind("Qwen/Qwen2.5-1.5B-Instruct") == "hub"
+    assert source_kind("./missing") == source_kind("/missing/model") == "folder"
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert source_kind("models/mine") == source_kind("models") == "folder"
+
+
+@pytest.mark.parametrize("source", ["tinny", "", "a/b/c", "owner/", "owner/na me"])
+def test_what_can_be_no_model_is_refused(source):
+    with pytest.raises(ModelError, match="expected tiny or tiny-large, an existing folder, or a hub id"):
+        source_kind(source)
+    with pytest.raises(ValidationError, match="expected tiny or tiny-large"):
+        ModelConfig(source=source)
+
+
+def test_number_of_layers(tmp_path):
+    assert num_layers_of("tiny") == num_layers_of("tiny-large") == 6
+    assert num_layers_of("Qwen/Qwen2.5-1.5B-Instruct") is None
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 28}')
+    assert num_layers_of(str(tmp_path)) == 28
+
+
+@pytest.mark.parametrize("content", ["{}", '{"num_hidden_layers": "six"}', '{"num_hidden_layers": 0}', "[]", "{"])
+def test_config_without_layers_is_one_clear_error(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
+        num_layers_of(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_config_is_one_clear_error(tmp_path):
+    with pytest.raises(ModelError, match=r"found a folder without config\.json, expected a model folder"):
+        num_layers_of(str(tmp_path))
+    with pytest.raises(ModelError, match="found no such folder"):
+        num_layers_of("./not/here")
+
+
+def test_configuration_needs_no_torch():
+    code = (
+        "import sys, aqnpipe.config.model as m, aqnpipe.config.dataset, aqnpipe.models.loading;"
+        "m.num_layers_of('tiny'); assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
