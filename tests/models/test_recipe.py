@@ -77,7 +77,7 @@ def test_shipped_model_is_as_good_as_recorded(name):
     folder, recorded = builtin_folder(name), record_of(name).accuracy
     model = load_model(folder, dtype="float32", attention="eager")
     num_problems = 200
-    problems = take_problems(0, "test", Difficulty(), num_problems)
+    problems = take_problems(0, "test", RECIPES[name].measured_difficulty, num_problems)
     found = count_correct(model, load_tokenizer(folder), problems)
     low, high = recorded.share - 4 * recorded.standard_error, recorded.share + 4 * recorded.standard_error
     assert binom.ppf(5e-5, num_problems, low) <= found <= binom.ppf(1 - 5e-5, num_problems, high)

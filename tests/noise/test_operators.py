@@ -20,6 +20,21 @@ def test_error_is_the_formula_with_the_generators_own_numbers():
     torch.testing.assert_close(add_relative_error_(y.clone(), 0.05, generator()), expected)
 
 
+def test_large_tensors_are_noised_in_every_element_and_replay():
+    y = torch.ones(3, 50_000)
+    noised = add_relative_error_(y.clone(), 0.05, generator())
+    assert (noised != 1).float().mean() > 0.999
+    assert torch.equal(noised, add_relative_error_(y.clone(), 0.05, generator()))
+    first, second = noised.view(-1)[:65536] - 1, noised.view(-1)[65536 : 2 * 65536] - 1
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1].item()) < 5 / 65536**0.5
+
+
+def test_tensors_that_are_not_contiguous_are_noised_too():
+    y = torch.ones(50, 40).t()
+    assert (add_relative_error_(y, 0.05, generator()) != 1).all()
+    assert abs((y - 1).std().item() / 0.05 - 1) < 5 / 4000**0.5
+
+
 def test_error_is_gaussian_with_the_asked_scale():
     n = 100_000
     y = torch.full((n,), 3.0, dtype=torch.float64)

@@ -74,4 +74,5 @@ def test_the_published_recipe_reaches_trl(tmp_path):
         "scale_rewards": "group", "use_bias_correction_kl": False, "temperature": 1.0, "bf16": False,
         "gradient_checkpointing": False, "entropy_coef": 0.0, "weight_decay": 0.0,
     }  # fmt: skip
-    assert arguments.lr_scheduler_type.value == "constant"
+    assert arguments.lr_scheduler_type == "constant_with_warmup"
+    assert arguments.warmup_steps == 0

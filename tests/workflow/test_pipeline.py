@@ -212,7 +212,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     """What fooled the original experiments: noise is logged, but never added."""
     module = copy_of.folder / "src" / "aqnpipe" / "noise" / "operators.py"
     source = module.read_text()
-    sabotaged = source.replace("    factor = torch.empty_like(", "    return output\n    factor = torch.empty_like(", 1)
+    sabotaged = source.replace("    # On CPU one block", "    return output\n    # On CPU one block", 1)
     assert sabotaged != source
     module.write_text(sabotaged)
     run = RESULTS / "runs" / "base" / "srdd_guided" / "seed0"

@@ -1,6 +1,6 @@
 """GRPO settings, shared by all arms of a study."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,13 +8,17 @@ from aqnpipe.config.base import FrozenModel
 
 
 class TrainingConfig(FrozenModel):
-    """Hyper-parameters of GRPO; token-mean loss, no entropy bonus, constant learning rate."""
+    """Hyper-parameters of GRPO; token-mean loss, no entropy bonus."""
 
     epochs: int = Field(ge=1)
     prompts_per_step: int = Field(ge=1, description="prompts per optimiser step")
     rollouts_per_prompt: int = Field(ge=2, description="n: completions per prompt, the group of GRPO")
     micro_batch_size: int = Field(ge=1, description="sequences per forward and backward pass")
     learning_rate: float = Field(gt=0)
+    learning_rate_schedule: Literal["constant", "linear"] = Field(
+        default="constant", description="after the warm-up: constant as published, or linear to 0 at the last step"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="optimiser steps over which the rate rises from 0")
     kl_coefficient: float = Field(default=0.001, ge=0, description="beta of the KL term against the start model")
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 _BARE_LINEAR = torch.nn.functional.linear
 _MARK = "_aqnpipe_injection"
-_WITNESSED_FORWARDS = (0, 1)
 _WITNESS_STRIDE = 8
 _MEASURE_STRIDE = 8
 
@@ -105,9 +104,12 @@ class _Injection:
 
     def _install_witness(self, hook: Any) -> None:
         linears = [module for module in self.layers.modules() if isinstance(module, nn.Linear)]
+        if isinstance(self.head, nn.Linear) and (self.noise is None or self.noise.include_lm_head):
+            linears.append(self.head)
         offset = (self.key.step + self.key.micro_step) % _WITNESS_STRIDE
-        for module in linears[offset::_WITNESS_STRIDE]:
-            hook(module.register_forward_hook(self._witness))
+        for index, module in enumerate(linears):
+            in_first_forward = index % _WITNESS_STRIDE == offset
+            hook(module.register_forward_hook(partial(self._witness, in_first_forward)))
 
     # -- where the computation is ------------------------------------------------------------------------------------
 
@@ -237,8 +239,12 @@ class _Injection:
 
     # -- witness ------------------------------------------------------------------------------------------------------
 
-    def _witness(self, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if self.forward_index not in _WITNESSED_FORWARDS:
+    def _witness(
+        self, in_first_forward: bool, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        # The second forward of a generation is one token long, so all modules are cheap to check there; in the first one
+        # an eighth of them is checked, another eighth at each step.
+        if self.forward_index > 1 or (self.forward_index == 0 and not in_first_forward):
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
             if self.noise is None:

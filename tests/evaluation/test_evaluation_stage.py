@@ -1,0 +1,146 @@
+"""The evaluate stage on a tiny random model: rows, receipts, common noise, refusals."""
+
+import polars as pl
+import pytest
+
+import aqnpipe.evaluation.stage as stage
+from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_json, read_table, write_table
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.errors import ReceiptError
+from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
+from aqnpipe.provenance import sha256_of_file
+
+NUM_QUESTIONS = 7
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, make_model):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    make_model(
+        num_layers=2,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "test.parquet"
+    table = pl.DataFrame(
+        {
+            "question_id": [f"test-{i}" for i in range(NUM_QUESTIONS)],
+            "question": ["What is 1 plus 1 ?" + " More words ." * i for i in range(NUM_QUESTIONS)],
+            "answer": ["#### 2"] * NUM_QUESTIONS,
+            "gold_answer": ["2"] * NUM_QUESTIONS,
+        }
+    )
+    write_table(path, table, ProblemTable)
+    return path
+
+
+def spec(**evaluation):
+    settings = {"noise_levels": (0.0, 0.2), "noise_seeds": (0, 1), "max_response_tokens": 5, "batch_size": 3}
+    return EvaluationSpec(
+        model_role="base",
+        arm_id="test",
+        seed=0,
+        step=1,
+        dtype="float32",
+        attention="eager",
+        prompt={},
+        evaluation={**settings, **evaluation},
+    )
+
+
+def outputs(folder):
+    return EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+
+
+def run(folder, model_dir, problems, **evaluation):
+    folder.mkdir(exist_ok=True)
+    evaluate(spec(**evaluation), model_dir, problems, outputs(folder), lambda _: None)
+    return read_table(outputs(folder).table, EvaluationTable)
+
+
+def responses(table, level, seed):
+    return table.filter(noise_level=level, noise_seed=seed).sort("question_id")["response"].to_list()
+
+
+def test_a_row_per_question_and_pass(tmp_path, model_dir, problems):
+    table = run(tmp_path, model_dir, problems)
+    counts = table.group_by("noise_level", "noise_seed").len().sort("noise_level", "noise_seed").rows()
+    assert counts == [(0.0, 0, NUM_QUESTIONS), (0.2, 0, NUM_QUESTIONS), (0.2, 1, NUM_QUESTIONS)]
+    assert read_json(outputs(tmp_path).record, RunRecord).identity["step"] == 1
+
+
+def test_each_pass_has_its_own_noise_proven(tmp_path, model_dir, problems):
+    run(tmp_path, model_dir, problems)
+    receipts = read_json(outputs(tmp_path).receipt, EvaluationReceipts)
+    assert receipts.problems() == []
+    clean, noisy, _ = receipts.passes
+    assert clean.receipt.phases[0].noised_calls == 0
+    assert clean.receipt.phases[0].witness_difference == 0.0
+    scale, elements = noisy.receipt.measured_scale("evaluation")
+    assert abs(scale / 0.2 - 1) < 5 / (2 * elements) ** 0.5
+
+
+def test_noise_changes_answers_and_its_seed_changes_them_again(tmp_path, problems):
+    table = run(tmp_path, builtin_folder("tiny"), problems)
+    assert responses(table, 0.0, 0) != responses(table, 0.2, 0)
+    assert responses(table, 0.2, 0) != responses(table, 0.2, 1)
+
+
+def test_same_bytes_again(tmp_path, model_dir, problems):
+    for name in ("one", "two"):
+        run(tmp_path / name, model_dir, problems)
+    one, two = outputs(tmp_path / "one"), outputs(tmp_path / "two")
+    for field in ("table", "receipt", "record"):
+        assert sha256_of_file(getattr(one, field)) == sha256_of_file(getattr(two, field))
+
+
+def test_clean_answers_do_not_depend_on_the_batch_size(tmp_path, model_dir, problems):
+    one = run(tmp_path / "one", model_dir, problems, noise_levels=(0.0,), batch_size=1)
+    all_at_once = run(tmp_path / "all", model_dir, problems, noise_levels=(0.0,), batch_size=NUM_QUESTIONS)
+    assert responses(one, 0.0, 0) == responses(all_at_once, 0.0, 0)
+
+
+def test_the_subset_is_the_first_questions(tmp_path, model_dir, problems):
+    table = run(tmp_path, model_dir, problems, num_questions=2, noise_levels=(0.0,))
+    assert table["question_id"].to_list() == ["test-0", "test-1"]
+
+
+def test_the_model_is_loaded_once(tmp_path, model_dir, problems, monkeypatch):
+    loads = []
+    original = stage.load_model
+    monkeypatch.setattr(stage, "load_model", lambda *args, **kwargs: loads.append(1) or original(*args, **kwargs))
+    run(tmp_path, model_dir, problems)
+    assert loads == [1]
+
+
+def test_noise_absent_in_the_evaluation_is_refused_and_nothing_is_written(tmp_path, model_dir, problems, monkeypatch):
+    monkeypatch.setattr("aqnpipe.noise.injection.add_relative_error_", lambda output, scale, generator: output)
+    with pytest.raises(ReceiptError, match=r"measured scale 0, asked 0\.2"):
+        run(tmp_path, model_dir, problems)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_noise_left_on_in_the_clean_pass_is_refused(tmp_path, model_dir, problems, monkeypatch):
+    original = stage.load_model
+
+    def patched(*args, **kwargs):
+        model = original(*args, **kwargs)
+        projection = model.model.layers[0].mlp.down_proj
+        clean = projection.forward
+        projection.forward = lambda x: clean(x) * 1.001
+        return model
+
+    monkeypatch.setattr(stage, "load_model", patched)
+    with pytest.raises(ReceiptError, match="differ from bare torch"):
+        run(tmp_path, model_dir, problems, noise_levels=(0.0,))
