@@ -39,7 +39,8 @@ def test_shipped_weights_are_those_of_the_record(name):
     assert record.settings == settings_of(RECIPES[name])
     assert record.accuracy.pool == "test"
     assert record.accuracy.num_problems >= 1000
-    assert 0.55 <= record.accuracy.share <= 0.70
+    # Room for training; the larger model, of the E7 arms, starts a little higher.
+    assert 0.55 <= record.accuracy.share <= {"tiny": 0.70, "tiny-large": 0.75}[name]
 
 
 @pytest.mark.parametrize(("name", "num_parameters"), [("tiny", 1_102_208), ("tiny-large", 2_353_344)])
