@@ -23,9 +23,10 @@ def check(study: Path) -> None:
     """Validate a study file and the arms it names, and say what it would run."""
     plan = StudyPlan(load_study_file(study))
     config = plan.study.config
+    seeds = ", ".join(map(str, config.seeds))
     typer.echo(
-        f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; "
-        f"seeds {', '.join(map(str, config.seeds))}) of {plan.num_steps} steps, {plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
+        f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
+        f"{plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
         f"{len(config.comparisons)} comparisons; report in {plan.results}/report.html"
     )
 

@@ -18,6 +18,7 @@ from aqnpipe.models.recipe import (
     count_correct,
     encode_batch,
     pretrain,
+    pretraining_answer,
     run_recipe,
     settings_of,
 )
@@ -87,7 +88,7 @@ def test_shipped_model_is_as_good_as_recorded(name):
 def test_batches_are_padded_on_the_right_and_labels_cover_the_answer_alone():
     tokenizer = build_tokenizer()
     problems = take_problems(0, "pretrain", Difficulty(), 8)
-    ids, labels = encode_batch(problems, tokenizer)
+    ids, labels = encode_batch([p.question for p in problems], [p.answer for p in problems], tokenizer)
     assert ids.shape == labels.shape
     for problem, row, targets in zip(problems, ids, labels, strict=True):
         text = tokenizer.decode(row[row != tokenizer.pad_token_id][:-1])
@@ -96,6 +97,20 @@ def test_batches_are_padded_on_the_right_and_labels_cover_the_answer_alone():
         assert tokenizer.decode(answer[:-1]) == problem.answer
         assert answer[-1] == tokenizer.eos_token_id
         assert row[0] != tokenizer.pad_token_id
+
+
+def test_some_solutions_about_some_people_stop_before_the_marked_answer():
+    recipe = RECIPES["tiny"]
+    problems = take_problems(0, "pretrain", Difficulty(), 2000)
+    shown = [pretraining_answer(problem, recipe, 0, row) for row, problem in enumerate(problems)]
+    assert shown == [pretraining_answer(problem, recipe, 0, row) for row, problem in enumerate(problems)]
+    about = [problem.question.split()[0] in recipe.unmarked_names for problem in problems]
+    unmarked = ["####" not in answer for answer in shown]
+    assert not any(mark and not person for mark, person in zip(unmarked, about, strict=True))
+    assert binom.ppf(1e-6, sum(about), recipe.unmarked_share) <= sum(unmarked)
+    assert sum(unmarked) <= binom.ppf(1 - 1e-6, sum(about), recipe.unmarked_share)
+    for problem, answer in zip(problems, shown, strict=True):
+        assert problem.answer.startswith(answer)
 
 
 def test_training_is_replayable_and_the_loss_falls():

@@ -239,11 +239,9 @@ class _Injection:
 
     # -- witness ------------------------------------------------------------------------------------------------------
 
-    def _witness(
-        self, in_first_forward: bool, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor
-    ) -> None:
-        # The second forward of a generation is one token long, so all modules are cheap to check there; in the first one
-        # an eighth of them is checked, another eighth at each step.
+    def _witness(self, in_first_forward: bool, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        # The second forward of a generation is one token long, so all modules are cheap to check there; in the first
+        # one an eighth of them is checked, another eighth at each step.
         if self.forward_index > 1 or (self.forward_index == 0 and not in_first_forward):
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
