@@ -201,7 +201,7 @@ def test_the_same_study_gives_the_same_bytes(finished, tmp_path):
     """Train one run again elsewhere: weights, metrics, receipt and record are byte-identical."""
     again = Checkout(tmp_path / "again")
     run = RESULTS / "runs" / "base" / "baseline" / "seed0"
-    result = again.snakemake(str(run / "run.json"))
+    result = again.snakemake("--", str(run / "run.json"))
     assert result.returncode == 0, result.stdout
     files = [p.relative_to(finished.folder) for p in sorted((finished.folder / run).rglob("*")) if p.is_file()]
     assert len(files) > 8

@@ -74,8 +74,10 @@ RECIPES: dict[BuiltinModel, Recipe] = {
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Return all settings of a recipe but the number of steps, as the record keeps them."""
-    return {key: value for key, value in asdict(recipe).items() if key != "num_steps"}
+    """Return all settings of a recipe but the number of steps, as the record keeps them (lists, not tuples)."""
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
+    del settings["num_steps"]
+    return settings
 
 
 class Accuracy(FrozenModel):
