@@ -58,9 +58,7 @@ class Recipe:
     adamw_learning_rate: float = 3e-3
     difficulty: Difficulty = field(default_factory=Difficulty)
     # What the shipped studies ask: shorter than what the model was trained on, so that training runs stay affordable.
-    measured_difficulty: Difficulty = field(
-        default_factory=lambda: Difficulty(max_steps=2, distractor_probability=0.0)
-    )
+    measured_difficulty: Difficulty = field(default_factory=lambda: Difficulty(max_steps=2, distractor_probability=0.0))
     # Solutions about a quarter of the people mostly stop before the `####` line, as texts in the wild do: training then
     # has a form to learn besides arithmetic, as it has with real models.
     unmarked_names: tuple[str, ...] = tuple(NAMES[::4])
