@@ -58,8 +58,8 @@ def add_relative_error_(output: Tensor, relative_scale: float, generator: torch.
 
     Low-precision tensors are multiplied in float32 and rounded once, as an error of the hardware would be.
     """
-    # On CPU one block of factors stays in the cache and is drawn anew for every block of the output. A device with launch
-    # costs gets the whole tensor at once.
+    # On CPU one block of factors stays in the cache and is drawn anew for every block of the output. A device with
+    # launch costs gets the whole tensor at once.
     whole = output.device.type != "cpu" or not output.is_contiguous()
     blocks = [output] if whole else output.view(-1).split(_CPU_BLOCK_ELEMENTS)
     dtype = torch.float32 if output.dtype.itemsize < 4 else output.dtype
