@@ -14,6 +14,7 @@ import polars as pl
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import DataError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -308,7 +309,7 @@ def read_json(path: Path, model: type[Model]) -> Model:
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except ValidationError as error:
-        raise DataError(f"{path}: {first_problem(error)}") from error
+        raise DataError(f"{path}: {describe_validation_error(error)}") from error
 
 
 def write_yaml(target: Path, model: BaseModel) -> None:
@@ -325,7 +326,7 @@ def read_yaml(path: Path, model: type[Model]) -> Model:
     except yaml.YAMLError as error:
         raise DataError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
     except ValidationError as error:
-        raise DataError(f"{path}: {first_problem(error)}") from error
+        raise DataError(f"{path}: {describe_validation_error(error)}") from error
 
 
 def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
@@ -351,10 +352,3 @@ def _validated(path: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel])
         return schema.validate(table)
     except pa.errors.SchemaError as error:
         raise DataError(f"{path}: {str(error).splitlines()[0]}") from error
-
-
-def first_problem(error: ValidationError) -> str:
-    """Return the first problem of a pydantic error as `key: message, found value`."""
-    problem = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-    return f"{key}: {problem['msg']} (found {problem['input']!r})"

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,8 @@ Say = Callable[[str], None]
 def logged_job(log: Path) -> Iterator[Say]:
     """Send everything that the body prints (C libraries too) to `log`; yield a function for lines on the terminal too.
 
-    An AqnpipeError ends the process with its one line and exit code 2; any other exception is a bug and its traceback
-    goes to the log and the terminal.
+    An AqnpipeError ends the process with its one line and exit code 2. Any other exception is a bug: its traceback goes
+    to the log, which Snakemake names and shows.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     terminal = os.dup(sys.stderr.fileno())
@@ -37,10 +36,6 @@ def logged_job(log: Path) -> Iterator[Say]:
             say(f"ERROR: {error}")
             say(f"log: {log}")
             sys.exit(EXIT_USER_ERROR)
-        except BaseException:
-            say(traceback.format_exc())
-            say(f"log: {log}")
-            raise
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

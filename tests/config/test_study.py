@@ -112,6 +112,7 @@ def test_a_mistake_is_one_line(config, path, value, message):
         (lambda arms: arms["E5"]["operator_noise"].update(relative_scale=float("nan")), r"arms\.E5\.operator_noise"),
         (lambda arms: arms["E5"]["operator_noise"].update(sigma=1), r"arms\.E5\.operator_noise\.sigma: unknown key"),
         (lambda arms: arms["E5"]["operator_noise"].update(phases=["backward"]), r"backward noise needs actor_forward"),
+        (lambda arms: arms["E5"]["operator_noise"].update(phases=["evaluation"]), r"training has no phase evaluation"),
         (lambda arms: arms["E5"]["operator_noise"].update(layers=[7]), r"operator_noise\.layers: found 7, model base"),
     ],
 )

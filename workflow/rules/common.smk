@@ -4,6 +4,7 @@ import sys
 
 from snakemake.utils import validate
 
+from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
@@ -21,13 +22,12 @@ validate(config, "../../config/schema.json", set_default=False)
 
 PLAN = StudyPlan(STUDY)
 RESULTS = PLAN.results
-THREADS_PER_JOB = max(STUDY.config.training.threads, STUDY.config.evaluation.threads)
 
 
 wildcard_constraints:
     model="|".join(STUDY.config.models),
     machine="|".join(STUDY.config.machines),
-    arm="|".join([*STUDY.arms, "pretrained"]),
+    arm="|".join([*STUDY.arms, PRETRAINED]),
     seed=r"\d+",
     step=r"\d+",
     split="train|test",

@@ -1,11 +1,11 @@
 """Arms: which noise a training run gets. An arm is data; adding one never means code."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.noise import OperatorNoise, WeightNoise
+from aqnpipe.config.noise import TRAINING_PHASES, OperatorNoise, WeightNoise
 
 ModelRole = Literal["base", "large"]
 
@@ -17,6 +17,13 @@ class Arm(FrozenModel):
     model: ModelRole = "base"
     operator_noise: OperatorNoise | None = None
     aqn: WeightNoise | None = None
+
+    @model_validator(mode="after")
+    def _phases_are_of_training(self) -> Self:
+        others = set(self.operator_noise.phases) - set(TRAINING_PHASES) if self.operator_noise else set()
+        if others:
+            raise ValueError(f"operator_noise.phases: training has no phase {', '.join(sorted(others))}")
+        return self
 
 
 class ArmsFile(FrozenModel):

@@ -68,13 +68,18 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         found = "a folder without config.json" if folder.is_dir() else "no such folder"
         raise ModelError(f"model {str(folder)!r}: found {found}, expected a model folder with config.json")
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`; raises ModelError if the file holds anything else."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: found {type(config).__name__}, expected a JSON object")
-    return config
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: found {type(content).__name__}, expected a JSON object")
+    return content
 
 
 def num_layers_of(source: str) -> int | None:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
 from aqnpipe.config.arm import Arm, ArmsFile
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.dataset import DatasetConfig, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import EvaluationConfig
@@ -117,24 +117,7 @@ def _validate(model: type[Any], content: Any, source: str) -> Any:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error)}") from error
-
-
-def describe(error: ValidationError) -> str:
-    """Return the first problem of `error` as `key: what is wrong, found ...` in one line."""
-    # An unknown key explains the missing one that it was meant to be, so it comes first.
-    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
-    key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-    if problem["type"] == "extra_forbidden":
-        text = f"{key}: unknown key"
-    elif problem["type"] == "missing":
-        text = f"{key}: missing key"
-    else:
-        found = " ".join(repr(problem["input"]).split())
-        text = f"{key}: {problem['msg']}, found {found[:80]}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return text + more
+        raise ConfigError(f"{source}: {describe_validation_error(error)}") from error
 
 
 def _cross_reference_problems(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:

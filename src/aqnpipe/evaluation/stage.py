@@ -15,7 +15,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
-from aqnpipe.models.loading import load_model, load_tokenizer
+from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.layout import decoder_layers, rms_norms
@@ -144,7 +144,7 @@ def _record(spec: EvaluationSpec, model_dir: Path, test_problems: Path) -> RunRe
         code_digest=code_digest("aqnpipe.evaluation.stage"),
         inputs_sha256={
             "test_problems": sha256_of_file(test_problems),
-            "weights": sha256_of_file(model_dir / "model.safetensors"),
+            "weights": sha256_of(sorted(model_dir.glob("*.safetensors"))),
         },
         versions=versions(),
         device="cpu",

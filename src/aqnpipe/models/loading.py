@@ -1,13 +1,20 @@
 """Models by built-in name, local folder or hub id: made ready in a folder, and loaded from it."""
 
 import hashlib
-import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aqnpipe.config.model import Attention, Dtype, ModelConfig, builtin_folder, read_model_config, source_kind
+from aqnpipe.config.model import (
+    Attention,
+    Dtype,
+    ModelConfig,
+    builtin_folder,
+    read_json_object,
+    read_model_config,
+    source_kind,
+)
 from aqnpipe.errors import ModelError
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel
 
@@ -92,15 +99,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: found {type(content).__name__}, expected a JSON object")
-    return content
+    return read_json_object(path) if path.is_file() else {}
 
 
 def describe_model(folder: Path, config: ModelConfig) -> PreparedModel:

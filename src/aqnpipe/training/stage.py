@@ -56,7 +56,8 @@ def train(spec: TrainingSpec, inputs: TrainingInputs, output_dir: Path, say: Cal
     """
     torch.set_num_threads(spec.training.threads)
     # What an earlier run left there must not stand beside a failed one.
-    shutil.rmtree(output_dir, ignore_errors=True)
+    if output_dir.exists():
+        shutil.rmtree(output_dir)
     with atomic_path(output_dir) as folder:
         folder.mkdir()
         trainer, validation = _build_trainer(spec, inputs, folder, say)
