@@ -2,38 +2,43 @@
 
     OMP_NUM_THREADS=1 python benchmarks/noise_overhead.py
 
-Prints medians of the ratios over `ROUNDS` rounds: noise alone against the naive formula, a generation and a training
-step of the tiny model with noise against the same without. The machine may be noisy: quote the ratios, not the seconds.
+Prints medians of the ratios over `ROUNDS` rounds of CPU time: noise alone against the naive formula; a generation and a
+training step of the tiny model with noise, and with the naive formula in its place, against the same without. Then the
+peak memory of a training step. CPU time is that of this process: other work on the machine disturbs it less than wall
+time, but does (shared caches). Quote the ratios, not the seconds.
 """
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from aqnpipe.config.model import builtin_folder
-from aqnpipe.config.noise import OperatorNoise, OperatorSet, Phase
+from aqnpipe.config.noise import OperatorNoise, OperatorSet, OutputErrorModel, Phase, RelativeGaussian
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer
+from aqnpipe.noise.gaussian import NoiseStream, add_relative_gaussian_
 from aqnpipe.noise.injection import NoiseKey, phase_noise
-from aqnpipe.noise.operators import add_relative_error_
 from aqnpipe.noise.recorder import ReceiptRecorder
 
-ROUNDS = 5
-SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS = 64, 36, 16
-KEY = NoiseKey(seed=0, step=0)
+ROUNDS = 9
+SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 36, 24
+"""A rollout of the default study: 16 prompts with 8 answers each, as long as its longest ones."""
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the wall time of one call."""
-    started = time.perf_counter()
+    """Return the CPU time of one call."""
+    started = time.process_time()
     work()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def ratios(ours: Callable[[], object], reference: Callable[[], object]) -> list[float]:
@@ -44,61 +49,112 @@ def ratios(ours: Callable[[], object], reference: Callable[[], object]) -> list[
 
 def recorder(operators: OperatorSet | None, phases: tuple[Phase, ...]) -> ReceiptRecorder:
     """Return a recorder that asks for 5 % noise on `operators` in `phases`, or for none."""
-    noise = OperatorNoise(operators=operators, relative_scale=0.05, phases=phases) if operators else None
-    return ReceiptRecorder(
-        operator_noise=noise, weight_noise=None, expected_phases=phases[:1], num_layers=6, num_norms=13
-    )
+    error = RelativeGaussian(scale=0.05)
+    noise = OperatorNoise(operators=operators, error=error, phases=phases) if operators else None
+    return ReceiptRecorder(operator_noise=noise, expected_phases=phases[:1], num_layers=6, num_norms=13)
+
+
+@contextlib.contextmanager
+def naive_noise() -> Iterator[None]:
+    """Put the formula as it is usually written in the place of the kernel."""
+
+    def naive(tensor: Tensor, error: OutputErrorModel, source: NoiseStream) -> Tensor:
+        return tensor.copy_(tensor + torch.randn_like(tensor) * tensor.abs() * error.scale)  # type: ignore[union-attr]
+
+    with mock.patch("aqnpipe.noise.injection.apply_error_", naive):
+        yield
+
+
+def peak_bytes(operators: OperatorSet | None) -> int:
+    """Return the most bytes that tensors take in a training step, weights and gradients included."""
+    work = Work()
+    work.train_step(operators)
+    tracker = MemTracker()
+    tracker.track_external(work.model)
+    with tracker:
+        work.train_step(operators)
+    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    return int(snapshot["Total"])
+
+
+class Work:
+    """The tiny model and the two pieces of work; recorders live as long as in a run of many steps."""
+
+    def __init__(self) -> None:
+        folder = builtin_folder("tiny")
+        self.model = load_model(folder, dtype="float32", attention="eager")
+        tokenizer = load_tokenizer(folder)
+        self.backend = TransformersBackend(self.model, tokenizer)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(5, len(tokenizer), (SEQUENCES, PROMPT_TOKENS), generator=generator)
+        self.step = 0
+        self.recorders: dict[tuple[str, OperatorSet | None], ReceiptRecorder] = {}
+
+    def _recorder(self, kind: str, operators: OperatorSet | None, phases: tuple[Phase, ...]) -> ReceiptRecorder:
+        return self.recorders.setdefault((kind, operators), recorder(operators, phases))
+
+    def generate(self, operators: OperatorSet | None) -> None:
+        """Answer the prompts under noise on `operators`."""
+        self.step += 1
+        account = self._recorder("generation", operators, ("evaluation",))
+        with phase_noise(self.model, account, "evaluation", NoiseKey(seed=0, step=self.step)):
+            self.backend.generate(self.ids.tolist(), Sampling(max_response_tokens=RESPONSE_TOKENS))
+
+    def train_step(self, operators: OperatorSet | None) -> None:
+        """Forward and backward under noise on `operators`."""
+        self.step += 1
+        ids = self.ids
+        account = self._recorder("training", operators, ("actor_forward", "backward"))
+        with phase_noise(self.model, account, "actor_forward", NoiseKey(seed=0, step=self.step), backward=True):
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        account.count_forward("backward")
+        account.settle()
+        self.model.zero_grad()
+
+    def check(self) -> None:
+        """Refuse to report times of noise that was not there."""
+        for account in self.recorders.values():
+            account.receipt().check()
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measure and print the tables."""
     torch.set_num_threads(1)
-    folder: Path = builtin_folder("tiny")
-    model, tokenizer = load_model(folder, dtype="float32", attention="eager"), load_tokenizer(folder)
-    ids = torch.randint(5, len(tokenizer), (SEQUENCES, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
-    backend = TransformersBackend(model, tokenizer)
-
-    def generate(operators: OperatorSet | None) -> None:
-        account = recorder(operators, ("evaluation",))
-        with phase_noise(model, account, "evaluation", KEY):
-            backend.generate(ids.tolist(), Sampling(max_response_tokens=RESPONSE_TOKENS))
-        account.receipt().check()
-
-    def train_step(operators: OperatorSet | None) -> None:
-        account = recorder(operators, ("actor_forward", "backward"))
-        with phase_noise(model, account, "actor_forward", KEY, backward=True):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        account.count_forward("backward")
-        model.zero_grad()
-        account.receipt().check()
-
-    output, generator = torch.randn(SEQUENCES * PROMPT_TOKENS, 320), torch.Generator()
-    rows = [
+    work = Work()
+    output, source = torch.randn(SEQUENCES * PROMPT_TOKENS, 320), NoiseStream(key=1)
+    rows: list[tuple[str, str, list[float]]] = [
         (
             "noise on one tensor",
             "naive x + randn_like(x)*x.abs()*s",
             ratios(
-                lambda: add_relative_error_(output, 0.05, generator),
+                lambda: add_relative_gaussian_(output, 0.05, source),
                 lambda: output + torch.randn_like(output) * output.abs() * 0.05,
             ),
         )
     ]
+    pieces: tuple[tuple[str, Callable[[OperatorSet | None], None]], ...] = (
+        ("generation", work.generate),
+        ("training step", work.train_step),
+    )
     for operators in ("matmul", "all"):
-        rows.append(
-            (f"generation, {operators}", "clean", ratios(lambda o=operators: generate(o), lambda: generate(None)))
-        )
-        rows.append(
-            (
-                f"training step, {operators}",
-                "clean",
-                ratios(lambda o=operators: train_step(o), lambda: train_step(None)),
-            )
-        )
-    table = Table("what", "against", "median ratio", "lowest", "highest")
+        for name, piece in pieces:
+            rows.append((f"{name}, {operators}", "clean", ratios(lambda: piece(operators), lambda: piece(None))))  # noqa: B023
+    work.check()
+    with naive_noise():
+        for name, piece in pieces:
+            rows.append((f"{name}, matmul, naive", "clean", ratios(lambda: piece("matmul"), lambda: piece(None))))  # noqa: B023
+    table = Table("what", "against", "median ratio", "lowest", "highest", title="CPU time")
     for what, against, found in rows:
         table.add_row(what, against, *(f"{value:.2f}" for value in (statistics.median(found), min(found), max(found))))
-    Console().print(table)
+    console = Console(width=100)
+    console.print(table)
+
+    peaks = {operators: peak_bytes(operators) for operators in (None, "matmul", "all")}
+    memory = Table("training step", "peak of all tensors, MiB", "ratio to clean", title="memory")
+    for name, peak in peaks.items():
+        memory.add_row(str(name or "clean"), f"{peak / 2**20:.1f}", f"{peak / peaks[None]:.3f}")
+    console.print(memory)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqnpipe.config.noise import EpochAwareGeometric, EpochAwareRanges, GlobalDecay, LinearDecay
+from aqnpipe.config.noise import (
+    ConstantSigma,
+    CosineDecay,
+    EpochAwareGeometric,
+    EpochAwareRanges,
+    EpochRange,
+    GlobalDecay,
+    LinearDecay,
+)
 from aqnpipe.errors import ConfigError
-from aqnpipe.noise.schedule import sigma_at
+from aqnpipe.noise.schedule import max_sigma, sigma_at
 
 PUBLISHED_GLOBAL = [
     (0, 11, 0.0),
@@ -89,3 +97,25 @@ def test_global_decay_never_rises_after_the_warm_up_and_stays_in_range(start, ra
     assert all(start * ratio * (1 - 1e-9) <= sigma <= start * (1 + 1e-9) for sigma in active)
     assert sigmas[0] == 0.0
     assert sigmas[-1] == pytest.approx(start * ratio)
+
+
+def test_constant_and_cosine():
+    assert [sigma_at(ConstantSigma(sigma=0.03), step, 10, 1) for step in (0, 5, 10)] == [0.03] * 3
+    cosine = CosineDecay(sigma_start=0.05, sigma_end=0.01)
+    assert [sigma_at(cosine, step, 10, 2) for step in (0, 5, 10)] == pytest.approx([0.05, 0.03, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "largest"),
+    [
+        (ConstantSigma(sigma=0.03), 0.03),
+        (CosineDecay(sigma_start=0.05, sigma_end=0.0), 0.05),
+        (LinearDecay(sigma_start=0.0, sigma_end=0.02), 0.02),
+        (GlobalDecay(sigma_start=0.05, sigma_end=0.0005, num_stages=10), 0.05),
+        (EpochAwareRanges(ranges=[EpochRange(sigma_start=0.01, sigma_end=0.04)] * 2), 0.04),
+        (EpochAwareGeometric(sigma_start=0.05, sigma_end=0.0005), 0.05),
+    ],
+)
+def test_no_step_exceeds_the_largest_sigma(schedule, largest):
+    assert max_sigma(schedule) == largest
+    assert max(sigma_at(schedule, step, 120, 2) for step in range(121)) <= largest

@@ -1,11 +1,13 @@
 """Where things are in a decoder-only model: its layers, norms and output projection, found by structure and name."""
 
+import fnmatch
 import re
 from collections.abc import Callable
 from typing import Literal
 
 from torch import nn
 
+from aqnpipe.config.noise import ModuleScope
 from aqnpipe.errors import ModelError
 
 _EXPERT_MARKS = ("experts", "shared_expert", "num_experts", "expert_")
@@ -57,6 +59,38 @@ def rms_norms(
     if not norms:
         raise ModelError(f"{type(model).__name__}: no RMSNorm matches targets={targets!r}")
     return norms
+
+
+def select_modules(model: nn.Module, modules: ModuleScope | tuple[str, ...]) -> dict[str, nn.Module]:
+    """Return the modules of a scope or of name patterns (`*.down_proj`), by qualified name.
+
+    Raises ModelError when a scope or any one pattern matches no module.
+    """
+    named = dict(model.named_modules())
+    if isinstance(modules, tuple):
+        matches = [fnmatch.filter(named, pattern) for pattern in modules]
+        for pattern, names in zip(modules, matches, strict=True):
+            if not names:
+                raise ModelError(f"{type(model).__name__}: pattern {pattern!r} matches none of {len(named)} modules")
+        chosen = {name for names in matches for name in names}
+    else:
+        chosen = {name for name, module in named.items() if _in_scope(name, module, modules)}
+        if not chosen:
+            raise ModelError(f"{type(model).__name__}: no module is in scope {modules!r}")
+    return {name: module for name, module in named.items() if name in chosen}
+
+
+def _in_scope(name: str, module: nn.Module, scope: ModuleScope) -> bool:
+    is_linear = isinstance(module, nn.Linear)
+    match scope:
+        case "minimal":
+            return is_rms_norm(module)
+        case "mlp":
+            return is_rms_norm(module) or (is_linear and name.endswith("down_proj"))
+        case "linear":
+            return is_linear
+        case "all":
+            return is_linear or is_rms_norm(module)
 
 
 def layer_of(module_name: str) -> int | None:

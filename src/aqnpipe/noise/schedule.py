@@ -2,15 +2,24 @@
 
 import math
 
-from aqnpipe.config.noise import EpochAwareGeometric, EpochAwareRanges, GlobalDecay, LinearDecay, Schedule
+from aqnpipe.config.noise import (
+    ConstantSigma,
+    CosineDecay,
+    EpochAwareGeometric,
+    EpochAwareRanges,
+    GlobalDecay,
+    LinearDecay,
+    Schedule,
+)
 from aqnpipe.errors import ConfigError
 
 
 def sigma_at(schedule: Schedule, step: int, num_steps: int, num_epochs: int) -> float:
     """Return sigma after `step` of `num_steps` optimiser steps (step = num_steps gives the final value).
 
-    Sources: QeRL's staged decay (global), and the seeds' linear and epoch-aware variants. Raises ConfigError when the
-    schedule does not fit the training, ValueError when `step` lies outside 0..num_steps.
+    Sources: QeRL's staged decay (global), the seeds' linear and epoch-aware variants, and the usual constant and
+    cosine. Raises ConfigError when the schedule does not fit the training, ValueError when `step` lies outside
+    0..num_steps.
     """
     if not 0 <= step <= num_steps:
         raise ValueError(f"step {step} lies outside 0..{num_steps}")
@@ -19,10 +28,26 @@ def sigma_at(schedule: Schedule, step: int, num_steps: int, num_epochs: int) -> 
             return _global_decay(schedule, step, num_steps)
         case LinearDecay():
             return schedule.sigma_start + (schedule.sigma_end - schedule.sigma_start) * step / num_steps
+        case ConstantSigma():
+            return schedule.sigma
+        case CosineDecay():
+            share = (1 + math.cos(math.pi * step / num_steps)) / 2
+            return schedule.sigma_end + (schedule.sigma_start - schedule.sigma_end) * share
         case EpochAwareRanges():
             return _epoch_ranges(schedule, step, num_steps, num_epochs)
         case EpochAwareGeometric():
             return _geometric(schedule.sigma_start, schedule.sigma_end, step / num_steps)
+
+
+def max_sigma(schedule: Schedule) -> float:
+    """Return the largest sigma that `schedule` ever gives."""
+    match schedule:
+        case ConstantSigma():
+            return schedule.sigma
+        case EpochAwareRanges():
+            return max(max(one.sigma_start, one.sigma_end) for one in schedule.ranges)
+        case _:
+            return max(schedule.sigma_start, schedule.sigma_end)
 
 
 def _global_decay(schedule: GlobalDecay, step: int, num_steps: int) -> float:

@@ -1,20 +1,21 @@
 import pytest
 import torch
 
-from aqnpipe.config.noise import LinearDecay, WeightNoise
+from aqnpipe.config.noise import AdaptiveNoise, LinearDecay
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.layout import rms_norms
 from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.weight_noise import noised_norm_weights, norm_factors
 
-AQN = WeightNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.05))
-GUIDED = WeightNoise(schedule=AQN.schedule, layer_sigmas_from="target")
+AQN = AdaptiveNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.05))
+GUIDED = AdaptiveNoise(schedule=AQN.schedule, layer_sigmas_from="target")
 
 
 def new_recorder(num_steps=1, noise=AQN, layer_factors=None):
     return ReceiptRecorder(
         operator_noise=None,
-        weight_noise=noise,
+        aqn=noise,
         expected_phases=(),
         num_layers=3,
         num_norms=7,
@@ -25,9 +26,7 @@ def new_recorder(num_steps=1, noise=AQN, layer_factors=None):
 
 
 def sync(model, recorder, sigma=0.05, step=0, factors=None):
-    with noised_norm_weights(
-        model, recorder, factors or norm_factors(model, AQN, None), sigma=sigma, seed=0, step=step
-    ):
+    with noised_rollout(model, recorder, factors or target_factors(model, AQN, None), sigma=sigma, seed=0, step=step):
         pass
 
 
@@ -54,7 +53,7 @@ def test_noise_is_there_inside_and_gone_outside_bit_for_bit(model):
     clean = norm_weights(model)
     everything = {name: p.detach().clone() for name, p in model.named_parameters()}
     recorder = new_recorder()
-    with noised_norm_weights(model, recorder, dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0):
+    with noised_rollout(model, recorder, dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0):
         inside = norm_weights(model)
         others = {n: p for n, p in model.named_parameters() if "norm" not in n}
         assert all(torch.equal(p, everything[n]) for n, p in others.items())
@@ -62,7 +61,7 @@ def test_noise_is_there_inside_and_gone_outside_bit_for_bit(model):
     assert abs(added.std().item() / 0.05 - 1) < 5 / (2 * added.numel()) ** 0.5
     assert all(torch.equal(p, everything[name]) for name, p in model.named_parameters())
     (sync,) = recorder.receipt().weight_syncs
-    assert sync.norms == 7
+    assert sync.targets == 7
     assert sync.elements == added.numel()
     assert sync.sigma_measured == pytest.approx(added.square().mean().sqrt().item(), rel=1e-4)
     recorder.receipt().check()
@@ -72,7 +71,7 @@ def test_weights_come_back_after_an_exception(model):
     clean = norm_weights(model)
     with (
         pytest.raises(RuntimeError),
-        noised_norm_weights(model, new_recorder(), dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0),
+        noised_rollout(model, new_recorder(), dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0),
     ):
         raise RuntimeError
     assert all(torch.equal(weight, clean[name]) for name, weight in norm_weights(model).items())
@@ -80,9 +79,7 @@ def test_weights_come_back_after_an_exception(model):
 
 def test_redrawn_at_each_sync_and_replayed_by_key(model):
     def draw(step):
-        with noised_norm_weights(
-            model, new_recorder(), dict.fromkeys(rms_norms(model), 1.0), sigma=0.05, seed=0, step=step
-        ):
+        with noised_rollout(model, new_recorder(), dict.fromkeys(rms_norms(model), 1.0), sigma=0.05, seed=0, step=step):
             return torch.cat(list(norm_weights(model).values()))
 
     assert torch.equal(draw(1), draw(1))
@@ -92,9 +89,9 @@ def test_redrawn_at_each_sync_and_replayed_by_key(model):
 def test_per_layer_sigmas_reach_their_layers(make_model):
     model = make_model(hidden_size=256)
     layer_factors = {0: 1.0, 1: 2.0, 2: 0.5}
-    factors = norm_factors(model, AQN, layer_factors)
+    factors = target_factors(model, AQN, layer_factors)
     clean = norm_weights(model)
-    with noised_norm_weights(model, new_recorder(), factors, sigma=0.02, seed=0, step=0):
+    with noised_rollout(model, new_recorder(), factors, sigma=0.02, seed=0, step=0):
         noised = norm_weights(model)
     for layer, factor in layer_factors.items():
         added = torch.cat([noised[n] - clean[n] for n in clean if f"layers.{layer}." in n])
@@ -106,11 +103,11 @@ def test_per_layer_sigmas_reach_their_layers(make_model):
 @pytest.mark.parametrize("layer_factors", [{0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}])
 def test_sigmas_of_another_model_are_refused(model, layer_factors):
     with pytest.raises(ConfigError, match="layer sigmas: found layers"):
-        norm_factors(model, AQN, layer_factors)
+        target_factors(model, AQN, layer_factors)
 
 
 def test_noise_logged_but_not_added_is_refused(model, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.weight_noise._add_gaussian_", lambda *args: None)
+    monkeypatch.setattr("aqnpipe.noise.aqn.add_absolute_gaussian_", lambda *args: None)
     recorder = new_recorder()
     sync(model, recorder)
     with pytest.raises(ReceiptError, match=r"AQN step 0: measured sigma 0, asked 0\.05"):
@@ -123,7 +120,7 @@ def test_aqn_that_never_ran_is_refused():
 
 
 def test_a_step_counter_that_stands_still_is_refused(model):
-    decaying = WeightNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.0))
+    decaying = AdaptiveNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.0))
     recorder = new_recorder(num_steps=2, noise=decaying)
     for step in range(2):
         sync(model, recorder, sigma=0.05, step=step)  # sigma of step 0, twice
@@ -132,10 +129,19 @@ def test_a_step_counter_that_stands_still_is_refused(model):
 
 
 def test_aqn_where_none_was_asked_is_refused(model):
-    recorder = new_recorder(noise=None)
+    recorder = new_recorder()
     sync(model, recorder)
+    receipt = recorder.receipt().model_copy(update={"aqn": None})
     with pytest.raises(ReceiptError, match="none was asked for"):
-        recorder.receipt().check()
+        receipt.check()
+
+
+def test_without_aqn_a_rollout_is_left_alone(model):
+    clean, recorder = norm_weights(model), new_recorder(noise=None)
+    with noised_rollout(model, recorder, {}, sigma=0.05, seed=0, step=0) as hidden_sigmas:
+        assert hidden_sigmas == {}
+        assert all(torch.equal(weight, clean[name]) for name, weight in norm_weights(model).items())
+    assert recorder.receipt().weight_syncs == ()
 
 
 def test_per_layer_sigmas_that_are_ignored_are_refused(make_model):
@@ -146,5 +152,67 @@ def test_per_layer_sigmas_that_are_ignored_are_refused(make_model):
     with pytest.raises(ReceiptError, match=r"norms in layer 1 got [01]\.\d+ times the schedule's sigma, asked 1\.500"):
         recorder.receipt().check()
     honest = new_recorder(noise=GUIDED, layer_factors=asked)
-    sync(model, honest, factors=norm_factors(model, GUIDED, asked))
+    sync(model, honest, factors=target_factors(model, GUIDED, asked))
     honest.receipt().check()
+
+
+HIDDEN = AdaptiveNoise(schedule=AQN.schedule, targets="hidden_states")
+
+
+def roll_out(model, recorder, noise=HIDDEN, sigma=0.05, step=0, layer_factors=None):
+    """One forward as a rollout; returns each layer's output."""
+    outputs = {}
+    factors = target_factors(model, noise, layer_factors)
+    with (
+        noised_rollout(model, recorder, factors, sigma=sigma, seed=0, step=step) as hidden_sigmas,
+        phase_noise(model, recorder, "rollout", NoiseKey(seed=0, step=step), hidden_sigmas=hidden_sigmas),
+        torch.no_grad(),
+    ):
+        handles = [
+            layer.register_forward_hook(lambda _module, _args, output, index=index: outputs.update({index: output}))
+            for index, layer in enumerate(model.model.layers)
+        ]
+        model(torch.arange(2, 50).view(3, 16), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return outputs
+
+
+def test_noise_on_hidden_states_is_relative_and_measured_in_every_layer(model):
+    recorder = new_recorder(noise=HIDDEN)
+    noised = roll_out(model, recorder)
+    receipt = recorder.receipt().check()
+    (sync,) = receipt.weight_syncs
+    assert sync.targets == 3
+    assert {cell.layer for cell in receipt.weight_cells} == {0, 1, 2}
+    clean = roll_out(model, new_recorder(noise=HIDDEN), sigma=0.0)
+    relative = (noised[0] - clean[0]) / clean[0]
+    assert abs(relative.std().item() / 0.05 - 1) < 5 / (2 * relative.numel()) ** 0.5
+
+
+def test_hidden_noise_replays_and_is_redrawn_at_the_next_sync(model):
+    first = roll_out(model, new_recorder(noise=HIDDEN))
+    again = roll_out(model, new_recorder(noise=HIDDEN))
+    later = roll_out(model, new_recorder(noise=HIDDEN), step=1)
+    assert torch.equal(first[2], again[2])
+    assert not torch.equal(first[2], later[2])
+
+
+def test_a_layer_with_factor_zero_gets_no_hidden_noise(model):
+    guided = AdaptiveNoise(schedule=AQN.schedule, targets="hidden_states", layer_sigmas_from="target")
+    asked = {0: 0.0, 1: 1.0, 2: 0.0}
+    recorder = new_recorder(noise=guided, layer_factors=asked)
+    noised = roll_out(model, recorder, noise=guided, layer_factors=asked)
+    receipt = recorder.receipt().check()
+    assert {cell.layer for cell in receipt.weight_cells} == {1}
+    clean = roll_out(model, new_recorder(noise=HIDDEN), sigma=0.0)
+    assert torch.equal(noised[0], clean[0])
+    assert not torch.equal(noised[1], clean[1])
+
+
+def test_hidden_noise_that_was_asked_and_did_not_run_is_refused(model):
+    recorder = new_recorder(noise=HIDDEN)
+    with noised_rollout(model, recorder, target_factors(model, HIDDEN, None), sigma=0.05, seed=0, step=0):
+        pass  # sigmas not passed on to phase_noise
+    with pytest.raises(ReceiptError, match="AQN step 0: measured sigma 0, asked"):
+        recorder.receipt().check()

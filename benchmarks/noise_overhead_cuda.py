@@ -1,0 +1,279 @@
+"""What operator noise costs on a CUDA GPU at the shapes of Qwen2.5-1.5B, as ratios measured in turn in one run.
+
+    python benchmarks/noise_overhead_cuda.py [--json FILE]
+
+Random weights in bfloat16. Each round runs the clean work, the noisy one and the naive formula
+`x + randn_like(x)*x.abs()*s` one after the other, so that a busy machine slows all alike: quote the ratios. Prefill, a
+training step (forward and backward, no gradient checkpointing) and a generation, each with eager attention (noise in
+its products) and with sdpa (one operator); then the kernels alone. Memory is the peak of the step, weights included.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from aqnpipe.config.noise import OperatorNoise, Phase, RelativeGaussian
+from aqnpipe.noise.gaussian import NoiseStream, add_relative_gaussian_
+from aqnpipe.noise.injection import NoiseKey, phase_noise
+from aqnpipe.noise.recorder import ReceiptRecorder
+
+DEVICE = "cuda"
+ROUNDS, WARM_UPS = 10, 2
+SCALE = 0.05
+SHAPES = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
+PREFILL, TRAINING, GENERATION = (4, 1024), (4, 512), (32, 128)
+"""Sequences and tokens in each."""
+NEW_TOKENS = 64
+KERNEL_ROWS, KERNEL_COLUMNS = 4096, (1536, 8960)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """`what` against `against`: time ratios over the rounds, and the ratio of peak memory."""
+
+    what: str
+    against: str
+    median: float
+    lowest: float
+    highest: float
+    memory: float
+
+
+def main() -> None:
+    """Measure, print the table, and write it as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("ERROR: noise_overhead_cuda measures on a CUDA device, and torch finds none")
+    torch.manual_seed(0)
+    ratios = [*kernel_ratios(), *model_ratios()]
+    table = Table("what", "against", "median ratio", "lowest", "highest", "peak memory")
+    for ratio in ratios:
+        figures = (ratio.median, ratio.lowest, ratio.highest, ratio.memory)
+        table.add_row(ratio.what, ratio.against, *(f"{figure:.3f}" for figure in figures))
+    Console().print(torch.cuda.get_device_name(), table)
+    if arguments.json:
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        arguments.json.write_text(
+            json.dumps(machine | {"ratios": [asdict(ratio) for ratio in ratios]}, indent=2) + "\n"
+        )
+
+
+# -- the work ----------------------------------------------------------------------------------------------------------
+
+
+def model_ratios() -> list[Ratio]:
+    """Measure prefill, training step and generation of the whole model, noisy and naive against clean."""
+    model = Qwen2ForCausalLM(SHAPES).to(DEVICE, torch.bfloat16).eval()
+    return [
+        ratio
+        for attention in ("eager", "sdpa")
+        for measure in (prefill_ratios, training_ratios, generation_ratios)
+        for ratio in measure(model, attention)
+    ]
+
+
+def prefill_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
+    """Measure one forward pass over a batch of prompts."""
+    account, ids = recorder(attention, "evaluation"), random_ids(*PREFILL)
+
+    @torch.no_grad()
+    def prefill(noise: Callable[[], AbstractContextManager[None]]) -> None:
+        with noise():
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+    return in_each_way(f"prefill, {attention}", model, attention, account, "evaluation", prefill)
+
+
+def training_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
+    """Measure forward and backward; gradients of the weights are dropped afterwards."""
+    account, ids = recorder(attention, "actor_forward", "backward"), random_ids(*TRAINING)
+
+    def step(noise: Callable[[], AbstractContextManager[None]]) -> None:
+        with noise():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        model.zero_grad()
+
+    return in_each_way(f"training step, {attention}", model, attention, account, "actor_forward", step)
+
+
+def generation_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
+    """Measure greedy decoding with a key-value cache."""
+    account, ids = recorder(attention, "evaluation"), random_ids(*GENERATION)
+
+    @torch.no_grad()
+    def generate(noise: Callable[[], AbstractContextManager[None]]) -> None:
+        with noise():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+    return in_each_way(f"generation, {attention}", model, attention, account, "evaluation", generate)
+
+
+def in_each_way(
+    what: str,
+    model: Qwen2ForCausalLM,
+    attention: str,
+    account: ReceiptRecorder,
+    phase: Phase,
+    work: Callable[[Callable[[], AbstractContextManager[None]]], None],
+) -> list[Ratio]:
+    """Run `work` clean, with our noise and with the naive one; the receipt must vouch for ours."""
+    model.set_attn_implementation(attention)
+    # Fresh noise in every call: the receipt's bounds are those of independent samples.
+    steps, trains = itertools.count(), phase == "actor_forward"
+
+    @contextmanager
+    def ours() -> Iterator[None]:
+        with phase_noise(model, account, phase, NoiseKey(seed=0, step=next(steps)), backward=trains):
+            yield
+        if trains:
+            account.count_forward("backward")
+
+    found = ratios_to_first(
+        {"clean": lambda: work(nullcontext), what: lambda: work(ours), f"{what}, naive": lambda: work(naive)}
+    )
+    account.receipt().check()
+    return found
+
+
+def kernel_ratios() -> list[Ratio]:
+    """Measure noise on one tensor, and a product with noise by each route against the bare product."""
+    from aqnpipe.noise.gemm_cuda import matmul_with_relative_error
+
+    source, found = NoiseStream(key=1), []
+    for columns in KERNEL_COLUMNS:
+        y = torch.randn(KERNEL_ROWS, columns, device=DEVICE, dtype=torch.bfloat16)
+        size = f"{KERNEL_ROWS} x {columns}"
+        found += ratios_to_first(
+            {
+                f"y.mul_(1), {size}": lambda y=y: y.mul_(1),
+                f"noise on one tensor, {size}": lambda y=y: add_relative_gaussian_(y, SCALE, source),
+                f"noise on one tensor, {size}, naive": lambda y=y: naive_error(y),
+            }
+        )
+        a = torch.randn(KERNEL_ROWS, SHAPES.hidden_size, device=DEVICE, dtype=torch.bfloat16)
+        b = torch.randn(columns, SHAPES.hidden_size, device=DEVICE, dtype=torch.bfloat16).t()
+        found += ratios_to_first(
+            {
+                f"a @ b, {size}": lambda a=a, b=b: a @ b,
+                f"product, then noise, {size}": lambda a=a, b=b: add_relative_gaussian_(a @ b, SCALE, source),
+                f"noise in the epilogue, {size}": lambda a=a, b=b: matmul_with_relative_error(a, b, SCALE, source),
+                f"product, then noise, {size}, naive": lambda a=a, b=b: naive_error(a @ b),
+            }
+        )
+    return found
+
+
+def recorder(attention: str, *phases: Phase) -> ReceiptRecorder:
+    """Return a recorder that asks for relative noise on all matrix products in `phases`."""
+    noise = OperatorNoise(
+        error=RelativeGaussian(scale=SCALE),
+        phases=phases,
+        attention="fused" if attention == "sdpa" else "decomposed",
+    )
+    num_layers = SHAPES.num_hidden_layers
+    return ReceiptRecorder(
+        operator_noise=noise, expected_phases=phases, num_layers=num_layers, num_norms=2 * num_layers + 1
+    )
+
+
+def random_ids(sequences: int, tokens: int) -> Tensor:
+    """Return token ids of shape (sequences, tokens)."""
+    return torch.randint(SHAPES.vocab_size, (sequences, tokens), device=DEVICE)
+
+
+# -- the naive formula, as the published experiments had it ------------------------------------------------------------
+
+
+def naive_error(x: Tensor) -> Tensor:
+    """Return `x` with relative noise by separate operations."""
+    return x + torch.randn_like(x) * x.abs() * SCALE
+
+
+class _NaiveError(torch.autograd.Function):
+    """Noise on the way forward, on the way back, or both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, on_value: bool, on_gradient: bool) -> Tensor:
+        ctx.on_gradient = on_gradient
+        return naive_error(x) if on_value else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return naive_error(gradients[0]) if ctx.on_gradient else gradients[0], None, None
+
+
+class naive(TorchFunctionMode):  # noqa: N801 - used as a context manager
+    """Naive noise on every matrix product and on the gradients of its operands."""
+
+    FUNCTIONS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, F.scaled_dot_product_attention)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func not in self.FUNCTIONS:
+            return func(*args, **(kwargs or {}))
+        operands = [_NaiveError.apply(x, False, True) if isinstance(x, Tensor) and x.requires_grad else x for x in args]
+        return _NaiveError.apply(func(*operands, **(kwargs or {})), True, False)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def ratios_to_first(works: Mapping[str, Callable[[], object]]) -> list[Ratio]:
+    """Run all works in turn, round by round; return time and peak memory of each as ratios to the first work's."""
+    for work in works.values():
+        for _ in range(WARM_UPS):
+            work()
+    seconds: dict[str, list[float]] = {what: [] for what in works}
+    memory = dict.fromkeys(works, 0)
+    for _ in range(ROUNDS):
+        for what, work in works.items():
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            seconds[what].append(time.perf_counter() - started)
+            memory[what] = max(memory[what], torch.cuda.max_memory_allocated())
+    first, *others = works
+    found = []
+    for what in others:
+        times = [ours / reference for ours, reference in zip(seconds[what], seconds[first], strict=True)]
+        found.append(Ratio(what, first, statistics.median(times), min(times), max(times), memory[what] / memory[first]))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Gaussian noise that is a pure function of (key, call, stream, element): counter-based, so nothing is ever stored.
+
+Philox4x32 with 7 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011: 7 rounds
+pass BigCrush) and the Box-Muller transform in float32. Elements are numbered in memory order, in groups of 1,024:
+counter `256*group + j` yields the elements j, j+256, j+512 and j+768 of its group. `gaussian_cuda.py` computes the same
+numbers on a GPU. On other devices torch's own generator is seeded with the same key: as keyed, but other numbers.
+"""
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from llvmlite import binding as llvm
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aqnpipe.seeding import derive_seed
+
+ROUNDS = 7
+GROUP = 1024
+"""Elements per group; a quarter of it are its Philox counters."""
+
+_QUARTER = GROUP // 4
+_CPU_BLOCK_ELEMENTS = 64 * GROUP
+
+
+def _use_wide_vectors() -> None:
+    """Let LLVM use 512-bit registers, which it avoids by default: the kernel is bound by arithmetic."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f") and not numba.config.CPU_FEATURES:
+        numba.config.CPU_NAME = llvm.get_host_cpu_name()
+        numba.config.CPU_FEATURES = f"{features.flatten()},-prefer-256-bit"
+
+
+_use_wide_vectors()
+
+_u32, _u64, _i32, _f32 = np.uint32, np.uint64, np.int32, np.float32
+_MULTIPLIER_0, _MULTIPLIER_1 = _u64(0xD2511F53), _u64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = _u32(0x9E3779B9), _u32(0xBB67AE85)
+_32 = _u64(32)
+
+
+class NoiseStream(NamedTuple):
+    """Names one tensor's worth of numbers: a 63-bit key, and two counters below 2^32 under it."""
+
+    key: int
+    call: int = 0
+    stream: int = 0
+
+
+def add_relative_gaussian_(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:
+    """Scale `tensor` in place by `1 + scale*z`, z ~ N(0, 1) per element; equal to `y + scale*|y|*z` in distribution.
+
+    Low-precision tensors are multiplied in float32 and rounded once, as an error of the hardware would be.
+    """
+    return _apply_(tensor, scale, source, True)
+
+
+def add_absolute_gaussian_(tensor: Tensor, sigma: float, source: NoiseStream) -> Tensor:
+    """Add `sigma*z` to `tensor` in place, z ~ N(0, 1) per element; low precision is rounded once."""
+    return _apply_(tensor, sigma, source, False)
+
+
+def standard_normal(numel: int, source: NoiseStream, device: torch.device | str = "cpu") -> Tensor:
+    """Return `numel` numbers ~ N(0, 1) in float32."""
+    return add_absolute_gaussian_(torch.zeros(numel, device=device), 1.0, source)
+
+
+def _apply_(tensor: Tensor, scale: float, source: NoiseStream, relative: bool) -> Tensor:
+    flat = in_memory_order(tensor)
+    if flat is None:
+        # Elements that leave gaps are noised in a dense copy. Of those that share memory torch refuses the copy back.
+        dense = tensor.contiguous()
+        _apply_(dense, scale, source, relative)
+        return tensor.copy_(dense)
+    if flat.is_cpu:
+        _apply_cpu_(flat, scale, source, relative)
+    elif flat.is_cuda:
+        from aqnpipe.noise.gaussian_cuda import apply_gaussian_
+
+        apply_gaussian_(flat, scale, source, relative=relative)
+    else:
+        _apply_generator_(flat, scale, source, relative)
+    return tensor
+
+
+def in_memory_order(tensor: Tensor) -> Tensor | None:
+    """Return a flat view of the elements of `tensor` as they lie in memory, or None if they overlap or leave gaps."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    permuted = tensor.permute(order)
+    return permuted.view(-1) if permuted.is_contiguous() else None
+
+
+def _apply_cpu_(flat: Tensor, scale: float, source: NoiseStream, relative: bool) -> None:
+    values = flat.detach()
+    if values.dtype == torch.float32 or values.dtype == torch.float64:
+        _add_gaussian(values.numpy(), scale, relative, 0, source.call, source.stream, source.key)
+        return
+    for block, part in enumerate(values.split(_CPU_BLOCK_ELEMENTS)):
+        wide = part.float()
+        first_counter = block * (_CPU_BLOCK_ELEMENTS // 4)
+        _add_gaussian(wide.numpy(), scale, relative, first_counter, source.call, source.stream, source.key)
+        part.copy_(wide)
+
+
+def _apply_generator_(flat: Tensor, scale: float, source: NoiseStream, relative: bool) -> None:
+    generator = torch.Generator(device=flat.device)
+    generator.manual_seed(derive_seed(source.key, "device generator", source.call, source.stream))
+    values = flat.detach()
+    noise = torch.empty_like(values, dtype=torch.float32).normal_(generator=generator).mul_(scale)
+    values.copy_(noise.add_(1).mul_(values) if relative else noise.add_(values))
+
+
+# -- the CPU kernel. LLVM vectorises the loops; a function is compiled once and kept on disk. --------------------------
+
+
+@numba.njit(inline="always")
+def _philox(counter: Any, call: Any, stream: Any, key_0: Any, key_1: Any) -> Any:
+    c0, c1, c2, c3 = counter, call, stream, _u32(0)
+    for _ in range(ROUNDS):
+        product_0, product_1 = _u64(c0) * _MULTIPLIER_0, _u64(c2) * _MULTIPLIER_1
+        c0, c2 = _u32(_u32(product_1 >> _32) ^ c1 ^ key_0), _u32(_u32(product_0 >> _32) ^ c3 ^ key_1)
+        c1, c3 = _u32(product_1), _u32(product_0)
+        key_0, key_1 = _u32(key_0 + _WEYL_0), _u32(key_1 + _WEYL_1)
+    return c0, c1, c2, c3
+
+
+@numba.njit(inline="always")
+def _minus_two_log(word: Any) -> Any:
+    """-2 ln((word + 1/2) / 2^32), the logarithm by the polynomial of Cephes' logf."""
+    uniform = _f32(_f32(word) * _f32(2.0**-32) + _f32(2.0**-33))
+    bits = _f32(uniform).view(_i32)
+    exponent = _i32(_i32(bits - _i32(0x3F3504F3)) >> _i32(23))
+    x = _i32(bits - _i32(exponent << _i32(23))).view(_f32) - _f32(1)
+    p = _f32(7.0376836292e-2)
+    p = p * x + _f32(-1.1514610310e-1)
+    p = p * x + _f32(1.1676998740e-1)
+    p = p * x + _f32(-1.2420140846e-1)
+    p = p * x + _f32(1.4249322787e-1)
+    p = p * x + _f32(-1.6668057665e-1)
+    p = p * x + _f32(2.0000714765e-1)
+    p = p * x + _f32(-2.4999993993e-1)
+    p = p * x + _f32(3.3333331174e-1)
+    logarithm = x * x * (x * p - _f32(0.5)) + x + _f32(exponent) * _f32(0.6931471805599453)
+    return max(_f32(-2) * logarithm, _f32(0))
+
+
+@numba.njit(inline="always")
+def _sin_pi(x: Any) -> Any:
+    """sin(pi*x) for |x| <= 1/2: minimax odd polynomial of degree 9, off by 3e-9 and by 2e-7 in float32."""
+    y = x * x
+    p = _f32(0.0772201287851013)
+    p = p * y + _f32(-0.5980451740286139)
+    p = p * y + _f32(2.5500313772632137)
+    p = p * y + _f32(-5.167706878925217)
+    p = p * y + _f32(3.141592580044703)
+    return x * p
+
+
+@numba.njit(inline="always")
+def _gaussian_pair(word_0: Any, word_1: Any) -> Any:
+    """Box-Muller: two independent N(0, 1) from two uniform words."""
+    radius = np.sqrt(_minus_two_log(word_0))
+    half_turns = _f32(_i32(word_1)) * _f32(2.0**-31)
+    magnitude = abs(half_turns)
+    cosine = _sin_pi(_f32(0.5) - magnitude)
+    sine = np.copysign(_sin_pi(_f32(0.5) - abs(magnitude - _f32(0.5))), half_turns)
+    return radius * cosine, radius * sine
+
+
+# No value in here is NaN or infinite, which is what lets the square root and the selections vectorise.
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nnan", "ninf", "nsz"})
+def _fill_group(out: Any, first: Any, call: Any, stream: Any, key_0: Any, key_1: Any) -> None:
+    for j in range(_QUARTER):
+        w0, w1, w2, w3 = _philox(_u32(first + j), call, stream, key_0, key_1)
+        out[j], out[j + _QUARTER] = _gaussian_pair(w0, w1)
+        out[j + 2 * _QUARTER], out[j + 3 * _QUARTER] = _gaussian_pair(w2, w3)
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _add_gaussian(
+    values: NDArray[Any], scale: float, relative: bool, first_counter: int, call: int, stream: int, key: int
+) -> None:
+    noise = np.empty(GROUP, np.float32)
+    one, factor = values.dtype.type(1), values.dtype.type(scale)
+    key_0, key_1 = _u32(key), _u32(key >> 32)
+    for start in range(0, values.size, GROUP):
+        _fill_group(noise, _u32(first_counter + start // 4), _u32(call), _u32(stream), key_0, key_1)
+        group = values[start : start + GROUP]
+        if relative:
+            for j in range(group.size):
+                group[j] *= one + factor * noise[j]
+        else:
+            for j in range(group.size):
+                group[j] += factor * noise[j]
