@@ -1,4 +1,4 @@
-"""The made-up study lives beside the report's tests; both use it."""
+"""Made-up evaluations, for tests that look at the whole stage."""
 
 import importlib.util
 import sys
@@ -9,11 +9,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def synthetic():
-    """The module that makes up studies and their artifacts."""
-    name = "synthetic_study"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "report" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    """The module `synthetic_evaluations` beside this file (importlib mode puts no folder on the path)."""
+    path = Path(__file__).with_name("synthetic_evaluations.py")
+    spec = importlib.util.spec_from_file_location("synthetic_evaluations", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

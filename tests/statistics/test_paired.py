@@ -9,10 +9,12 @@ from statsmodels.stats.proportion import proportion_confint
 
 from aqnpipe.statistics.paired import (
     PairedCounts,
+    exact_minimum_detectable_difference,
     mcnemar_exact_p,
     minimum_detectable_difference,
     newcombe_interval,
     paired_counts,
+    tango_p,
 )
 
 cells = st.integers(min_value=0, max_value=300)
@@ -22,10 +24,6 @@ cells = st.integers(min_value=0, max_value=300)
 def counts(draw):
     table = PairedCounts(draw(cells), draw(cells), draw(cells), draw(cells))
     return table if table.num_questions else PairedCounts(1, 0, 0, 0)
-
-
-def swapped(table):
-    return PairedCounts(table.both_correct, table.only_control, table.only_treatment, table.neither)
 
 
 def test_counts_by_hand():
@@ -59,7 +57,7 @@ def test_newcombe_without_any_disagreement_has_the_width_of_wilson():
 @given(counts())
 def test_newcombe_holds_the_estimate_and_swapping_negates_it(table):
     low, high = newcombe_interval(table, alpha=0.05)
-    back_low, back_high = newcombe_interval(swapped(table), alpha=0.05)
+    back_low, back_high = newcombe_interval(table.swapped(), alpha=0.05)
     assert -1 - 1e-9 <= low <= table.difference + 1e-9
     assert table.difference - 1e-9 <= high <= 1 + 1e-9
     assert (back_low, back_high) == (pytest.approx(-high), pytest.approx(-low))
@@ -70,7 +68,7 @@ def test_mcnemar_is_the_sign_test_of_the_disagreements(table):
     disagreements = table.only_treatment + table.only_control
     expected = stats.binomtest(table.only_treatment, disagreements).pvalue if disagreements else 1.0
     assert mcnemar_exact_p(table) == pytest.approx(expected)
-    assert mcnemar_exact_p(swapped(table)) == pytest.approx(expected)
+    assert mcnemar_exact_p(table.swapped()) == pytest.approx(expected)
 
 
 def test_detectable_difference_of_the_published_sample_sizes():
@@ -95,3 +93,37 @@ def test_detectable_difference_has_the_power_it_promises():
 
 def test_no_difference_is_detectable_among_too_few_questions():
     assert minimum_detectable_difference(10, 0.10) == 1.0
+
+
+def test_exact_detectable_difference_needs_a_little_more():
+    """The exact McNemar test at 200 questions: 6.4 points, where its power summed over every table is 80 %."""
+    difference = exact_minimum_detectable_difference(200, 0.10)
+    assert round(100 * difference, 1) == 6.4
+    assert round(100 * exact_minimum_detectable_difference(1319, 0.10), 2) == 2.50
+    share = (0.10 + difference) / 0.20
+    power = 0.0
+    for number in range(4, 40):  # other numbers of disagreements have a chance below 1e-5
+        favourable = np.arange(number + 1)
+        p_values = np.array([stats.binomtest(int(k), number).pvalue for k in favourable])
+        chance = stats.binom.pmf(number, 200, 0.10)
+        power += chance * stats.binom.pmf(favourable, number, share)[p_values < 0.05].sum()
+    assert power == pytest.approx(0.8, abs=0.002)
+    assert exact_minimum_detectable_difference(10, 0.10) == 1.0
+
+
+def test_tango_reproduces_the_published_example():
+    """Tango (1998): 43, 0, 1, 0 of 44 against a margin of 0.1 gives Z = 1.709."""
+    assert tango_p(PairedCounts(43, 0, 1, 0), -0.1) == pytest.approx(stats.norm.sf(1.709), abs=2e-4)
+
+
+def test_tango_at_0_is_mcnemars_chi_squared():
+    """The score test of no difference: (b - c)/sqrt(b + c)."""
+    assert tango_p(PairedCounts(50, 20, 8, 22), 0.0) == pytest.approx(stats.norm.sf(12 / math.sqrt(28)))
+
+
+@given(counts(), st.floats(0.005, 0.3))
+def test_tango_falls_with_the_margin_and_holds_without_disagreement(table, margin):
+    assert 0 <= tango_p(table, -margin) <= 1
+    assert tango_p(table, -margin) <= tango_p(table, -margin / 2) + 1e-9
+    agreed = PairedCounts(table.num_questions, 0, 0, 0)
+    assert 0 < tango_p(agreed, -margin) < 0.5

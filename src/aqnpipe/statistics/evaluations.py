@@ -11,7 +11,7 @@ import pandera.polars as pa
 import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
-from aqnpipe.artifacts import EvaluationTable, RunRecord, read_json, read_table
+from aqnpipe.artifacts import EvaluationTable, RefusalKind, RunRecord, read_json, read_table
 from aqnpipe.errors import DataError
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 
@@ -43,22 +43,31 @@ class EvaluationInput:
 class LevelScores:
     """Correctness at one noise level: correct[noise seed, question], question ids sorted.
 
-    `same_responses_as_clean`: every response equals the response without noise, in every noise seed.
+    `same_responses_as`: a lower level at which every response is the same, in every noise seed; null: none.
     """
 
     question_ids: tuple[str, ...]
     noise_seeds: tuple[int, ...]
     correct: npt.NDArray[np.bool_]
-    same_responses_as_clean: bool
+    same_responses_as: float | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A reason why no comparison may use an evaluation."""
+
+    kind: RefusalKind
+    text: str
 
 
 @dataclass(frozen=True)
 class LoadedEvaluation:
-    """An evaluation in memory. `problems` are reasons why no comparison may use it; `setting` is how it was made."""
+    """An evaluation in memory. `setting` is how it was made, `weights` the digest of what was evaluated."""
 
     source: EvaluationInput
     levels: Mapping[float, LevelScores]
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    weights: str | None
     setting: Mapping[str, str]
     accuracy: pl.DataFrame
 
@@ -69,14 +78,17 @@ def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> Lo
     receipts = read_json(source.receipt, EvaluationReceipts)
     record = read_json(source.record, RunRecord)
     levels = _levels(rows, scorer)
-    problems += _question_problems(levels)
-    problems += [f"receipt refused: {problem}" for problem in receipts.problems()]
-    problems += _pass_problems(rows, receipts)
-    problems += _identity_problems(source, record)
+    found: list[tuple[RefusalKind, list[str]]] = [
+        ("questions", problems + _question_problems(levels)),
+        ("receipt", [f"receipt refused: {problem}" for problem in receipts.problems()]),
+        ("receipt", _pass_problems(rows, receipts)),
+        ("record", _identity_problems(source, record)),
+    ]
     return LoadedEvaluation(
         source=source,
         levels=levels,
-        problems=tuple(f"{source.name}: {problem}" for problem in problems),
+        problems=tuple(Problem(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
+        weights=record.inputs_sha256.get("weights"),
         setting=_setting(record),
         accuracy=accuracy_rows(source, rows, scorer, alpha),
     )
@@ -138,29 +150,41 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
 
 def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
     """Split the rows by noise level. Passes with other questions than the first leave an empty level, see problems."""
-    ordered = rows.sort("noise_level", "noise_seed", "question_id")
-    clean = ordered.filter(pl.col("noise_level") == 0)
+    ordered = rows.select("noise_level", "noise_seed", "question_id", f"correct_{scorer}").sort(PASS_KEYS[::-1])
+    twins = _identical_levels(rows)
     levels = {}
     for (level,), part in ordered.group_by("noise_level", maintain_order=True):
         passes = {seed: one for (seed,), one in part.group_by("noise_seed", maintain_order=True)}
-        question_ids = next(iter(passes.values()))["question_id"].to_list()
-        whole = all(one["question_id"].to_list() == question_ids for one in passes.values())
+        question_ids = next(iter(passes.values()))["question_id"]
+        whole = all(one["question_id"].equals(question_ids) for one in passes.values())
         levels[float(level)] = LevelScores(
-            question_ids=tuple(question_ids) if whole else (),
+            question_ids=tuple(question_ids.to_list()) if whole else (),
             noise_seeds=tuple(int(seed) for seed in passes),
             correct=np.stack([one[f"correct_{scorer}"].to_numpy() for one in passes.values()])
             if whole
             else np.zeros((len(passes), 0), dtype=np.bool_),
-            same_responses_as_clean=level != 0 and _same_responses(part, clean),
+            same_responses_as=twins.get(float(level)),
         )
     return levels
 
 
-def _same_responses(noisy: pl.DataFrame, clean: pl.DataFrame) -> bool:
-    if clean.is_empty():
-        return False
-    joined = noisy.join(clean.select("question_id", clean_response="response"), on="question_id", how="inner")
-    return not joined.is_empty() and bool((joined["response"] == joined["clean_response"]).all())
+def _identical_levels(rows: pl.DataFrame) -> dict[float, float]:
+    """Return levels whose every pass holds the same responses as every pass of a lower level, with that level."""
+    digests = (
+        rows.group_by("noise_level", "noise_seed")
+        .agg(pl.struct("question_id", "response").hash(seed=0).bitwise_xor().alias("digest"))
+        .group_by("noise_level")
+        .agg(pl.col("digest").unique())
+        .sort("noise_level")
+    )
+    seen: dict[int, float] = {}
+    twins: dict[float, float] = {}
+    for level, values in digests.iter_rows():
+        if len(values) == 1:
+            if values[0] in seen:
+                twins[float(level)] = seen[values[0]]
+            seen.setdefault(values[0], float(level))
+    return twins
 
 
 def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Paired yes/no outcomes of the same questions under two conditions: table, exact test, interval, power."""
+"""Paired yes/no outcomes of the same questions under two conditions: table, tests, interval, power."""
 
 import math
 from dataclasses import dataclass
@@ -30,6 +30,10 @@ class PairedCounts:
     def difference(self) -> float:
         """Accuracy of treatment minus accuracy of control, as a fraction."""
         return (self.only_treatment - self.only_control) / self.num_questions
+
+    def swapped(self) -> "PairedCounts":
+        """The same table with the sides exchanged."""
+        return PairedCounts(self.both_correct, self.only_control, self.only_treatment, self.neither)
 
 
 def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
@@ -68,6 +72,23 @@ def newcombe_interval(counts: PairedCounts, alpha: float) -> tuple[float, float]
     return first - second - below, first - second + above
 
 
+def tango_p(counts: PairedCounts, bound: float) -> float:
+    """One-sided p against "the true difference is at most `bound`".
+
+    The score test of Tango (1998), Statist. Med. 17:891. Asymptotic, but sound where few or no questions disagree
+    (a Wald test divides by 0 there). `bound` in (-1, 1).
+    """
+    only_treatment, only_control, num = counts.only_treatment, counts.only_control, counts.num_questions
+    surplus = only_treatment - only_control - num * bound
+    linear = -only_treatment - only_control + (2 * num - only_treatment + only_control) * bound
+    constant = -only_control * bound * (1 - bound)
+    share = (math.sqrt(max(linear**2 - 8 * num * constant, 0.0)) - linear) / (4 * num)
+    variance = num * (2 * share + bound * (1 - bound))
+    if variance <= 0:
+        return 0.5 if surplus == 0 else float(surplus < 0)
+    return float(stats.norm.sf(surplus / math.sqrt(variance)))
+
+
 def _phi(a: int, b: int, c: int, d: int) -> float:
     margins = (a + b) * (c + d) * (a + c) * (b + d)
     if margins == 0:
@@ -99,3 +120,31 @@ def minimum_detectable_difference(
     if surplus(discordant_fraction) < 0:
         return 1.0
     return float(optimize.brentq(surplus, 0.0, discordant_fraction))
+
+
+def exact_minimum_detectable_difference(
+    num_questions: int, discordant_fraction: float, alpha: float = 0.05, power: float = 0.8
+) -> float:
+    """Smallest true paired difference that the exact McNemar test finds with `power`; 1.0 where none would do.
+
+    The power is summed over the number of disagreements (binomial) and who is right in them (binomial).
+    """
+    numbers = np.arange(num_questions + 1)
+    weights = stats.binom.pmf(numbers, num_questions, discordant_fraction)
+    numbers, weights = numbers[weights > 1e-12], weights[weights > 1e-12]
+    critical = _critical_counts(numbers, alpha)
+
+    def shortfall(difference: float) -> float:
+        share = (discordant_fraction + difference) / (2 * discordant_fraction)
+        rejected = stats.binom.sf(critical - 1, numbers, share) + stats.binom.cdf(numbers - critical, numbers, share)
+        return power - float(np.sum(weights * rejected))
+
+    if shortfall(discordant_fraction) > 0:
+        return 1.0
+    return float(optimize.brentq(shortfall, 0.0, discordant_fraction))
+
+
+def _critical_counts(numbers: npt.NDArray[np.int_], alpha: float) -> npt.NDArray[np.int_]:
+    """Return, for each number of disagreements, the smallest count in favour at which the sign test rejects."""
+    # isf gives the smallest c with P(X > c) <= alpha/2; counts of c + 1 and more are rejected.
+    return (stats.binom.isf(alpha / 2, numbers, 0.5) + 1).astype(np.int_)

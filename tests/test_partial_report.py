@@ -1,0 +1,44 @@
+"""`aqnpipe report`: compare and report on an unfinished study."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from aqnpipe.artifacts import AuditFile, ClaimsFile, read_json
+from aqnpipe.cli import app
+
+PUBLISHED = Path(__file__).parents[1] / "config" / "published.yaml"
+
+
+@pytest.fixture
+def unfinished(tmp_path, monkeypatch):
+    path = Path(__file__).parent / "statistics" / "synthetic_evaluations.py"
+    spec = importlib.util.spec_from_file_location("synthetic_evaluations", path)
+    synthetic = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, synthetic)
+    spec.loader.exec_module(synthetic)
+    monkeypatch.chdir(tmp_path)
+    made = synthetic.write_evaluations(tmp_path, synthetic.study())
+    made.find("E5", 1).table.unlink()
+    config = json.loads(made.study.config.model_dump_json())
+    config |= {"arms_file": "arms.yaml", "models": {"base": {"source": "tiny"}}}
+    config["statistics"] |= {"published": str(PUBLISHED)}
+    Path("study.yaml").write_text(yaml.safe_dump(config))
+    Path("arms.yaml").write_text(yaml.safe_dump({"arms": synthetic.ARMS}))
+
+
+def test_what_exists_is_reported_and_what_misses_is_named(unfinished):
+    result = CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    assert result.stdout.splitlines() == ["compare: 8 of 9 evaluations exist", "report: results/report.html"]
+    claims = read_json(Path("results/claims.json"), ClaimsFile)
+    assert claims.missing == ("base/E5 seed 1 step 60",)
+    verdicts = {claim.comparison_id: claim.verdict for claim in claims.claims}
+    assert verdicts["E5b-vs-E5@0"] == "invalid"
+    assert verdicts["baseline-vs-pretrained@0"] == "supported"
+    assert "base/E5 seed 1 step 60" in Path("results/report.html").read_text()
+    assert read_json(Path("results/audit.json"), AuditFile).claims
