@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test lint format clean
+.PHONY: setup browser run test lint format clean
 
 setup: $(STAMP)
 
@@ -18,7 +18,16 @@ run: setup
 	$(BIN)/snakemake
 	@echo "The report is $(CURDIR)/results/report.html"
 
-test: setup
+# The report is tested in a browser. Without one those tests are skipped, so failing to get it is no error.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing chromium for the tests of the report"; \
+	    (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+	        chromium fonts-dejavu-core) >/dev/null 2>&1 || echo "chromium could not be installed"; \
+	else echo "no chromium: the tests of the report in a browser will be skipped"; fi
+
+test: setup browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup

@@ -1,10 +1,19 @@
-"""Loads the made-up study, which the statistics tests use too."""
+"""Loads the made-up study, which the statistics tests use too; builds its report once; finds a browser."""
 
 import importlib.util
+import os
+import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import polars as pl
 import pytest
+
+from aqnpipe.artifacts import ClaimsFile, RunRecord, Verdict, read_json, write_json
+from aqnpipe.config.study import Study
+from aqnpipe.report.stage import ReportOutputs, build_report
+from aqnpipe.statistics.stage import ComparisonOutputs, compare
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +26,102 @@ def synthetic():
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A made-up study with its artifacts, and the page made from them."""
+
+    study: object
+    made: object
+    folder: Path
+
+    @property
+    def page(self) -> Path:
+        """The page."""
+        return self.folder / "report.html"
+
+    @property
+    def html(self) -> str:
+        """The page as text."""
+        return self.page.read_text(encoding="utf-8")
+
+    def build(self, study=None, inputs=None, into=None) -> "Built":
+        """Build the report again, from another study or other inputs; the same artifacts otherwise."""
+        folder = into or self.folder
+        build_report(
+            study or self.study, inputs or self.made.report_inputs(self.folder), ReportOutputs.in_folder(folder)
+        )
+        return Built(study or self.study, self.made, folder)
+
+
+def make(synthetic, folder, study, num_questions=200) -> Built:
+    """Write the artifacts of `study`, compare them and build the report."""
+    made = synthetic.write_study(folder, study, num_questions)
+    compare(study, made.evaluations, ComparisonOutputs.in_folder(folder))
+    return Built(study, made, folder).build()
+
+
+@pytest.fixture(scope="session")
+def make_report(synthetic):
+    """Function (folder, study, num_questions) -> Built."""
+    return lambda folder, study, num_questions=200: make(synthetic, folder, study, num_questions)
+
+
+@pytest.fixture(scope="session")
+def built(synthetic, tmp_path_factory):
+    """The report of the made-up study. Tests must not change its folder."""
+    return make(synthetic, tmp_path_factory.mktemp("report"), synthetic.study())
+
+
+HOSTILE = (
+    "</title></style><script>alert(1)</script>\"><img src=x onerror=alert(2)>' onload=alert(3) "
+    "\u202egnp.exe\u202c\u2066 \x1b[31mred\x1b[0m\x07 {{ 7 * 7 }} {% raw %} javascript:alert(4) &lt;b&gt; ]]>-->"
+    + "Z\u0301\u0302\u0303"
+    * 60
+)
+
+
+@pytest.fixture(scope="session")
+def hostile(synthetic, tmp_path_factory):
+    """A report in which every text that the report did not write itself is hostile, responses very long as well."""
+    folder = tmp_path_factory.mktemp("hostile")
+    built = make(synthetic, folder, synthetic.study(arms=["baseline", "E5"], seeds=[0], comparisons=[]), 60)
+    claims = read_json(folder / "claims.json", ClaimsFile)
+    changed = [one.model_copy(update={"claim": HOSTILE, "sentence": HOSTILE}) for one in claims.claims]
+    write_json(folder / "claims.json", claims.model_copy(update={"claims": tuple(changed)}))
+    _overwrite(folder / "comparisons.parquet", method=HOSTILE, family=HOSTILE)
+    _overwrite(folder / "robustness.parquet", problem=HOSTILE)
+    _overwrite(built.made.test_problems, question=HOSTILE * 30, gold_answer=HOSTILE)
+    for one in built.made.evaluations:
+        _overwrite(one.table, response=HOSTILE + "x" * 100_000)
+    for run in built.made.runs:
+        record = read_json(run.record, RunRecord)
+        update = {"device": HOSTILE, "versions": {HOSTILE: HOSTILE}, "inputs_sha256": {HOSTILE: HOSTILE}}
+        write_json(run.record, record.model_copy(update=update))
+    for one in built.made.diagnoses:
+        verdict = read_json(one.verdict, Verdict)
+        write_json(one.verdict, verdict.model_copy(update={"reason": HOSTILE}))
+    content = built.study.model_dump()
+    content["config"]["report"] |= {"title": HOSTILE, "question": HOSTILE}
+    content["arms"]["E5"]["description"] = HOSTILE
+    return built.build(study=Study.model_validate(content))
+
+
+def _overwrite(path, **texts):
+    table = pl.read_parquet(path)
+    table.with_columns(pl.lit(text).alias(name) for name, text in texts.items()).write_parquet(path)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium without a window; skips where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if executable is None:
+        pytest.skip("no Chromium on this machine; on Debian: apt-get install chromium")
+    as_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"] if as_root else [])
+        yield chromium
+        chromium.close()

@@ -12,6 +12,7 @@ from aqnpipe.artifacts import (
     AqnSection,
     EvaluationTable,
     LayerTable,
+    ProblemTable,
     RunRecord,
     SigmaFile,
     TrainingMetrics,
@@ -21,12 +22,12 @@ from aqnpipe.artifacts import (
     write_yaml,
 )
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.noise import TRAINING_PHASES, OperatorNoise, WeightNoise
+from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.config.study import Study
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
 from aqnpipe.noise.schedule import sigma_at
-from aqnpipe.report.stage import DiagnosisInput, EvaluationReceiptInput, ReportInputs, RunInput
+from aqnpipe.report.inputs import DiagnosisInput, EvaluatedInput, ReportInputs, RunInput
 from aqnpipe.seeding import derive_seed
 from aqnpipe.statistics.stage import EvaluationInput
 
@@ -41,12 +42,16 @@ ARMS: dict[str, dict[str, Any]] = {
     "baseline": {"description": "no noise in training"},
     "E5": {
         "description": "5 % relative noise on matmul operators, no AQN",
-        "operator_noise": {"relative_scale": 0.05},
+        "operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.05}},
     },
-    "E5b": {"description": "E5 plus epoch-aware AQN", "operator_noise": {"relative_scale": 0.05}, "aqn": AQN},
+    "E5b": {
+        "description": "E5 plus epoch-aware AQN",
+        "operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.05}},
+        "aqn": AQN,
+    },
     "srdd_guided": {
         "description": "E5b with per-layer sigmas from the diagnosis of the machine `target`",
-        "operator_noise": {"relative_scale": 0.05},
+        "operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.05}},
         "aqn": AQN,
     },
 }
@@ -59,7 +64,7 @@ def study(**changes: Any) -> Study:
     content: dict[str, Any] = {
         "study": "synthetic",
         "models": {"base": {"source": "some/model"}},
-        "machines": {"device": {}, "target": {"fault": {"type": "dead_zone", "layer": 3, "magnitude": 0.05}}},
+        "machines": {"device": {}, "target": {"faults": [{"type": "dead_zone", "layer": 3, "magnitude": 0.05}]}},
         "dataset": {"source": "generated", "num_train": 480, "num_test": 400},
         "arms": list(ARMS),
         "seeds": [0, 1],
@@ -96,18 +101,27 @@ class Artifacts:
 
     study: Study
     evaluations: list[EvaluationInput]
+    test_problems: Path
     runs: tuple[RunInput, ...]
     diagnoses: tuple[DiagnosisInput, ...]
+    audit: Path | None = None
 
     def report_inputs(self, folder: Path) -> ReportInputs:
         """The report's inputs, with the outputs of `compare` expected in `folder`."""
         return ReportInputs(
             accuracy=folder / "accuracy.parquet",
             comparisons=folder / "comparisons.parquet",
+            robustness=folder / "robustness.parquet",
             claims=folder / "claims.json",
+            audit=self.audit,
+            test_problems=self.test_problems,
             runs=self.runs,
-            evaluation_receipts=tuple(
-                EvaluationReceiptInput(one.model, one.arm, one.seed, one.step, one.receipt) for one in self.evaluations
+            evaluations=tuple(
+                EvaluatedInput(
+                    *(one.model, one.arm, one.seed, one.step, one.table, one.receipt, one.record),
+                    benchmark=one.table.with_suffix(".tsv"),
+                )
+                for one in self.evaluations
             ),
             diagnoses=self.diagnoses,
         )
@@ -122,6 +136,7 @@ def write_study(folder: Path, made_up: Study, num_questions: int = 300) -> Artif
     return Artifacts(
         study=made_up,
         evaluations=evaluations,
+        test_problems=_write_problems(folder, num_questions),
         runs=tuple(_write_run(folder, made_up, arm, seed) for arm, seed in runs),
         diagnoses=tuple(_write_diagnosis(folder, made_up, machine) for machine in made_up.config.machines),
     )
@@ -141,6 +156,7 @@ def write_evaluation(
         for level, noise_seed in passes
     )
     write_json(source.receipt, EvaluationReceipts(passes=receipts))
+    _write_benchmark(source.table.with_suffix(".tsv"), 12.5)
     write_json(source.record, record("evaluate", arm, seed, step, {"evaluation": {"max_response_tokens": 40}}))
     return source
 
@@ -177,7 +193,7 @@ def evaluation_pass(arm: str, seed: int, level: float, noise_seed: int, num_ques
 
 def evaluation_receipt(level: float) -> Receipt:
     """A receipt of a pass at `level` that passes its check."""
-    noise = OperatorNoise(relative_scale=level, phases=("evaluation",)) if level else None
+    noise = OperatorNoise(error=RelativeGaussian(scale=level), phases=("evaluation",)) if level else None
     return _receipt(noise, None, ("evaluation",))
 
 
@@ -209,13 +225,13 @@ def _levels(arm: str, claim: str) -> dict[str, Any]:
 
 
 def _receipt(
-    noise: OperatorNoise | None, weight_noise: WeightNoise | None, phases: tuple[Any, ...], num_steps: int = 0
+    noise: OperatorNoise | None, weight_noise: AdaptiveNoise | None, phases: tuple[Any, ...], num_steps: int = 0
 ) -> Receipt:
     draws = np.random.default_rng(11)
-    scale = {phase: noise.relative_scale if noise and phase in noise.phases else 0.0 for phase in phases}
+    scale = {phase: noise.error.scale if noise and phase in noise.phases else 0.0 for phase in phases}
     return Receipt(
         operator_noise=noise,
-        weight_noise=weight_noise,
+        aqn=weight_noise,
         expected_phases=phases,
         phases=tuple(
             PhaseRecord(
@@ -232,8 +248,9 @@ def _receipt(
         cells=tuple(
             NoiseCell(
                 phase=phase,
-                operator="linear",
+                operator=operator,
                 layer=layer,
+                error="relative_gaussian",
                 calls=70,
                 elements=900_000,
                 asked=asked,
@@ -244,6 +261,7 @@ def _receipt(
             for phase, asked in scale.items()
             if asked
             for layer in [*range(NUM_LAYERS), None]
+            for operator in (("linear", "matmul") if layer is not None else ("linear",))
         ),
         weight_syncs=tuple(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps))
         if weight_noise
@@ -255,7 +273,7 @@ def _receipt(
     )
 
 
-def _sync(weight_noise: WeightNoise, step: int, num_steps: int, draws: np.random.Generator) -> WeightSync:
+def _sync(weight_noise: AdaptiveNoise, step: int, num_steps: int, draws: np.random.Generator) -> WeightSync:
     sigma, elements = sigma_at(weight_noise.schedule, step, num_steps, 2), 13 * 128
     ratio = 1 + draws.normal() * math.sqrt(2 / elements)
     return WeightSync(
@@ -263,7 +281,7 @@ def _sync(weight_noise: WeightNoise, step: int, num_steps: int, draws: np.random
         sigma_scheduled=sigma,
         sigma_asked=sigma,
         sigma_measured=sigma * math.sqrt(ratio),
-        norms=13,
+        targets=13,
         elements=elements,
         squared_error_ratio=ratio,
         clean_sha256_before="c1" * 32,
@@ -273,12 +291,36 @@ def _sync(weight_noise: WeightNoise, step: int, num_steps: int, draws: np.random
 
 def _write_run(folder: Path, made_up: Study, arm: str, seed: int) -> RunInput:
     base = folder / "runs" / arm / f"seed{seed}"
-    run = RunInput("base", arm, seed, base / "metrics.parquet", base / "receipt.json", base / "run.json")
+    files = (base / name for name in ("metrics.parquet", "receipt.json", "run.json", "benchmark.tsv"))
+    run = RunInput("base", arm, seed, *files)
     receipt = training_receipt(made_up.arms[arm], made_up.num_steps)
     write_table(run.metrics, _metrics(arm, seed, made_up.num_steps, receipt), TrainingMetrics)
     write_json(run.receipt, receipt)
     write_json(run.record, record("train", arm, seed, made_up.num_steps, {}))
+    _write_benchmark(run.benchmark, 60.0 + 30 * (arm != "baseline") + seed)
     return run
+
+
+def _write_benchmark(path: Path, seconds: float) -> None:
+    """A file as Snakemake's benchmark directive writes it."""
+    names = ("s", "h:m:s", "max_rss", "max_vms", "max_uss", "max_pss", "io_in", "io_out", "mean_load", "cpu_time")
+    values = (seconds, "0:01:00", 812.5, 2000.0, 600.0, 700.0, "-", "-", 95.0, 0.9 * seconds)
+    path.write_text("\t".join(names) + "\n" + "\t".join(map(str, values)) + "\n", encoding="utf-8")
+
+
+def _write_problems(folder: Path, num_questions: int) -> Path:
+    """Questions that the made-up evaluations answer."""
+    ids = [f"q{number:05d}" for number in range(num_questions)]
+    table = pl.DataFrame(
+        {
+            "question_id": ids,
+            "question": [f"What is {number} plus 0? Show your steps." for number in range(num_questions)],
+            "answer": [f"{number} + 0 = {number} #### {number}" for number in range(num_questions)],
+            "gold_answer": [str(number) for number in range(num_questions)],
+        }
+    )
+    write_table(folder / "test.parquet", table, ProblemTable)
+    return folder / "test.parquet"
 
 
 def _metrics(arm: str, seed: int, num_steps: int, receipt: Receipt) -> pl.DataFrame:
@@ -309,7 +351,7 @@ def _metrics(arm: str, seed: int, num_steps: int, receipt: Receipt) -> pl.DataFr
 
 def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInput:
     base = folder / "srdd" / machine
-    fault = made_up.config.machines[machine].fault
+    fault = next(iter(made_up.config.machines[machine].faults), None)
     layer = np.arange(NUM_LAYERS)
     faulty = (layer == fault.layer) if fault else np.zeros(NUM_LAYERS, dtype=bool)
     table = pl.DataFrame(
@@ -324,10 +366,13 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
             "changed_share": np.zeros(NUM_LAYERS),
             "zero_share": np.where(faulty, 0.21, 0.0),
             "values_at_maximum": np.ones(NUM_LAYERS),
+            "pile_up": np.zeros(NUM_LAYERS),
             "role": ["healthy"] * NUM_LAYERS,
         }
     )
-    one = DiagnosisInput("base", machine, base / "layers.parquet", base / "verdict.json", base / "sigmas.yaml")
+    one = DiagnosisInput(
+        "base", machine, base / "layers.parquet", base / "verdict.json", base / "sigmas-published.yaml"
+    )
     write_table(one.layers, table, LayerTable)
     verdict = Verdict(
         verdict="fault" if fault else "healthy",
@@ -337,7 +382,7 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
         findings=(),
         forward_equivalents=66.0,
         num_layers=NUM_LAYERS,
-        simulated_fault=fault.model_dump(mode="json") if fault else None,
+        simulated_faults=(fault.model_dump(mode="json"),) if fault else (),
     )
     write_json(one.verdict, verdict)
     sigmas = {number: 0.075 if faulty[number] else 0.05 for number in range(NUM_LAYERS)}

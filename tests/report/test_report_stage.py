@@ -1,21 +1,26 @@
+"""The page as text: what it holds, what it never does, and what it makes of odd inputs."""
+
+import base64
+import hashlib
+import re
 from html.parser import HTMLParser
 
 import altair as alt
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import ClaimsFile, ComparisonTable, read_json, read_table, write_json, write_table
+from aqnpipe.artifacts import ClaimsFile, read_json, write_json
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.report import numbers
-from aqnpipe.report.stage import build_report
+from aqnpipe.report.charts import MAX_ROWS, SeriesKey, training_panels
 from aqnpipe.report.svg import render_svg, series_colour
-from aqnpipe.statistics.stage import ComparisonOutputs, compare
+from aqnpipe.report.words import load_words
 
-HOSTILE = '</title></style><script>alert(1)</script>"><img src=x onerror=alert(2)>'
 MAX_BYTES = 300_000
+MARKUP = '</title></style><script>alert(1)</script>"><img src=x onerror=alert(2)>'
 
 
 class Page(HTMLParser):
@@ -35,9 +40,9 @@ class Page(HTMLParser):
             self.policy = dict(attrs)["content"]
         if tag == "tr":
             self.rows.append([])
-        self.in_cell = tag in ("td", "th")
-        if self.in_cell:
+        if tag in ("td", "th"):
             self.rows[-1].append("")
+        self.in_cell = tag in ("td", "th") or (tag == "a" and self.in_cell)
 
     def handle_endtag(self, tag):
         self.in_cell = False
@@ -55,183 +60,118 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def write_report(synthetic, folder, study, num_questions=200):
-    made = synthetic.write_study(folder, study, num_questions)
-    compare(
-        study,
-        made.evaluations,
-        ComparisonOutputs(folder / "accuracy.parquet", folder / "comparisons.parquet", folder / "claims.json"),
-    )
-    return made
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("report")
+def page(built):
+    return Page(built.html)
 
 
-@pytest.fixture(scope="module")
-def made(synthetic, folder):
-    return write_report(synthetic, folder, synthetic.study())
-
-
-@pytest.fixture(scope="module")
-def html(made, folder):
-    build_report(made.study, made.report_inputs(folder), folder / "report.html")
-    return (folder / "report.html").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def page(html):
-    return Page(html)
-
-
-def test_nothing_is_loaded_and_nothing_runs(page, html):
-    assert page.policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    assert not {"script", "link", "img", "iframe", "object", "embed", "use", "image", "foreignObject"} & set(page.tags)
+def assert_inert(page, html):
+    """Nothing is loaded, nothing runs, and the only style is the page's own."""
+    style = html.split("<style>")[1].split("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert page.policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    inert = {"script", "link", "img", "iframe", "object", "embed", "use", "image", "foreignobject", "form", "base"}
+    assert not inert & set(page.tags)
+    assert page.tags.count("style") == page.tags.count("title") == 1
     for tag, name, value in page.attributes:
         assert not name.startswith("on"), (tag, name)
+        assert name != "style"
         if name in ("src", "href", "xlink:href", "action"):
             assert value.startswith("#"), (tag, name, value)
-    assert "http://" not in html
-    assert "https://" not in html
-    assert "url(" not in html
+    assert "url(" not in style
 
 
-def test_size_and_language(page, html):
-    assert len(html.encode()) < MAX_BYTES
+def test_nothing_is_loaded_and_nothing_runs(page, built):
+    assert_inert(page, built.html)
+
+
+def test_size_and_language(page, built):
+    assert len(built.html.encode()) < MAX_BYTES
     assert ("html", "lang", "en") in page.attributes
-    assert html.startswith("<!DOCTYPE html>")
+    assert built.html.lstrip().startswith("<!DOCTYPE html>")
 
 
-def test_same_artifacts_same_bytes(made, folder, html, tmp_path):
-    build_report(made.study, made.report_inputs(folder), tmp_path / "again.html")
-    assert (tmp_path / "again.html").read_text(encoding="utf-8") == html
+def test_same_artifacts_same_bytes(built, tmp_path):
+    again = built.build(into=tmp_path)
+    names = ("report.html", "summary.md", "training.parquet", "layers.csv", "flips.parquet")
+    assert all((again.folder / name).read_bytes() == (built.folder / name).read_bytes() for name in names)
 
 
-def test_links_lead_to_sections(page):
-    ids = {value for _, name, value in page.attributes if name == "id"}
+def test_links_lead_somewhere_and_names_are_unique(page):
+    ids = [value for _, name, value in page.attributes if name == "id"]
     links = {value[1:] for _, name, value in page.attributes if name == "href"}
     assert links
-    assert links <= ids
+    assert links <= set(ids)
+    assert len(ids) == len(set(ids))
 
 
-def test_claims_are_shown_as_judged(page, folder):
-    claims = read_json(folder / "claims.json", ClaimsFile)
-    assert "Of 6 claims:" in page.whole_text
-    for claim in claims.claims:
-        assert claim.claim in page.whole_text
-        assert " ".join(claim.sentence.split()) in page.whole_text
-    shown = [value for tag, name, value in page.attributes if tag == "li" and name == "class"]
-    assert shown == [claim.verdict for claim in claims.claims]
+def test_every_figure_has_a_name_and_its_numbers(page, built):
+    named = [value for tag, name, value in page.attributes if tag == "svg" and name == "aria-label"]
+    assert len(named) >= 6 + 3 + 5 + 4 + 4 + 1
+    assert all(named)
+    for section in ("accuracy", "robustness", "training", "diagnosis", "costs"):
+        part = built.html.split(f'<section id="{section}">')[1].split("</section>")[0]
+        assert part.count("<svg") >= 1
+        assert "<table" in part.split("</figure>")[-1]
 
 
-def test_comparison_numbers_are_those_of_the_artifact(page, folder):
-    for row in read_table(folder / "comparisons.parquet", ComparisonTable).iter_rows(named=True):
-        cells = page.row(row["comparison_id"])
-        assert cells[2:11] == [
-            numbers.percent(row["treatment_accuracy"]),
-            numbers.percent(row["control_accuracy"]),
-            numbers.points(row["difference"]),
-            f"{numbers.points(row['ci_low'])} to {numbers.points(row['ci_high'])}",
-            numbers.p_value(row["p_value"]),
-            numbers.p_value(row["p_holm"]),
-            numbers.percent(row["minimum_detectable_difference"]),
-            str(row["num_seeds"]),
-            numbers.count(row["num_questions"]),
-        ]
-
-
-def test_paired_tables_are_those_of_the_artifact(page, folder):
-    for claim in read_json(folder / "claims.json", ClaimsFile).claims:
-        for seed in claim.seeds:
-            counts = (seed.both_correct, seed.only_treatment, seed.only_control, seed.neither)
-            assert page.row(str(seed.seed), str(seed.noise_seed), *map(str, counts))
-
-
-def test_accuracies_are_those_of_the_artifact(page, folder):
-    rows = pl.read_parquet(folder / "accuracy.parquet")
-    for row in rows.iter_rows(named=True):
-        cells = page.row(row["arm"], str(row["seed"]), str(row["step"]), numbers.noise_level(row["noise_level"]))
-        assert cells[4] == numbers.percent(row["accuracy"])
-        assert cells[5] == f"{numbers.percent(row['ci_low'])} to {numbers.percent(row['ci_high'])}"
-
-
-def test_training_curves_have_their_numbers(page, made):
-    metrics = pl.read_parquet(made.runs[0].metrics)
-    assert numbers.metric(metrics["reward_mean"][9]) in page.row("10")[1]
-
-
-def test_receipts_show_asked_and_measured(page, made):
-    receipt = read_json(next(run.receipt for run in made.runs if run.arm == "E5b"), Receipt)
+def test_receipts_show_asked_and_measured(page, built):
+    receipt = read_json(next(run.receipt for run in built.made.runs if run.arm == "E5b"), Receipt)
     cells = page.row("E5b seed 0")
     assert cells[1:3] == ["in order", "0.05"]
     assert float(cells[3]) == pytest.approx(0.05, rel=0.01)
-    assert cells[6] == str(len(receipt.weight_syncs))
-    assert cells[9] == "yes"
+    squares = sum((cell.measured / cell.asked) ** 2 * cell.measured_elements for cell in receipt.cells)
+    elements = sum(cell.measured_elements for cell in receipt.cells)
+    assert float(cells[4].replace("−", "-")) == pytest.approx(100 * ((squares / elements) ** 0.5 - 1), abs=0.006)
+    assert cells[6:8] == [f"{elements:,}", str(len(receipt.weight_syncs))]
+    assert cells[10] == "yes"
     assert page.row("baseline seed 0")[2:4] == ["none", "exactly none"]
     measured, elements = receipt.measured_scale("rollout")
     assert [numbers.scale(measured), numbers.count(elements)] in [
         [row[2], row[5]] for row in page.rows if row[0] == "rollout"
     ]
-    assert page.row("E5 seed 1 step 60", "in order", "0")[3] == "exactly none"
+    assert page.row("E5 seed 1 step 60", "in order", "none")[3] == "exactly none"
 
 
 def test_diagnosis_is_judged_against_the_simulated_fault(page):
-    assert page.row("device", "none")[2:5] == ["healthy", "–", "right"]
-    assert page.row("target")[2:5] == ["fault, layer 3", "dead zone", "right"]
+    assert page.row("device", "none")[2:4] == ["healthy", "right"]
+    assert page.row("target")[2:4] == ["dead zone, layer 3", "right"]
 
 
-def test_every_figure_has_a_picture_with_a_name(page):
-    named = [value for tag, name, value in page.attributes if tag == "svg" and name == "aria-label"]
-    assert len(named) >= 3 + 5 + 4 + 6
-    assert all(named)
-
-
-def test_a_refused_receipt_is_shown_as_refused(synthetic, tmp_path):
-    made = write_report(synthetic, tmp_path, synthetic.study())
-    run = next(one for one in made.runs if one.arm == "E5")
+def test_a_refused_receipt_is_shown_as_refused(make_report, synthetic, tmp_path):
+    built = make_report(tmp_path, synthetic.study(arms=["E5"], comparisons=[]))
+    run = built.made.runs[0]
     receipt = read_json(run.receipt, Receipt)
     write_json(run.receipt, receipt.model_copy(update={"cells": ()}))
-    build_report(made.study, made.report_inputs(tmp_path), tmp_path / "report.html")
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    page = Page(built.build().html)
     assert page.row("E5 seed 0")[1] == "refused"
+    assert page.row("E5 seed 1")[1] == "in order"
     assert "noise was asked for but never reached layers" in page.whole_text
 
 
-def test_one_seed_is_said_to_show_nothing_about_arms(synthetic, tmp_path):
-    study = synthetic.study(seeds=[0], machines={"device": {}})
-    made = write_report(synthetic, tmp_path, study)
-    build_report(study, made.report_inputs(tmp_path), tmp_path / "report.html")
-    text = Page((tmp_path / "report.html").read_text(encoding="utf-8")).whole_text
+def test_one_seed_is_said_to_show_nothing_about_arms(make_report, synthetic, tmp_path):
+    study = synthetic.study(seeds=[0], machines={"device": {}}, arms=["baseline", "E5"], comparisons=[])
+    text = Page(make_report(tmp_path, study).html).whole_text
     assert "One training run per arm" in text
     assert "dotted rule marks the simulated fault" not in text
 
 
-def test_hostile_texts_stay_text(synthetic, tmp_path):
-    study = synthetic.study()
-    made = write_report(synthetic, tmp_path, study)
-    claims = read_json(tmp_path / "claims.json", ClaimsFile)
-    hostile_claims = [one.model_copy(update={"claim": HOSTILE, "sentence": HOSTILE}) for one in claims.claims]
-    write_json(tmp_path / "claims.json", claims.model_copy(update={"claims": tuple(hostile_claims)}))
-    comparisons = pl.read_parquet(tmp_path / "comparisons.parquet").with_columns(method=pl.lit(HOSTILE))
-    write_table(tmp_path / "comparisons.parquet", comparisons, ComparisonTable)
-    content = study.model_dump()
-    content["config"]["report"] = {"title": HOSTILE, "question": HOSTILE}
-    content["arms"]["E5"]["description"] = HOSTILE
-    build_report(Study.model_validate(content), made.report_inputs(tmp_path), tmp_path / "report.html")
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert not {"script", "img"} & set(page.tags)
-    assert page.tags.count("title") == page.tags.count("style") == 1
-    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert page.whole_text.count("<script>alert(1)</script>") >= 2 + 2 * len(claims.claims)
+def test_hostile_texts_stay_text(hostile):
+    page = Page(hostile.html)
+    assert_inert(page, hostile.html)
+    assert page.whole_text.count("<script>alert(1)</script>") > 20
+    assert "{{ 7 * 7 }}" in page.whole_text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", hostile.html)
+    assert len(hostile.html.encode()) < 2 * MAX_BYTES
 
 
 def test_hostile_arm_names_stay_text_inside_figures():
-    chart = alt.Chart(pl.DataFrame({"arm": [HOSTILE], "x": [0.5512]})).mark_point().encode(x="x:Q", y="arm:N")
-    page = Page(str(render_svg(chart, HOSTILE)))
+    name = MARKUP + "\u202e\x1b[31m\x00"
+    chart = alt.Chart(pl.DataFrame({"arm": [name], "x": [0.5512]})).mark_point().encode(x="x:Q", y="arm:N")
+    page = Page(str(render_svg(chart, name)))
     assert set(page.tags) <= {"svg", "g", "path", "line", "text", "rect"}
-    assert ("svg", "aria-label", HOSTILE) in page.attributes
+    assert ("svg", "aria-label", MARKUP + "⟨U+202E⟩⟨U+001B⟩[31m⟨U+0000⟩") in page.attributes
+    assert not re.search(r"[\x00\x1b\u202e]", page.whole_text)
 
 
 def test_pictures_round_positions_but_never_labels():
@@ -244,23 +184,74 @@ def test_pictures_round_positions_but_never_labels():
     assert "#fe0101" not in svg.replace("0.12345 #fe0101", "")
 
 
-def test_a_damaged_artifact_is_one_clear_error(synthetic, tmp_path):
-    made = write_report(synthetic, tmp_path, synthetic.study())
-    (tmp_path / "claims.json").write_text("{}")
-    with pytest.raises(DataError, match=r"claims\.json: alpha"):
-        build_report(made.study, made.report_inputs(tmp_path), tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
+def test_long_training_is_thinned_and_keeps_its_last_step():
+    steps = 400
+    rows = pl.DataFrame({"step": range(1, steps + 1)}).with_columns(
+        *(pl.lit(value).alias(name) for name, value in {"reward_mean": 0.5, "sigma_asked": 0.05}.items()),
+        kl=pl.lit(None, pl.Float64),
+        sigma_measured=pl.lit(0.05),
+        validation_accuracy=pl.when(pl.col("step") == steps).then(0.5),
+    )
+    runs = pl.concat(rows.with_columns(arm=pl.lit("E5"), seed=pl.lit(seed, pl.Int64)) for seed in range(60))
+    assert len(runs) > 5 * MAX_ROWS
+    panels = training_panels(runs, [SeriesKey("E5", 1)], load_words("en"))
+    assert [panel.title for panel in panels] == [
+        "Reward, mean of 7 steps",
+        "Validation accuracy",
+        "AQN sigma, asked and measured",
+    ]
+    svg = str(panels[0].svg)
+    assert "400" in re.findall(r">(\d+)</text>", svg)
+    lines = re.findall(r'd="(M[^"]*)"[^>]*stroke="var\(--c1\)"', svg)
+    assert len(lines) == 60
+    assert {line.count(",") for line in lines} == {58}
 
 
-def test_arms_of_two_models_get_figures_each(synthetic, tmp_path, made, folder):
-    accuracy = pl.read_parquet(folder / "accuracy.parquet")
-    both = pl.concat([accuracy, accuracy.with_columns(model=pl.lit("large"))])
-    both.write_parquet(tmp_path / "accuracy.parquet")
-    content = made.study.model_dump()
+@pytest.mark.parametrize(("peak", "labels"), [(0.9, False), (90.0, True)])
+def test_kl_gets_decades_where_a_peak_would_hide_the_rest(peak, labels):
+    """KL 0.1 to 0.5, 0 at the start, and a peak that the mean of 5 steps makes 0.2 times as high."""
+    rows = pl.DataFrame({"step": range(1, 41), "kl": [0.0] * 5 + [0.1, 0.2, 0.5] * 10 + [0.1] * 4 + [peak]})
+    runs = rows.with_columns(
+        arm=pl.lit("E5"),
+        seed=pl.lit(0, pl.Int64),
+        reward_mean=pl.lit(0.5),
+        sigma_asked=pl.lit(0.0),
+        sigma_measured=pl.lit(0.0),
+        validation_accuracy=pl.lit(None, pl.Float64),
+    )
+    kl = str(training_panels(runs, [SeriesKey("E5", 1)], load_words("en"))[1].svg)
+    assert (re.search(r">0\.01</text>.*>10</text>|>10</text>.*>0\.01</text>", kl) is not None) is labels
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("claims.json", "{}", r"claims\.json: alpha"), ("accuracy.parquet", "no table", r"accuracy\.parquet: not a read")],
+)
+def test_a_damaged_artifact_is_one_clear_error(make_report, synthetic, tmp_path, name, text, message):
+    built = make_report(tmp_path, synthetic.study(arms=["baseline"], seeds=[0], comparisons=[]))
+    before = built.page.read_bytes()
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        built.build()
+    assert built.page.read_bytes() == before
+
+
+def test_arms_of_two_models_get_figures_each(built, tmp_path):
+    accuracy = pl.read_parquet(built.folder / "accuracy.parquet")
+    content = built.study.model_dump()
     content["config"]["models"]["large"] = {"source": "other/model"}
     content["arms"]["E5"] = Arm(description="wider", model="large").model_dump()
-    for name in ("comparisons.parquet", "claims.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    build_report(Study.model_validate(content), made.report_inputs(tmp_path), tmp_path / "report.html")
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    for path in built.folder.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    pl.concat([accuracy, accuracy.with_columns(model=pl.lit("large"))]).write_parquet(tmp_path / "accuracy.parquet")
+    inputs = built.made.report_inputs(tmp_path)
+    page = Page(built.build(study=Study.model_validate(content), inputs=inputs, into=tmp_path).html)
     assert "Model large (other/model)" in page.whole_text
+    assert "Model base (some/model)" in page.whole_text
+
+
+def test_claims_are_shown_as_judged(page, built):
+    for claim in read_json(built.folder / "claims.json", ClaimsFile).claims:
+        assert claim.claim in page.whole_text
+        assert " ".join(claim.sentence.split()) in page.whole_text

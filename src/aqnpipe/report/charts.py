@@ -1,5 +1,6 @@
 """The figures of the report, each a set of small panels that wrap on narrow screens."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,15 @@ from markupsafe import Markup
 
 from aqnpipe.report.numbers import noise_level
 from aqnpipe.report.svg import CARD, CONTEXT, INK, MUTED, render_svg, series_colour, series_dash
+from aqnpipe.report.words import Words
 
 PANEL_WIDTH, PANEL_HEIGHT = 270, 170
+ROW_HEIGHT = 34
 SMOOTHING_STEPS = 5
+MAX_POINTS_PER_LINE = 60
+_FAR = 20
+MAX_ROWS = 4500
+"""Rows of one chart, below Altair's own limit of 5,000."""
 
 
 @dataclass(frozen=True)
@@ -30,91 +37,129 @@ class SeriesKey:
     index: int
 
 
-def accuracy_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey]) -> list[Panel]:
+def accuracy_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Accuracy by arm, a panel per noise level: every seed with its interval, and the mean as a tick."""
     rows = _in_percent(accuracy)
-    bounds = [float(rows["ci_low"].min()), float(rows["ci_high"].max())]  # type: ignore[arg-type]
+    bounds = _bounds(rows)
     panels = []
     for level in sorted(rows["noise_level"].unique().to_list()):
-        chart = _accuracy_panel(rows.filter(pl.col("noise_level") == level), keys, bounds)
-        title = f"at {noise_level(level)} noise" if level else "without noise"
-        panels.append(Panel(title, render_svg(chart, f"Accuracy of every arm and seed {title}")))
+        title = words("noise.at", level=noise_level(level)) if level else words("noise.without")
+        svg = _dot_rows(rows.filter(pl.col("noise_level") == level), keys, bounds, words("axis.accuracy"))
+        panels.append(Panel(title, render_svg(svg, words("alt.accuracy", where=title))))
     return panels
 
 
-def robustness_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey]) -> list[Panel]:
+def published_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
+    """Published and measured accuracies by arm in two panels on one scale; `rows` as `published.side_by_side`."""
+    bounds = _bounds(rows)
+    panels = []
+    for kind in ("published", "measured"):
+        title = words(f"published.{kind}")
+        chart = _dot_rows(rows.filter(pl.col("kind") == kind), keys, bounds, words("axis.accuracy"))
+        panels.append(Panel(title, render_svg(chart, words("alt.accuracy", where=title))))
+    return panels
+
+
+def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
+    """Wall time of every training run by arm, from zero; `rows` as `costs_view.cost_rows`."""
+    names = [key.name for key in keys if key.name in set(rows["arm"])]
+    chart = (
+        alt.Chart(rows, width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
+        .mark_point(filled=True, size=36, opacity=1)
+        .encode(
+            alt.X("minutes:Q").title(words("axis.minutes")).scale(zero=True),
+            _arm_axis(names),
+            yOffset=alt.YOffset("seed:N").scale(paddingOuter=0.5),
+            color=_colour("arm", keys),
+        )
+    )
+    title = words("costs.panel")
+    return [Panel(title, render_svg(chart, words("alt.costs")))]
+
+
+def robustness_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Accuracy over evaluation noise, a panel per arm: its mean and seeds, the other arms' means behind it."""
     rows = _in_percent(accuracy).with_columns(pl.col("noise_level") * 100)
     means = rows.group_by("arm", "noise_level").agg(pl.col("accuracy").mean()).sort("arm", "noise_level")
     levels = sorted(rows["noise_level"].unique().to_list())
     bounds = [float(rows["accuracy"].min()), float(rows["accuracy"].max())]  # type: ignore[arg-type]
-    x = alt.X("noise_level:Q").title("noise at evaluation (%)").axis(grid=False, values=levels)
-    y = alt.Y("accuracy:Q").title("accuracy (%)").scale(domain=bounds, nice=True, zero=False)
+    x = alt.X("noise_level:Q").title(words("axis.noise")).axis(grid=False, values=levels)
+    y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(domain=bounds, nice=True, zero=False)
     panels = []
     for key in keys:
         colour = series_colour(key.index)
         others = _base(means.filter(pl.col("arm") != key.name)).mark_line(color=CONTEXT, strokeWidth=1.2)
         own = means.filter(pl.col("arm") == key.name)
         seeds = rows.filter(pl.col("arm") == key.name)
-        if own.is_empty():
-            continue
         layers = [
             others.encode(x, y, detail="arm:N"),
             _base(own).mark_line(color=colour, strokeWidth=2.4).encode(x, y),
             _base(seeds).mark_point(color=colour, fill=CARD, size=32, opacity=1).encode(x, y),
         ]
-        panels.append(Panel(key.name, render_svg(alt.layer(*layers), f"Accuracy of {key.name} over noise")))
+        panels.append(Panel(key.name, render_svg(alt.layer(*layers), words("alt.robustness", arm=key.name))))
     return panels
 
 
-def training_panels(metrics: pl.DataFrame, keys: Sequence[SeriesKey]) -> list[Panel]:
+def training_panels(metrics: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Reward, KL, validation accuracy and sigma over optimiser steps; one line per arm and seed.
 
     `metrics`: the runs' tables one below the other, with columns arm and seed.
     """
+    lines = metrics.select("arm", "seed").n_unique()
+    num_steps = int(metrics["step"].max())  # type: ignore[arg-type]
+    stride = max(-(-num_steps // max(min(MAX_POINTS_PER_LINE, MAX_ROWS // lines), 1)), 1)
+    window = max(SMOOTHING_STEPS, stride)
     smooth = metrics.sort("arm", "seed", "step").with_columns(
-        pl.col(name).rolling_mean(SMOOTHING_STEPS, min_samples=1).over("arm", "seed") for name in ("reward_mean", "kl")
+        pl.col(name).rolling_mean(window, min_samples=1).over("arm", "seed") for name in ("reward_mean", "kl")
     )
-    percent = smooth.with_columns(pl.col("validation_accuracy") * 100)
-    validated = percent.filter(pl.col("validation_accuracy").is_not_null())
-    panels = [_curves(smooth, "reward_mean", f"Reward, mean of {SMOOTHING_STEPS} steps", "reward", keys)]
-    if smooth["kl"].null_count() < len(smooth):
-        panels.append(_curves(smooth, "kl", f"KL to the start, mean of {SMOOTHING_STEPS} steps", "KL (nats)", keys))
+    # Thinned from the end, so that the last step stays.
+    thin = smooth.filter((num_steps - pl.col("step")) % stride == 0)
+    validated = smooth.filter(pl.col("validation_accuracy").is_not_null()).with_columns(
+        pl.col("validation_accuracy") * 100
+    )
+    panels = [_curves(thin, "reward_mean", words("training.reward_smooth", window=window), keys, words)]
+    if thin["kl"].null_count() < len(thin):
+        panels.append(_curves(thin, "kl", words("training.kl_smooth", window=window), keys, words))
     if not validated.is_empty():
-        panels.append(_curves(validated, "validation_accuracy", "Validation accuracy", "accuracy (%)", keys))
-    noisy = metrics.filter(pl.col("sigma_asked").max().over("arm") > 0)
+        panels.append(_curves(validated[-MAX_ROWS:], "validation_accuracy", words("training.validation"), keys, words))
+    noisy = thin.filter(pl.col("sigma_asked") > 0)
     if not noisy.is_empty():
-        panels.append(_sigma_panel(noisy, keys))
+        panels.append(_sigma_panel(noisy, keys, words))
     return panels
 
 
-def diagnosis_panels(layers: pl.DataFrame, keys: Sequence[SeriesKey], fault_layers: Sequence[int]) -> list[Panel]:
+DEPTH_COLUMNS = ("instability", "gain", "kurtosis", "zero_share", "values_at_maximum", "pile_up", "sigma")
+
+
+def diagnosis_panels(
+    layers: pl.DataFrame, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
+) -> tuple[list[Panel], list[str]]:
     """Layer metrics and sigmas over depth, a line per machine; simulated faults as vertical rules.
 
-    `layers`: the machines' tables one below the other, with columns machine and sigma.
+    `layers`: the machines' tables one below the other, with columns machine and sigma. Returns the panels, and the
+    metrics that are the same at every layer of every machine, which need no picture, as `name: value`.
     """
-    wanted = [
-        ("instability", "Instability", "std of repeats"),
-        ("gain", "Gain", "output / input noise"),
-        ("kurtosis", "Kurtosis", "Fisher kurtosis"),
-        ("zero_share", "Exact zeros", "share of values"),
-        ("values_at_maximum", "Values at the maximum", "values per call"),
-        ("sigma", "Sigma for AQN", "sigma"),
-    ]
-    return [_depth_panel(layers, column, title, unit, keys, fault_layers) for column, title, unit in wanted]
+    panels, constant = [], []
+    for column in DEPTH_COLUMNS:
+        title, values = words(f"depth.{column}"), layers[column].drop_nulls().unique()
+        if len(values) > 1:
+            panels.append(_depth_panel(layers, column, title, keys, fault_layers, words))
+        elif len(values) == 1:
+            constant.append(f"{title}: {values[0]:.4g}")
+    return panels, constant
 
 
-def _accuracy_panel(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]) -> alt.TopLevelMixin:
+def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float], title: str) -> alt.TopLevelMixin:
     names = [key.name for key in keys if key.name in set(rows["arm"])]
-    y = alt.Y("arm:N").sort(names).title(None).axis(labelColor=INK, ticks=False, domain=False, labelLimit=110)
+    y = _arm_axis(names)
     offset = alt.YOffset("seed:N").scale(paddingOuter=0.5)
-    x = alt.X("accuracy:Q").title("accuracy (%)").scale(domain=bounds, nice=True, zero=False)
+    x = alt.X("accuracy:Q").title(title).scale(domain=bounds, nice=True, zero=False)
     colour = _colour("arm", keys)
-    base = alt.Chart(rows, width=PANEL_WIDTH - 40, height=34 * len(names))
+    base = alt.Chart(rows, width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
     means = rows.group_by("arm").agg(pl.col("accuracy").mean()).sort("arm")
     return alt.layer(
         base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(
-            alt.X("ci_low:Q").title("accuracy (%)").scale(domain=bounds, nice=True, zero=False),
+            alt.X("ci_low:Q").title(title).scale(domain=bounds, nice=True, zero=False),
             alt.X2("ci_high:Q"),
             y,
             yOffset=offset,
@@ -125,45 +170,60 @@ def _accuracy_panel(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[
     )
 
 
-def _curves(table: pl.DataFrame, column: str, title: str, unit: str, keys: Sequence[SeriesKey]) -> Panel:
+def _arm_axis(names: Sequence[str]) -> alt.Y:
+    return alt.Y("arm:N").sort(list(names)).title(None).axis(labelColor=INK, ticks=False, domain=False, labelLimit=110)
+
+
+def _curves(table: pl.DataFrame, column: str, title: str, keys: Sequence[SeriesKey], words: Words) -> Panel:
+    y = alt.Y(f"{column}:Q").title(words(f"axis.{column}")).scale(zero=False)
+    if column == "kl" and _needs_decades(table[column]):
+        table = table.filter(pl.col(column) > 0)
+        y = y.scale(type="log").axis(values=_decades(table[column]))
     chart = (
         _base(table)
         .mark_line(strokeWidth=1.6, opacity=0.9)
         .encode(
-            alt.X("step:Q").title("optimiser step").axis(grid=False),
-            alt.Y(f"{column}:Q").title(unit).scale(zero=False),
+            alt.X("step:Q").title(words("axis.step")).axis(grid=False),
+            y,
             detail="seed:N",
             color=_colour("arm", keys),
             strokeDash=_dash("arm", keys),
         )
     )
-    return Panel(title, render_svg(chart, f"{title} over optimiser steps for every run"))
+    return Panel(title, render_svg(chart, words("alt.training", what=title)))
 
 
-def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey]) -> Panel:
+def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
     first_seed = table.filter(pl.col("seed") == pl.col("seed").min().over("arm"))
-    x = alt.X("step:Q").title("optimiser step").axis(grid=False)
+    x = alt.X("step:Q").title(words("axis.step")).axis(grid=False)
+    logarithmic = alt.Scale(type="log")
+    decades = _decades(table["sigma_asked"])
     asked = _base(first_seed).mark_line(strokeWidth=1.6, interpolate="step-after")
-    measured = _base(first_seed).mark_point(filled=True, size=10, opacity=1)
+    measured = _base(first_seed.filter(pl.col("sigma_measured") > 0)).mark_point(filled=True, size=14, opacity=1)
     chart = alt.layer(
         asked.encode(
             x,
-            alt.Y("sigma_asked:Q").title("sigma (line asked, dots measured)"),
+            alt.Y("sigma_asked:Q").title(words("axis.sigma_asked")).scale(logarithmic).axis(values=decades),
             color=_colour("arm", keys),
             strokeDash=_dash("arm", keys),
         ),
-        measured.encode(x, alt.Y("sigma_measured:Q"), color=_colour("arm", keys)),
+        measured.encode(x, alt.Y("sigma_measured:Q").scale(logarithmic), color=_colour("arm", keys)),
     )
-    return Panel(
-        "AQN sigma, asked and measured", render_svg(chart, "AQN sigma asked and measured over optimiser steps")
-    )
+    title = words("training.sigma")
+    return Panel(title, render_svg(chart, words("alt.training", what=title)))
 
 
 def _depth_panel(
-    layers: pl.DataFrame, column: str, title: str, unit: str, keys: Sequence[SeriesKey], fault_layers: Sequence[int]
+    layers: pl.DataFrame,
+    column: str,
+    title: str,
+    keys: Sequence[SeriesKey],
+    fault_layers: Sequence[int],
+    words: Words,
 ) -> Panel:
-    x = alt.X("layer:Q").title("decoder layer").axis(grid=False, tickMinStep=1, format="d")
-    encoding = {"x": x, "y": alt.Y(f"{column}:Q").title(unit).scale(zero=False), "color": _colour("machine", keys)}
+    x = alt.X("layer:Q").title(words("axis.layer")).axis(grid=False, tickMinStep=1, format="d")
+    y = alt.Y(f"{column}:Q").title(words(f"axis.{column}")).scale(zero=False)
+    encoding = {"x": x, "y": y, "color": _colour("machine", keys)}
     lines = _base(layers).mark_line(strokeWidth=1.8).encode(**encoding, strokeDash=_dash("machine", keys))
     dots = _base(layers).mark_point(filled=True, size=22, opacity=1).encode(**encoding)
     parts: list[alt.Chart] = [lines, dots]
@@ -172,7 +232,19 @@ def _depth_panel(
             color=MUTED, strokeDash=[3, 3], strokeWidth=1.2
         )
         parts.insert(0, rule.encode(x="layer:Q"))
-    return Panel(title, render_svg(alt.layer(*parts), f"{title} over decoder layers on every machine"))
+    return Panel(title, render_svg(alt.layer(*parts), words("alt.depth", what=title)))
+
+
+def _needs_decades(values: pl.Series) -> bool:
+    """Whether a few values are so far above the rest that a linear axis would show nothing else."""
+    positive = values.filter(values > 0)
+    return not positive.is_empty() and float(positive.max()) > _FAR * float(positive.median())  # type: ignore[arg-type]
+
+
+def _decades(values: pl.Series) -> list[float]:
+    """Powers of ten from below the lowest to above the highest of `values`, all above 0."""
+    lowest, highest = float(values.min()), float(values.max())  # type: ignore[arg-type]
+    return [10.0**power for power in range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1)]
 
 
 def _base(table: pl.DataFrame) -> alt.Chart:
@@ -187,6 +259,10 @@ def _colour(field: str, keys: Sequence[SeriesKey]) -> alt.Color:
 def _dash(field: str, keys: Sequence[SeriesKey]) -> alt.StrokeDash:
     scale = alt.Scale(domain=[key.name for key in keys], range=[series_dash(key.index) for key in keys])
     return alt.StrokeDash(f"{field}:N", legend=None).scale(scale)
+
+
+def _bounds(rows: pl.DataFrame) -> list[float]:
+    return [float(rows["ci_low"].min()), float(rows["ci_high"].max())]  # type: ignore[arg-type]
 
 
 def _in_percent(accuracy: pl.DataFrame) -> pl.DataFrame:

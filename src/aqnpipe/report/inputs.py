@@ -1,15 +1,24 @@
-"""What the report is made of: paths of artifacts, and the same artifacts read and validated."""
+"""What the report is made of: paths of artifacts, and the same artifacts read and validated as far as they exist."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+import pandera.polars as pa
 import polars as pl
+from pydantic import BaseModel
 
 from aqnpipe.artifacts import (
     AccuracyTable,
+    AuditFile,
     ClaimsFile,
     ComparisonTable,
+    EvaluationTable,
     LayerTable,
+    ProblemTable,
+    RobustnessTable,
     RunRecord,
     SigmaFile,
     TrainingMetrics,
@@ -18,8 +27,15 @@ from aqnpipe.artifacts import (
     read_table,
     read_yaml,
 )
+from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipt import Receipt
+from aqnpipe.report.costs import Cost, read_cost
+
+Content = TypeVar("Content")
+Json = TypeVar("Json", bound=BaseModel)
+
+_NO_CLAIMS = ClaimsFile(alpha=0.05, power=0.8, family_size=0, families=(), claims=())
 
 
 @dataclass(frozen=True)
@@ -32,17 +48,21 @@ class RunInput:
     metrics: Path
     receipt: Path
     record: Path
+    benchmark: Path
 
 
 @dataclass(frozen=True)
-class EvaluationReceiptInput:
-    """The receipts of one evaluated checkpoint."""
+class EvaluatedInput:
+    """Files of one evaluated checkpoint."""
 
     model: str
     arm: str
     seed: int
     step: int
+    table: Path
     receipt: Path
+    record: Path
+    benchmark: Path
 
 
 @dataclass(frozen=True)
@@ -58,37 +78,60 @@ class DiagnosisInput:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Every artifact that the report shows."""
+    """Every artifact that the report shows; what does not exist is reported as missing.
+
+    `audit` is None where the study names no published figures.
+    """
 
     accuracy: Path
     comparisons: Path
+    robustness: Path
     claims: Path
+    audit: Path | None
+    test_problems: Path
     runs: tuple[RunInput, ...]
-    evaluation_receipts: tuple[EvaluationReceiptInput, ...]
+    evaluations: tuple[EvaluatedInput, ...]
     diagnoses: tuple[DiagnosisInput, ...]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, read."""
+    """One training run, read. `cost` is None where its job left no measurement."""
 
-    model: str
-    arm: str
-    seed: int
+    source: RunInput
     metrics: pl.DataFrame
     receipt: Receipt
     record: RunRecord
+    cost: Cost | None
+
+    @property
+    def model(self) -> str:
+        """The model role."""
+        return self.source.model
+
+    @property
+    def arm(self) -> str:
+        """The arm's id."""
+        return self.source.arm
+
+    @property
+    def seed(self) -> int:
+        """The training seed."""
+        return self.source.seed
 
 
 @dataclass(frozen=True)
-class EvaluatedCheckpoint:
-    """The receipts of one evaluated checkpoint, read."""
+class Evaluated:
+    """The receipts and the record of one evaluated checkpoint, read; its table stays on disk until it is needed."""
 
-    model: str
-    arm: str
-    seed: int
-    step: int
+    source: EvaluatedInput
     receipts: EvaluationReceipts
+    record: RunRecord
+    cost: Cost | None
+
+    def answers(self) -> pl.DataFrame:
+        """Every response to every question; DataError for a malformed file."""
+        return read_table(self.source.table, EvaluationTable)
 
 
 @dataclass(frozen=True)
@@ -104,39 +147,135 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Every artifact that the report shows, read and validated."""
+    """Every artifact that exists, read and validated; tables and claims that do not exist are empty.
+
+    `missing` holds the files that a complete study has and this one has not; `missing_runs`, `missing_evaluations` and
+    `missing_diagnoses` are what they belong to.
+    """
 
     accuracy: pl.DataFrame
     comparisons: pl.DataFrame
+    robustness: pl.DataFrame
     claims: ClaimsFile
+    audit: AuditFile | None
+    test_problems: pl.DataFrame
     runs: tuple[Run, ...]
-    evaluations: tuple[EvaluatedCheckpoint, ...]
+    evaluations: tuple[Evaluated, ...]
     diagnoses: tuple[Diagnosis, ...]
+    missing: tuple[Path, ...]
+    missing_runs: tuple[RunInput, ...]
+    missing_evaluations: tuple[EvaluatedInput, ...]
+    missing_diagnoses: tuple[DiagnosisInput, ...]
+
+
+def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
+    """Return the paths of every artifact of a study, below `root` (the folder that the study runs in)."""
+    results = root / plan.results
+
+    def run_input(model: str, arm: str, seed: int) -> RunInput:
+        folder = results / "runs" / model / arm / f"seed{seed}"
+        return RunInput(
+            model=model,
+            arm=arm,
+            seed=seed,
+            metrics=folder / "metrics.parquet",
+            receipt=folder / "receipt.json",
+            record=folder / "run.json",
+            benchmark=results / "benchmarks" / "train" / f"{model}_{arm}_seed{seed}.tsv",
+        )
+
+    def evaluated_input(model: str, arm: str, seed: int, step: int) -> EvaluatedInput:
+        folder = results / "eval" / model / arm / f"seed{seed}"
+        return EvaluatedInput(
+            model=model,
+            arm=arm,
+            seed=seed,
+            step=step,
+            table=folder / f"step{step}.parquet",
+            receipt=folder / f"step{step}.receipt.json",
+            record=folder / f"step{step}.run.json",
+            benchmark=results / "benchmarks" / "evaluate" / f"{model}_{arm}_seed{seed}_step{step}.tsv",
+        )
+
+    def diagnosis_input(model: str, machine: str) -> DiagnosisInput:
+        folder = results / "srdd" / model / machine
+        return DiagnosisInput(
+            model, machine, folder / "layers.parquet", folder / "verdict.json", folder / sigmas_name("published")
+        )
+
+    return ReportInputs(
+        accuracy=results / "accuracy.parquet",
+        comparisons=results / "comparisons.parquet",
+        robustness=results / "robustness.parquet",
+        claims=results / "claims.json",
+        audit=results / "audit.json" if plan.study.config.statistics.published else None,
+        test_problems=results / "data" / "test.parquet",
+        runs=tuple(run_input(*run) for run in plan.runs()),
+        evaluations=tuple(evaluated_input(*one) for one in plan.evaluations()),
+        diagnoses=tuple(diagnosis_input(*one) for one in plan.diagnoses()),
+    )
 
 
 def read_inputs(inputs: ReportInputs) -> ReportData:
-    """Read and validate all artifacts; DataError names the first file that is missing or malformed."""
+    """Read and validate every artifact that exists; DataError names the first one that is malformed."""
+    missing: list[Path] = []
+
+    def read(paths: Sequence[Path], reader: Callable[[], Content]) -> Content | None:
+        absent = [path for path in paths if not path.exists()]
+        missing.extend(absent)
+        return None if absent else reader()
+
+    def table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
+        found = read([path], lambda: read_table(path, schema))
+        return _empty(schema) if found is None else found
+
+    def json(path: Path, model: type[Json]) -> Json | None:
+        return read([path], lambda: read_json(path, model))
+
+    runs = [(one, read([one.metrics, one.receipt, one.record], partial(_read_run, one))) for one in inputs.runs]
+    evaluations = [
+        (one, read([one.table, one.receipt, one.record], partial(_read_evaluated, one))) for one in inputs.evaluations
+    ]
+    diagnoses = [
+        (one, read([one.layers, one.verdict, one.sigmas], partial(_read_diagnosis, one))) for one in inputs.diagnoses
+    ]
     return ReportData(
-        accuracy=read_table(inputs.accuracy, AccuracyTable),
-        comparisons=read_table(inputs.comparisons, ComparisonTable),
-        claims=read_json(inputs.claims, ClaimsFile),
-        runs=tuple(_read_run(run) for run in inputs.runs),
-        evaluations=tuple(
-            EvaluatedCheckpoint(one.model, one.arm, one.seed, one.step, read_json(one.receipt, EvaluationReceipts))
-            for one in inputs.evaluation_receipts
-        ),
-        diagnoses=tuple(_read_diagnosis(one) for one in inputs.diagnoses),
+        accuracy=table(inputs.accuracy, AccuracyTable),
+        comparisons=table(inputs.comparisons, ComparisonTable),
+        robustness=table(inputs.robustness, RobustnessTable),
+        claims=json(inputs.claims, ClaimsFile) or _NO_CLAIMS,
+        audit=json(inputs.audit, AuditFile) if inputs.audit else None,
+        test_problems=table(inputs.test_problems, ProblemTable),
+        runs=tuple(run for _, run in runs if run),
+        evaluations=tuple(evaluated for _, evaluated in evaluations if evaluated),
+        diagnoses=tuple(diagnosis for _, diagnosis in diagnoses if diagnosis),
+        missing=tuple(missing),
+        missing_runs=tuple(one for one, run in runs if not run),
+        missing_evaluations=tuple(one for one, evaluated in evaluations if not evaluated),
+        missing_diagnoses=tuple(one for one, diagnosis in diagnoses if not diagnosis),
     )
+
+
+def _empty(schema: type[pa.DataFrameModel]) -> pl.DataFrame:
+    return pl.DataFrame(schema={name: column.dtype.type for name, column in schema.to_schema().columns.items()})
 
 
 def _read_run(run: RunInput) -> Run:
     return Run(
-        model=run.model,
-        arm=run.arm,
-        seed=run.seed,
+        source=run,
         metrics=read_table(run.metrics, TrainingMetrics),
         receipt=read_json(run.receipt, Receipt),
         record=read_json(run.record, RunRecord),
+        cost=read_cost(run.benchmark),
+    )
+
+
+def _read_evaluated(one: EvaluatedInput) -> Evaluated:
+    return Evaluated(
+        source=one,
+        receipts=read_json(one.receipt, EvaluationReceipts),
+        record=read_json(one.record, RunRecord),
+        cost=read_cost(one.benchmark),
     )
 
 

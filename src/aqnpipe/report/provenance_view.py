@@ -3,39 +3,66 @@
 import json
 from collections.abc import Sequence
 
+from aqnpipe.artifacts import RunRecord
 from aqnpipe.config.study import Study
-from aqnpipe.report.inputs import Run
-from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.inputs import Evaluated, ReportData, Run
+from aqnpipe.report.tables import Row, RunLink, Table
+from aqnpipe.report.words import Words
 
 SHORT_DIGEST = 12
 
 
-def provenance_table(runs: Sequence[Run]) -> Table:
+def run_links(runs: Sequence[Run]) -> RunLink:
+    """Return the function from (model, arm, seed) to the anchor of the run in the table of provenance; "" if none."""
+    anchors = {(run.model, run.arm, run.seed): f"run-{number}" for number, run in enumerate(runs, start=1)}
+    return lambda model, arm, seed: anchors.get((model, arm, seed), "")
+
+
+def run_table(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """One row per training run."""
     rows = tuple(
         Row(
-            (
-                f"{run.model}/{run.arm} seed {run.seed}",
-                run.record.device,
-                run.record.code_digest[:SHORT_DIGEST],
-                ", ".join(f"{name} {digest[:SHORT_DIGEST]}" for name, digest in run.record.inputs_sha256.items()),
-            )
+            (str(run.source.record), *_record_cells(run.record)),
+            anchor=run_link(run.model, run.arm, run.seed),
         )
         for run in runs
     )
-    return Table("Training runs", ("run", "device", "code digest", "inputs, sha256"), rows, 4)
+    return Table("provenance-runs", words("provenance.runs"), _headers(words), rows, 4)
 
 
-def version_table(runs: Sequence[Run]) -> Table:
-    """Versions of the libraries; more than one per cell where runs differ."""
-    names = sorted({name for run in runs for name in run.record.versions})
+def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
+    """One row per evaluated checkpoint; each leads to the run that trained it."""
     rows = tuple(
-        Row((name, ", ".join(sorted({run.record.versions.get(name, "not recorded") for run in runs}))))
+        Row(
+            (str(one.source.record), *_record_cells(one.record)),
+            link=run_link(one.source.model, one.source.arm, one.source.seed),
+        )
+        for one in evaluations
+    )
+    return Table("provenance-evaluations", words("provenance.evaluations"), _headers(words), rows, 4)
+
+
+def version_table(data: ReportData, words: Words) -> Table:
+    """Versions of the libraries; more than one per cell where jobs differ."""
+    records = [*(run.record for run in data.runs), *(one.record for one in data.evaluations)]
+    names = sorted({name for record in records for name in record.versions})
+    rows = tuple(
+        Row((name, ", ".join(sorted({record.versions.get(name, words("provenance.unknown")) for record in records}))))
         for name in names
     )
-    return Table("Versions", ("library", "version"), rows, 2)
+    headers = (words("column.library"), words("column.version"))
+    return Table("versions", words("provenance.versions"), headers, rows, 2)
 
 
 def study_text(study: Study) -> str:
     """The resolved study with its arms, as indented JSON."""
     return json.dumps(study.model_dump(mode="json"), indent=1, ensure_ascii=False)
+
+
+def _headers(words: Words) -> tuple[str, ...]:
+    return tuple(words(f"column.{name}") for name in ("record", "device", "code", "inputs"))
+
+
+def _record_cells(record: RunRecord) -> tuple[str, str, str]:
+    inputs = ", ".join(f"{name} {digest[:SHORT_DIGEST]}" for name, digest in record.inputs_sha256.items())
+    return record.device, record.code_digest[:SHORT_DIGEST], inputs

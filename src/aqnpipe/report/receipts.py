@@ -3,13 +3,25 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from aqnpipe.noise.receipt import Receipt
+from aqnpipe.config.noise import (
+    FakeQuantization,
+    MantissaTruncation,
+    ModuleNoise,
+    OperatorNoise,
+    Phase,
+    RelativeGaussian,
+    ScaledError,
+)
+from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt
 from aqnpipe.report import numbers
-from aqnpipe.report.inputs import EvaluatedCheckpoint, Run
-from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.inputs import Evaluated, Run
+from aqnpipe.report.tables import Row, RunLink, Table
+from aqnpipe.report.words import Words
 
-IN_ORDER, REFUSED = "in order", "refused"
+_SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in get_args(ScaledError))
+"""Errors whose measured size should equal the one asked for; the others round, within a bound."""
 
 
 @dataclass(frozen=True)
@@ -22,146 +34,181 @@ class RunReceipt:
     problems: tuple[str, ...]
 
 
-def run_receipts(runs: Sequence[Run]) -> list[RunReceipt]:
+def run_receipts(runs: Sequence[Run], words: Words) -> list[RunReceipt]:
     """Return what the receipt of every run says, phase by phase."""
-    return [
-        RunReceipt(
-            name=f"{run.arm} seed {run.seed}",
-            phases=_phase_table(run.receipt),
-            syncs=_sync_text(run.receipt),
-            problems=tuple(run.receipt.problems()),
-        )
-        for run in runs
-    ]
+    return [_run_receipt(run, words) for run in runs]
 
 
-def run_overview(runs: Sequence[Run]) -> Table:
+def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """One row per run: operator noise and AQN, asked and measured."""
-    headers = (
-        "run",
-        "receipt",
-        "operator noise asked",
-        "measured",
-        "off by %",
-        "sampling error %",
-        "AQN syncs",
-        "sigma asked",
-        "measured / asked",
-        "weights restored",
+    names = (
+        *("run", "receipt", "noise_asked", "noise_measured", "off_by", "sampling_error", "elements"),
+        *("syncs", "sigma_asked", "sigma_ratio", "restored"),
     )
-    return Table("Receipts of the training runs", headers, tuple(_overview_row(run) for run in runs), 2)
+    rows = tuple(_overview_row(run, words, run_link) for run in runs)
+    return Table("receipts", words("receipts.runs"), tuple(words(f"column.{name}") for name in names), rows, 2)
 
 
-def evaluation_overview(evaluations: Sequence[EvaluatedCheckpoint]) -> Table:
+def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
     """One row per evaluated checkpoint and noise level, noise seeds pooled."""
-    rows = []
-    for one in evaluations:
-        for level in sorted({each.noise_level for each in one.receipts.passes}):
-            passes = [each for each in one.receipts.passes if each.noise_level == level]
-            problems = [problem for each in passes for problem in each.problems()]
-            measured, elements = _pooled([each.receipt for each in passes])
-            rows.append(
-                Row(
-                    (
-                        f"{one.arm} seed {one.seed} step {one.step}",
-                        REFUSED if problems else IN_ORDER,
-                        numbers.scale(level),
-                        numbers.scale(measured) if elements else _witness_text([each.receipt for each in passes]),
-                        _deviation(measured, level) if elements else numbers.MISSING,
-                        _sampling_error(elements),
-                        numbers.count(elements) if elements else numbers.MISSING,
-                    ),
-                    alert=bool(problems),
-                )
-            )
-    headers = ("checkpoint", "receipt", "asked", "measured", "off by %", "sampling error %", "elements measured")
-    return Table("Receipts of the evaluations", headers, tuple(rows), 2)
+    names = ("checkpoint", "receipt", "noise_asked", "noise_measured", "off_by", "sampling_error", "elements")
+    rows = tuple(row for one in evaluations for row in _evaluation_rows(one, words, run_link))
+    headers = tuple(words(f"column.{name}") for name in names)
+    return Table("evaluation-receipts", words("receipts.evaluations"), headers, rows, 2)
 
 
-def evaluation_problems(evaluations: Sequence[EvaluatedCheckpoint]) -> list[str]:
+def evaluation_problems(evaluations: Sequence[Evaluated], words: Words) -> list[str]:
     """Return every problem of every evaluation receipt, named."""
-    return [
-        f"{one.arm} seed {one.seed} step {one.step}: {problem}"
-        for one in evaluations
-        for problem in one.receipts.problems()
-    ]
+    return [f"{_checkpoint(one, words)}: {problem}" for one in evaluations for problem in one.receipts.problems()]
 
 
-def _overview_row(run: Run) -> Row:
+def _run_receipt(run: Run, words: Words) -> RunReceipt:
+    return RunReceipt(
+        name=words("run.name", arm=run.arm, seed=run.seed),
+        phases=_phase_table(run.receipt, words),
+        syncs=_sync_text(run.receipt, words),
+        problems=tuple(run.receipt.problems()),
+    )
+
+
+def _checkpoint(one: Evaluated, words: Words) -> str:
+    return words("checkpoint.name", arm=one.source.arm, seed=one.source.seed, step=one.source.step)
+
+
+def _evaluation_rows(one: Evaluated, words: Words, run_link: RunLink) -> list[Row]:
+    rows = []
+    for level in sorted({each.noise_level for each in one.receipts.passes}):
+        passes = [each for each in one.receipts.passes if each.noise_level == level]
+        problems = [problem for each in passes for problem in each.problems()]
+        pooled = [each.receipt for each in passes]
+        cells = (
+            _checkpoint(one, words),
+            _state(problems, words),
+            _asked_text([passes[0].receipt.operator_noise], words),
+            *_measured_cells([cell for receipt in pooled for cell in receipt.cells], pooled, words),
+        )
+        link = run_link(one.source.model, one.source.arm, one.source.seed)
+        rows.append(Row(cells, alert=bool(problems), link=link))
+    return rows
+
+
+def _overview_row(run: Run, words: Words, run_link: RunLink) -> Row:
     receipt, problems = run.receipt, run.receipt.problems()
-    asked = receipt.operator_noise.relative_scale if receipt.operator_noise else 0.0
-    measured, elements = _pooled([receipt])
     syncs = receipt.weight_syncs
     restored = all(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
     sigmas = [sync.sigma_asked for sync in syncs]
-    return Row(
-        (
-            f"{run.arm} seed {run.seed}",
-            REFUSED if problems else IN_ORDER,
-            numbers.scale(asked) if asked else "none",
-            numbers.scale(measured) if elements else _witness_text([receipt]),
-            _deviation(measured, asked) if elements and asked else numbers.MISSING,
-            _sampling_error(elements),
-            str(len(syncs)) if syncs else "none",
-            f"{min(sigmas):.3g} to {max(sigmas):.3g}" if syncs else numbers.MISSING,
-            _sync_ratio(receipt),
-            ("yes" if restored else "NO") if syncs else numbers.MISSING,
-        ),
-        alert=bool(problems),
+    cells = (
+        words("run.name", arm=run.arm, seed=run.seed),
+        _state(problems, words),
+        _asked_text([receipt.operator_noise, receipt.module_noise], words),
+        *_measured_cells(receipt.cells, [receipt], words),
+        str(len(syncs)) if syncs else words("receipts.none"),
+        words("span", low=f"{min(sigmas):.3g}", high=f"{max(sigmas):.3g}") if syncs else numbers.MISSING,
+        _sync_ratio(receipt),
+        words("yes" if restored else "no") if syncs else numbers.MISSING,
+    )
+    return Row(cells, alert=bool(problems), link=run_link(run.model, run.arm, run.seed))
+
+
+def _phase_table(receipt: Receipt, words: Words) -> Table:
+    rows = tuple(_phase_row(receipt, record, words) for record in receipt.phases)
+    names = (
+        *("phase", "noise_asked", "noise_measured", "off_by", "sampling_error", "elements"),
+        *("noised_calls", "noised_share", "witness"),
+    )
+    headers = tuple(words(f"column.{name}") for name in names)
+    return Table("phases", words("receipts.phases"), headers, rows)
+
+
+def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> Row:
+    asked = _asked_in(receipt, record.phase)
+    measured = [cell for cell in receipt.cells if cell.phase == record.phase]
+    key, seen = ("scale", record.witness_scale) if asked else ("difference", record.witness_difference)
+    witness = words(f"receipts.witness.{key}", value=f"{seen:.4g}", elements=numbers.count(record.witnessed_elements))
+    cells = (
+        record.phase.replace("_", " "),
+        _asked_text(asked, words),
+        *_measured_cells(measured, [], words),
+        numbers.count(record.noised_calls),
+        numbers.percent(record.noised_share),
+        witness if record.witnessed_elements else numbers.MISSING,
+    )
+    unasked = not asked and bool(record.noised_calls)
+    return Row(cells, alert=bool(record.escaped) or unasked or bool(asked and not measured))
+
+
+def _asked_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNoise]:
+    noises = (receipt.operator_noise, receipt.module_noise)
+    return [noise for noise in noises if noise and noise.is_active and phase in noise.phases]
+
+
+def _asked_text(noises: Sequence[OperatorNoise | ModuleNoise | None], words: Words) -> str:
+    """The errors asked for: a bare number is a relative scale, everything else is named."""
+    return ", ".join(_error_text(noise) for noise in noises if noise and noise.is_active) or words("receipts.none")
+
+
+def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
+    error = noise.error
+    where = "" if isinstance(noise, OperatorNoise) else f"{noise.point} of {noise.modules}: "
+    match error:
+        case RelativeGaussian():
+            return where + numbers.scale(error.scale)
+        case MantissaTruncation():
+            return f"{where}{error.kind.replace('_', ' ')}, {error.mantissa_bits} bits"
+        case FakeQuantization():
+            return f"{where}{error.kind.replace('_', ' ')}, {error.format}"
+        case _:
+            return f"{where}{error.kind.replace('_', ' ')} {numbers.scale(error.scale)}"
+
+
+def _measured_cells(cells: Sequence[NoiseCell], witnesses: Sequence[Receipt], words: Words) -> tuple[str, ...]:
+    """(size measured, off by %, sampling error %, elements); operators and modules are pooled apart where both are.
+
+    Where nothing was noised, the receipts of `witnesses` say how far outputs differ from bare torch.
+    """
+    parts = [
+        [cell for cell in cells if cell.is_module == module and cell.measured_elements] for module in (False, True)
+    ]
+    sizes = [numbers.scale(_root_mean_square(part, relative=False)) for part in parts if part]
+    measured = [cell for part in parts for cell in part]
+    if not measured:
+        size = _witness_text(witnesses, words) if witnesses else words("receipts.none")
+        return size, numbers.MISSING, numbers.MISSING, numbers.MISSING
+    elements = sum(cell.measured_elements for cell in measured)
+    exact = [cell for cell in measured if cell.error in _SCALED_KINDS and cell.asked]
+    return (
+        ", ".join(sizes),
+        f"{100 * (_root_mean_square(exact, relative=True) - 1):+.2f}".replace("-", "−") if exact else numbers.MISSING,
+        f"{100 / math.sqrt(2 * elements):.2f}",
+        numbers.count(elements),
     )
 
 
-def _phase_table(receipt: Receipt) -> Table:
-    rows = []
-    for record in receipt.phases:
-        asked = receipt.asked_scale(record.phase)
-        measured, elements = receipt.measured_scale(record.phase)
-        seen = f"scale {record.witness_scale:.4g}" if asked else f"difference {record.witness_difference:.3g}"
-        witness = f"{seen} in {record.witnessed_elements:,}" if record.witnessed_elements else numbers.MISSING
-        rows.append(
-            Row(
-                (
-                    record.phase.replace("_", " "),
-                    numbers.scale(asked) if asked else "none",
-                    numbers.scale(measured) if elements else "none",
-                    _deviation(measured, asked) if elements and asked else numbers.MISSING,
-                    _sampling_error(elements),
-                    numbers.count(elements) if elements else numbers.MISSING,
-                    numbers.count(record.noised_calls),
-                    witness,
-                ),
-                alert=bool(record.escaped)
-                or (asked == 0 and bool(record.noised_calls))
-                or bool(asked and not elements),
-            )
-        )
-    headers = (
-        "phase",
-        "asked",
-        "measured",
-        "off by %",
-        "sampling error %",
-        "elements measured",
-        "calls noised",
-        "against bare torch, in elements compared",
+def _root_mean_square(cells: Sequence[NoiseCell], *, relative: bool) -> float:
+    """Root mean square of what was measured, over all elements; `relative` to what was asked of each cell."""
+    squares = sum(
+        ((cell.measured or 0.0) / (cell.asked if relative else 1.0)) ** 2 * cell.measured_elements for cell in cells
     )
-    return Table("Operator noise by phase", headers, tuple(rows))
+    return math.sqrt(squares / sum(cell.measured_elements for cell in cells))
 
 
-def _sync_text(receipt: Receipt) -> str:
+def _state(problems: Sequence[str], words: Words) -> str:
+    return words("receipts.refused" if problems else "receipts.in_order")
+
+
+def _sync_text(receipt: Receipt, words: Words) -> str:
     syncs = receipt.weight_syncs
     if not syncs:
-        return "No AQN noise was added." if receipt.weight_noise is None else "AQN was asked for, no sync happened."
+        return words("receipts.no_aqn" if receipt.aqn is None else "receipts.no_sync")
     noisy = [sync for sync in syncs if sync.sigma_asked > 0]
     restored = sum(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
-    first = (
-        f"{len(syncs)} weight syncs on {syncs[0].norms} of {receipt.num_norms} norms, {len(noisy)} of them with noise"
-    )
+    parts = [words("receipts.syncs", syncs=len(syncs), targets=syncs[0].targets, noisy=len(noisy))]
     if noisy:
         # The most deviant sync, in standard errors of the mean square of its elements (2/n for Gaussian noise).
         worst = max(abs(sync.squared_error_ratio - 1) / math.sqrt(2 / sync.elements) for sync in noisy)
-        first += f"; measured over asked {_sync_ratio(receipt)}, the worst single sync {worst:.1f} standard errors off"
-    return f"AQN: {first}. Clean weights restored bit for bit after {restored} of {len(syncs)}."
+        parts.append(words("receipts.sync_ratio", ratio=_sync_ratio(receipt), worst=f"{worst:.1f}"))
+    parts.append(words("receipts.restored", restored=restored, syncs=len(syncs)))
+    return " ".join(parts)
 
 
 def _sync_ratio(receipt: Receipt) -> str:
@@ -173,24 +220,6 @@ def _sync_ratio(receipt: Receipt) -> str:
     return f"{math.sqrt(sum(sync.squared_error_ratio * sync.elements for sync in noisy) / elements):.4f}"
 
 
-def _pooled(receipts: Sequence[Receipt]) -> tuple[float, int]:
-    """(root mean square relative error, elements) over all cells of all phases."""
-    cells = [cell for receipt in receipts for cell in receipt.cells if cell.measured is not None]
-    elements = sum(cell.measured_elements for cell in cells)
-    if not elements:
-        return 0.0, 0
-    squares = sum(cell.measured**2 * cell.measured_elements for cell in cells if cell.measured is not None)
-    return math.sqrt(squares / elements), elements
-
-
-def _witness_text(receipts: Sequence[Receipt]) -> str:
+def _witness_text(receipts: Sequence[Receipt], words: Words) -> str:
     difference = max((record.witness_difference for one in receipts for record in one.phases), default=0.0)
-    return "exactly none" if difference == 0 else f"differs by {difference:.3g}"
-
-
-def _deviation(measured: float, asked: float) -> str:
-    return f"{100 * (measured / asked - 1):+.2f}".replace("-", "−")
-
-
-def _sampling_error(elements: int) -> str:
-    return f"{100 / math.sqrt(2 * elements):.2f}" if elements else numbers.MISSING
+    return words("receipts.exactly_none") if difference == 0 else words("receipts.differs", value=f"{difference:.3g}")

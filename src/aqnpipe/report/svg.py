@@ -7,6 +7,8 @@ import altair as alt
 import vl_convert
 from markupsafe import Markup, escape
 
+from aqnpipe.report.text import visible
+
 NUM_SERIES = 8
 INK, MUTED, GRID, CARD, CONTEXT = "#fe0200", "#fe0201", "#fe0202", "#fe0203", "#fe0204"
 _PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", CARD: "--card", CONTEXT: "--context"}
@@ -34,14 +36,25 @@ def series_colour(index: int) -> str:
 
 def series_dash(index: int) -> list[int]:
     """Return the dash pattern of series `index`, so that colour is never the only difference."""
-    return _DASHES[(index - 1) % len(_DASHES)] if index else _DASHES[2]
+    round_of_palette = (index - 1) // NUM_SERIES
+    return _DASHES[(index - 1 + round_of_palette) % len(_DASHES)] if index else _DASHES[2]
 
 
 def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
     """Render `chart` as an inline SVG element named `label`; the same chart gives the same bytes."""
-    spec: dict[str, Any] = chart.to_dict()
+    # The renderer cannot take every character (it aborts on NUL), so texts are made visible before it sees them.
+    # Altair's own check against the schema would take a fifth of the time; the renderer refuses a wrong chart too.
+    spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
     spec["config"] = _config()
     return _fit_for_page(vl_convert.vegalite_to_svg(spec), label)
+
+
+def _visible_texts(part: Any) -> Any:
+    if isinstance(part, str):
+        return visible(part)
+    if isinstance(part, dict):
+        return {key: _visible_texts(value) for key, value in part.items()}
+    return [_visible_texts(value) for value in part] if isinstance(part, list) else part
 
 
 def _fit_for_page(svg: str, label: str) -> Markup:
@@ -49,7 +62,7 @@ def _fit_for_page(svg: str, label: str) -> Markup:
     view_box = _ROOT.search(svg)
     if view_box is None:
         raise ValueError("the renderer returned no SVG element with a viewBox")
-    root = f'<svg viewBox="{view_box.group(1)}" role="img" aria-label="{escape(label)}">'
+    root = f'<svg viewBox="{view_box.group(1)}" role="img" aria-label="{escape(visible(label))}">'
     body = _EMPTY_PATHS.sub("", _TAG.sub(lambda tag: _slim_tag(tag.group()), svg[view_box.end() :]))
     return Markup(root + body)  # noqa: S704 - Vega escapes texts and attributes; hostile strings are tested
 

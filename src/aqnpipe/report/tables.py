@@ -1,28 +1,34 @@
 """Tables of the report as plain text cells; the template only lays them out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import polars as pl
 
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis, Run
+from aqnpipe.report.words import Words
 
+MAX_CURVE_CELLS = 4000
 MAX_CURVE_ROWS = 60
 
 
 @dataclass(frozen=True)
 class Row:
-    """Cells of one line; `alert` marks what went wrong."""
+    """Cells of one line; `alert` marks what went wrong, `link` is where the first cell leads, `anchor` its own name."""
 
     cells: tuple[str, ...]
     alert: bool = False
+    link: str = ""
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the first `num_text_columns` columns are text, the rest numbers."""
+    """A table: the first `num_text_columns` columns are text, the rest numbers. `name` tells tests which one it is."""
 
+    name: str
     caption: str
     headers: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -31,158 +37,231 @@ class Table:
 
 
 @dataclass(frozen=True)
+class PanelGroup:
+    """Panels that share a legend."""
+
+    panels: Sequence[object]
+    legend: Sequence[object] = field(default=())
+
+
+@dataclass(frozen=True)
 class Figure:
     """What a set of panels shows, and the numbers behind it."""
 
     caption: str
-    panels: Sequence[object]
+    groups: tuple[PanelGroup, ...]
     tables: tuple[Table, ...]
-    legend: Sequence[object] = field(default=())
 
 
-def accuracy_table(accuracy: pl.DataFrame) -> Table:
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+"""Key of the header in the catalogue, and the cell of a row of the artifact."""
+
+RunLink = Callable[[str, str, int], str]
+"""(model, arm, seed) -> the anchor of the run that a number comes from."""
+
+
+def table_of(
+    name: str,
+    caption: str,
+    columns: Sequence[Column],
+    table: pl.DataFrame,
+    words: Words,
+    *,
+    num_text_columns: int = 1,
+    note: str = "",
+    alert: Callable[[Mapping[str, Any]], bool] = lambda row: False,
+    link: Callable[[Mapping[str, Any]], str] = lambda row: "",
+) -> Table:
+    """Return `table` with a column per entry of `columns`."""
+    rows = tuple(
+        Row(tuple(cell(row) for _, cell in columns), alert(row), link(row)) for row in table.iter_rows(named=True)
+    )
+    return Table(name, caption, tuple(words(f"column.{key}") for key, _ in columns), rows, num_text_columns, note)
+
+
+def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> Table:
     """Every evaluated checkpoint at every level."""
-    rows = tuple(
-        Row(
-            (
-                row["arm"],
-                str(row["seed"]),
-                str(row["step"]),
-                numbers.noise_level(row["noise_level"]),
-                numbers.percent(row["accuracy"]),
-                f"{numbers.percent(row['ci_low'])} to {numbers.percent(row['ci_high'])}",
-                numbers.percent(row["accuracy_strict"]),
-                numbers.percent(row["accuracy_last_number"]),
-                numbers.percent(row["truncated_fraction"]),
-                numbers.percent(row["parse_failure_fraction"]),
-                numbers.count(row["num_questions"]),
-                str(row["num_noise_seeds"]),
-            )
-        )
-        for row in accuracy.iter_rows(named=True)
+    columns: list[Column] = [
+        ("arm", lambda row: row["arm"]),
+        ("seed", lambda row: str(row["seed"])),
+        ("step", lambda row: str(row["step"])),
+        ("noise", lambda row: numbers.noise_level(row["noise_level"])),
+        ("accuracy", lambda row: numbers.percent(row["accuracy"])),
+        ("interval", lambda row: numbers.span(row["ci_low"], row["ci_high"], words, numbers.percent)),
+        ("strict", lambda row: numbers.percent(row["accuracy_strict"])),
+        ("last_number", lambda row: numbers.percent(row["accuracy_last_number"])),
+        ("truncated", lambda row: numbers.percent(row["truncated_fraction"])),
+        ("no_answer", lambda row: numbers.percent(row["parse_failure_fraction"])),
+        ("questions", lambda row: numbers.count(row["num_questions"])),
+        ("noise_seeds", lambda row: str(row["num_noise_seeds"])),
+    ]
+    return table_of(
+        "accuracy",
+        words("accuracy.table"),
+        columns,
+        accuracy,
+        words,
+        link=lambda row: run_link(row["model"], row["arm"], row["seed"]),
     )
-    headers = (
-        "arm",
-        "seed",
-        "step",
-        "noise",
-        "accuracy %",
-        "interval",
-        "#### %",
-        "last number %",
-        "cut off %",
-        "no answer %",
-        "questions",
-        "noise seeds",
-    )
-    return Table("Accuracy of every checkpoint at every noise level", headers, rows)
 
 
-def comparison_table(comparisons: pl.DataFrame, labels: dict[str, str]) -> Table:
-    """All declared comparisons with what their verdicts rest on; methods are numbered and named below the table."""
+def mean_accuracy(last: pl.DataFrame) -> pl.DataFrame:
+    """Mean, lowest and highest accuracy over the seeds of every arm and level, in the order of `last`."""
+    return last.group_by("model", "arm", "noise_level", maintain_order=True).agg(
+        pl.col("accuracy").mean().alias("mean"),
+        pl.col("accuracy").min().alias("lowest"),
+        pl.col("accuracy").max().alias("highest"),
+        pl.len().alias("num_seeds"),
+    )
+
+
+def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
+    """Accuracy of every arm at every level, over its seeds."""
+    columns: list[Column] = [
+        ("arm", lambda row: row["arm"]),
+        ("noise", lambda row: numbers.noise_level(row["noise_level"])),
+        ("mean", lambda row: numbers.percent(row["mean"])),
+        ("lowest", lambda row: numbers.percent(row["lowest"])),
+        ("highest", lambda row: numbers.percent(row["highest"])),
+        ("seeds", lambda row: str(row["num_seeds"])),
+    ]
+    return table_of("robustness-means", words("robustness.means"), columns, mean_accuracy(last), words)
+
+
+def robustness_table(robustness: pl.DataFrame, level: str, words: Words) -> Table:
+    """Slope over noise and joint test over levels, by arm."""
+    columns: list[Column] = [
+        ("arm", lambda row: row["arm"]),
+        ("slope", lambda row: numbers.points(row["slope"])),
+        ("interval", lambda row: numbers.span(row["slope_ci_low"], row["slope_ci_high"], words, numbers.points)),
+        ("slope_p", lambda row: numbers.p_value(row["slope_p"])),
+        ("joint_p", lambda row: numbers.p_value(row["joint_p"])),
+        ("cochran_p", lambda row: numbers.p_value(row["cochran_q_p"])),
+        ("levels", lambda row: str(row["num_levels"])),
+        ("seeds", lambda row: str(row["num_seeds"])),
+        ("problem", lambda row: row["problem"] or numbers.MISSING),
+    ]
+    return table_of(
+        "robustness", words("robustness.table"), columns, robustness, words, note=words("robustness.note", level=level)
+    )
+
+
+def comparison_table(comparisons: pl.DataFrame, words: Words) -> Table:
+    """All comparisons with what their verdicts rest on."""
+    columns: list[Column] = [
+        ("comparison", lambda row: row["comparison_id"]),
+        ("verdict", lambda row: words(f"verdict.{row['verdict']}")),
+        ("test", lambda row: _test(row, words)),
+        ("treatment", lambda row: numbers.percent(row["treatment_accuracy"])),
+        ("control", lambda row: numbers.percent(row["control_accuracy"])),
+        ("difference", lambda row: numbers.points(row["difference"])),
+        ("interval", lambda row: _interval(row, "ci", words)),
+        ("p", lambda row: numbers.p_value(row["p_value"])),
+        ("p_holm", lambda row: numbers.p_value(row["p_holm"])),
+        ("detectable", lambda row: numbers.percent(row["minimum_detectable_difference"])),
+        ("seeds", lambda row: str(row["num_seeds"])),
+        ("questions", lambda row: numbers.count(row["num_questions"])),
+    ]
+    return table_of(
+        "comparisons",
+        words("comparisons.table"),
+        columns,
+        comparisons,
+        words,
+        num_text_columns=3,
+        alert=lambda row: row["verdict"] == "invalid",
+    )
+
+
+def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
+    """Other analyses of the comparisons, and what more it would take; methods are named below the table."""
     methods = list(dict.fromkeys(comparisons["method"]))
-    rows = tuple(
-        Row(
-            (
-                row["comparison_id"],
-                labels[row["verdict"]],
-                numbers.percent(row["treatment_accuracy"]),
-                numbers.percent(row["control_accuracy"]),
-                numbers.points(row["difference"]),
-                _interval(row["ci_low"], row["ci_high"]),
-                numbers.p_value(row["p_value"]),
-                numbers.p_value(row["p_holm"]),
-                numbers.percent(row["minimum_detectable_difference"]),
-                str(row["num_seeds"]),
-                numbers.count(row["num_questions"]),
-                str(methods.index(row["method"]) + 1),
-            ),
-            alert=row["verdict"] == "invalid",
-        )
-        for row in comparisons.iter_rows(named=True)
-    )
-    headers = (
-        "comparison",
-        "verdict",
-        "treatment %",
-        "control %",
-        "difference, points",
-        "interval",
-        "p",
-        "p, Holm",
-        "detectable, points",
-        "seeds",
-        "questions",
-        "method",
-    )
+    columns: list[Column] = [
+        ("comparison", lambda row: row["comparison_id"]),
+        ("family", lambda row: row["family"]),
+        ("bootstrap", lambda row: _interval(row, "bootstrap", words)),
+        ("p_seed_t", lambda row: numbers.p_value(row["p_seed_t"])),
+        ("p_permutation", lambda row: numbers.p_value(row["p_permutation"])),
+        ("seeds_needed", lambda row: numbers.count(row["seeds_needed"])),
+        ("questions_needed", lambda row: numbers.count(row["questions_needed"])),
+        ("interval_level", lambda row: numbers.confidence(row["interval_level"])),
+        ("method", lambda row: str(methods.index(row["method"]) + 1)),
+    ]
     note = "; ".join(f"{number}: {method}" for number, method in enumerate(methods, start=1))
-    return Table("Declared comparisons", headers, rows, num_text_columns=2, note=f"Methods: {note}." if note else "")
+    return table_of(
+        "checks",
+        words("comparisons.checks"),
+        columns,
+        comparisons,
+        words,
+        num_text_columns=2,
+        note=words("comparisons.methods", methods=note) if note else "",
+    )
 
 
-def curve_tables(runs: Sequence[Run]) -> tuple[Table, ...]:
+def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:
     """Training metrics, one table per metric: a row per step, a column per run."""
-    columns = {
-        "reward_mean": "Reward",
-        "kl": "KL, nats",
-        "validation_accuracy": "Validation accuracy, fraction",
-        "sigma_asked": "AQN sigma asked",
-        "sigma_measured": "AQN sigma measured",
-    }
-    return tuple(_curve_table(runs, column, title) for column, title in columns.items())
+    names = ("reward_mean", "kl", "validation_accuracy", "sigma_asked", "sigma_measured")
+    return tuple(_curve_table(runs, name, words) for name in names)
 
 
-def diagnosis_table(diagnoses: Sequence[Diagnosis]) -> Table:
+def diagnosis_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
     """Layer metrics and sigmas of every machine."""
+    columns: list[tuple[str, str]] = [
+        ("instability", "instability"),
+        ("jump_z", "instability_jump_z"),
+        ("gain", "gain"),
+        ("gain_z", "gain_z"),
+        ("kurtosis", "kurtosis"),
+        ("drop_z", "log_kurtosis_drop_z"),
+        ("zeros", "zero_share"),
+        ("at_maximum", "values_at_maximum"),
+        ("pile_up", "pile_up"),
+    ]
     rows = tuple(
         Row(
             (
                 one.machine,
-                row["role"].replace("_", " "),
                 str(row["layer"]),
-                numbers.metric(row["instability"]),
-                numbers.metric(row["instability_jump_z"]),
-                numbers.metric(row["gain"]),
-                numbers.metric(row["gain_z"]),
-                numbers.metric(row["kurtosis"]),
-                numbers.metric(row["log_kurtosis_drop_z"]),
-                numbers.metric(row["zero_share"]),
-                numbers.metric(row["values_at_maximum"]),
+                *(numbers.metric(row[column]) for _, column in columns),
                 numbers.scale(one.sigmas.aqn.layer_sigmas.get(row["layer"])),
-                one.sigmas.reasons.get(row["layer"], ""),
+                row["role"].replace("_", " "),
+                one.sigmas.reasons.get(row["layer"], numbers.MISSING),
             )
         )
         for one in diagnoses
         for row in one.layers.iter_rows(named=True)
     )
-    headers = (
-        "machine",
-        "role",
-        "layer",
-        "instability",
-        "jump z",
-        "gain",
-        "z",
-        "kurtosis",
-        "drop z",
-        "zeros",
-        "at maximum",
-        "sigma",
-        "why",
-    )
-    return Table("Layer metrics and sigmas", headers, rows, num_text_columns=2)
+    names = ("machine", "layer", *(name for name, _ in columns), "sigma", "role", "why")
+    headers = tuple(words(f"column.{name}") for name in names)
+    return Table("layers", words("diagnosis.table"), headers, rows)
 
 
-def _curve_table(runs: Sequence[Run], column: str, title: str) -> Table:
+def _curve_table(runs: Sequence[Run], column: str, words: Words) -> Table:
     steps = sorted({step for run in runs for step in run.metrics.filter(pl.col(column).is_not_null())["step"]})
-    stride = -(-len(steps) // MAX_CURVE_ROWS) if steps else 1
+    stride = curve_stride(len(steps), len(runs))
     values = [dict(run.metrics.select("step", column).iter_rows()) for run in runs]
     rows = tuple(
         Row((str(step), *(numbers.metric(column_of.get(step)) for column_of in values))) for step in steps[::stride]
     )
-    headers = ("step", *(f"{run.arm} seed {run.seed}" for run in runs))
-    note = f"Every {stride} steps; all are in metrics.parquet." if stride > 1 else ""
-    return Table(title, headers, rows, note=note)
+    headers = (
+        words("column.step"),
+        *(words("run.name", arm=run.arm, seed=run.seed) for run in runs),
+    )
+    note = words("training.stride", stride=stride) if stride > 1 else ""
+    return Table(f"curve-{column}", words(f"training.{column}"), headers, rows, num_text_columns=0, note=note)
 
 
-def _interval(low: float | None, high: float | None) -> str:
-    return numbers.MISSING if low is None or high is None else f"{numbers.points(low)} to {numbers.points(high)}"
+def curve_stride(num_steps: int, num_runs: int) -> int:
+    """Every how many steps a table of curves has a row, so that it stays readable."""
+    max_rows = min(MAX_CURVE_ROWS, max(MAX_CURVE_CELLS // max(num_runs, 1), 5))
+    return max(-(-num_steps // max_rows), 1)
+
+
+def _interval(row: Mapping[str, Any], name: str, words: Words) -> str:
+    return numbers.span(row[f"{name}_low"], row[f"{name}_high"], words, numbers.points)
+
+
+def _test(row: Mapping[str, Any], words: Words) -> str:
+    name = words(f"test.{row['test']}")
+    return name if row["margin"] is None else f"{name} ({numbers.percent(row['margin'])})"

@@ -1,97 +1,160 @@
-"""The answer of a study: claims as cards, and how sure it is. Everything follows from verdicts and numbers."""
+"""The answer of a study: claims with verdicts, and how sure it is. Everything follows from verdicts and numbers."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
 from aqnpipe.artifacts import Claim, ClaimsFile, Verdict
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.inputs import Diagnosis
+from aqnpipe.report.inputs import Diagnosis, ReportData
 from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.words import Words
 
-VERDICT_LABELS = {"supported": "supported", "refuted": "refuted", "not_shown": "not shown", "invalid": "invalid"}
+VERDICTS = ("supported", "refuted", "not_shown", "invalid")
 VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "not_shown": "?", "invalid": "!"}
 
-FEW_SEEDS = 5
-"""From this many seeds on the two-way analysis kept its error rate in simulations, see statistics/seeds.py."""
+_STRETCH = 2.5
+"""How many times the largest difference the common scale reaches at most; wider intervals are cut, with an arrow."""
+_SMALLEST_REACH = 0.02
+_TICK_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 _SHARED_NAMES = {"noise": "noise_or_spike", "spike": "noise_or_spike"}
 """Fault types that the published scans cannot tell apart, and their common name."""
 
 
 @dataclass(frozen=True)
+class Tick:
+    """A mark of the common scale: its position in percent of the width, and its label."""
+
+    position: float
+    label: str
+
+
+@dataclass(frozen=True)
 class Strip:
-    """An interval as a line: positions in percent of a width that all cards of the report share."""
+    """An interval as a line: positions in percent of the width that all strips share.
+
+    `band`: half width of the differences that would have been missed. `cut_low`, `cut_high`: the end lies outside.
+    """
 
     low: float
     middle: float
     high: float
-    zero: float
+    cut_low: bool
+    cut_high: bool
+    band: float
+    margins: tuple[float, ...]
     text: str
 
 
 @dataclass(frozen=True)
-class Card:
-    """One claim with its verdict."""
+class ClaimRow:
+    """One claim with its verdict, in the language of the study."""
 
     comparison_id: str
     claim: str
     verdict: str
-    label: str
     symbol: str
     sentence: str
+    difference: str
+    interval: str
     strip: Strip | None
+    paired: Table | None
 
 
-def cards(claims: ClaimsFile, comparisons: pl.DataFrame) -> list[Card]:
+@dataclass(frozen=True)
+class Answer:
+    """The first screen: verdicts on one scale, and how sure they are."""
+
+    rows: tuple[ClaimRow, ...]
+    ticks: tuple[Tick, ...]
+    limits: tuple[str, ...]
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether any strip shows a margin."""
+        return any(row.strip and row.strip.margins for row in self.rows)
+
+
+def answer(study: Study, data: ReportData, words: Words) -> Answer:
     """Return the claims in the study's order, each with its interval on a common scale."""
-    by_id = {row["comparison_id"]: row for row in comparisons.iter_rows(named=True)}
-    bounds = [abs(value) for row in by_id.values() for value in (row["ci_low"], row["ci_high"]) if value is not None]
-    reach = max(bounds, default=0.0)
-    return [_card(claim, by_id[claim.comparison_id], reach) for claim in claims.claims]
+    claims = data.claims
+    by_id = {row["comparison_id"]: row for row in data.comparisons.iter_rows(named=True)}
+    reach = _reach(list(by_id.values()))
+    return Answer(
+        rows=tuple(
+            _claim_row(claim, by_id.get(claim.comparison_id, {}), reach, claims, words) for claim in claims.claims
+        ),
+        ticks=_ticks(reach) if any(row["difference"] is not None for row in by_id.values()) else (),
+        limits=tuple(limits(study, claims, data.comparisons, words)),
+    )
 
 
-def summary(claims: ClaimsFile) -> str:
+def claim_text(claim: Claim, words: Words) -> str:
+    """The claim in the language of the study, where the study gives it in that language."""
+    return (words.language == "zh" and claim.claim_zh) or claim.claim
+
+
+def sentence_text(claim: Claim, words: Words) -> str:
+    """What the numbers say about the claim, in the language of the study."""
+    return claim.sentence_zh if words.language == "zh" else claim.sentence
+
+
+def summary(claims: ClaimsFile, words: Words) -> str:
     """Return the count of verdicts in one line."""
-    counts: Counter[str] = Counter(claim.verdict for claim in claims.claims)
-    parts = [f"{counts[verdict]} {label}" for verdict, label in VERDICT_LABELS.items() if counts[verdict]]
-    return f"Of {len(claims.claims)} claims: {', '.join(parts)}."
+    counts = Counter(str(claim.verdict) for claim in claims.claims)
+    parts = [
+        words("summary.part", count=counts[verdict], verdict=words(f"verdict.{verdict}"))
+        for verdict in VERDICTS
+        if counts[verdict]
+    ]
+    return words("summary.line", count=len(claims.claims), parts=words("summary.separator").join(parts))
 
 
-def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame) -> list[str]:
+def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> list[str]:
     """Return what the study cannot show, from its sizes and verdicts."""
-    counts = Counter(claim.verdict for claim in claims.claims)
+    counts = Counter(str(claim.verdict) for claim in claims.claims)
     settings, num_seeds = study.config.statistics, len(study.config.seeds)
     sentences = []
     if num_seeds == 1:
-        sentences.append("One training run per arm: differences between arms cannot be told from the luck of training.")
+        sentences.append(words("sure.one_seed"))
     between = comparisons.filter((pl.col("kind") == "arms") & pl.col("minimum_detectable_difference").is_not_null())
     if num_seeds > 1 and not between.is_empty():
-        low, high = (between["minimum_detectable_difference"].min(), between["minimum_detectable_difference"].max())
+        found = between["minimum_detectable_difference"]
         sentences.append(
-            f"With {num_seeds} seeds per arm, a true difference between arms had to reach "
-            f"{_range(float(low), float(high))} points to be found with {100 * settings.power:.0f}\u00a0% power."  # type: ignore[arg-type]
+            words(
+                "sure.detectable",
+                seeds=num_seeds,
+                range=_range(float(found.min()), float(found.max()), words),  # type: ignore[arg-type]
+                power=numbers.confidence(settings.power),
+            )
         )
     if counts["not_shown"]:
-        sentences.append("Not shown means that the data do not decide; it is no evidence that there is no effect.")
+        sentences.append(words("sure.not_shown"))
     if counts["invalid"]:
-        sentences.append("Invalid comparisons were not made; the reason stands with each.")
-    if 1 < num_seeds < FEW_SEEDS:
-        sentences.append(
-            f"With {num_seeds} seeds error rates are approximate: they rise to about twice the nominal "
-            "where the luck of training far outweighs the choice of questions."
+        sentences.append(words("sure.invalid"))
+    if claims.family_size:
+        families = ", ".join(f"{family.name} {family.size}" for family in claims.families)
+        sentences.append(words("sure.family", alpha=numbers.confidence(settings.alpha), families=families))
+    sentences += [
+        words(
+            f"sure.sham.{rate.kind}",
+            rejected=rate.rejected,
+            tests=rate.tests,
+            low=numbers.percent(rate.ci_low),
+            high=numbers.percent(rate.ci_high),
         )
-    sentences.append(
-        f"The chance of any false claim is kept at {100 * settings.alpha:.3g}\u00a0% "
-        f"(Holm over {claims.family_size} comparisons). Findings hold for these models, questions and settings."
-    )
+        for rate in claims.sham_rates
+    ]
     return sentences
 
 
-def seed_table(claim: Claim, level: float) -> Table:
+def paired_table(claim: Claim, level: str, words: Words) -> Table:
     """The paired 2x2 table of every seed of one comparison."""
     rows = tuple(
         Row(
@@ -103,89 +166,143 @@ def seed_table(claim: Claim, level: float) -> Table:
                 numbers.count(seed.only_control),
                 numbers.count(seed.neither),
                 numbers.points(seed.difference),
-                f"{numbers.points(seed.ci_low)} to {numbers.points(seed.ci_high)}",
+                numbers.span(seed.ci_low, seed.ci_high, words, numbers.points),
                 numbers.p_value(seed.mcnemar_p),
             )
         )
         for seed in claim.seeds
     )
-    headers = (
+    names = (
         "seed",
-        "noise seed",
-        "both right",
-        "only treatment",
-        "only control",
+        "noise_seed",
+        "both",
+        "only_treatment",
+        "only_control",
         "neither",
-        "difference, points",
-        f"{100 * level:.3g}\u00a0% interval",
-        "McNemar p",
+        "difference",
+        "interval",
+        "mcnemar",
     )
-    return Table(claim.comparison_id, headers, rows, 0)
+    headers = tuple(words(f"column.{name}") for name in names)
+    caption = words("paired.table", comparison=claim.comparison_id, level=level)
+    return Table(f"paired-{claim.comparison_id}", caption, headers, rows, 0)
 
 
-def diagnosis_verdicts(diagnoses: Sequence[Diagnosis]) -> Table:
-    """What the scans said about every machine, against the fault that was simulated."""
+def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
+    """What the diagnosis said about every machine, against the fault that was simulated."""
     rows = tuple(
         Row(
             (
                 one.machine,
-                _fault_text(one.verdict),
-                one.verdict.verdict
-                if one.verdict.layer is None
-                else f"{one.verdict.verdict}, layer {one.verdict.layer}",
-                (one.verdict.type or numbers.MISSING).replace("_", " "),
-                judgement(one.verdict),
+                _fault_text(one.verdict, words),
+                _finding_text(one.verdict, words),
+                words(f"judgement.{judgement(one.verdict)}"),
                 one.verdict.reason,
-                f"{one.verdict.forward_equivalents:.0f}",
+                f"{one.verdict.forward_equivalents:,.0f}",
             )
         )
         for one in diagnoses
     )
-    headers = ("machine", "simulated fault", "verdict", "type", "right?", "reason", "cost, model forwards")
-    return Table("Verdicts of the diagnosis", headers, rows, 6)
+    headers = tuple(words(f"column.{name}") for name in ("machine", "fault", "found", "right", "reason", "forwards"))
+    return Table("diagnosis-verdicts", words("diagnosis.verdicts"), headers, rows, 5)
 
 
 def judgement(verdict: Verdict) -> str:
-    """Compare a verdict with the fault that was simulated."""
-    fault = verdict.simulated_fault
+    """Compare a verdict with the faults that were simulated; the result is a key of the catalogue."""
     if verdict.verdict == "abstain":
         return "abstained"
-    if fault is None:
-        return "right" if verdict.verdict == "healthy" else "false alarm"
+    if not verdict.simulated_faults:
+        return "right" if verdict.verdict == "healthy" else "false_alarm"
     if verdict.verdict == "healthy":
         return "missed"
-    if verdict.layer != fault.get("layer"):
-        return "wrong layer"
-    kind = str(fault.get("type"))
-    return "right" if verdict.type in (kind, _SHARED_NAMES.get(kind)) else "right layer, wrong type"
+    in_layer = [fault for fault in verdict.simulated_faults if fault.get("layer") == verdict.layer]
+    if not in_layer:
+        return "wrong_layer"
+    kinds = {str(fault.get("type")) for fault in in_layer}
+    return "right" if verdict.type in kinds | {_SHARED_NAMES.get(kind) for kind in kinds} else "wrong_type"
 
 
-def _card(claim: Claim, row: dict[str, float | None], reach: float) -> Card:
-    low, middle, high = row["ci_low"], row["difference"], row["ci_high"]
-    strip = None
-    if low is not None and middle is not None and high is not None and reach > 0:
-        text = f"{numbers.points(middle)} points, interval {numbers.points(low)} to {numbers.points(high)}"
-        left, centre, right = (round(50 + 47 * value / reach, 1) for value in (low, middle, high))
-        strip = Strip(left, centre, right, zero=50.0, text=text)
-    return Card(
+def _claim_row(claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, words: Words) -> ClaimRow:
+    compared = row.get("difference") is not None
+    level = numbers.confidence(1 - claims.alpha)
+    return ClaimRow(
         comparison_id=claim.comparison_id,
-        claim=claim.claim,
+        claim=claim_text(claim, words),
         verdict=claim.verdict,
-        label=VERDICT_LABELS[claim.verdict],
         symbol=VERDICT_SYMBOLS[claim.verdict],
-        sentence=claim.sentence,
-        strip=strip,
+        sentence=sentence_text(claim, words),
+        difference=numbers.points(row["difference"]) if compared else numbers.MISSING,
+        interval=numbers.span(row["ci_low"], row["ci_high"], words, numbers.points) if compared else "",
+        strip=_strip(row, reach, words) if compared and row["ci_low"] is not None else None,
+        paired=paired_table(claim, level, words) if claim.seeds else None,
     )
 
 
-def _range(low: float, high: float) -> str:
-    first, second = numbers.percent(low), numbers.percent(high)
-    return first if first == second else f"{first} to {second}"
+def _strip(row: Mapping[str, Any], reach: float, words: Words) -> Strip:
+    def position(value: float) -> float:
+        return round(50 + 50 * min(max(value / reach, -1.0), 1.0), 1)
+
+    detectable, margin = row["minimum_detectable_difference"], row["margin"]
+    return Strip(
+        low=position(row["ci_low"]),
+        middle=position(row["difference"]),
+        high=position(row["ci_high"]),
+        cut_low=row["ci_low"] < -reach,
+        cut_high=row["ci_high"] > reach,
+        band=round(50 * min((detectable or 0.0) / reach, 1.0), 1) if row["test"] == "superiority" else 0.0,
+        margins=() if margin is None else tuple(position(edge) for edge in (-margin, margin)),
+        text=words(
+            "strip",
+            difference=numbers.points(row["difference"]),
+            level=numbers.confidence(row["interval_level"]),
+            interval=numbers.span(row["ci_low"], row["ci_high"], words, numbers.points),
+        ),
+    )
 
 
-def _fault_text(verdict: Verdict) -> str:
-    fault = verdict.simulated_fault
-    if fault is None:
-        return "none"
-    details = ", ".join(f"{key} {fault[key]}" for key in ("layer", "magnitude", "sparsity") if key in fault)
+def _reach(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Half the width of the common scale: all intervals where that is sensible, and all differences in any case."""
+    differences = [abs(row["difference"]) for row in rows if row["difference"] is not None]
+    ends = [abs(row[end]) for row in rows for end in ("ci_low", "ci_high") if row[end] is not None]
+    largest = max(differences, default=0.0)
+    return 1.05 * max(min(max(ends, default=0.0), _STRETCH * largest), largest, _SMALLEST_REACH)
+
+
+def _ticks(reach: float) -> tuple[Tick, ...]:
+    step = next((step for step in _TICK_STEPS if reach / step <= 3), _TICK_STEPS[-1])
+    last = math.floor(reach / step)
+    digits = 1 if step < 0.01 else 0
+    return tuple(
+        Tick(round(50 + 50 * number * step / reach, 1), numbers.points(number * step, digits) if number else "0")
+        for number in range(-last, last + 1)
+    )
+
+
+def _range(low: float, high: float, words: Words) -> str:
+    first, second = (numbers.percent(value) if value < 1 else words("sure.over_100") for value in (low, high))
+    return first if first == second else words("span", low=first, high=second)
+
+
+def _fault_text(verdict: Verdict, words: Words) -> str:
+    return "; ".join(_simulated_text(fault) for fault in verdict.simulated_faults) or words("fault.none")
+
+
+def _simulated_text(fault: Mapping[str, object]) -> str:
+    details = ", ".join(f"{key} {fault[key]}" for key in ("layer", "site", "magnitude", "sparsity") if key in fault)
     return f"{str(fault.get('type', '')).replace('_', ' ')} ({details})"
+
+
+def _finding_text(verdict: Verdict, words: Words) -> str:
+    if verdict.layer is None:
+        return words(f"found.{verdict.verdict}")
+    if not verdict.faults:
+        return words("found.fault_in_layer", layer=verdict.layer, type=_plain(verdict.type))
+    return "; ".join(
+        words("found.fault_in_layer", layer=fault.layer, type=_plain(fault.type))
+        + (words("found.where", site=_plain(fault.site), lanes=numbers.count(fault.lanes)) if fault.lanes else "")
+        for fault in verdict.faults
+    )
+
+
+def _plain(name: str | None) -> str:
+    return numbers.MISSING if name is None else name.replace("_", " ")

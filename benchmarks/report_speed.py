@@ -1,0 +1,82 @@
+"""How long a report of a large study takes: 50 arms, 5 seeds, 3 noise levels, 1,319 questions, 116 steps.
+
+`OMP_NUM_THREADS=2 python benchmarks/report_speed.py` makes the study up with the tests' generator, compares it, and
+times `build_report` in this process. Prints seconds, peak memory and the size of the page.
+"""
+
+import argparse
+import importlib.util
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+
+from aqnpipe.config.study import Study
+from aqnpipe.report.stage import ReportOutputs, build_report
+from aqnpipe.statistics.stage import ComparisonOutputs, compare
+
+GENERATOR = Path(__file__).parents[1] / "tests" / "report" / "synthetic_study.py"
+
+
+def load_generator() -> ModuleType:
+    """The module of the tests that makes up studies."""
+    spec = importlib.util.spec_from_file_location("synthetic_study", GENERATOR)
+    if spec is None or spec.loader is None:
+        sys.exit(f"ERROR: {GENERATOR}: cannot be loaded")
+    sys.modules["synthetic_study"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def large_study(synthetic: ModuleType, num_arms: int, num_seeds: int) -> Study:
+    """A study of the made-up arms, each repeated under new names; every arm is compared with the first."""
+    kinds = list(synthetic.ARMS)
+    names = [f"{kinds[number % len(kinds)]}-{number:02}" for number in range(num_arms)]
+    for number, name in enumerate(names):
+        synthetic.ARMS[name] = synthetic.ARMS[kinds[number % len(kinds)]]
+    comparisons = [
+        {
+            "kind": "arms",
+            "treatment": name,
+            "control": names[0],
+            "expected": "higher",
+            "claim": f"{name} beats {names[0]}",
+        }
+        for name in names[1:]
+    ]
+    study: Study = synthetic.study(
+        arms=names,
+        seeds=list(range(num_seeds)),
+        comparisons=comparisons,
+        dataset={"source": "generated", "num_train": 928, "num_test": 1319},
+        evaluation={"noise_seeds": [0], "max_response_tokens": 40, "batch_size": 250},
+    )
+    return study
+
+
+def main() -> None:
+    """Make the study up, compare it, and time the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arms", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--questions", type=int, default=1319)
+    arguments = parser.parse_args()
+    synthetic = load_generator()
+    study = large_study(synthetic, arguments.arms, arguments.seeds)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made = synthetic.write_study(folder, study, arguments.questions)
+        compare(study, made.evaluations, ComparisonOutputs.in_folder(folder))
+        start, cpu, outputs = time.perf_counter(), time.process_time(), ReportOutputs.in_folder(folder)
+        build_report(study, made.report_inputs(folder), outputs)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        size = outputs.html.stat().st_size / 1e6
+    print(f"{arguments.arms} arms x {arguments.seeds} seeds, {study.num_steps} steps: ", end="")  # noqa: T201
+    print(f"{seconds:.1f} s ({cpu:.1f} s of processor time), {peak:.0f} MB, page {size:.1f} MB")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

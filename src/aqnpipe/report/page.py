@@ -1,0 +1,198 @@
+"""What stands on the page: sections with their figures and tables, put together from the artifacts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from aqnpipe.artifacts import AuditFile
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.study import Study
+from aqnpipe.report import charts, costs_view, numbers, published, tables, verdicts
+from aqnpipe.report.charts import SeriesKey
+from aqnpipe.report.inputs import Diagnosis, ReportData, Run
+from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
+from aqnpipe.report.words import Words
+
+ARMS_PER_PICTURE = 8
+"""Lines of more arms than this in one picture cannot be told apart, so training curves are split."""
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The figures of one model role; None where there is nothing to show."""
+
+    heading: str
+    accuracy: Figure | None
+    robustness: Figure | None
+    training: Figure | None
+    diagnosis: Figure | None
+    diagnosis_verdicts: Table | None
+
+
+@dataclass(frozen=True)
+class PublishedSection:
+    """What others published beside what was measured."""
+
+    caption: str
+    figure: Figure
+    claims: Table
+    sentences: Table
+
+
+def model_section(study: Study, data: ReportData, model: str, words: Words, run_link: RunLink) -> ModelSection:
+    """Return the figures of one model role."""
+    accuracy = data.accuracy.filter(pl.col("model") == model)
+    robustness = data.robustness.filter(pl.col("model") == model)
+    last = last_steps(accuracy)
+    runs = [run for run in data.runs if run.model == model]
+    keys = _arm_keys(study, {*accuracy["arm"], *(run.arm for run in runs)})
+    diagnoses = [one for one in data.diagnoses if one.model == model]
+    source = study.config.models[model].source if model in study.config.models else ""
+    return ModelSection(
+        heading=words("model.heading", model=model, source=source),
+        accuracy=None if last.is_empty() else _accuracy_figure(study, last, accuracy, keys, words, run_link),
+        robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, keys, words),
+        training=_training_figure(runs, keys, words) if runs else None,
+        diagnosis=_diagnosis_figure(diagnoses, words) if diagnoses else None,
+        diagnosis_verdicts=verdicts.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
+    )
+
+
+def last_steps(accuracy: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the last step of every run."""
+    return accuracy.filter(pl.col("step") == pl.col("step").max().over("model", "arm", "seed"))
+
+
+def published_section(study: Study, audit: AuditFile, accuracy: pl.DataFrame, words: Words) -> PublishedSection:
+    """Return the published figures beside the measured ones."""
+    last = last_steps(accuracy)
+    rows = published.side_by_side(audit, last)
+    found = (
+        published.published_accuracies(audit, published.means_of(last), words),
+        published.published_series(audit, words),
+        published.published_losses(audit, words),
+    )
+    panels = charts.published_panels(rows, _arm_keys(study, set(rows["arm"])), words) if not rows.is_empty() else []
+    return PublishedSection(
+        caption=words("published.caption", title=audit.title),
+        figure=Figure(
+            caption="",
+            groups=(PanelGroup(panels),),
+            tables=tuple(table for table in found if table.rows),
+        ),
+        claims=published.published_claims(audit, words),
+        sentences=published.published_sentences(audit, words),
+    )
+
+
+def cost_figure(study: Study, data: ReportData, words: Words) -> Figure | None:
+    """Return what the arms cost; None where no job left a measurement."""
+    rows = costs_view.cost_rows(data.runs)
+    if rows.is_empty():
+        return None
+    training, evaluation = costs_view.total_minutes(data.runs, data.evaluations)
+    return Figure(
+        caption=words("costs.caption", training=f"{training:.1f}", evaluation=f"{evaluation:.1f}"),
+        groups=(PanelGroup(charts.cost_panels(rows, _arm_keys(study, set(rows["arm"])), words)),),
+        tables=(costs_view.cost_table(data.runs, data.evaluations, words),),
+    )
+
+
+def training_table(runs: Sequence[Run]) -> pl.DataFrame:
+    """The metrics of all runs one below the other, with columns model, arm and seed first."""
+    identified = [
+        run.metrics.select(
+            pl.lit(run.model).alias("model"),
+            pl.lit(run.arm).alias("arm"),
+            pl.lit(run.seed, dtype=pl.Int64).alias("seed"),
+            pl.all(),
+        )
+        for run in runs
+    ]
+    return pl.concat(identified) if identified else pl.DataFrame()
+
+
+def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
+    """The layer metrics of all machines one below the other, with columns model and machine first and sigma last."""
+    identified = [
+        one.layers.select(
+            pl.lit(one.model).alias("model"),
+            pl.lit(one.machine).alias("machine"),
+            pl.all(),
+            pl.col("layer")
+            .replace_strict(one.sigmas.aqn.layer_sigmas, default=None, return_dtype=pl.Float64)
+            .alias("sigma"),
+        )
+        for one in diagnoses
+    ]
+    return pl.concat(identified) if identified else pl.DataFrame()
+
+
+def _accuracy_figure(
+    study: Study,
+    last: pl.DataFrame,
+    accuracy: pl.DataFrame,
+    keys: Sequence[SeriesKey],
+    words: Words,
+    run_link: RunLink,
+) -> Figure:
+    return Figure(
+        caption=words(
+            "accuracy.caption",
+            level=numbers.confidence(1 - study.config.statistics.alpha),
+            questions=numbers.count(int(last["num_questions"].max())),  # type: ignore[arg-type]
+        ),
+        groups=(PanelGroup(charts.accuracy_panels(last, keys, words)),),
+        tables=(tables.accuracy_table(accuracy, words, run_link),),
+    )
+
+
+def _robustness_figure(
+    study: Study, last: pl.DataFrame, robustness: pl.DataFrame, keys: Sequence[SeriesKey], words: Words
+) -> Figure:
+    level = numbers.confidence(1 - study.config.statistics.alpha)
+    slopes = () if robustness.is_empty() else (tables.robustness_table(robustness, level, words),)
+    return Figure(
+        caption=words("robustness.caption"),
+        groups=(PanelGroup(charts.robustness_panels(last, keys, words)),),
+        tables=(*slopes, tables.robustness_means_table(last, words)),
+    )
+
+
+def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Words) -> Figure:
+    metrics = training_table(runs)
+    trained = [key for key in keys if key.name in set(metrics["arm"])]
+    groups = [trained[start : start + ARMS_PER_PICTURE] for start in range(0, len(trained), ARMS_PER_PICTURE)]
+    return Figure(
+        caption=words("training.caption"),
+        groups=tuple(
+            PanelGroup(
+                charts.training_panels(metrics.filter(pl.col("arm").is_in([key.name for key in group])), group, words),
+                legend=group,
+            )
+            for group in groups
+        ),
+        tables=tables.curve_tables(runs, words),
+    )
+
+
+def _diagnosis_figure(diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
+    keys = [SeriesKey(one.machine, number) for number, one in enumerate(diagnoses, start=1)]
+    faults = [fault for one in diagnoses for fault in one.verdict.simulated_faults]
+    fault_layers = [layer for fault in faults if isinstance(layer := fault.get("layer"), int)]
+    panels, constant = charts.diagnosis_panels(layer_table(diagnoses), keys, fault_layers, words)
+    caption = [words("diagnosis.caption")]
+    caption += [words("diagnosis.rule")] if fault_layers else []
+    caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []
+    return Figure(
+        caption=" ".join(caption),
+        groups=(PanelGroup(panels, legend=keys),),
+        tables=(tables.diagnosis_table(diagnoses, words),),
+    )
+
+
+def _arm_keys(study: Study, present: set[str]) -> list[SeriesKey]:
+    """Pretrained first and neutral, then the arms in the study's order: the same colour for an arm everywhere."""
+    neutral = [SeriesKey(PRETRAINED, 0)] if PRETRAINED in present else []
+    return neutral + [SeriesKey(arm, n) for n, arm in enumerate(study.config.arms, start=1) if arm in present]

@@ -1,0 +1,46 @@
+import pytest
+
+from aqnpipe.errors import DataError
+from aqnpipe.report.costs import Cost, read_cost
+
+HEADER = "s\th:m:s\tmax_rss\tmax_vms\tmax_uss\tmax_pss\tio_in\tio_out\tmean_load\tcpu_time\n"
+
+
+def test_a_benchmark_file_is_read(tmp_path):
+    path = tmp_path / "job.tsv"
+    path.write_text(HEADER + "27.54\t0:00:27\t640.19\t2315.54\t447.45\t531.70\t12.48\t0.02\t43.53\t12.23\n")
+    assert read_cost(path) == Cost(27.54, 12.23, 640.19)
+
+
+def test_what_was_not_measured_is_none(tmp_path):
+    path = tmp_path / "job.tsv"
+    path.write_text(HEADER + "0.4\t0:00:00\t-\t-\t-\t-\tNA\tNA\tnan\tnan\n")
+    assert read_cost(path) == Cost(0.4, None, None)
+    assert read_cost(tmp_path / "none.tsv") is None
+
+
+@pytest.mark.parametrize("text", ["", HEADER, "x\ty\n1\t2\n", HEADER + "fast\n"])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "job.tsv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"job\.tsv: not a benchmark file of Snakemake"):
+        read_cost(path)
+
+
+def test_arms_are_compared_by_their_jobs(built):
+    """Made-up jobs: 60 + seed seconds for the baseline, 90 + seed for the others, 60 steps each."""
+    text = built.html.split('data-table="costs"')[1].split("</table>")[0]
+    rows = [[cell.split("<")[0].strip() for cell in row.split("<td>")[1:]] for row in text.split("<tr>")[2:]]
+    assert rows[0] == ["baseline", "2", "60.5 (60.0 to 61.0)", "1.01", "1.00", "54.5", "812", "12.5"]
+    assert rows[1] == ["E5", "2", "90.5 (90.0 to 91.0)", "1.51", "1.50", "81.5", "812", "12.5"]
+    minutes = (2 * 60.5 + 6 * 90.5) / 60
+    assert f"{minutes:.1f} minutes of training and {9 * 12.5 / 60:.1f} minutes of evaluation" in built.html
+
+
+def test_without_measurements_the_page_says_so(make_report, synthetic, tmp_path):
+    built = make_report(tmp_path, synthetic.study(arms=["baseline"], seeds=[0], comparisons=[]), 20)
+    for path in tmp_path.rglob("*.tsv"):
+        path.unlink()
+    html = built.build().html
+    assert "No job left a measurement of its cost." in html
+    assert "incomplete" not in html.split("<main>")[1].split("<section")[0]

@@ -1,0 +1,114 @@
+import polars as pl
+import pytest
+
+from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.config.analysis import ArmPair
+from aqnpipe.report.explorer import (
+    MAX_QUESTIONS_PER_GROUP,
+    MAX_RESPONSE_CHARACTERS,
+    explored_pair,
+    explorer,
+    flips,
+)
+from aqnpipe.report.inputs import read_inputs
+
+
+@pytest.fixture(scope="module")
+def data(built):
+    return read_inputs(built.made.report_inputs(built.folder))
+
+
+def test_the_first_comparison_of_arms_is_explored_unless_the_study_names_a_pair(built, synthetic, data):
+    assert explored_pair(built.study, data.comparisons) == ArmPair(treatment="baseline", control="pretrained")
+    named = built.study.model_dump()["config"]["report"] | {"explore": {"treatment": "E5b", "control": "E5"}}
+    study = synthetic.study(report=named)
+    assert explored_pair(study, data.comparisons) == ArmPair(treatment="E5b", control="E5")
+    assert explored_pair(built.study, data.comparisons.clear()) is None
+
+
+@pytest.mark.parametrize("level", [0.0, 0.1])
+def test_flips_are_those_of_the_paired_tables(built, data, level):
+    """Counts per seed are the discordant cells of the paired tables that the statistics made on their own."""
+    pair = ArmPair(treatment="srdd_guided", control="E5b", noise_level=level)
+    flipped, num_questions, num_seeds = flips(pair, built.study, data)
+    assert (num_questions, num_seeds) == (200, 2)
+    claims = {claim.comparison_id: claim for claim in read_json(built.folder / "claims.json", ClaimsFile).claims}
+    claim = claims.get(f"srdd_guided-vs-E5b@{level:g}")
+    counted = flipped.group_by("seed").agg(pl.col("treatment_correct").sum(), pl.col("control_correct").sum())
+    if claim:
+        expected = {(one.seed, one.only_treatment, one.only_control) for one in claim.seeds}
+        assert set(counted.iter_rows()) == expected
+    assert flipped["treatment_correct"].ne(flipped["control_correct"]).all()
+    assert flipped["treatment_response"].str.starts_with("srdd_guided").all()
+    assert flipped["control_response"].str.starts_with("E5b").all()
+    assert flipped["question"].str.starts_with("What is ").all()
+
+
+def test_a_pretrained_model_stands_against_every_seed(built, data):
+    flipped, _, num_seeds = flips(ArmPair(treatment="baseline", control="pretrained"), built.study, data)
+    assert num_seeds == 2
+    assert set(flipped["seed"]) == {0, 1}
+    assert set(flipped["control_response"].str.head(12)) == {"pretrained 0"}
+
+
+def flip(question, seed, treatment_correct, response="answer"):
+    return {
+        "treatment": "A",
+        "control": "B",
+        "noise_level": 0.0,
+        "noise_seed": 0,
+        "seed": seed,
+        "question_id": question,
+        "question": f"text of {question}",
+        "gold_answer": "7",
+        "treatment_correct": treatment_correct,
+        "control_correct": not treatment_correct,
+        "treatment_response": response,
+        "control_response": "other",
+    }
+
+
+def test_questions_that_flip_in_most_seeds_come_first():
+    rows = [
+        *(flip("q3", seed, True) for seed in (0, 1, 2)),
+        *(flip("q1", seed, True) for seed in (1, 2)),
+        *(flip("q2", seed, True) for seed in (0, 1)),
+        flip("q4", 0, False),
+        *(flip("q5", 0, True), flip("q5", 1, False)),
+    ]
+    found = explorer(ArmPair(treatment="A", control="B"), pl.DataFrame([r for r in rows if isinstance(r, dict)]), 10, 3)
+    assert [one.question_id for one in found.groups[0].shown] == ["q3", "q1", "q2"]
+    assert [one.num_flips for one in found.groups[0].shown] == [3, 2, 2]
+    assert [one.seed for one in found.groups[0].shown] == [0, 1, 0]
+    assert [one.question_id for one in found.groups[1].shown] == ["q4"]
+    assert [one.correct for one in found.groups[1].shown[0].responses] == [False, True]
+    assert (found.num_flipped, found.num_both_ways, found.num_questions) == (5, 1, 10)
+
+
+def test_long_lists_and_long_responses_are_cut_and_say_so():
+    long = "x" * (MAX_RESPONSE_CHARACTERS + 5)
+    rows = pl.DataFrame([flip(f"q{n:03}", 0, True, long) for n in range(MAX_QUESTIONS_PER_GROUP + 9)])
+    group = explorer(ArmPair(treatment="A", control="B"), rows, 100, 1).groups[0]
+    assert group.num_questions == MAX_QUESTIONS_PER_GROUP + 9
+    assert len(group.shown) == MAX_QUESTIONS_PER_GROUP
+    assert len(group.shown[0].responses[0].text) == MAX_RESPONSE_CHARACTERS
+    assert group.shown[0].responses[0].left_out == 5
+
+
+def test_the_page_shows_both_responses(built):
+    part = built.html.split('<section id="explorer">')[1].split("</section>")[0]
+    assert "baseline against pretrained, without noise" in part
+    assert part.count("<pre") == 2 * part.count("<details>")
+    table = pl.read_parquet(built.folder / "flips.parquet")
+    assert f"they disagree on {table['question_id'].n_unique()} of 200 questions" in part
+    assert "baseline 0 0.0 0 #### " in part
+
+
+def test_csv_holds_no_text_of_models(built):
+    columns = pl.read_csv(built.folder / "flips.csv").columns
+    assert set(pl.read_parquet(built.folder / "flips.parquet").columns) - set(columns) == {
+        "question",
+        "gold_answer",
+        "treatment_response",
+        "control_response",
+    }

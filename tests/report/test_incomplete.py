@@ -1,0 +1,78 @@
+"""A study that is not finished gives a report too, and the report says what it lacks."""
+
+import shutil
+
+import polars as pl
+import pytest
+
+from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.report.inputs import inputs_of, read_inputs
+from aqnpipe.statistics.stage import ComparisonOutputs, compare
+
+
+@pytest.fixture
+def half(make_report, synthetic, tmp_path):
+    """Two arms; of E5, the second seed never ran, and nothing was diagnosed on the machine `target`."""
+    study = synthetic.study(
+        arms=["baseline", "E5"],
+        comparisons=[
+            {"kind": "arms", "treatment": "E5", "control": "baseline", "expected": "lower", "claim": "Noise costs"},
+            {"kind": "levels", "arm": "baseline", "noise_level": 0.1, "claim": "Noise hurts"},
+        ],
+    )
+    built = make_report(tmp_path, study, 60)
+    for folder in ("runs/E5/seed1", "eval/E5/seed1", "srdd/target"):
+        shutil.rmtree(tmp_path / folder)
+    left = [one for one in built.made.evaluations if one.table.exists()]
+    compare(study, left, ComparisonOutputs.in_folder(tmp_path))
+    return built
+
+
+def test_what_is_missing_is_said_and_the_rest_is_shown(half):
+    html = half.build().html
+    assert "This study is incomplete." in html
+    assert "Missing: 1 of 4 training runs, 1 of 5 evaluations, 1 of 2 diagnoses." in html
+    assert "runs/E5/seed1/metrics.parquet" in html.split("<section")[0]
+    claims = read_json(half.folder / "claims.json", ClaimsFile).claims
+    assert claims[0].verdict == "invalid"
+    assert '<li class="invalid">' in html
+    assert "Noise hurts" in html
+    assert "> This study is incomplete." in (half.folder / "summary.md").read_text()
+
+
+def test_nothing_but_the_study_still_gives_a_page(half):
+    for path in half.folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    html = half.build().html
+    for sentence in (
+        "No claim was tested yet.",
+        "Missing: 4 of 4 training runs, 5 of 5 evaluations, 2 of 2 diagnoses.",
+        "No evaluation was compared yet.",
+        "No training run.",
+        "No machine was diagnosed.",
+        "No job left a measurement of its cost.",
+        "There is no pair of arms whose answers could be compared.",
+        "No comparison was made yet.",
+    ):
+        assert sentence in html
+    assert pl.read_parquet(half.folder / "flips.parquet").is_empty()
+
+
+def test_a_complete_study_says_nothing_of_the_kind(built):
+    assert "incomplete" not in built.html.split("<main>")[1].split("<section")[0]
+
+
+def test_paths_come_from_the_plan(tmp_path, synthetic):
+    study = synthetic.study(results_dir="results/x", seeds=[0, 3])
+    inputs = inputs_of(StudyPlan(study), tmp_path)
+    results = tmp_path / "results" / "x"
+    assert inputs.claims == results / "claims.json"
+    assert inputs.audit is None
+    assert inputs.runs[1].record == results / "runs/base/baseline/seed3/run.json"
+    assert inputs.runs[1].benchmark == results / "benchmarks/train/base_baseline_seed3.tsv"
+    assert inputs.evaluations[0].table == results / "eval/base/pretrained/seed0/step0.parquet"
+    assert inputs.diagnoses[1].sigmas == results / "srdd/base/target/sigmas-published.yaml"
+    data = read_inputs(inputs)
+    assert len(data.missing_runs) == 8
+    assert len(data.missing) == 5 + 8 * 3 + len(inputs.evaluations) * 3 + 2 * 3

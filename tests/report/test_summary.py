@@ -1,0 +1,52 @@
+import re
+
+import polars as pl
+import pytest
+
+from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.report.summary import markdown
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("a|b", r"a\|b"),
+        ("<img src=x>", r"\<img src=x\>"),
+        ("[x](http://y) ![z](u)", r"\[x\](http://y) !\[z\](u)"),
+        ("@someone #12 `code` *b* _i_ ~s~ $m$", r"@<!-- -->someone \#12 \`code\` \*b\* \_i\_ \~s\~ \$m\$"),
+        ("two\nlines\x1b", "two lines⟨U+001B⟩"),
+        ("1. one", r"\1. one"),
+        ("- one", r"\- one"),
+        ("5-fold + 2", "5-fold + 2"),
+    ],
+)
+def test_untrusted_text_is_no_markup(text, escaped):
+    assert markdown(text) == escaped
+
+
+def test_verdicts_and_numbers_are_the_artifacts(built):
+    text = (built.folder / "summary.md").read_text(encoding="utf-8")
+    claims = read_json(built.folder / "claims.json", ClaimsFile).claims
+    rows = pl.read_parquet(built.folder / "comparisons.parquet").rows(named=True)
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert "**Of 6 claims:" in text
+    for claim, row in zip(claims, rows, strict=True):
+        cells = next(line for line in lines if line[1] == claim.claim)
+        assert cells[0] == "| " + claim.verdict.replace("_", " ")
+        assert float(cells[2].replace("−", "-")) == pytest.approx(100 * row["difference"], abs=0.0500001)
+    accuracy = pl.read_parquet(built.folder / "accuracy.parquet")
+    for arm in ("pretrained", "baseline", "E5b"):
+        cells = next(line for line in lines if line[0].strip("| ").replace("\\", "") == arm)
+        means = accuracy.filter(pl.col("arm") == arm).group_by("noise_level").agg(pl.col("accuracy").mean())
+        shown = [float(re.match(r"[\d.]+", cell)[0]) for cell in cells[1:]]
+        assert shown == pytest.approx(list(100 * means.sort("noise_level")["accuracy"]), abs=0.0500001)
+    arms = [line[0].strip("| ").replace("\\", "") for line in lines[-5:]]
+    assert arms == ["pretrained", "baseline", "E5", "E5b", "srdd_guided"]
+
+
+def test_hostile_summary_has_no_html(hostile):
+    text = (hostile.folder / "summary.md").read_text(encoding="utf-8")
+    assert not re.search(r"(?<!\\)<(?!!-- -->)", text)
+    claims = [line for line in text.splitlines() if "Z" in line and line.startswith("|")]
+    assert claims
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in claims} == {5}
