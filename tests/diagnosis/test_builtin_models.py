@@ -11,7 +11,7 @@ from aqnpipe.data.prompts import format_prompt
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.faults import simulated_fault
+from aqnpipe.noise.faults import simulated_faults
 
 NUM_PROMPTS = 4
 
@@ -31,10 +31,8 @@ def model_and_prompts(request):
 def verdict_on(model_and_prompts, fault=None):
     model, prompt_ids = model_and_prompts
     config = DiagnosisConfig(num_prompts=NUM_PROMPTS)
-    if fault is None:
-        return judge(*run_scans(model, prompt_ids, config))
-    with simulated_fault(model, fault):
-        return judge(*run_scans(model, prompt_ids, config))
+    with simulated_faults(model, [fault] if fault else []):
+        return judge(None, run_scans(model, prompt_ids, config), config)
 
 
 def test_healthy(model_and_prompts):

@@ -20,7 +20,7 @@ from aqnpipe.errors import ModelError
 def test_layers_run_alone_reproduce_the_whole_forward(make_model, prompt_ids):
     model = make_model(num_layers=3)
     with inference(model):
-        inputs = capture_layer_inputs(model, prompt_ids[0])
+        inputs = capture_layer_inputs(model, prompt_ids[0].unsqueeze(0))
         hidden_states = model(prompt_ids[0][None], output_hidden_states=True, use_cache=False).hidden_states
         alone = [run_layer(model, index, inputs[index].hidden, inputs[index].kwargs) for index in range(3)]
     assert torch.equal(inputs[0].hidden, hidden_states[0])

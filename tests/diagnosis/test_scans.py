@@ -8,16 +8,16 @@ from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.measure import Measurements
 from aqnpipe.diagnosis.scans import (
-    exact_findings,
     is_excess,
     layer_table,
     published_findings,
     run_scans,
     saturation_roles,
     score,
+    trace_findings,
 )
 from aqnpipe.diagnosis.verdict import judge
-from aqnpipe.noise.faults import simulated_fault
+from aqnpipe.noise.faults import simulated_faults
 
 NUM_LAYERS = 8
 
@@ -29,9 +29,10 @@ def measurements(**changes) -> Measurements:
         "relative_instability": np.zeros(NUM_LAYERS),
         "changed_share": np.zeros(NUM_LAYERS),
         "gain": np.array([1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]),
-        "kurtosis": np.array([10.0, 11.0, 10.5, 10.0, 11.0, 10.5, 10.0, 10.5]),
+        "kurtosis": 13 * 1.01 ** np.arange(NUM_LAYERS) - 3,
         "zeros": np.zeros(NUM_LAYERS),
         "ties_at_maximum": np.zeros(NUM_LAYERS),
+        "pile_up": np.zeros(NUM_LAYERS),
         "elements": np.full(NUM_LAYERS, 100_000.0),
         "calls": np.full(NUM_LAYERS, 32.0),
     }
@@ -51,7 +52,7 @@ def published(measured: Measurements, config: DiagnosisConfig | None = None):
 
 
 def exact(measured: Measurements):
-    return [(finding.scan, finding.layer, finding.type) for finding in exact_findings(measured)]
+    return [(finding.scan, finding.layer, finding.type) for finding in trace_findings(measured)]
 
 
 def test_quiet_layers_give_no_findings():
@@ -111,6 +112,27 @@ def test_zeros_and_ties_beyond_chance_are_found():
     assert exact(measurements(ties_at_maximum=at(0, 40.0))) == [("clamp", 0, "saturation")]
 
 
+def test_pile_up_counts_beyond_one_in_a_million_and_three_median_layers():
+    assert exact(measurements(pile_up=at(4, 6.1))) == [("pile_up", 4, "saturation")]
+    assert exact(measurements(pile_up=at(4, 5.9))) == []
+    assert exact(measurements(pile_up=at(4, 20.0, base=7.0))) == []
+
+
+def test_kurtosis_rise_is_the_other_direction():
+    rising = measurements(kurtosis=np.array([10.0, 11.0, 10.5, 90.0, 95.0, 94.0, 90.0, 92.0]))
+    assert ("kurtosis_rise", 3) in published(rising)
+
+
+def test_sparse_clamp_below_the_maximum_piles_up(make_model, prompt_ids, small_config):
+    """The clamped channels' limit lies inside the range of the others, so nothing ties at the maximum."""
+    model = make_model()
+    with simulated_faults(model, [Fault(type="saturation", layer=2, magnitude=0.6, sparsity=0.3, seed=1)]):
+        scans = run_scans(model, prompt_ids, small_config)
+    verdict = judge(None, scans, small_config)
+    assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", 2, "saturation")
+    assert "pile_up" in verdict.faults[0].probes
+
+
 def test_excess_allows_chance_and_what_all_layers_share():
     # chance 0.01: Poisson tail of 3 or more is 1.7e-7, of 2 or more 5e-5
     assert is_excess(np.array([0.0, 2.0, 3.0, 0.0, 0.0]), np.zeros(5)).tolist() == [False, False, True, False, False]
@@ -153,7 +175,7 @@ def test_unproven_kurtosis_drop_makes_no_source():
 @pytest.mark.parametrize("seed", range(4))
 def test_healthy_models_are_healthy(make_model, prompt_ids, small_config, seed, dtype):
     table, findings, cost = run_scans(make_model(seed).to(dtype), prompt_ids, small_config)
-    verdict = judge(table, findings, cost)
+    verdict = judge(None, (table, findings, cost), small_config)
     assert (verdict.verdict, verdict.layer, verdict.type) == ("healthy", None, None)
     assert table["instability"].to_list() == [0.0] * 5
 
@@ -165,15 +187,15 @@ def test_healthy_models_are_healthy(make_model, prompt_ids, small_config, seed, 
 )
 def test_dense_faults_are_found_in_their_layer(make_model, prompt_ids, small_config, kind, magnitude, layer):
     model = make_model()
-    with simulated_fault(model, Fault(type=kind, layer=layer, magnitude=magnitude)):
-        table, findings, cost = run_scans(model, prompt_ids, small_config)
-    verdict = judge(table, findings, cost)
+    with simulated_faults(model, [Fault(type=kind, layer=layer, magnitude=magnitude)]):
+        scans = run_scans(model, prompt_ids, small_config)
+    verdict = judge(None, scans, small_config)
     assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", layer, kind)
 
 
 def test_noise_is_found_by_the_published_scan_too(make_model, prompt_ids, small_config):
     model = make_model()
-    with simulated_fault(model, Fault(type="noise", layer=3, magnitude=0.1, sparsity=0.1)):
+    with simulated_faults(model, [Fault(type="noise", layer=3, magnitude=0.1, sparsity=0.1)]):
         table, findings, _ = run_scans(model, prompt_ids, small_config)
     assert [(f.scan, f.layer) for f in findings if f.scan in {"ambient", "repeat"}] == [("ambient", 3), ("repeat", 3)]
     assert np.flatnonzero(table["instability"].to_numpy()).tolist() == [3]
@@ -181,7 +203,7 @@ def test_noise_is_found_by_the_published_scan_too(make_model, prompt_ids, small_
 
 def test_saturation_marks_its_source(make_model, prompt_ids, small_config):
     model = make_model()
-    with simulated_fault(model, Fault(type="saturation", layer=2, magnitude=0.4)):
+    with simulated_faults(model, [Fault(type="saturation", layer=2, magnitude=0.4)]):
         table, _, _ = run_scans(model, prompt_ids, small_config)
     assert table["role"][2] == "source"
     assert "source" not in table["role"].to_list()[3:]
@@ -190,9 +212,9 @@ def test_saturation_marks_its_source(make_model, prompt_ids, small_config):
 def test_bias_leaves_no_exact_trace(make_model, prompt_ids, small_config):
     """Documents a limit: if a scan learns to see bias, this and the docstrings change."""
     model = make_model()
-    with simulated_fault(model, Fault(type="bias", layer=2, magnitude=0.3)):
-        table, findings, cost = run_scans(model, prompt_ids, small_config)
-    verdict = judge(table, findings, cost)
+    with simulated_faults(model, [Fault(type="bias", layer=2, magnitude=0.3)]):
+        scans = run_scans(model, prompt_ids, small_config)
+    verdict = judge(None, scans, small_config)
     assert verdict.verdict == "healthy"
     assert "a bias or a clamp of a lone maximum leaves none" in verdict.reason
 

@@ -1,9 +1,12 @@
+from typing import get_args
+
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqnpipe.config.diagnosis import SigmaRule
+from aqnpipe.artifacts import LocatedFault, Verdict
+from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError
 
@@ -22,6 +25,36 @@ def table(gain, kurtosis=None, instability=None, role=None) -> pl.DataFrame:
     )
 
 
+def verdict_on(*faulty_layers: int) -> Verdict:
+    faults = [
+        LocatedFault(
+            layer=layer,
+            site="layer_output",
+            type="bias",
+            lanes=1,
+            lane_indices=(0,),
+            num_channels=8,
+            magnitude=0.1,
+            magnitude_low=None,
+            magnitude_high=None,
+            threshold=None,
+            probes=("identity",),
+            evidence="",
+        )
+        for layer in faulty_layers
+    ]
+    return Verdict(
+        verdict="fault" if faults else "healthy",
+        reason="",
+        layer=faulty_layers[0] if faults else None,
+        type="bias" if faults else None,
+        faults=tuple(faults),
+        findings=(),
+        forward_equivalents=1.0,
+        num_layers=8,
+    )
+
+
 def test_rule_worked_out_by_hand():
     # medians: gain 1.0 (raise below 0.8), kurtosis 100 (raise above 120)
     layers = table(
@@ -29,7 +62,7 @@ def test_rule_worked_out_by_hand():
         kurtosis=[100.0, 100.0, 130.0, 130.0, 100.0, 120.0, 90.0],
         instability=[0.0, 0.0, 0.0, 0.0, 0.2, 0.1, 0.0],
     )
-    sigmas = layer_sigmas(layers, SigmaRule(), metadata={"model": "tiny", "machine": "cpu"})
+    sigmas = layer_sigmas(layers, verdict_on(), SigmaRule(), metadata={"model": "tiny", "machine": "cpu"})
     assert sigmas.aqn.layer_sigmas == {0: 0.05, 1: 0.075, 2: 0.075, 3: 0.1125, 4: 0.025, 5: 0.05, 6: 0.05}
     assert sigmas.aqn.high_priority_layers == [1, 2, 3]
     assert sigmas.reasons[0] == "no rule applies: base sigma"
@@ -38,12 +71,20 @@ def test_rule_worked_out_by_hand():
     assert sigmas.reasons[4] == "instability 0.2 > 0.1: x0.5"
     assert (sigmas.aqn.enabled, sigmas.aqn.layer_specific, sigmas.aqn.schedule) == (True, True, "epoch_aware")
     assert sigmas.aqn.base_sigma == 0.05
-    assert sigmas.srdd_metadata == {"num_layers": 7, "model": "tiny", "machine": "cpu"}
+    energy = 3 * 0.05**2 + 2 * 0.075**2 + 0.1125**2 + 0.025**2
+    assert sigmas.srdd_metadata == {
+        "num_layers": 7,
+        "strategy": "published",
+        "total_noise_energy": pytest.approx(energy),
+        "verdict": "healthy",
+        "model": "tiny",
+        "machine": "cpu",
+    }
 
 
 def test_raises_and_lowers_multiply_and_the_result_is_clamped():
     layers = table([0.5, 1.0, 1.0], [200.0, 100.0, 100.0], [0.0, 0.5, 0.0])
-    sigmas = layer_sigmas(layers, SigmaRule(base_sigma=0.1, sigma_min=0.06))
+    sigmas = layer_sigmas(layers, verdict_on(), SigmaRule(base_sigma=0.1, sigma_min=0.06))
     # 0.1 * 1.5 * 1.5 = 0.225 > 0.15; 0.1 * 0.5 = 0.05 < 0.06
     assert sigmas.aqn.layer_sigmas == {0: 0.15, 1: 0.06, 2: 0.1}
     assert sigmas.reasons[0].endswith("clamped to 0.15")
@@ -57,7 +98,7 @@ def test_raises_of_propagated_layers_go_to_their_source_once():
         instability=[0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0, 0.0],
         role=["healthy", "source", "sat_prop", "sat_prop", "sat_prop", "healthy", "healthy", "healthy"],
     )
-    sigmas = layer_sigmas(layers, SigmaRule())
+    sigmas = layer_sigmas(layers, verdict_on(), SigmaRule())
     # layers 2 and 3 give their raises to layer 1; layer 3 is still lowered; 5 is raised for itself
     assert sigmas.aqn.layer_sigmas == {0: 0.05, 1: 0.075, 2: 0.05, 3: 0.025, 4: 0.05, 5: 0.075, 6: 0.05, 7: 0.05}
     assert sigmas.reasons[1] == "saturation propagated to layers 2, 3: x1.5"
@@ -67,18 +108,18 @@ def test_raises_of_propagated_layers_go_to_their_source_once():
 
 def test_median_kurtosis_below_zero_raises_no_layer():
     # -0.5 > 1.2 * -1 would raise every layer
-    sigmas = layer_sigmas(table([1.0] * 3, [-0.5, -1.0, -1.1]), SigmaRule())
+    sigmas = layer_sigmas(table([1.0] * 3, [-0.5, -1.0, -1.1]), verdict_on(), SigmaRule())
     assert set(sigmas.aqn.layer_sigmas.values()) == {0.05}
 
 
 def test_propagated_layer_without_source_is_refused():
     with pytest.raises(DataError, match="layer 0 has role sat_prop"):
-        layer_sigmas(table([1.0, 1.0], role=["sat_prop", "source"]), SigmaRule())
+        layer_sigmas(table([1.0, 1.0], role=["sat_prop", "source"]), verdict_on(), SigmaRule())
 
 
 def test_empty_table_is_refused():
     with pytest.raises(DataError, match="no rows"):
-        layer_sigmas(table([]), SigmaRule())
+        layer_sigmas(table([]), verdict_on(), SigmaRule())
 
 
 @given(
@@ -93,7 +134,83 @@ def test_sigmas_stay_within_bounds_and_every_layer_has_one_and_a_reason(rows, ba
     gain, kurtosis, instability, roles = (list(column) for column in zip(*rows, strict=True))
     roles[0] = "source"
     rule = SigmaRule(base_sigma=base_sigma)
-    sigmas = layer_sigmas(table(gain, kurtosis, instability, roles), rule)
+    sigmas = layer_sigmas(table(gain, kurtosis, instability, roles), verdict_on(), rule)
     assert list(sigmas.aqn.layer_sigmas) == list(range(len(rows))) == list(sigmas.reasons)
     assert all(rule.sigma_min <= sigma <= rule.sigma_max for sigma in sigmas.aqn.layer_sigmas.values())
+    assert all(sigmas.reasons.values())
+
+
+EIGHT = table([1.0] * 8)
+CONTROLS = ("healthy_layers", "random_layers", "wrong_layers")
+
+
+def sigmas_by(strategy, *faulty, rule=None, layers=EIGHT):
+    return layer_sigmas(layers, verdict_on(*faulty), rule or SigmaRule(), strategy)
+
+
+def test_targeted_puts_a_double_raise_on_the_faulty_layers_alone():
+    sigmas = sigmas_by("targeted", 2, 5)
+    assert {layer for layer, sigma in sigmas.aqn.layer_sigmas.items() if sigma} == {2, 5}
+    assert sigmas.aqn.layer_sigmas[2] == 0.1125
+    assert sigmas.reasons[2].startswith("targeted: the diagnosis found a fault there")
+    assert sigmas.srdd_metadata["fault_layer"] == 2
+
+
+def test_targeted_takes_the_most_sensitive_quarter_of_a_healthy_machine():
+    layers = table([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.9, 1.0])
+    sigmas = sigmas_by("targeted", layers=layers)
+    assert {layer for layer, sigma in sigmas.aqn.layer_sigmas.items() if sigma} == {2, 6}
+
+
+@pytest.mark.parametrize("strategy", CONTROLS)
+@pytest.mark.parametrize("faulty", [(0,), (3,), (1, 6), (0, 1, 2, 3, 4)])
+def test_controls_have_the_energy_of_targeted_on_other_layers(strategy, faulty):
+    targeted, control = (sigmas_by(name, *faulty) for name in ("targeted", strategy))
+    energy = [sum(sigma**2 for sigma in one.aqn.layer_sigmas.values()) for one in (targeted, control)]
+    assert energy[1] == pytest.approx(energy[0], rel=1e-9)
+    used = {layer for layer, sigma in control.aqn.layer_sigmas.items() if sigma}
+    assert not used & set(faulty)
+    assert len(used) == (8 - len(faulty) if strategy == "healthy_layers" else min(len(faulty), 8 - len(faulty)))
+
+
+def test_wrong_layers_are_the_farthest_and_random_ones_follow_the_seed():
+    assert {layer for layer, sigma in sigmas_by("wrong_layers", 1).aqn.layer_sigmas.items() if sigma} == {7}
+    drawn = {
+        layer
+        for seed in range(20)
+        for layer, sigma in sigmas_by("random_layers", 1, rule=SigmaRule(seed=seed)).aqn.layer_sigmas.items()
+        if sigma
+    }
+    assert len(drawn) > 3
+    assert sigmas_by("random_layers", 1) == sigmas_by("random_layers", 1)
+
+
+@pytest.mark.parametrize("strategy", CONTROLS)
+def test_control_without_a_layer_left_is_refused(strategy):
+    with pytest.raises(DataError, match="all 2 layers are targeted"):
+        sigmas_by(strategy, 0, 1, layers=table([1.0, 1.0]))
+
+
+def test_variable_meets_the_published_factors_at_the_published_thresholds():
+    # medians 1 and Pearson kurtosis 10; gain 0.8 and kurtosis ratio 1.2 each give 1.5, instability 0.1 gives 0.5
+    layers = table(
+        gain=[1.0, 0.8, 1.0, 1.0, 1.0, 0.4, 1.25],
+        kurtosis=[7.0, 7.0, 9.0, 7.0, 7.0, 7.0, 7.0],
+        instability=[0.0, 0.0, 0.0, 0.1, 0.05, 0.0, 0.0],
+    )
+    sigmas = sigmas_by("variable", layers=layers).aqn.layer_sigmas
+    assert sigmas[0] == pytest.approx(0.05)
+    assert sigmas[1] == pytest.approx(0.075)
+    assert sigmas[2] == pytest.approx(0.075)
+    assert sigmas[3] == pytest.approx(0.025)
+    assert sigmas[4] == pytest.approx(0.05 * 0.5**0.5)
+    assert sigmas[5] == 0.15
+    assert sigmas[6] == pytest.approx(0.05 / 1.5)
+
+
+@pytest.mark.parametrize("strategy", get_args(SigmaStrategy))
+def test_every_strategy_names_itself_and_gives_every_layer_a_reason(strategy):
+    sigmas = sigmas_by(strategy, 3)
+    assert sigmas.srdd_metadata["strategy"] == strategy
+    assert list(sigmas.aqn.layer_sigmas) == list(range(8)) == list(sigmas.reasons)
     assert all(sigmas.reasons.values())

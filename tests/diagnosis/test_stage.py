@@ -66,24 +66,27 @@ def test_healthy_machine(model_dir, problems, tmp_path):
     table, verdict = run(model_dir, problems, tmp_path)
     assert table["layer"].to_list() == [0, 1, 2, 3]
     assert verdict.verdict == "healthy"
-    assert verdict.simulated_fault is None
-    assert verdict.forward_equivalents == 2 * (1 + 2 + 2)
+    assert verdict.simulated_faults == ()
+    assert verdict.statistical_forward_equivalents == 2 * (1 + 2 + 2)
+    assert verdict.exact_forward_equivalents == pytest.approx(11, abs=0.01)
+    assert verdict.forward_equivalents == pytest.approx(10 + 11, abs=0.01)
     assert digests(tmp_path).keys() == {"layers.parquet", "verdict.json"}
 
 
 def test_faulty_machine_is_found_and_its_reach_recorded(model_dir, problems, tmp_path):
     fault = Fault(type="noise", layer=2, magnitude=0.1)
-    _, verdict = run(model_dir, problems, tmp_path, Machine(fault=fault))
+    _, verdict = run(model_dir, problems, tmp_path, Machine(faults=[fault]))
     assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", 2, "noise")
-    assert verdict.simulated_fault is not None
-    assert verdict.simulated_fault["type"] == "noise"
-    # the layer runs 1 + 2 + 2 times on each of two prompts of 16 tokens and 64 channels
-    assert verdict.simulated_fault["elements"] == 2 * 5 * 16 * 64
-    assert verdict.simulated_fault["affected_elements"] == verdict.simulated_fault["elements"]
+    assert (verdict.site, verdict.lanes, verdict.method) == ("layer_output", 64, "all")
+    (simulated,) = verdict.simulated_faults
+    assert simulated["type"] == "noise"
+    # the layer runs 1 + 2 + 2 times on each of two prompts of 16 tokens and 64 channels, then under the probes
+    assert simulated["elements"] > 2 * 5 * 16 * 64
+    assert 0 < simulated["affected_elements"] <= simulated["elements"]
 
 
 def test_same_inputs_give_the_same_bytes(model_dir, problems, tmp_path):
-    machine = Machine(fault=Fault(type="spike", layer=1, magnitude=1.0))
+    machine = Machine(faults=[Fault(type="spike", layer=1, magnitude=1.0)])
     for name in ("first", "second"):
         run(model_dir, problems, tmp_path / name, machine)
         folder = tmp_path / name
@@ -102,18 +105,18 @@ def test_too_few_questions_are_refused_and_nothing_is_written(model_dir, problem
 
 def test_fault_layer_out_of_range_is_refused(model_dir, problems, tmp_path):
     with pytest.raises(ModelError, match="expected 0 to 3"):
-        run(model_dir, problems, tmp_path / "out", Machine(fault=Fault(type="bias", layer=4, magnitude=0.1)))
+        run(model_dir, problems, tmp_path / "out", Machine(faults=[Fault(type="bias", layer=4, magnitude=0.1)]))
 
 
 def test_fault_that_changes_nothing_is_refused(model_dir, problems, tmp_path):
-    machine = Machine(fault=Fault(type="dead_zone", layer=1, magnitude=1e-12))
-    with pytest.raises(ReceiptError, match="changed none of 10240 values in 10 calls"):
+    machine = Machine(faults=[Fault(type="saturation", layer=1, magnitude=1e-12)])
+    with pytest.raises(ReceiptError, match=r"type=saturation,layer=1,magnitude=1e-12 changed none of \d+ values"):
         run(model_dir, problems, tmp_path / "out", machine)
     assert not (tmp_path / "out").exists()
 
 
 def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path):
-    run(model_dir, problems, tmp_path, Machine(fault=Fault(type="noise", layer=2, magnitude=0.5)))
+    run(model_dir, problems, tmp_path, Machine(faults=[Fault(type="noise", layer=2, magnitude=0.5)]))
     output = tmp_path / "sigmas.yaml"
     generate_layer_sigmas(
         tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), output, "tiny", "noisy_layer_2"
@@ -121,6 +124,8 @@ def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path
     sigmas = read_yaml(output, SigmaFile)
     assert sigmas.srdd_metadata == {
         "num_layers": 4,
+        "strategy": "published",
+        "total_noise_energy": pytest.approx(sum(sigma**2 for sigma in sigmas.aqn.layer_sigmas.values())),
         "model": "tiny",
         "machine": "noisy_layer_2",
         "verdict": "fault",

@@ -1,7 +1,12 @@
+from pathlib import Path
+
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import Finding
+from aqnpipe.artifacts import Finding, LocatedFault
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.calibration import EXACT, STATISTICAL
+from aqnpipe.diagnosis.exact import ExactResult
 from aqnpipe.diagnosis.verdict import judge
 
 
@@ -17,6 +22,10 @@ def table(num_layers: int = 6) -> pl.DataFrame:
     )
 
 
+def judged(layers, findings, simulated_faults=()):
+    return judge(None, (layers, findings, 9.0), DiagnosisConfig(), simulated_faults)
+
+
 ZEROS_IN_0 = Finding(scan="zeros", layer=0, type="dead_zone", z=1e5)
 CLAMP_IN_0 = Finding(scan="clamp", layer=0, type="saturation", z=1e5)
 CLAMP_IN_3 = Finding(scan="clamp", layer=3, type="saturation", z=1e5)
@@ -24,41 +33,121 @@ GAIN_IN_5 = Finding(scan="gain", layer=5, type="dead_zone", z=-3.25)
 
 
 def test_no_finding_is_healthy():
-    verdict = judge(table(), [], 9.0)
+    verdict = judged(table(), [])
     assert (verdict.verdict, verdict.layer, verdict.type, verdict.forward_equivalents) == ("healthy", None, None, 9.0)
 
 
 def test_published_findings_alone_do_not_decide_but_are_reported():
-    verdict = judge(table(), [GAIN_IN_5], 9.0)
+    verdict = judged(table(), [GAIN_IN_5])
     assert verdict.verdict == "healthy"
     assert verdict.findings == (GAIN_IN_5,)
     assert "gain layer 5 (z -3.25)" in verdict.reason
 
 
-def test_exact_trace_decides_against_a_published_scan_elsewhere():
-    verdict = judge(table(), [GAIN_IN_5, ZEROS_IN_0], 9.0, {"type": "dead_zone", "layer": 0})
+def test_trace_decides_against_a_published_scan_elsewhere():
+    verdict = judged(table(), [GAIN_IN_5, ZEROS_IN_0], [{"type": "dead_zone", "layer": 0}])
     assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", 0, "dead_zone")
     assert "25.000% (median layer 0.000%)" in verdict.reason
-    assert verdict.simulated_fault == {"type": "dead_zone", "layer": 0}
+    assert verdict.simulated_faults == ({"type": "dead_zone", "layer": 0},)
 
 
 def test_two_traces_in_one_layer_are_one_fault():
-    verdict = judge(table(), [ZEROS_IN_0, CLAMP_IN_0], 9.0)
+    verdict = judged(table(), [ZEROS_IN_0, CLAMP_IN_0])
     assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", 0, "dead_zone")
 
 
 def test_traces_in_two_layers_abstain():
-    verdict = judge(table(), [ZEROS_IN_0, CLAMP_IN_3], 9.0)
+    verdict = judged(table(), [ZEROS_IN_0, CLAMP_IN_3])
     assert (verdict.verdict, verdict.layer, verdict.type) == ("abstain", None, None)
     assert "layers 0, 3" in verdict.reason
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(1, "abstain"), (3, "abstain"), (4, "healthy")])
 def test_too_few_layers_abstain(num_layers, expected):
-    assert judge(table(num_layers), [], 9.0).verdict == expected
+    assert judged(table(num_layers), []).verdict == expected
 
 
 def test_healthy_on_a_noisy_device_says_what_stays_unseen():
     noisy = table().with_columns(changed_share=pl.lit(1.0))
-    assert "a noise fault that is not far above the device's own noise stays unseen" in judge(noisy, [], 9.0).reason
-    assert "unseen" not in judge(table(), [], 9.0).reason
+    assert "a noise fault that is not far above the device's own noise stays unseen" in judged(noisy, []).reason
+    assert "unseen" not in judged(table(), []).reason
+
+
+def exact_result(**changes) -> ExactResult:
+    values = {
+        "checks": [],
+        "faults": (),
+        "tolerance": {},
+        "unfit": {},
+        "uncovered": (),
+        "elements_per_lane": 2400,
+        "forward_equivalents": 11.0,
+        "num_tokens": 400,
+    }
+    return ExactResult(**{**values, **changes})
+
+
+def fault_at(layer: int, site: str) -> LocatedFault:
+    return LocatedFault(
+        layer=layer,
+        site=site,
+        type="saturation",
+        lanes=1,
+        lane_indices=(7,),
+        num_channels=64,
+        magnitude=0.3,
+        magnitude_low=0.29,
+        magnitude_high=0.31,
+        threshold="dynamic",
+        probes=("identity",),
+        evidence="1 of 64 lanes differ",
+    )
+
+
+def test_exact_probes_decide_against_the_scans():
+    both = judge(exact_result(), (table(), [ZEROS_IN_0], 9.0), DiagnosisConfig())
+    assert (both.verdict, both.method, both.forward_equivalents) == ("healthy", "all", 20.0)
+    found = judge(exact_result(faults=(fault_at(4, "o_proj"),)), (table(), [], 9.0), DiagnosisConfig())
+    assert (found.verdict, found.layer, found.site, found.type, found.lanes) == ("fault", 4, "o_proj", "saturation", 1)
+
+
+def test_all_faults_are_reported_and_the_first_leads():
+    verdict = judge(exact_result(faults=(fault_at(1, "norm"), fault_at(3, "o_proj"))), None, DiagnosisConfig())
+    assert [(fault.layer, fault.site) for fault in verdict.faults] == [(1, "norm"), (3, "o_proj")]
+    assert (verdict.layer, verdict.method) == (1, "exact")
+
+
+def test_healthy_states_what_a_rare_fault_would_escape_with():
+    verdict = judge(exact_result(), None, DiagnosisConfig(intermittent_rate=0.003))
+    assert verdict.miss_probability == pytest.approx(0.997**2400)
+    assert "7.4e-04" in verdict.reason
+
+
+def test_probes_that_most_layers_fail_make_it_abstain_and_bounds_are_stated():
+    verdict = judge(exact_result(unfit={"norm:q_norm": 0.25}), None, DiagnosisConfig())
+    assert verdict.verdict == "abstain"
+    assert "norm:q_norm" in verdict.reason
+    rounding = judge(exact_result(tolerance={"linear:o_proj": 4e-7}), None, DiagnosisConfig())
+    assert rounding.verdict == "healthy"
+    assert "linear:o_proj 4e-07" in rounding.reason
+
+
+def test_uncovered_sites_are_named():
+    assert (
+        "no known answer for mlp_output"
+        in judge(exact_result(uncovered=("mlp_output",)), None, DiagnosisConfig()).reason
+    )
+
+
+def test_a_verdict_needs_evidence():
+    with pytest.raises(ValueError, match="exact probes, of scans, or both"):
+        judge(None, None, DiagnosisConfig())
+
+
+def test_false_alarm_bounds_are_those_of_the_committed_benchmark():
+    healthy = pl.read_csv(Path(__file__).parents[2] / "benchmarks" / "detection_healthy.csv")
+    assert (EXACT.alarms, EXACT.machines) == ((healthy["exact_faults"] > 0).sum(), healthy.height)
+    assert (STATISTICAL.alarms, STATISTICAL.machines) == ((healthy["scan_verdict"] == "fault").sum(), healthy.height)
+    assert EXACT.machines >= 300
+    # rule of three: no alarm in n machines bounds the rate near 3/n
+    assert EXACT.upper_bound == pytest.approx(3 / EXACT.machines, rel=0.01)

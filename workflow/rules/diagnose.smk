@@ -5,7 +5,7 @@ Needs the prepared model and the training questions.
 
 
 rule srdd_diagnose:
-    """Run the statistical scans on a model on a machine (the device, or the device with a simulated fault)."""
+    """Exact probes and statistical scans of a model on a machine (the device, or the device with simulated faults)."""
     input:
         model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
         problems=f"{RESULTS}/data/train.parquet",
@@ -34,22 +34,22 @@ rule srdd_diagnose:
 
 
 rule generate_layer_sigmas:
-    """Turn a diagnosis into per-layer sigmas by the published rule."""
+    """Turn a diagnosis into per-layer sigmas by one strategy."""
     input:
         layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
         verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
     output:
-        f"{RESULTS}/srdd/{{model}}/{{machine}}/sigmas.yaml",
+        f"{RESULTS}/srdd/{{model}}/{{machine}}/sigmas-{{strategy}}.yaml",
     log:
-        f"{RESULTS}/logs/generate_layer_sigmas/{{model}}_{{machine}}.log",
+        f"{RESULTS}/logs/generate_layer_sigmas/{{model}}_{{machine}}_{{strategy}}.log",
     benchmark:
-        f"{RESULTS}/benchmarks/generate_layer_sigmas/{{model}}_{{machine}}.tsv"
+        f"{RESULTS}/benchmarks/generate_layer_sigmas/{{model}}_{{machine}}_{{strategy}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:
         rule=STUDY.config.sigma_rule.model_dump(mode="json"),
         code=code_digest("aqnpipe.diagnosis.sigmas"),
     message:
-        "sigmas: model {wildcards.model}, machine {wildcards.machine}"
+        "sigmas: model {wildcards.model}, machine {wildcards.machine}, {wildcards.strategy}"
     script:
         "../scripts/generate_layer_sigmas.py"

@@ -14,4 +14,5 @@ with logged_job(Path(snakemake.log[0])):
         Path(snakemake.output[0]),
         model=snakemake.wildcards.model,
         machine=snakemake.wildcards.machine,
+        strategy=snakemake.wildcards.strategy,
     )

@@ -14,7 +14,7 @@ from aqnpipe.noise.layout import decoder_layers
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a decoder layer was called with: hidden states [1, tokens, hidden] and everything else by name."""
+    """What a decoder layer was called with: hidden states [sequences, tokens, hidden] and everything else by name."""
 
     hidden: Tensor
     kwargs: dict[str, Any]
@@ -33,9 +33,10 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInput]:
-    """Run the whole model once on `prompt_ids` [tokens] and return the inputs of its decoder layers in order.
+    """Run the decoder once on `prompt_ids` [sequences, tokens] and return the inputs of its layers in order.
 
-    No cache is used: a layer that is run again must not see its own earlier keys and values.
+    No cache is used: a layer that is run again must not see its own earlier keys and values. The output projection is
+    not run.
     """
     layers = decoder_layers(model)
     inputs: dict[int, LayerInput] = {}
@@ -52,8 +53,8 @@ def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInpu
         for index, layer in enumerate(layers)
     ]
     try:
-        batch = prompt_ids.unsqueeze(0)
-        model(input_ids=batch, attention_mask=torch.ones_like(batch), use_cache=False)
+        decoder = getattr(model, "base_model", model)
+        decoder(input_ids=prompt_ids, attention_mask=torch.ones_like(prompt_ids), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

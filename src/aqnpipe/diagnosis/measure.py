@@ -15,13 +15,16 @@ from aqnpipe.errors import ModelError
 from aqnpipe.noise.layout import decoder_layers
 from aqnpipe.seeding import keyed_generator
 
+_NEIGHBOURS = 8
+"""Distinct magnitudes on either side that say how full a magnitude should be."""
+
 _LOWEST_KURTOSIS = -2.0
 """No distribution has a lower Fisher kurtosis; stands in for the undefined 0/0 of a constant output."""
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One layer on one prompt. Exact traces are counted on the outputs of the gain trials, `calls` in number.
+    """One layer on one prompt. Traces are counted on the outputs of the gain trials, `calls` in number.
 
     The inputs of those trials have fresh noise on every value. So identical rows (a repeated token, a zeroed input) do
     not lead to identical outputs, and what is still exactly 0 or exactly tied was made so by the layer.
@@ -34,6 +37,7 @@ class LayerSample:
     kurtosis: float
     zeros: int
     ties_at_maximum: int
+    pile_up: float
     elements: int
     calls: int
 
@@ -49,6 +53,7 @@ class Measurements:
     kurtosis: NDArray[np.float64]
     zeros: NDArray[np.float64]
     ties_at_maximum: NDArray[np.float64]
+    pile_up: NDArray[np.float64]
     elements: NDArray[np.float64]
     calls: NDArray[np.float64]
     eps: float
@@ -71,7 +76,7 @@ def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisCon
     dtype = torch.float32
     with inference(model):
         for prompt, ids in enumerate(prompt_ids):
-            inputs = capture_layer_inputs(model, ids)
+            inputs = capture_layer_inputs(model, ids.unsqueeze(0))
             dtype = inputs[0].hidden.dtype
             samples.append([sample_layer(model, i, inputs[i], config, prompt) for i in range(num_layers)])
     runs_per_prompt = config.num_repeats + config.gain_trials
@@ -93,7 +98,7 @@ def sample_layer(
     hidden, kwargs = layer_input.hidden, layer_input.kwargs
     reference, *repeats = (run_layer(model, index, hidden, kwargs) for _ in range(config.num_repeats))
     instability = float(np.mean([_std(repeat - reference) for repeat in repeats]))
-    gains, zeros, ties = [], 0, 0
+    gains, piles, zeros, ties = [], [], 0, 0
     for trial in range(config.gain_trials):
         generator = keyed_generator("cpu", config.seed, "diagnosis.gain", prompt, index, trial)
         noised = add_input_noise(hidden, config.gain_noise_scale, generator)
@@ -101,6 +106,7 @@ def sample_layer(
         gains.append(_std(output - reference) / _std((noised - hidden).float().cpu()))
         zeros += int((output == 0).sum())
         ties += ties_at_maximum(output)
+        piles.append(pile_up(output))
     return LayerSample(
         instability=instability,
         relative_instability=instability / _std(reference) if instability else 0.0,
@@ -109,6 +115,7 @@ def sample_layer(
         kurtosis=fisher_kurtosis(reference),
         zeros=zeros,
         ties_at_maximum=ties,
+        pile_up=float(np.median(piles)),
         elements=config.gain_trials * reference.numel(),
         calls=config.gain_trials,
     )
@@ -126,6 +133,26 @@ def ties_at_maximum(output: Tensor) -> int:
     magnitudes = output.abs()
     largest = magnitudes.max()
     return int((magnitudes == largest).sum()) - 1 if largest > 0 else 0
+
+
+def pile_up(output: Tensor) -> float:
+    """Return -log10 of the chance that the fullest magnitude inside the range would hold so many values, at least 0.
+
+    A clamp heaps values on its limit, also where other channels exceed it. A magnitude is expected to hold as many
+    values as the mean of its 8 neighbours on the fuller side (Poisson); the chance is multiplied by the number of
+    distinct magnitudes looked at. Exact zeros and the maximum are left to the other counts.
+    """
+    _, counts = torch.unique(output.abs().flatten(), return_counts=True)
+    inner = counts.double().numpy()[1:-1]
+    if len(inner) < 2 * _NEIGHBOURS:
+        return 0.0
+    sums = np.concatenate([[0.0], np.cumsum(inner)])
+    index = np.arange(len(inner))
+    below, above = np.maximum(index - _NEIGHBOURS, 0), np.minimum(index + 1 + _NEIGHBOURS, len(inner))
+    left = (sums[index] - sums[below]) / np.maximum(index - below, 1)
+    right = (sums[above] - sums[index + 1]) / np.maximum(above - index - 1, 1)
+    log_chance = stats.poisson.logsf(inner - 1, np.maximum(np.maximum(left, right), 1.0)) + np.log(len(inner))
+    return max(0.0, float(-log_chance.min() / np.log(10)))
 
 
 def changed_share(reference: Tensor, repeat: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The published statistical scans (SRDD) and three counts of exact traces that make their verdict sure.
+"""The published statistical scans (SRDD), and four counts of traces that faults leave and healthy layers next to never.
 
 Every decoder layer is run ALONE on the input that it got in one ordinary forward, so cost grows with the number of
 layers, not with its square, and what one layer does wrong does not spread into the statistics of those after it (their
@@ -13,17 +13,18 @@ threshold of 2 is passed by healthy layers: these findings are reported, they do
   one layer jump and the next fall back. The first layer's jump is taken from the median of all layers.
 - gain: response to input noise, the lowest layer with z < -gain_drop_z (a dead zone swallows small changes).
 - kurtosis: first drop of log-kurtosis with z < -kurtosis_drop_z from first_kurtosis_layer on (clamped outliers).
+- kurtosis_rise, not published: the same in the other direction (spikes, a bias on few channels).
 
-Exact traces. A healthy layer leaves next to none of them, at any depth:
+Traces. They decide where no exact probe ran:
 
 - repeat: the same input does not give the same output, much more than in the other layers.
 - zeros: more values are exactly 0 than cancellation explains.
 - clamp: more values share the exact maximum than coincidence explains.
+- pile_up: more values share a magnitude inside the range than its neighbours explain.
 
-What none of this sees: bias (repeatable, no exact trace); a clamp that only the one largest value of a call reaches
-(small magnitude, sparse channels, or a model whose maximum is a lone massive activation); a dead zone below the
-smallest values; a spike rarer than one in the number of values tested; a fault on every layer alike; faults that are
-not in the output of a decoder layer.
+What none of this sees: bias (repeatable, no trace); a clamp that only one value of a call reaches (small magnitude,
+sparse channels); a dead zone below the smallest values; a spike rarer than one in the number of values tested; a fault
+on every layer alike; most faults inside a layer. The exact probes see these (diagnosis/exact.py).
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ NOISE_SHARE = 0.5
 """Above this share of changed values in a touched channel it is noise, below it spikes (at most 1 % of values each)."""
 
 FALSE_ALARM = 1e-6
-"""Poisson tail probability beyond which a count is called an excess."""
+"""Poisson tail probability below which a count is called an excess."""
 
 HEALTHY_RATIO = 3.0
 """Allowance on the median layer's count: healthy layers differ from each other by more than Poisson."""
@@ -71,7 +72,7 @@ def run_scans(
     """
     measured = measure(model, prompt_ids, config)
     scores = score(measured)
-    findings = [*published_findings(scores, config), *exact_findings(measured)]
+    findings = [*published_findings(scores, config), *trace_findings(measured)]
     return layer_table(measured, scores, findings), findings, measured.forward_equivalents
 
 
@@ -88,7 +89,7 @@ def score(measured: Measurements) -> LayerScores:
 
 
 def published_findings(scores: LayerScores, config: DiagnosisConfig) -> list[Finding]:
-    """What the three scans say with their published rules: at most one layer each."""
+    """What the scans that compare layers say: at most one layer each."""
     findings = []
     ambient = first_below(-scores.instability_jump_z, -config.ambient_jump_z)
     if ambient is not None:
@@ -101,11 +102,15 @@ def published_findings(scores: LayerScores, config: DiagnosisConfig) -> list[Fin
     if drop is not None:
         z = float(scores.log_kurtosis_drop_z[drop])
         findings.append(Finding(scan="kurtosis", layer=drop, type="saturation", z=z))
+    rise = first_below(-scores.log_kurtosis_drop_z, -config.kurtosis_drop_z, config.first_kurtosis_layer)
+    if rise is not None:
+        z = float(scores.log_kurtosis_drop_z[rise])
+        findings.append(Finding(scan="kurtosis_rise", layer=rise, type="bias_or_spike", z=z))
     return findings
 
 
-def exact_findings(measured: Measurements) -> list[Finding]:
-    """Every layer with an excess of an exact trace; z is the robust z of the trace over layers.
+def trace_findings(measured: Measurements) -> list[Finding]:
+    """Every layer with an excess of a trace; z is the robust z of the trace over layers.
 
     Expected by chance: a cancellation to exactly 0 in a share eps of the values, a tie at the maximum in 20*eps of the
     calls (about four spacings of numbers at a tail of the distribution that is 0.2 sigma wide), at least 0.01 in all.
@@ -126,6 +131,11 @@ def exact_findings(measured: Measurements) -> list[Finding]:
     tie_z = robust_z(measured.ties_at_maximum / measured.calls)
     findings += [
         Finding(scan="clamp", layer=int(i), type="saturation", z=float(tie_z[i])) for i in np.flatnonzero(clamped)
+    ]
+    piled = measured.pile_up > np.maximum(-np.log10(FALSE_ALARM), HEALTHY_RATIO * np.median(measured.pile_up))
+    pile_z = robust_z(measured.pile_up)
+    findings += [
+        Finding(scan="pile_up", layer=int(i), type="saturation", z=float(pile_z[i])) for i in np.flatnonzero(piled)
     ]
     return findings
 
@@ -158,8 +168,8 @@ def saturation_roles(kurtosis: Floats, source: int | None) -> list[str]:
 
 
 def layer_table(measured: Measurements, scores: LayerScores, findings: Sequence[Finding]) -> pl.DataFrame:
-    """Return the LayerTable. The saturation source is a layer proven by clamp; an unproven kurtosis drop makes none."""
-    clamped = [finding.layer for finding in findings if finding.scan == "clamp"]
+    """Return the LayerTable; the saturation source is a layer with a trace of a clamp, never a kurtosis drop alone."""
+    clamped = [finding.layer for finding in findings if finding.scan in ("clamp", "pile_up")]
     table = pl.DataFrame(
         {
             "layer": np.arange(len(measured.gain)),
@@ -172,6 +182,7 @@ def layer_table(measured: Measurements, scores: LayerScores, findings: Sequence[
             "changed_share": measured.changed_share,
             "zero_share": measured.zeros / measured.elements,
             "values_at_maximum": 1 + measured.ties_at_maximum / measured.calls,
+            "pile_up": measured.pile_up,
             "role": saturation_roles(measured.kurtosis, min(clamped, default=None)),
         },
     ).with_columns(pl.col("log_kurtosis_drop_z").fill_nan(None))

@@ -43,7 +43,7 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as staging_name:
         staging = Path(staging_name) / output_dir.name
         staging.mkdir()
-        for path in _model_files(_source_folder(config)):
+        for path in _model_files(source_folder(config)):
             shutil.copyfile(path, staging / path.name)
         prepared = describe_model(staging, config)
         (staging / PREPARED_MODEL_FILE).write_text(prepared.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -53,7 +53,7 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
     return prepared
 
 
-def _source_folder(config: ModelConfig) -> Path:
+def source_folder(config: ModelConfig) -> Path:
     """Return the local folder of a model source, downloaded first if it is a hub id."""
     kind = source_kind(config.source)
     if kind == "builtin":

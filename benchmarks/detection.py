@@ -1,0 +1,472 @@
+"""Detection benchmark: fault types x sites x sparsities x magnitudes, layers and mask seeds in turn; healthy models.
+
+`OMP_NUM_THREADS=1 python benchmarks/detection.py` runs all (about 20 minutes of one core) and writes beside this file
+detection_faults.csv, detection_healthy.csv, detection.md and detection_roc.svg. A run that was cut off goes on where it
+stopped. `--summarise` rewrites the last two from the first two.
+
+The models: the trained tiny model and small random ones of four architectures in three dtypes, in turn. Whether a fault
+is observable is decided without any probe: it is if it changes a bit of the logits on the model's own prompts.
+"""
+
+import argparse
+import csv
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+import polars as pl
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor, nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.noise import Fault
+from aqnpipe.data.loader import load_problems
+from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.diagnosis.exact import ExactResult, run_exact
+from aqnpipe.diagnosis.scans import run_scans
+from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.models.loading import load_model, load_tokenizer
+from aqnpipe.noise.faults import SPIKE_PROBABILITY, faulty_channels, simulated_faults
+from aqnpipe.noise.layout import decoder_layers
+from aqnpipe.noise.sites import layer_sites, site_module
+from aqnpipe.seeding import derive_seed
+
+FOLDER = Path(__file__).parent
+TYPES = ("dead_zone", "saturation", "noise", "bias", "spike")
+SPARSITIES = {"100 %": 1.0, "10 %": 0.1, "1 %": 0.01, "0.1 %": 0.001, "one lane": 1e-9}
+MAGNITUDES = (0.3, 0.03, 0.001, 0.00001)
+SCANNED_SITES = ("layer_output", "attention_output", "mlp_output")
+"""The scans look at layer outputs; faults deeper inside are left to the exact probes."""
+
+CONFIG = DiagnosisConfig()
+VOCABULARY = 100
+
+ARCHITECTURES: Mapping[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+}
+FAULT_MODELS = (
+    ("tiny", "float32"),
+    ("qwen2", "float32"),
+    ("llama", "bfloat16"),
+    ("qwen3", "float16"),
+    ("gemma2", "bfloat16"),
+    ("qwen3", "float32"),
+)
+HEALTHY_MODELS = tuple(itertools.product(ARCHITECTURES, ("float32", "bfloat16", "float16")))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its prompts [tokens]."""
+
+    model: nn.Module
+    prompt_ids: list[Tensor]
+
+
+@cache
+def subject(name: str, dtype: str, seed: int = 0) -> Subject:
+    """The trained tiny model on word problems, or a random model of four layers and 96 channels on random tokens."""
+    if name == "tiny":
+        folder = builtin_folder("tiny")
+        questions = load_problems(GeneratedDataset(num_train=CONFIG.num_prompts), "train")["question"].to_list()
+        ids = prompt_token_ids(questions, PromptFormat(), load_tokenizer(folder))
+        model = load_model(folder, dtype=dtype, attention="eager")  # type: ignore[arg-type]
+        return Subject(model, [torch.tensor(one) for one in ids])
+    make_config, make_model = ARCHITECTURES[name]
+    torch.manual_seed(derive_seed(seed, "benchmark.model"))
+    config = make_config(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        attn_implementation="eager",
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = make_model(config).to(getattr(torch, dtype)).eval()
+    return Subject(model, list(torch.randint(0, VOCABULARY, (CONFIG.num_prompts, 40))))
+
+
+def cells() -> Iterator[tuple[str, str, str, float]]:
+    """(type, site, sparsity name, magnitude) of the full crossing, sites of all architectures."""
+    sites = {site: None for name, dtype in FAULT_MODELS for site in sites_of(name, dtype)}
+    yield from itertools.product(TYPES, sites, SPARSITIES, MAGNITUDES)
+
+
+def sites_of(name: str, dtype: str) -> list[str]:
+    """Names of the sites of a model's layers."""
+    return list(layer_sites(decoder_layers(subject(name, dtype).model)[0]).modules)
+
+
+@torch.no_grad()
+def logits_and_loss(of: Subject) -> tuple[list[Tensor], float]:
+    """Logits of every prompt and the mean next-token loss, in nats."""
+    logits = [of.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in of.prompt_ids]
+    losses = [F.cross_entropy(one[:-1].float(), ids[1:]) for one, ids in zip(logits, of.prompt_ids, strict=True)]
+    return logits, float(torch.stack(losses).mean())
+
+
+def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float, seed: int) -> dict[str, Any]:
+    """Simulate one fault in the model and layer whose turn it is, diagnose, and judge."""
+    having = [one for one in FAULT_MODELS if site in sites_of(*one)]
+    name, dtype = having[(number + seed) % len(having)]
+    of = subject(name, dtype)
+    num_layers = len(decoder_layers(of.model))
+    layer = (number // len(having) + seed) % num_layers
+    fault = Fault(
+        type=kind,  # type: ignore[arg-type]
+        layer=layer,
+        site=site,  # type: ignore[arg-type]
+        magnitude=magnitude,
+        sparsity=SPARSITIES[sparsity],
+        seed=derive_seed(seed, "benchmark.mask", number) >> 20,
+    )
+    clean, clean_loss = clean_outputs(name, dtype)
+    with simulated_faults(of.model, [fault]):
+        faulty, faulty_loss = logits_and_loss(of)
+    changed = any(not torch.equal(a, b) for a, b in zip(clean, faulty, strict=True))
+    lanes = true_lanes(of.model, fault)
+    with simulated_faults(of.model, [fault]):
+        measured = measure(of, scan=site in SCANNED_SITES)
+    found = measured["exact"].faults
+    right = [one for one in found if (one.layer, one.site) == (layer, site)]
+    return {
+        "model": name,
+        "dtype": dtype,
+        "type": kind,
+        "site": site,
+        "layer": layer,
+        "sparsity": sparsity,
+        "magnitude": magnitude,
+        "seed": seed,
+        "lanes": len(lanes),
+        "bits_change": changed,
+        "loss_change": faulty_loss - clean_loss,
+        "placed": bool(right),
+        "elsewhere": len(found) - len(right),
+        "type_right": bool(right) and right[0].type == kind,
+        "lanes_right": bool(right) and set(right[0].lane_indices) == lanes,
+        "magnitude_found": right[0].magnitude if right else None,
+        "threshold_found": right[0].threshold if right else None,
+        "chance_to_see": chance_to_see(fault, len(lanes), measured["exact"]),
+        "scan_verdict": measured["scan_verdict"],
+        "scan_layer_right": None if measured["scan_verdict"] is None else measured["scan_layer"] == layer,
+        **measured["scores"],
+        **measured["costs"],
+    }
+
+
+@cache
+def clean_outputs(name: str, dtype: str) -> tuple[list[Tensor], float]:
+    """What the healthy model puts out."""
+    return logits_and_loss(subject(name, dtype))
+
+
+def true_lanes(model: nn.Module, fault: Fault) -> set[int]:
+    """The lanes that the fault sits on; the width is that of the site's output in a clean forward."""
+    width: list[int] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        width.append((output[0] if isinstance(output, tuple) else output).shape[-1])
+
+    handle = site_module(model, fault.layer, fault.site).register_forward_hook(look)
+    try:
+        model(input_ids=torch.tensor([[1]]), use_cache=False)
+    finally:
+        handle.remove()
+    return set(faulty_channels(width[0], fault.sparsity, fault.seed).nonzero().flatten().tolist())
+
+
+def chance_to_see(fault: Fault, num_lanes: int, exact: ExactResult) -> float:
+    """Probability that the fault strikes during the exact probes: 1 for permanent ones."""
+    if fault.type != "spike":
+        return 1.0
+    seen = sum(
+        check.elements_per_lane
+        for check in exact.checks
+        if (check.layer, check.site) == (fault.layer, fault.site) and check.probe != "monomial"
+    )
+    return float(1 - (1 - SPIKE_PROBABILITY * fault.magnitude) ** (seen * num_lanes))
+
+
+def measure(of: Subject, *, scan: bool = True) -> dict[str, Any]:
+    """Diagnose as it is now: exact result, verdict of the scans, a score per method, costs; None without scans."""
+    started = time.perf_counter()
+    exact = run_exact(of.model, CONFIG)
+    between = time.perf_counter()
+    scans = run_scans(of.model, of.prompt_ids, CONFIG) if scan else None
+    ended = time.perf_counter()
+    verdict = judge(None, scans, CONFIG) if scans else None
+    return {
+        "exact": exact,
+        "scan_verdict": verdict.verdict if verdict else None,
+        "scan_layer": verdict.layer if verdict else None,
+        "scores": {
+            "score_exact": float(sum(fault.lanes or 0 for fault in exact.faults)),
+            **(scan_scores(scans[0]) if scans else dict.fromkeys(SCAN_SCORES)),
+        },
+        "costs": {
+            "exact_forwards": exact.forward_equivalents,
+            "scan_forwards": scans[2] if scans else None,
+            "exact_seconds": between - started,
+            "scan_seconds": ended - between if scans else None,
+        },
+    }
+
+
+SCAN_SCORES = tuple(
+    f"score_{name}" for name in ("ambient", "gain", "kurtosis", "kurtosis_both", "repeat", "zeros", "clamp", "pile_up")
+)
+
+
+def scan_scores(table: pl.DataFrame) -> dict[str, float]:
+    """One number per scan, higher for more suspect: the largest of all layers."""
+    drops = table["log_kurtosis_drop_z"].drop_nulls()
+    return {
+        "score_ambient": float(np.max(table["instability_jump_z"].to_numpy())),
+        "score_gain": float(np.max(-table["gain_z"].to_numpy())),
+        "score_kurtosis": float(np.max(-drops.to_numpy())),
+        "score_kurtosis_both": float(np.max(np.abs(drops.to_numpy()))),
+        "score_repeat": float(np.max(table["changed_share"].to_numpy())),
+        "score_zeros": float(np.max(table["zero_share"].to_numpy())),
+        "score_clamp": float(np.max(table["values_at_maximum"].to_numpy())),
+        "score_pile_up": float(np.max(table["pile_up"].to_numpy())),
+    }
+
+
+def healthy_row(name: str, dtype: str, seed: int) -> dict[str, Any]:
+    """Diagnose a healthy model."""
+    measured = measure(subject.__wrapped__(name, dtype, seed))
+    return {
+        "model": name,
+        "dtype": dtype,
+        "seed": seed,
+        "exact_faults": len(measured["exact"].faults),
+        "exact_tolerances": len(measured["exact"].tolerance),
+        "exact_unfit": len(measured["exact"].unfit),
+        "scan_verdict": measured["scan_verdict"],
+        **measured["scores"],
+        **measured["costs"],
+    }
+
+
+Task = partial[dict[str, Any]]
+
+
+def append_rows(path: Path, tasks: Sequence[Task], jobs: int) -> None:
+    """Run the tasks that `path` has no rows of yet, in `jobs` processes, and add their rows in order."""
+    done = max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
+    with path.open("a", newline="") as file, get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
+        for number, row in enumerate(pool.imap(run_task, tasks[done:]), start=done):
+            writer = csv.DictWriter(file, fieldnames=list(row))
+            if number == 0:
+                writer.writeheader()
+            writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
+            file.flush()
+
+
+def run_task(task: Task) -> dict[str, Any]:
+    """Run one task in a worker process."""
+    return task()
+
+
+def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
+    """The tables of detection.md."""
+    permanent = faults.filter(pl.col("type") != "spike")
+    visible = permanent.filter(pl.col("bits_change"))
+    spikes = faults.filter(pl.col("type") == "spike")
+    parts = [
+        "# Detection benchmark",
+        "",
+        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection.py`. Every cell of type x site x sparsity x magnitude "
+        "once, in models and layers by turns, each with a mask seed of its own.",
+        "",
+    ]
+    alarms, machines = int((healthy["exact_faults"] > 0).sum()), healthy.height
+    scan_alarms = int((healthy["scan_verdict"] == "fault").sum())
+    abstained = int((healthy["scan_verdict"] == "abstain").sum())
+    parts += [
+        f"**Healthy models** ({machines}: {', '.join(sorted(set(healthy['model'])))}; three dtypes): exact probes "
+        f"call {alarms} faulty (95 % upper bound {upper(alarms, machines):.2%}), scans decided by traces {scan_alarms} "
+        f"({upper(scan_alarms, machines):.2%}) and abstain on {abstained}.",
+        "",
+        f"Of the published scans (which do not decide) a z beyond 2 in some layer of a healthy machine: ambient "
+        f"{share(healthy['score_ambient'] > 2)}, gain {share(healthy['score_gain'] > 2)}, kurtosis drop "
+        f"{share(healthy['score_kurtosis'] > 2)}.",
+        "",
+        f"**Permanent faults** ({permanent.height}): {visible.height} change a bit of the logits on the model's "
+        f"prompts. Of these exact probes place {share(visible['placed'])} in the exact layer and site, name the type "
+        f"of {share(visible['type_right'])} and exactly the faulty lanes of {share(visible['lanes_right'])}. Of the "
+        f"{permanent.height - visible.height} that change no bit there, exact probes still see "
+        f"{share(permanent.filter(~pl.col('bits_change'))['placed'])}. Faults reported at a wrong place: "
+        f"{int(faults['elsewhere'].sum())} in {faults.height} runs.",
+        "",
+        f"**Spikes** ({spikes.height}, intermittent): {int(spikes['placed'].sum())} placed; expected from their "
+        f"probability and the elements seen {spikes['chance_to_see'].sum():.1f}. Of those with a miss chance under "
+        f"0.1 %: {share(spikes.filter(pl.col('chance_to_see') > 0.999)['placed'])}.",
+        "",
+        f"**Cost**: exact {healthy['exact_forwards'].max():.1f} whole-model forwards, scans "
+        f"{healthy['scan_forwards'].max():.1f}; median {healthy['exact_seconds'].median():.2f} s and "
+        f"{healthy['scan_seconds'].median():.2f} s for four layers of 96 channels on one shared core.",
+        "",
+        "## Placed in layer and site by exact probes, of those that change a bit of the logits",
+        "",
+        *_table(faults.filter(pl.col("bits_change")), "placed"),
+        "",
+        "## Placed in the layer by the scans' traces (verdict fault, right layer), of the same",
+        "",
+        *_table(
+            faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES)).with_columns(
+                scanned=(pl.col("scan_verdict") == "fault") & pl.col("scan_layer_right")
+            ),
+            "scanned",
+        ),
+        "",
+        "## Effect on the loss (median absolute change, nats) and exact placement by magnitude",
+        "",
+        *_magnitudes(faults),
+        "",
+        "## Area under the ROC curve, faults at the three outputs that change a bit, against healthy models",
+        "",
+        *_areas(faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES)), healthy),
+        "",
+        "![ROC](detection_roc.svg)",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def upper(alarms: int, machines: int) -> float:
+    """One-sided exact 95 % upper bound of a rate."""
+    return float(stats.beta.ppf(0.95, alarms + 1, machines - alarms))
+
+
+def share(flags: pl.Series) -> str:
+    """`hits of all`."""
+    return f"{int(flags.sum())} of {len(flags)}"
+
+
+def _table(faults: pl.DataFrame, flag: str) -> list[str]:
+    lines = ["| type | site | " + " | ".join(SPARSITIES) + " |", "|---" * (2 + len(SPARSITIES)) + "|"]
+    groups = {"layer output": ["layer_output"], "attention, MLP output": ["attention_output", "mlp_output"]}
+    groups["linears"] = [site for site in faults["site"].unique().sort() if site.endswith("_proj")]
+    groups["norms"] = [site for site in faults["site"].unique().sort() if "norm" in site]
+    present = set(faults["site"])
+    for kind, (group, sites) in itertools.product(TYPES, groups.items()):
+        if not present & set(sites):
+            continue
+        chosen = faults.filter((pl.col("type") == kind) & pl.col("site").is_in(sites))
+        shares = [chosen.filter(pl.col("sparsity") == name)[flag] for name in SPARSITIES]
+        lines.append(f"| {kind} | {group} | " + " | ".join(f"{int(s.sum())}/{len(s)}" for s in shares) + " |")
+    return lines
+
+
+def _magnitudes(faults: pl.DataFrame) -> list[str]:
+    lines = ["| type | " + " | ".join(f"m = {m:g}" for m in MAGNITUDES) + " |", "|---" * (1 + len(MAGNITUDES)) + "|"]
+    for kind in TYPES:
+        cells = []
+        for magnitude in MAGNITUDES:
+            rows = faults.filter((pl.col("type") == kind) & (pl.col("magnitude") == magnitude))
+            change = rows["loss_change"].abs().median()
+            seen = rows.filter(pl.col("bits_change"))["placed"]
+            cells.append(f"{change:.1e}; {share(seen)}")
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def roc(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """False and true positive rates over all thresholds, from (0, 0) to (1, 1)."""
+    thresholds = np.unique(np.concatenate([positive, negative]))[::-1]
+    false = np.array([0.0, *((negative >= t).mean() for t in thresholds)])
+    true = np.array([0.0, *((positive >= t).mean() for t in thresholds)])
+    return false, true
+
+
+def _areas(faults: pl.DataFrame, healthy: pl.DataFrame) -> list[str]:
+    methods = [column for column in healthy.columns if column.startswith("score_")]
+    lines = ["| method | all | " + " | ".join(TYPES) + " |", "|---" * (2 + len(TYPES)) + "|"]
+    for method in methods:
+        negative = healthy[method].to_numpy()
+        areas = []
+        for rows in [faults, *(faults.filter(pl.col("type") == kind) for kind in TYPES)]:
+            false, true = roc(rows[method].to_numpy(), negative)
+            areas.append(f"{np.trapezoid(true, false):.3f}")
+        lines.append(f"| {method.removeprefix('score_').replace('_', ' ')} | " + " | ".join(areas) + " |")
+    return lines
+
+
+def draw_roc(faults: pl.DataFrame, healthy: pl.DataFrame, path: Path) -> None:
+    """One curve per method, all types together."""
+    curves = []
+    for method in (column for column in healthy.columns if column.startswith("score_")):
+        false, true = roc(faults[method].to_numpy(), healthy[method].to_numpy())
+        keep = np.unique(np.linspace(0, len(false) - 1, 120).astype(int))
+        name = method.removeprefix("score_").replace("_", " ")
+        curves.append(pl.DataFrame({"method": name, "false alarms": false[keep], "found": true[keep], "n": keep}))
+    chart = (
+        alt.Chart(pl.concat(curves))
+        .mark_line()
+        .encode(x="false alarms", y="found", color="method", strokeDash="method", order="n")
+        .properties(
+            width=360, height=360, title="Faults at outputs that change a bit of the logits, against healthy models"
+        )
+    )
+    chart.save(str(path), format="svg")
+
+
+def main() -> None:
+    """Run what is missing and write the summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--seeds", type=int, default=1, help="mask seeds per cell of the crossing")
+    parser.add_argument("--healthy", type=int, default=30, help="seeds per architecture and dtype")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument("--summarise", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    faults_csv, healthy_csv = (arguments.output / f"detection_{name}.csv" for name in ("faults", "healthy"))
+    if not arguments.summarise:
+        seeds_and_models = itertools.product(range(arguments.healthy), HEALTHY_MODELS)
+        append_rows(healthy_csv, [partial(healthy_row, *one, seed) for seed, one in seeds_and_models], arguments.jobs)
+        seeds_and_cells = itertools.product(range(arguments.seeds), enumerate(cells()))
+        append_rows(
+            faults_csv,
+            [partial(fault_row, number, *cell, seed) for seed, (number, cell) in seeds_and_cells],
+            arguments.jobs,
+        )
+    faults, healthy = (pl.read_csv(path, infer_schema_length=None) for path in (faults_csv, healthy_csv))
+    (arguments.output / "detection.md").write_text(summarise(faults, healthy))
+    scanned = faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES))
+    draw_roc(scanned, healthy, arguments.output / "detection_roc.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Faults as one line of text, for the command line: `type=saturation,layer=10,magnitude=0.3,sparsity=0.1`."""
+
+from pydantic import ValidationError
+
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.noise import Fault
+from aqnpipe.errors import ConfigError
+
+
+def parse_fault(spec: str) -> Fault:
+    """Return the fault that `spec` (key=value pairs between commas) describes; keys are those of `Fault`.
+
+    Raises ConfigError in one line on anything else: a missing or repeated key, an unknown one, a value out of range.
+    """
+    values: dict[str, str] = {}
+    for part in spec.split(","):
+        key, equals, value = (text.strip() for text in part.partition("="))
+        if not equals or not key or not value:
+            raise ConfigError(f"fault {spec!r}: found {part.strip()!r}, expected key=value pairs between commas")
+        if key not in Fault.model_fields:
+            raise ConfigError(f"fault {spec!r}: unknown key {key!r}, expected {', '.join(Fault.model_fields)}")
+        if key in values:
+            raise ConfigError(f"fault {spec!r}: {key} is given twice, expected once")
+        values[key] = value
+    try:
+        return Fault.model_validate_strings(values)
+    except ValidationError as error:
+        raise ConfigError(f"fault {spec!r}: {describe_validation_error(error)}") from error
+
+
+def format_fault(fault: Fault) -> str:
+    """Return the spec of `fault`, without the settings that are at their defaults; `parse_fault` reads it back."""
+    values = {name: getattr(fault, name) for name in Fault.model_fields}
+    return ",".join(
+        f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
+        if Fault.model_fields[name].is_required() or value != Fault.model_fields[name].default
+    )

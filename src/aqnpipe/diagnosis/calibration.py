@@ -1,0 +1,22 @@
+"""How often healthy machines were called faulty in the detection benchmark (benchmarks/README.md); a test compares."""
+
+from dataclasses import dataclass
+
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class FalseAlarms:
+    """False alarms among healthy machines."""
+
+    alarms: int
+    machines: int
+
+    @property
+    def upper_bound(self) -> float:
+        """Exact one-sided 95 % upper bound of the false-alarm rate (Clopper-Pearson)."""
+        return float(stats.beta.ppf(0.95, self.alarms + 1, self.machines - self.alarms))
+
+
+EXACT = FalseAlarms(alarms=0, machines=360)
+STATISTICAL = FalseAlarms(alarms=0, machines=360)

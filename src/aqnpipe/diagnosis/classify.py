@@ -1,0 +1,206 @@
+"""From mismatches to a type, lanes and a magnitude: each type has its own mark on a Latin square of powers of two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from aqnpipe.artifacts import LocatedFault
+from aqnpipe.diagnosis.checks import Check, Mismatch, differs
+from aqnpipe.noise.faults import SPIKE_PROBABILITY
+
+FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
+
+_MOST_TELLING = ("identity", "linear", "attention", "mlp", "norm", "integer", "repeat", "monomial")
+"""Probes by how much their mismatch says about the type: known answers over a wide range of values first."""
+
+_ROUNDINGS = 4.0
+"""Explanations may be off by this many roundings: the fault rounds, and so does its difference to the answer."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a mismatch looks like. `level` is absolute: a threshold, limit, offset or noise sigma.
+
+    The magnitude relates it to the maximum, mean or deviation of the expected tensor, as in noise/faults.py.
+    """
+
+    kind: FaultKind
+    level: float | None = None
+    magnitude: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Sequence[Check]) -> LocatedFault:
+    """Return the fault that the mismatching checks of one site show; `all_checks` are all of that site, for rates."""
+    mark = mark_of(telling(evidence))
+    lanes = faulty_lanes(evidence)
+    if mark.kind == "spike":
+        mark = _spike_rate(evidence, all_checks, len(lanes))
+    probes = tuple(dict.fromkeys(check.probe for check in evidence))
+    return LocatedFault(
+        layer=layer,
+        site=site,
+        type=mark.kind,
+        lanes=len(lanes),
+        lane_indices=tuple(lanes),
+        num_channels=evidence[0].num_lanes,
+        magnitude=mark.magnitude,
+        magnitude_low=mark.low,
+        magnitude_high=mark.high,
+        threshold=None,
+        probes=probes,
+        evidence=_in_words(evidence, len(lanes)),
+    )
+
+
+def telling(evidence: Sequence[Check]) -> Mismatch:
+    """Return the mismatch that says most about the type."""
+    best = min(evidence, key=lambda check: (_MOST_TELLING.index(check.probe), -check.deviation))
+    if best.mismatch is None:
+        raise ValueError(f"{best.probe} of {best.site} has no mismatch")
+    return best.mismatch
+
+
+def faulty_lanes(evidence: Sequence[Check]) -> list[int]:
+    """Return the lanes that differ, in order; not by monomial, whose rows are permuted, if another probe tells."""
+    direct = [check for check in evidence if check.probe != "monomial"] or list(evidence)
+    return sorted({int(lane) for check in direct if check.mismatch for lane in check.mismatch.lanes})
+
+
+def mark_of(mismatch: Mismatch) -> Mark:
+    """Tell the type of a mismatch by the first explanation that fits every value on its lanes."""
+    expected, observed = mismatch.expected, mismatch.observed
+    changed = differs(expected, observed)
+    for explain in (_dead_zone, _saturation, _stuck, _gain, _bias, _noise_or_spike):
+        mark = explain(mismatch, changed)
+        if mark is not None:
+            return mark
+    return Mark("other")
+
+
+def _dead_zone(mismatch: Mismatch, changed: Tensor) -> Mark | None:
+    """Changed values are all exactly 0, and are the smallest ones."""
+    magnitudes = mismatch.expected.abs()
+    survivors = magnitudes[~changed & (magnitudes > 0)]
+    if (mismatch.observed[changed] != 0).any() or not len(survivors):
+        return None
+    largest_zeroed, smallest_left = float(magnitudes[changed].max()), float(survivors.min())
+    if largest_zeroed > smallest_left:
+        return None
+    low, high = largest_zeroed / mismatch.maximum, smallest_left / mismatch.maximum
+    return Mark("dead_zone", largest_zeroed, (low * high) ** 0.5, low, high)
+
+
+def _saturation(mismatch: Mismatch, changed: Tensor) -> Mark | None:
+    """Changed values are all cut to one limit, keep their sign, and are the largest ones."""
+    expected, observed = mismatch.expected, mismatch.observed
+    limit = float(observed[changed].abs().max())
+    cut = (observed[changed].abs() == limit) & (observed[changed].sign() == expected[changed].sign())
+    if limit == 0 or not cut.all() or (expected[changed].abs() <= limit).any():
+        return None
+    if (expected[~changed].abs() > limit).any():
+        return None
+    magnitude = 1 - limit / mismatch.maximum
+    spread = mismatch.eps * (1 - magnitude)
+    return Mark("saturation", limit, magnitude, max(magnitude - spread, 0.0), magnitude + spread)
+
+
+def _stuck(mismatch: Mismatch, changed: Tensor) -> Mark | None:
+    """Every lane puts out one value, whatever it should."""
+    observed = mismatch.observed
+    if len(observed) < 2 or not (observed == observed[:1]).all() or not changed.any(0).all():
+        return None
+    return Mark("stuck", float(observed[0].abs().max()))
+
+
+def _gain(mismatch: Mismatch, changed: Tensor) -> Mark | None:
+    """Every value is multiplied by one factor."""
+    expected, observed = mismatch.expected, mismatch.observed
+    known = (expected != 0) & observed.isfinite()
+    ratios = observed[known] / expected[known]
+    if not len(ratios) or not changed[known].all():
+        return None
+    factor = float(ratios.median())
+    if ((ratios - factor).abs() > _ROUNDINGS * mismatch.eps * abs(factor)).any():
+        return None
+    return Mark("gain", factor, factor)
+
+
+def _bias(mismatch: Mismatch, changed: Tensor) -> Mark | None:
+    """One constant per call is added; where it is lost in rounding nothing changes."""
+    if not mismatch.observed[changed].isfinite().all():
+        return None
+    offsets = []
+    for expected, observed in zip(
+        mismatch.expected.chunk(mismatch.calls), mismatch.observed.chunk(mismatch.calls), strict=True
+    ):
+        offset = _offset_at_smallest(expected, observed)
+        allowed = _ROUNDINGS * mismatch.eps * (expected.abs() + abs(offset))
+        if ((observed - expected - offset).abs() > allowed).any():
+            return None
+        if offset != 0:  # in a call of large values alone the constant is lost in rounding
+            offsets.append(offset)
+    if not offsets:
+        return None
+    level = sum(offsets) / len(offsets)
+    if mismatch.std == 0:
+        return Mark("bias", level)
+    magnitudes = [abs(offset) / mismatch.std for offset in offsets]
+    low, high = min(magnitudes) * (1 - mismatch.eps), max(magnitudes) * (1 + mismatch.eps)
+    return Mark("bias", level, abs(level) / mismatch.std, low, high)
+
+
+def _noise_or_spike(mismatch: Mismatch, changed: Tensor) -> Mark | None:
+    """Noise moves nearly every value that is small enough to show it, spikes move few."""
+    expected, observed = mismatch.expected, mismatch.observed
+    small = expected.abs() <= expected.abs().median()
+    share = float(changed[small].double().mean()) if small.any() else 0.0
+    if share <= 0.5:
+        return Mark("spike")
+    differences = (observed - expected)[small & observed.isfinite()]
+    if not len(differences):
+        return None
+    sigma = float(differences.square().mean().sqrt())
+    magnitude = sigma / mismatch.mean if mismatch.mean else None
+    if magnitude is None:
+        return Mark("noise", sigma)
+    # 95 % interval of a standard deviation from independent draws
+    degrees = len(differences)
+    low, high = (magnitude * (degrees / stats.chi2.ppf(q, degrees)) ** 0.5 for q in (0.975, 0.025))
+    return Mark("noise", sigma, magnitude, float(low), float(high))
+
+
+def _spike_rate(evidence: Sequence[Check], all_checks: Sequence[Check], num_lanes: int) -> Mark:
+    """Magnitude from how often elements on the faulty lanes were struck, with its exact 95 % interval."""
+    struck = sum(
+        int(differs(check.mismatch.expected, check.mismatch.observed).sum())
+        for check in evidence
+        if check.probe != "monomial" and check.mismatch
+    )
+    kept = min(num_lanes, max((check.mismatch.expected.shape[1] for check in evidence if check.mismatch), default=1))
+    seen = kept * sum(check.elements_per_lane for check in all_checks if check.probe != "monomial")
+    if not seen or struck > seen:
+        return Mark("spike")
+    interval = stats.binomtest(struck, seen).proportion_ci(0.95, "exact")
+    rates = (struck / seen, float(interval.low), float(interval.high))
+    return Mark("spike", None, *(rate / SPIKE_PROBABILITY for rate in rates))
+
+
+def _offset_at_smallest(expected: Tensor, observed: Tensor) -> float:
+    magnitudes = expected.abs()
+    smallest = magnitudes <= magnitudes.min()
+    return float(torch.median((observed - expected)[smallest]))
+
+
+def _in_words(evidence: Sequence[Check], num_lanes: int) -> str:
+    worst = max(evidence, key=lambda check: check.deviation)
+    return (
+        f"{num_lanes} of {evidence[0].num_lanes} lanes differ from the right answer "
+        f"({', '.join(dict.fromkeys(check.probe for check in evidence))}; largest relative deviation "
+        f"{worst.deviation:.3g})"
+    )

@@ -1,0 +1,107 @@
+"""A second look at a fault that was found: does its threshold follow the call, and where exactly does it lie."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from aqnpipe.artifacts import LocatedFault
+from aqnpipe.diagnosis.checks import Check, Mismatch
+from aqnpipe.diagnosis.classify import Mark, mark_of, telling
+from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs
+
+_LOWERED_BY = 4
+"""The largest value of the second call is this many powers of two smaller."""
+
+_WITH_REFERENCE = ("dead_zone", "saturation", "bias", "noise")
+
+
+def look_closer(
+    fault: LocatedFault, evidence: Sequence[Check], prober: LayerProber, inputs: ProbeInputs
+) -> LocatedFault:
+    """Return `fault` with `threshold` (same shape, same small values, smaller maximum: does the level move?).
+
+    A dynamic dead zone's magnitude is narrowed from a power of two to 2 %. The magnitude of a cached fault is dropped:
+    it refers to a call that nobody has seen. What looks like chance but repeats is renamed.
+    """
+    drive = _drive(fault.site, prober)
+    mark = mark_of(telling(evidence))
+    if drive is not None and fault.type in ("noise", "spike") and _is_repeatable(fault.site, drive, inputs):
+        unnamed = {"type": "other", "magnitude": None, "magnitude_low": None, "magnitude_high": None}
+        return fault.model_copy(update={**unnamed, "evidence": f"{fault.evidence}; the same at every call"})
+    if drive is None or fault.type not in _WITH_REFERENCE or mark.level is None:
+        return fault
+    lowered = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, _lowered(inputs.ladder))
+    lowered.top_gain = inputs.top_gain / 2.0**_LOWERED_BY
+    again = _mismatch_at(fault.site, drive(lowered))
+    threshold = "cached" if _kept_level(mark, again) else "dynamic"
+    if threshold == "cached":
+        unknown = {"magnitude": None, "magnitude_low": None, "magnitude_high": None}
+        words = f"{fault.evidence}; absolute level {mark.level:.4g}, the same when the largest value is lowered"
+        return fault.model_copy(update={"threshold": threshold, "evidence": words, **unknown})
+    # the values that a norm is fed are fixed by its mean square
+    can_narrow = fault.type == "dead_zone" and fault.site not in prober.sites.norms
+    narrowed = _narrowed(fault.site, mark, drive, inputs) if can_narrow else {}
+    return fault.model_copy(update={"threshold": threshold, **narrowed})
+
+
+def _is_repeatable(site: str, drive: Callable[[ProbeInputs], list[Check]], inputs: ProbeInputs) -> bool:
+    """Tell whether two more calls go wrong in the same way: then it is no chance, whatever it looks like."""
+    first, second = (_mismatch_at(site, drive(inputs)) for _ in range(2))
+    return first is not None and second is not None and torch.equal(first.observed, second.observed)
+
+
+def _drive(site: str, prober: LayerProber) -> Callable[[ProbeInputs], list[Check]] | None:
+    """Return the probe with known answers that reaches `site`."""
+    linears = prober.sites.linears
+    if site in linears:
+        return lambda inputs: prober.linear(site, inputs)
+    if site in prober.sites.norms:
+        return lambda inputs: prober.norm(site, inputs)
+    if site == "layer_output" and {"o_proj", "down_proj"} <= linears.keys():
+        return prober.identity
+    if site == "attention_output" and {"v_proj", "o_proj", "down_proj"} <= linears.keys():
+        return prober.attention
+    if site == "mlp_output" and {"gate_proj", "up_proj", "down_proj"} <= linears.keys():
+        return prober.mlp
+    return None
+
+
+def _lowered(ladder: Tensor) -> Tensor:
+    """Return a ladder of the same length without its largest values; its smallest ones stand in."""
+    return torch.cat([ladder[:_LOWERED_BY], ladder[:-_LOWERED_BY]])
+
+
+def _mismatch_at(site: str, checks: Sequence[Check]) -> Mismatch | None:
+    """Return the mismatch of the most telling check of `site`, None if nothing differs."""
+    struck = [check for check in checks if check.site == site and check.mismatch]
+    return telling(struck) if struck else None
+
+
+def _kept_level(mark: Mark, again: Mismatch | None) -> bool:
+    """Tell whether the level stayed where it was although the reference went down by 2^4."""
+    if again is None:
+        # a limit that the lower values no longer reach is absolute; a dead zone that lets all values pass has moved
+        return mark.kind == "saturation"
+    second = mark_of(again)
+    if second.kind != mark.kind or not second.level or not mark.level:
+        return False
+    return abs(second.level / mark.level) > 2.0 ** (-_LOWERED_BY / 2)
+
+
+def _narrowed(
+    site: str, mark: Mark, drive: Callable[[ProbeInputs], list[Check]], inputs: ProbeInputs
+) -> dict[str, float]:
+    """Look between the largest value that was zeroed and the smallest that was not, in steps of about 1/60."""
+    if mark.level is None:
+        return {}
+    steps = len(inputs.ladder) - 1
+    # seven bits after the point are exact in every dtype
+    fractions = (torch.arange(steps, dtype=torch.float64) * 128 / steps).round() / 128
+    ladder = torch.cat([mark.level * (1 + fractions), inputs.ladder[-1:]])
+    finer = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, ladder)
+    mismatch = _mismatch_at(site, drive(finer))
+    second = mark_of(mismatch) if mismatch else None
+    if second is None or second.kind != "dead_zone" or second.low is None or second.high is None:
+        return {}
+    return {"magnitude": (second.low * second.high) ** 0.5, "magnitude_low": second.low, "magnitude_high": second.high}

@@ -1,0 +1,106 @@
+"""Operands with answers that are known bit for bit: powers of two, one-hot weights, norm inputs, small integers.
+
+What a probe is fed decides what it sees. A dead zone spares large values and a clamp spares small ones, each relative
+to the largest value of the call. So every lane (channel) is given the largest and the smallest value of the whole
+tensor, with both signs, at some token: a Latin square. Products with powers of two, and sums of one term, do not
+round.
+"""
+
+import torch
+from torch import Tensor
+
+_WIDE_EXPONENTS = (-30, 29)
+_FLOAT16_EXPONENTS = (-10, 11)
+"""Their products with the gate of the MLP probe stay normal numbers of float16 (2^-14 to 65504)."""
+
+_NORM_MOTIF = (4.0, *[2.0**-5] * 4, *[2.0**-4] * 3, *[2.0**-3] * 3, *[2.0**-2] * 3, *[2.0**-1] * 3)
+"""17 powers of two with mean square exactly 1: 16 + 4*4^-5 + 3*(4^-4 + 4^-3 + 4^-2 + 4^-1) = 17."""
+
+NORM_INPUT_SCALE = 32.0
+"""Root mean square of norm inputs: the epsilon of a norm (1e-5 or less) vanishes beside its square, 1024."""
+
+
+def exponent_ladder(dtype: torch.dtype) -> Tensor:
+    """Return the powers of two of a Latin square, float64 [values], as wide as products in `dtype` allow."""
+    low, high = _FLOAT16_EXPONENTS if dtype == torch.float16 else _WIDE_EXPONENTS
+    return 2.0 ** torch.arange(low, high + 1, dtype=torch.float64)
+
+
+def latin_square(num_tokens: int, num_channels: int, ladder: Tensor) -> Tensor:
+    """Return [tokens, channels] in which every channel carries every value of `ladder`, with both signs.
+
+    Each channel needs 2*len(ladder) tokens for that; `num_tokens` that are fewer raise ValueError.
+    """
+    if num_tokens < 2 * len(ladder):
+        raise ValueError(
+            f"{num_tokens} tokens cannot hold {len(ladder)} values with both signs, expected twice as many"
+        )
+    token, channel = torch.arange(num_tokens).unsqueeze(1), torch.arange(num_channels).unsqueeze(0)
+    sign = 1 - 2 * ((token // len(ladder) + channel) % 2)
+    return ladder[(token + channel) % len(ladder)] * sign
+
+
+def selection(out_features: int, in_features: int, *, skip: int = 0) -> tuple[Tensor, Tensor]:
+    """Return for every output which input it copies (never one of the first `skip`) and with which sign, both [out].
+
+    Neighbouring outputs copy distant inputs, so that a kernel that mixes up rows or columns is seen.
+    """
+    usable = in_features - skip
+    stride = max(1, int(usable * 0.618))
+    while usable > 1 and torch.gcd(torch.tensor(stride), torch.tensor(usable)) != 1:
+        stride -= 1
+    outputs = torch.arange(out_features)
+    return skip + (outputs * stride) % usable, (1 - 2 * ((outputs // 2) % 2)).double()
+
+
+def selection_weight(chosen: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
+    """Return a weight like `weight` [out, in] whose row j holds `factors[j]` at column `chosen[j]` and 0 elsewhere."""
+    result = torch.zeros_like(weight)
+    rows = torch.arange(len(chosen), device=weight.device)
+    result[rows, chosen.to(weight.device)] = factors.to(weight.device, weight.dtype)
+    return result
+
+
+def norm_input(num_tokens: int, num_channels: int) -> Tensor:
+    """Return [tokens, channels] of powers of two whose mean square over channels is exactly NORM_INPUT_SCALE^2.
+
+    The motif moves on by one channel per token, so every channel carries its largest and smallest value. Squares are
+    integers below 2^24 in sum, so any order of summation is exact. Fewer than 17 channels carry ones alone.
+    """
+    repeats = num_channels // len(_NORM_MOTIF)
+    base = torch.ones(num_channels, dtype=torch.float64)
+    base[: repeats * len(_NORM_MOTIF)] = torch.tensor(_NORM_MOTIF * repeats, dtype=torch.float64)
+    token, channel = torch.arange(num_tokens).unsqueeze(1), torch.arange(num_channels).unsqueeze(0)
+    sign = 1 - 2 * ((token // len(_NORM_MOTIF) + channel) % 2)
+    return NORM_INPUT_SCALE * base[(token + channel) % num_channels] * sign
+
+
+def norm_gains(num_channels: int, turn: int) -> Tensor:
+    """Return gains 2^-8, 1 and 2^8 by turns over channels, float64 [channels]; turns 0, 1, 2 give each channel each."""
+    return 2.0 ** (8.0 * ((torch.arange(num_channels) + turn) % 3 - 1).double())
+
+
+def integer_operands(
+    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (x [tokens, in], weight [out, in], x @ weight.T [tokens, out]) of integers, float64 on the CPU.
+
+    The weight is a sum of three outer products of signs, so the product is known without the kernel under test. No
+    partial sum exceeds what `dtype` holds exactly (2^8, 2^11 or 2^24), whatever the order of summation; float32 uses
+    most of its bits that way, with operands of at most eight, which narrower matrix units hold exactly too.
+    """
+    is_wide = dtype not in (torch.bfloat16, torch.float16)
+    largest = {torch.bfloat16: 2**8, torch.float16: 2**11}.get(dtype, 2**24)
+    parts = torch.tensor([1.0, 4.0, 16.0] if is_wide else [1.0, 1.0, 1.0], dtype=torch.float64)
+    bound = int(parts.sum()) * in_features
+    every, amplitude = -(-bound // largest), max(1, min(255, largest // bound))
+    token, channel = torch.arange(num_tokens).unsqueeze(1), torch.arange(in_features).unsqueeze(0)
+    values = torch.randint(-amplitude, amplitude, (num_tokens, in_features), generator=generator).double()
+    values = torch.where(values >= 0, values + 1, values)  # never 0
+    x = torch.where((token + channel) % every == 0, values, 0.0)
+    rows, columns = _signs((out_features, 3), generator) * parts, _signs((3, in_features), generator)
+    return x, rows @ columns, (x @ columns.T) @ rows.T
+
+
+def _signs(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return 2.0 * torch.randint(0, 2, shape, generator=generator).double() - 1

@@ -1,0 +1,98 @@
+"""What went in and came out at every site of one decoder layer in one call, seen by hooks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from aqnpipe.noise.sites import LayerSites
+
+
+@dataclass
+class Trace:
+    """Inputs and outputs by site name of the last call of each module, and what attention was called with besides."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    branches: list[Tensor] = field(default_factory=list)
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def tracing(sites: LayerSites) -> Iterator[Trace]:
+    """Record every site of a layer while the body runs it once.
+
+    Hooks run in the order of registration, so a fault that is simulated by an earlier hook is in what is recorded.
+    """
+    trace = Trace()
+    handles = [
+        module.register_forward_hook(_recorder(trace, name), with_kwargs=True) for name, module in sites.modules.items()
+    ]
+    handles += [end.register_forward_hook(_branch_recorder(trace)) for end in sites.branch_ends]
+    try:
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the tensor that a module puts out, alone or first in a tuple."""
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
+def _recorder(trace: Trace, name: str) -> Any:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        rest = dict(kwargs)
+        trace.inputs[name] = args[0] if args else rest.pop("hidden_states")
+        trace.outputs[name] = first_tensor(output)
+        if name == "attention_output":
+            trace.attention_kwargs = rest
+
+    return record
+
+
+def _branch_recorder(trace: Trace) -> Any:
+    def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        trace.branches.append(first_tensor(output))
+
+    return record
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a layer's computation: a site's output and all that it was computed from (weights aside)."""
+
+    site: str
+    sources: tuple[Tensor, ...]
+    output: Tensor
+
+
+def steps(trace: Trace) -> list[Step]:
+    """Cut a traced call of a whole layer into steps, in order; a step's fault shows in its output given its sources.
+
+    Besides the sites themselves: attention_core, from projections to what o_proj is fed, and mlp_core, from gate and up
+    to what down_proj is fed. Attention's output and o_proj's are the same tensor on a healthy machine; a difference is
+    a fault of the former.
+    """
+    found = [
+        Step(name, (trace.inputs[name],), output)
+        for name, output in trace.outputs.items()
+        if name not in ("layer_output", "attention_output", "mlp_output")
+    ]
+    outputs, inputs = trace.outputs, trace.inputs
+    for core, names, end in (
+        ("attention_core", ("q_proj", "k_proj", "q_norm", "k_norm", "v_proj", "qkv_proj"), "o_proj"),
+        ("mlp_core", ("gate_proj", "up_proj", "gate_up_proj"), "down_proj"),
+    ):
+        sources = tuple(outputs[name] for name in names if name in outputs)
+        if sources and end in inputs:
+            found.append(Step(core, sources, inputs[end]))
+    for site, end in (("attention_output", "o_proj"), ("mlp_output", "down_proj")):
+        source = outputs[end] if end in outputs else inputs[site]
+        found.append(Step(site, (source,), outputs[site]))
+    found.append(Step("layer_output", (inputs["layer_output"], *trace.branches), outputs["layer_output"]))
+    return found

@@ -1,0 +1,318 @@
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.config.noise import Fault
+from aqnpipe.diagnosis import probes
+from aqnpipe.diagnosis.checks import Check, Mismatch
+from aqnpipe.diagnosis.exact import run_exact, tokens_needed, tolerances
+from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.errors import ModelError
+from aqnpipe.noise.faults import faulty_channels, simulated_faults
+from aqnpipe.noise.layout import decoder_layers
+from aqnpipe.noise.sites import layer_sites, site_module
+
+CONFIG = DiagnosisConfig()
+ARCHITECTURES = ["qwen2", "llama", "qwen3", "gemma2"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TYPES = ["dead_zone", "saturation", "noise", "bias", "spike"]
+
+
+def found_in(model, *faults, config=CONFIG):
+    with simulated_faults(model, faults):
+        return run_exact(model, config)
+
+
+def places(result):
+    return [(fault.layer, fault.site, fault.type) for fault in result.faults]
+
+
+@contextmanager
+def hooked(module, hook, *, before=False):
+    """A fault that no simulator knows: any function of a module's output, or of its input."""
+    handle = module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_healthy_models_are_exact_at_every_site(random_model, architecture, dtype):
+    result = run_exact(random_model(architecture, dtype), CONFIG)
+    assert all(check.mismatch is None for check in result.checks)
+    assert (result.faults, result.tolerance, result.unfit, result.uncovered) == ((), {}, {}, ())
+    assert result.forward_equivalents <= 12
+    assert (1 - CONFIG.intermittent_rate) ** result.elements_per_lane <= CONFIG.miss_probability
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_models_stay_healthy_over_seeds_and_kernels(random_model, seed, attention):
+    result = run_exact(random_model("qwen2", seed=seed, attn_implementation=attention), CONFIG)
+    assert judge(result, None, CONFIG).verdict == "healthy"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("architecture", "dtype"), zip(ARCHITECTURES, [*DTYPES, torch.float32], strict=True))
+def test_a_single_lane_is_placed_at_three_outputs_a_linear_and_a_norm(random_model, architecture, dtype, kind):
+    model = random_model(architecture, dtype)
+    for number, site in enumerate(
+        ("layer_output", "attention_output", "mlp_output", "k_proj", "post_attention_layernorm")
+    ):
+        # a spike on one lane is a matter of luck at 0.3 %; at 1 % it escapes with odds of 1e-10
+        magnitude = 1.0 if kind == "spike" else 0.05
+        fault = Fault(type=kind, layer=number % 3, magnitude=magnitude, sparsity=1e-9, site=site, seed=number)
+        result = found_in(model, fault)
+        assert places(result) == [(fault.layer, site, kind)]
+        lane = faulty_channels(result.faults[0].num_channels, fault.sparsity, fault.seed).nonzero().item()
+        assert result.faults[0].lane_indices == (lane,)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_site_of_every_architecture_is_told_from_its_neighbours(random_model, architecture):
+    model = random_model(architecture)
+    for site in layer_sites(decoder_layers(model)[0]).modules:
+        fault = Fault(type="saturation", layer=1, magnitude=0.01, sparsity=0.05, site=site, seed=2)
+        assert places(found_in(model, fault)) == [(1, site, "saturation")]
+
+
+def test_simultaneous_faults_are_all_reported(random_model):
+    faults = [
+        Fault(type="saturation", layer=0, magnitude=0.3, sparsity=0.1, site="o_proj"),
+        Fault(type="noise", layer=0, magnitude=0.1, sparsity=0.02, site="attention_output"),
+        Fault(type="bias", layer=0, magnitude=0.1, site="layer_output"),
+        Fault(type="spike", layer=2, magnitude=1.0, sparsity=0.1, site="mlp_output"),
+        Fault(type="dead_zone", layer=2, magnitude=0.02, site="down_proj"),
+    ]
+    found = found_in(random_model("qwen3", torch.bfloat16), *faults)
+    assert sorted(places(found)) == sorted((fault.layer, fault.site, fault.type) for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("kind", "magnitude"),
+    [
+        ("dead_zone", 0.3),
+        ("dead_zone", 0.001),
+        ("saturation", 0.3),
+        ("saturation", 1e-4),
+        ("bias", 0.01),
+        ("noise", 0.2),
+    ],
+)
+@pytest.mark.parametrize("site", ["layer_output", "up_proj"])
+def test_magnitudes_lie_between_their_bounds(random_model, kind, magnitude, site):
+    (fault,) = found_in(random_model(), Fault(type=kind, layer=1, magnitude=magnitude, site=site)).faults
+    # the noise bounds are a 95 % interval of a fixed draw, widened to five standard errors
+    slack = 0.05 if kind == "noise" else 1e-5
+    assert fault.magnitude_low * (1 - slack) <= magnitude <= fault.magnitude_high * (1 + slack)
+    assert fault.magnitude == pytest.approx(magnitude, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["dead_zone", "saturation", "noise", "bias"])
+@pytest.mark.parametrize("site", ["layer_output", "v_proj", "input_layernorm"])
+def test_cached_thresholds_are_told_from_dynamic_ones(random_model, kind, site):
+    for threshold in ("dynamic", "cached"):
+        fault = Fault(type=kind, layer=1, magnitude=0.2, sparsity=0.1, site=site, threshold=threshold)
+        (found,) = found_in(random_model(), fault).faults
+        assert (found.type, found.threshold) == (kind, threshold)
+        assert (found.magnitude is None) == (threshold == "cached")
+
+
+def test_spike_rates_have_an_interval_that_covers_them(random_model):
+    (fault,) = found_in(random_model(), Fault(type="spike", layer=1, magnitude=0.5, sparsity=0.2)).faults
+    assert fault.magnitude_low <= 0.5 <= fault.magnitude_high
+
+
+def test_integer_probe_catches_sums_in_too_few_bits(random_model):
+    """A kernel that accumulates in bfloat16 is right about single products, wrong about sums."""
+    model = random_model()
+    with hooked(site_module(model, 1, "up_proj"), lambda module, args, output: output.bfloat16().float()):
+        (fault,) = run_exact(model, CONFIG).faults
+    assert (fault.layer, fault.site) == (1, "up_proj")
+    assert "integer" in fault.probes
+    assert "linear" not in fault.probes
+
+
+def test_monomial_probe_catches_what_depends_on_values_that_no_pattern_has(random_model):
+    model = random_model()
+
+    def lose_a_band(module, args, output):
+        # powers of two and integers miss this band, real outputs do not
+        return torch.where((output.abs() > 0.26) & (output.abs() < 0.45), torch.zeros_like(output), output)
+
+    with hooked(site_module(model, 2, "gate_proj"), lose_a_band):
+        (fault,) = run_exact(model, CONFIG).faults
+    assert (fault.layer, fault.site, fault.probes) == (2, "gate_proj", ("monomial",))
+
+
+@pytest.mark.parametrize(("site", "end"), [("attention_core", "o_proj"), ("mlp_core", "down_proj")])
+def test_faults_between_the_linears_have_their_own_place(random_model, site, end):
+    model = random_model()
+
+    def halve_a_lane(module, args):
+        lane = torch.ones(args[0].shape[-1])
+        lane[5] = 0.5
+        return (args[0] * lane,)
+
+    with hooked(site_module(model, 1, end), halve_a_lane, before=True):
+        found = run_exact(model, CONFIG).faults
+    assert {(fault.layer, fault.type) for fault in found} == {(1, "gain")}
+    assert site in {fault.site for fault in found}
+
+
+def test_repeat_probe_catches_noise_that_only_real_inputs_show(random_model):
+    model = random_model()
+
+    def noise_on_ordinary_values(module, args, output):
+        quiet = output.abs().max() > 100
+        return output if quiet else output + 1e-3 * torch.randn(output.shape)
+
+    torch.manual_seed(0)
+    with hooked(site_module(model, 0, "layer_output"), noise_on_ordinary_values):
+        (fault,) = run_exact(model, CONFIG).faults
+    assert (fault.layer, fault.site, fault.type, fault.probes) == (0, "layer_output", "noise", ("repeat",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("stuck", lambda lane: torch.full_like(lane, 3.0)),
+        ("gain", lambda lane: lane * 1.5),
+        ("other", lambda lane: lane.square()),
+    ],
+)
+def test_other_ways_to_fail_have_names_too(random_model, kind, change):
+    model = random_model()
+
+    def strike(module, args, output):
+        output = output.clone()
+        output[..., 7] = change(output[..., 7])
+        return output
+
+    with hooked(site_module(model, 1, "layer_output"), strike):
+        (fault,) = run_exact(model, CONFIG).faults
+    assert (fault.type, fault.lane_indices) == (kind, (7,))
+
+
+def test_a_device_that_rounds_gets_a_stated_bound_and_real_faults_stand_out(random_model):
+    model = random_model()
+    rounding = 2.0**-22
+    for index in range(3):
+        # every layer a little differently, as devices do
+        factor = 1 + rounding * (1 + index / 4)
+        site_module(model, index, "o_proj").register_forward_hook(lambda m, a, output, f=factor: output * f)
+    healthy = run_exact(model, CONFIG)
+    assert healthy.faults == ()
+    assert healthy.tolerance["linear:o_proj"] == pytest.approx(4 * 1.25 * rounding, rel=0.3)
+    verdict = judge(healthy, None, CONFIG)
+    assert verdict.verdict == "healthy"
+    assert verdict.tolerance == healthy.tolerance
+    faulty = found_in(model, Fault(type="saturation", layer=1, magnitude=0.01, site="o_proj", sparsity=1e-9))
+    assert [(fault.layer, fault.site, fault.lanes) for fault in faulty.faults] == [(1, "o_proj", 1)]
+
+
+def test_what_most_layers_fail_makes_it_abstain(random_model):
+    model = random_model()
+    for index in range(3):
+        site_module(model, index, "o_proj").register_forward_hook(lambda module, args, output: output * 2)
+    result = run_exact(model, CONFIG)
+    assert "linear:o_proj" in result.unfit
+    assert result.faults == ()
+    assert judge(result, None, CONFIG).verdict == "abstain"
+
+
+def deviating(layer, deviation):
+    if not deviation:
+        return Check("linear", layer, "o_proj", 4, 10, None)
+    values = torch.zeros(1, 1)
+    mismatch = Mismatch(torch.tensor([0]), torch.tensor([deviation]), values, values, 1.0, 1.0, 1.0, 1e-7)
+    return Check("linear", layer, "o_proj", 4, 10, mismatch)
+
+
+@pytest.mark.parametrize(
+    ("deviations", "bounds", "unfit"),
+    [
+        ([0.0, 0.0, 0.5, 0.0], {}, {}),
+        ([0.0, 0.5], {}, {}),
+        ([0.5, 0.5], {}, {}),
+        ([1e-7, 2e-7, 3e-7, 0.5], {"linear:o_proj": 8e-7}, {}),
+        ([0.5, 0.6, 0.7], {}, {"linear:o_proj": 0.6}),
+    ],
+)
+def test_tolerances_by_hand(deviations, bounds, unfit):
+    checks = [deviating(layer, deviation) for layer, deviation in enumerate(deviations)]
+    found = tolerances(checks, 1e-7, len(deviations))
+    assert found == (pytest.approx(bounds), pytest.approx(unfit))
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("at_call", [1, 4, 8, 12])
+def test_weights_state_and_hooks_are_restored_on_every_way_out(random_model, stop, at_call):
+    model = random_model().train()
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    calls = []
+
+    def interrupt(module, args, output):
+        calls.append(1)
+        if len(calls) == at_call:
+            raise stop
+
+    with hooked(site_module(model, 1, "o_proj"), interrupt), pytest.raises(stop):
+        run_exact(model, CONFIG)
+    assert model.training
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0]
+        assert torch.equal(value, before[name][1])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_test_weights_take_no_more_memory_than_one_layer(random_model, monkeypatch):
+    model, sizes = random_model(), []
+    own = probes.substituted
+
+    def weighed(replacements):
+        pairs = list(replacements)
+        sizes.append(sum(tensor.numel() for _, tensor in pairs))
+        return own(pairs)
+
+    monkeypatch.setattr(probes, "substituted", weighed)
+    run_exact(model, CONFIG)
+    assert 0 < max(sizes) <= sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
+
+
+def test_cost_counts_what_the_linears_really_compute(random_model):
+    model, operations = random_model(num_layers=4), []
+    linears = [m for m in decoder_layers(model).modules() if isinstance(m, torch.nn.Linear)]
+    for linear in linears:
+        linear.register_forward_hook(lambda m, args, output: operations.append(output.numel() * m.in_features))
+    result = run_exact(model, CONFIG)
+    unit = result.num_tokens * sum(linear.weight.numel() for linear in linears)
+    assert result.forward_equivalents == pytest.approx(sum(operations) / unit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rate", "miss"), [(0.003, 0.001), (0.01, 0.05), (0.0005, 0.001)])
+def test_enough_tokens_for_the_stated_miss_probability(dtype, rate, miss):
+    config = DiagnosisConfig(intermittent_rate=rate, miss_probability=miss)
+    seen = tokens_needed(config, dtype) * (config.exact_repeats + 1)
+    assert seen * math.log(1 - rate) <= math.log(miss)
+
+
+def test_a_model_whose_layers_are_not_understood_is_refused():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+
+    with pytest.raises(ModelError, match="no module named self_attn"):
+        run_exact(Odd(), CONFIG)
+
+
+def test_same_model_same_answer(random_model):
+    fault = Fault(type="noise", layer=1, magnitude=0.1, sparsity=0.1)
+    assert found_in(random_model(), fault).faults == found_in(random_model(), fault).faults
