@@ -1,7 +1,13 @@
 """Shared fixtures: one torch thread (results on CPU depend on it) and a small random model."""
 
+import os
+
 import pytest
 import torch
+
+# Triton decides when it is imported, which transformers does, whether its kernels are interpreted on CPU tensors.
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 

@@ -21,7 +21,7 @@ def test_digest_follows_imports_and_nothing_else(monkeypatch, tmp_path):
 
 def test_the_training_stage_depends_on_the_noise_but_not_on_the_report():
     sources = provenance._reachable_sources("aqnpipe.training.stage")
-    assert {"aqnpipe.noise.operators", "aqnpipe.noise.weight_noise", "aqnpipe.scoring"} <= set(sources)
+    assert {"aqnpipe.noise.operators", "aqnpipe.noise.aqn", "aqnpipe.scoring"} <= set(sources)
     assert not {name for name in sources if name.startswith(("aqnpipe.report", "aqnpipe.statistics"))}
 
 

@@ -8,6 +8,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.stage import ReportOutputs, build_report
 from aqnpipe.statistics.audit import audit_file
+from aqnpipe.statistics.losses import compare_losses, existing_losses
 from aqnpipe.statistics.stage import ComparisonOutputs, compare, existing_evaluations
 
 
@@ -23,6 +24,8 @@ def report_on_what_exists(plan: StudyPlan) -> Iterator[str]:
     published = plan.study.config.statistics.published
     if published is not None:
         write_json(results / "audit.json", audit_file(Path(published)))
+    for inputs, claims in existing_losses(plan):
+        compare_losses(inputs, plan.study.config.statistics, claims)
     outputs = ReportOutputs.in_folder(results)
     build_report(plan.study, inputs_of(plan), outputs)
     yield f"report: {outputs.html}"

@@ -125,7 +125,7 @@ def test_the_model_is_loaded_once(tmp_path, model_dir, problems, monkeypatch):
 
 
 def test_noise_absent_in_the_evaluation_is_refused_and_nothing_is_written(tmp_path, model_dir, problems, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection.add_relative_error_", lambda output, scale, generator: output)
+    monkeypatch.setattr("aqnpipe.noise.injection.apply_error_", lambda tensor, error, source: tensor)
     with pytest.raises(ReceiptError, match=r"measured scale 0, asked 0\.2"):
         run(tmp_path, model_dir, problems)
     assert list(tmp_path.iterdir()) == []
@@ -144,3 +144,32 @@ def test_noise_left_on_in_the_clean_pass_is_refused(tmp_path, model_dir, problem
     monkeypatch.setattr(stage, "load_model", patched)
     with pytest.raises(ReceiptError, match="differ from bare torch"):
         run(tmp_path, model_dir, problems, noise_levels=(0.0,))
+
+
+def on_a_faulty_machine(magnitude, **evaluation):
+    fault = {"type": "dead_zone", "layer": 0, "magnitude": magnitude}
+    return EvaluationSpec.model_validate(spec(**evaluation).model_dump() | {"faults": (fault,)})
+
+
+def test_the_machines_fault_is_in_every_pass(tmp_path, model_dir, problems):
+    faulty = on_a_faulty_machine(0.3)
+    evaluate(faulty, model_dir, problems, outputs(tmp_path), lambda _: None)
+    receipts = read_json(outputs(tmp_path).receipt, EvaluationReceipts)
+    assert receipts.problems() == []
+    for one in receipts.passes:
+        (cell,) = one.receipt.fault_cells
+        assert (cell.phase, one.receipt.faults) == ("evaluation", faulty.faults)
+        assert 0 < cell.survival_rate < 1
+    assert read_json(outputs(tmp_path).record, RunRecord).config["faults"][0]["magnitude"] == 0.3
+
+
+def test_a_fault_changes_answers(tmp_path, problems):
+    model = builtin_folder("tiny")
+    healthy = run(tmp_path / "healthy", model, problems, noise_levels=(0.0,))
+    evaluate(on_a_faulty_machine(0.6, noise_levels=(0.0,)), model, problems, outputs(tmp_path), lambda _: None)
+    assert responses(read_table(outputs(tmp_path).table, EvaluationTable), 0.0, 0) != responses(healthy, 0.0, 0)
+
+
+def test_a_fault_that_changes_nothing_is_refused(tmp_path, model_dir, problems):
+    with pytest.raises(ReceiptError, match="changed none of"):
+        evaluate(on_a_faulty_machine(1e-12), model_dir, problems, outputs(tmp_path), lambda _: None)

@@ -371,7 +371,11 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
         }
     )
     one = DiagnosisInput(
-        "base", machine, base / "layers.parquet", base / "verdict.json", base / "sigmas-published.yaml"
+        "base",
+        machine,
+        base / "layers.parquet",
+        base / "verdict.json",
+        {"published": base / "sigmas-published.yaml"},
     )
     write_table(one.layers, table, LayerTable)
     verdict = Verdict(
@@ -395,5 +399,7 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
         high_priority_layers=[number for number, sigma in sigmas.items() if sigma > 0.06],
     )
     reasons = {number: "low gain" for number, sigma in sigmas.items() if sigma > 0.06}
-    write_yaml(one.sigmas, SigmaFile(aqn=aqn, reasons=reasons, srdd_metadata={"num_layers": NUM_LAYERS}))
+    write_yaml(
+        one.strategies["published"], SigmaFile(aqn=aqn, reasons=reasons, srdd_metadata={"num_layers": NUM_LAYERS})
+    )
     return one

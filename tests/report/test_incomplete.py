@@ -72,7 +72,7 @@ def test_paths_come_from_the_plan(tmp_path, synthetic):
     assert inputs.runs[1].record == results / "runs/base/baseline/seed3/run.json"
     assert inputs.runs[1].benchmark == results / "benchmarks/train/base_baseline_seed3.tsv"
     assert inputs.evaluations[0].table == results / "eval/base/pretrained/seed0/step0.parquet"
-    assert inputs.diagnoses[1].sigmas == results / "srdd/base/target/sigmas-published.yaml"
+    assert inputs.diagnoses[1].strategies == {"published": results / "srdd/base/target/sigmas-published.yaml"}
     data = read_inputs(inputs)
     assert len(data.missing_runs) == 8
     assert len(data.missing) == 5 + 8 * 3 + len(inputs.evaluations) * 3 + 2 * 3

@@ -92,7 +92,7 @@ def write_losses(folder, means=MEANS, seed=0):
     rows, passes = [], []
     for condition, mean in means.items():
         noisy = bool(LAYERS[condition])
-        order = "after_noise" if noisy else None
+        order = "after_noise" if condition in ("global", "targeted") else None
         magnitude = 0.0 if condition == "clean" else MAGNITUDE
         for noise_seed in SEEDS if noisy else (0,):
             scatter = rng.normal(0, 0.002) + rng.normal(0, 0.01, NUM_TEXTS) if noisy else np.zeros(NUM_TEXTS)
@@ -155,7 +155,7 @@ def test_effects_that_are_there_are_found_and_others_are_not(found):
         "fault_only_vs_clean_0.3": "supported",
         "global_vs_fault_only_0.3_after_noise": "not_shown",
         "targeted_vs_fault_only_0.3_after_noise": "supported",
-        "wrong_layers_vs_fault_only_0.3_after_noise": "not_shown",
+        "wrong_layers_vs_fault_only_0.3": "not_shown",
         "targeted_vs_global_0.3_after_noise": "supported",
         "targeted_vs_wrong_layers_0.3_after_noise": "supported",
     }

@@ -8,11 +8,12 @@ from aqnpipe.artifacts import ProblemTable, RunRecord, TrainingMetrics, read_jso
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.noise import injection
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.provenance import sha256_of_file
 from aqnpipe.training.stage import TrainingInputs, train
 
-NOISE = {"operators": "matmul", "relative_scale": 0.05}
+NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
 AQN = {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.01}}
 
 
@@ -100,7 +101,7 @@ def test_the_same_run_gives_the_same_bytes(inputs, tmp_path):
 
 def test_arms_that_differ_in_noise_only_share_their_first_prompts_and_sampling(inputs, tmp_path):
     """Noise too small to change a token must leave the first rollout as it is."""
-    small = {"operators": "matmul", "relative_scale": 1e-5}
+    small = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 1e-5}}
     train(spec(), inputs, tmp_path / "clean", lambda _: None)
     train(spec(small), inputs, tmp_path / "noisy", lambda _: None)
     clean, noisy = (read_table(tmp_path / n / "metrics.parquet", TrainingMetrics) for n in ("clean", "noisy"))
@@ -115,7 +116,7 @@ def test_without_kl_there_is_no_reference_phase(inputs, tmp_path):
 
 
 def test_noise_disabled_by_hand_fails_the_run_and_leaves_nothing(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection.add_relative_error_", lambda output, scale, generator: output)
+    monkeypatch.setattr("aqnpipe.noise.injection.apply_error_", lambda tensor, error, source: tensor)
     with pytest.raises(ReceiptError, match="receipt refused"):
         train(spec(NOISE), inputs, tmp_path / "run", lambda _: None)
     assert list(tmp_path.iterdir()) == []
@@ -135,3 +136,57 @@ def test_broken_weights_stop_the_run(inputs, tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=r"base/test seed 0: \S+ is not finite after step 1, run stopped"):
         train(spec(learning_rate=1e38, max_grad_norm=1e30), inputs, tmp_path / "run", lambda _: None)
     assert list(tmp_path.iterdir()) == []
+
+
+DEAD_ZONE = {"type": "dead_zone", "layer": 1, "magnitude": 0.2}
+HIDDEN_AQN = {**AQN, "targets": "hidden_states"}
+
+
+def on_a_faulty_machine(*faults, **changes):
+    whole = spec(aqn=HIDDEN_AQN).model_dump() | {"faults": faults} | changes
+    return TrainingSpec.model_validate(whole)
+
+
+def scattered_rewards(completions, **_):
+    """Rewards that differ within groups, so that a model that solves nothing has a gradient."""
+    return [float(index % 2) for index in range(len(completions))]
+
+
+def test_the_machines_fault_is_in_every_phase_and_masks_the_gradient(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("aqnpipe.training.stage.reward_correct", scattered_rewards)
+    train(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run", lambda _: None)
+    receipt = read_json(tmp_path / "run" / "receipt.json", Receipt).check()
+    assert receipt.faults[0].magnitude == 0.2
+    cells = {cell.phase: cell for cell in receipt.fault_cells}
+    assert cells.keys() == {"rollout", "reference", "actor_forward", "validation"}
+    assert all(0 < cell.survival_rate < 1 for cell in cells.values())
+    (flow,) = receipt.gradient_flows
+    assert flow.calls == cells["actor_forward"].calls
+    assert 0 < flow.zeroed_elements < flow.elements
+    assert 0 < flow.zeroed_norm_share < 1
+    assert flow.leaked_elements == 0
+    assert {cell.layer for cell in receipt.weight_cells} == {0, 1}
+
+
+def test_the_fault_changes_what_is_learned(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("aqnpipe.training.stage.reward_correct", scattered_rewards)
+    for name, faults in (("healthy", ()), ("faulty", (DEAD_ZONE,))):
+        train(on_a_faulty_machine(*faults), inputs, tmp_path / name, lambda _: None)
+    weights = "checkpoints/step2/model.safetensors"
+    assert sha256_of_file(tmp_path / "healthy" / weights) != sha256_of_file(tmp_path / "faulty" / weights)
+    assert read_json(tmp_path / "healthy" / "receipt.json", Receipt).fault_cells == ()
+
+
+def test_a_fault_forgotten_in_one_phase_fails_the_run(inputs, tmp_path, monkeypatch):
+    original = injection._Injection._find_struck_sites
+    monkeypatch.setattr(
+        injection._Injection, "_find_struck_sites", lambda self: [] if self.phase == "reference" else original(self)
+    )
+    with pytest.raises(ReceiptError, match="reference: fault dead_zone in layer 1 \\(layer_output\\) did not run"):
+        train(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run", lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_that_changes_nothing_fails_the_run(inputs, tmp_path):
+    with pytest.raises(ReceiptError, match="changed none of"):
+        train(on_a_faulty_machine({**DEAD_ZONE, "magnitude": 1e-12}), inputs, tmp_path / "run", lambda _: None)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_every_stage_left_its_artifacts(finished):
     for arm in ("baseline", "srdd_guided"):
         run = results / "runs" / "base" / arm / "seed0"
         receipt = read_json(run / "receipt.json", Receipt).check()
-        assert (receipt.weight_noise is None) == (arm == "baseline")
+        assert (receipt.aqn is None) == (arm == "baseline")
         assert len(read_table(run / "metrics.parquet", TrainingMetrics)) == 8
         assert (run / "checkpoints" / "step8" / "model.safetensors").is_file()
         for step in (4, 8):
@@ -109,7 +110,7 @@ def test_every_stage_left_its_artifacts(finished):
 
 def test_the_guided_arm_used_the_sigmas_of_the_diagnosis(finished):
     results = finished.folder / RESULTS
-    sigmas = read_yaml(results / "srdd" / "base" / "target" / "sigmas.yaml", SigmaFile).aqn
+    sigmas = read_yaml(results / "srdd" / "base" / "target" / "sigmas-published.yaml", SigmaFile).aqn
     receipt = read_json(results / "runs" / "base" / "srdd_guided" / "seed0" / "receipt.json", Receipt)
     expected = {layer: sigma / sigmas.base_sigma for layer, sigma in sigmas.layer_sigmas.items()}
     assert receipt.layer_factors == pytest.approx(expected)
@@ -133,6 +134,15 @@ def test_the_report_is_one_file_that_loads_nothing(finished):
     assert parser.found == []
     assert "default-src 'none'" in text
     assert len(text) < 300_000
+
+
+def test_snakemakes_own_report_holds_page_and_tables(finished, tmp_path):
+    archive = tmp_path / "study.zip"
+    result = finished.snakemake("--report", str(archive))
+    assert result.returncode == 0, result.stdout
+    names = {Path(name).name for name in zipfile.ZipFile(archive).namelist()}
+    tables = {f"{name}.csv" for name in ("accuracy", "comparisons", "robustness", "training", "layers", "flips")}
+    assert {"report.html", "summary.md", *tables} <= names
 
 
 def test_each_rule_left_a_log_and_a_benchmark(finished):

@@ -31,3 +31,4 @@ wildcard_constraints:
     seed=r"\d+",
     step=r"\d+",
     split="train|test",
+    strategy="[a-z_]+",

@@ -1,18 +1,23 @@
-"""Compare arms and noise levels, and write the report.
+"""Compare arms and noise levels, audit published figures, and write the report.
 
-Needs every evaluation of the study; the report also needs the runs and the diagnoses.
+Needs every evaluation of the study; the report also needs the runs and the diagnoses. An unfinished study gets its report
+by `aqnpipe report STUDY.yaml`.
 """
 
 
 rule compare:
-    """Test every declared comparison; accuracies, comparisons and claims of the study."""
+    """Test every comparison; accuracies, comparisons, robustness over noise and claims of the study."""
     input:
         evaluations=PLAN.evaluation_files("parquet"),
         receipts=PLAN.evaluation_files("receipt.json"),
         records=PLAN.evaluation_files("run.json"),
     output:
         accuracy=f"{RESULTS}/accuracy.parquet",
+        accuracy_csv=report(f"{RESULTS}/accuracy.csv", caption="../report/accuracy.rst", category="Tables"),
         comparisons=f"{RESULTS}/comparisons.parquet",
+        comparisons_csv=report(f"{RESULTS}/comparisons.csv", caption="../report/comparisons.rst", category="Tables"),
+        robustness=f"{RESULTS}/robustness.parquet",
+        robustness_csv=report(f"{RESULTS}/robustness.csv", caption="../report/robustness.rst", category="Tables"),
         claims=f"{RESULTS}/claims.json",
     log:
         f"{RESULTS}/logs/compare.log",
@@ -29,21 +34,54 @@ rule compare:
         "../scripts/compare.py"
 
 
+rule audit:
+    """Re-test the published figures that the study names."""
+    input:
+        STUDY.config.statistics.published or [],
+    output:
+        f"{RESULTS}/audit.json",
+    log:
+        f"{RESULTS}/logs/audit.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/audit.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
+    params:
+        code=code_digest("aqnpipe.statistics.audit"),
+    message:
+        "audit: {input}"
+    script:
+        "../scripts/audit.py"
+
+
 rule report:
-    """One self-contained page: verdicts, figures, receipts, provenance."""
+    """One self-contained page: verdicts, figures, receipts, provenance; a summary and the tables behind the page."""
     input:
         accuracy=f"{RESULTS}/accuracy.parquet",
         comparisons=f"{RESULTS}/comparisons.parquet",
+        robustness=f"{RESULTS}/robustness.parquet",
         claims=f"{RESULTS}/claims.json",
+        audit=[f"{RESULTS}/audit.json"] if STUDY.config.statistics.published else [],
+        test_problems=f"{RESULTS}/data/test.parquet",
         metrics=PLAN.run_files("metrics.parquet"),
         receipts=PLAN.run_files("receipt.json"),
         records=PLAN.run_files("run.json"),
+        evaluations=PLAN.evaluation_files("parquet"),
         evaluation_receipts=PLAN.evaluation_files("receipt.json"),
+        evaluation_records=PLAN.evaluation_files("run.json"),
         layers=PLAN.diagnosis_files("layers.parquet"),
         verdicts=PLAN.diagnosis_files("verdict.json"),
-        sigmas=PLAN.diagnosis_files("sigmas.yaml"),
+        sigmas=PLAN.all_sigmas_files(),
+        fault_losses=PLAN.fault_loss_files("claims.json"),
     output:
-        f"{RESULTS}/report.html",
+        html=report(f"{RESULTS}/report.html", caption="../report/page.rst", category="Answer"),
+        summary=report(f"{RESULTS}/summary.md", caption="../report/summary.rst", category="Answer"),
+        training=f"{RESULTS}/training.parquet",
+        training_csv=report(f"{RESULTS}/training.csv", caption="../report/training.rst", category="Tables"),
+        layers=f"{RESULTS}/layers.parquet",
+        layers_csv=report(f"{RESULTS}/layers.csv", caption="../report/layers.rst", category="Tables"),
+        flips=f"{RESULTS}/flips.parquet",
+        flips_csv=report(f"{RESULTS}/flips.csv", caption="../report/flips.rst", category="Tables"),
     log:
         f"{RESULTS}/logs/report.log",
     benchmark:
@@ -54,6 +92,6 @@ rule report:
         study=PLAN.study_params(),
         code=code_digest("aqnpipe.report.stage"),
     message:
-        "report: {output}"
+        "report: {output.html}"
     script:
         "../scripts/report.py"

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.noise import TRAINING_PHASES, OperatorNoise, WeightNoise
+from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, ModuleNoise, OperatorNoise
 
 ModelRole = Literal["base", "large"]
 
@@ -16,13 +16,24 @@ class Arm(FrozenModel):
     description: str
     model: ModelRole = "base"
     operator_noise: OperatorNoise | None = None
-    aqn: WeightNoise | None = None
+    module_noise: ModuleNoise | None = None
+    aqn: AdaptiveNoise | None = None
+    machine: str | None = Field(
+        default=None,
+        description="name of a machine of the study whose simulated faults the policy has in all of training and in "
+        "its evaluation; null: the real device as it is",
+    )
+    sham_of: str | None = Field(
+        default=None,
+        description="id of the arm that this one imitates without its active part: their comparison is an A/A test",
+    )
 
     @model_validator(mode="after")
     def _phases_are_of_training(self) -> Self:
-        others = set(self.operator_noise.phases) - set(TRAINING_PHASES) if self.operator_noise else set()
-        if others:
-            raise ValueError(f"operator_noise.phases: training has no phase {', '.join(sorted(others))}")
+        for key, noise in (("operator_noise", self.operator_noise), ("module_noise", self.module_noise)):
+            others = set(noise.phases) - set(TRAINING_PHASES) if noise else set()
+            if others:
+                raise ValueError(f"{key}.phases: training has no phase {', '.join(sorted(others))}")
         return self
 
 

@@ -55,7 +55,12 @@ def _energy_controls(arm: Arm, arms: Mapping[str, Arm]) -> Iterator[str]:
 def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
     """Return the arm that lacks just the step that `name` adds; the pretrained model where the study has none."""
     arm = arms[name]
-    others = {other: one for other, one in arms.items() if other != name and one.model == arm.model}
+    # Evaluations on different machines differ in more than training.
+    others = {
+        other: one
+        for other, one in arms.items()
+        if other != name and one.model == arm.model and one.machine == arm.machine
+    }
     if arm.aqn is not None and arm.aqn.layer_sigmas_from is not None:
         uniform = arm.aqn.model_copy(update={"layer_sigmas_from": None, "layer_sigmas_strategy": "published"})
         same = [other for other, one in others.items() if one.aqn == uniform and _noise(one) == _noise(arm)]
@@ -74,7 +79,7 @@ def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
 
 def _noise(arm: Arm) -> dict[str, object]:
     """Return everything that the arm adds besides AQN."""
-    return arm.model_dump(exclude={"description", "model", "aqn", "sham_of"})
+    return arm.model_dump(exclude={"description", "model", "aqn", "machine", "sham_of"})
 
 
 def _uses_noise(arm: Arm) -> bool:

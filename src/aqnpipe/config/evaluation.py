@@ -20,6 +20,11 @@ class EvaluationConfig(FrozenModel):
     num_questions: int | None = Field(default=None, ge=1, description="first questions of the test split; null: all")
     max_response_tokens: int = Field(ge=1)
     batch_size: int = Field(ge=1)
+    pretrained_machine: str | None = Field(
+        default=None,
+        description="machine of the study that the model before training is evaluated on; null: the device as it is. "
+        "Checkpoints are evaluated on the machine of their arm",
+    )
     primary_scorer: Literal["strict", "last_number"] = "strict"
     threads: int = Field(default=1, ge=1, description="torch threads per job; results on CPU depend on it")
 

@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.diagnosis import SigmaStrategy
+from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.model import builtin_folder, source_kind
-from aqnpipe.config.run import EvaluationSpec, TrainingSpec
+from aqnpipe.config.noise import Fault
+from aqnpipe.config.run import EvaluationSpec, FaultLossSpec, TrainingSpec
 from aqnpipe.config.study import Study
 from aqnpipe.errors import ConfigError
 
@@ -43,6 +46,23 @@ class StudyPlan:
         """(model role, machine) of every diagnosis."""
         return [(role, machine) for role in self.study.model_roles() for machine in self.study.config.machines]
 
+    def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
+        """How sigmas are made of a diagnosis: the published rule, and what the study's arms of that model ask for."""
+        asked = [
+            arm.aqn.layer_sigmas_strategy
+            for arm in self.study.arms.values()
+            if arm.model == model and arm.aqn is not None and arm.aqn.layer_sigmas_from == machine
+        ]
+        return list(dict.fromkeys(["published", *asked]))
+
+    def all_sigmas_files(self) -> list[str]:
+        """The sigmas of every diagnosis by every strategy that the study uses."""
+        return [
+            self.sigmas_file(model, machine, strategy)
+            for model, machine in self.diagnoses()
+            for strategy in self.strategies(model, machine)
+        ]
+
     def run_files(self, name: str) -> list[str]:
         """One file of every run, in the order of `runs`."""
         return [f"{self.results}/runs/{role}/{arm}/seed{seed}/{name}" for role, arm, seed in self.runs()]
@@ -54,6 +74,10 @@ class StudyPlan:
             for role, arm, seed, step in self.evaluations()
         ]
 
+    def fault_loss_files(self, suffix: str) -> list[str]:
+        """One file of every loss study, in the order of the study."""
+        return [f"{self.results}/fault_loss/{one.model}/{one.name}.{suffix}" for one in self.study.config.fault_losses]
+
     def diagnosis_files(self, name: str) -> list[str]:
         """One file of every diagnosis, in the order of `diagnoses`."""
         return [f"{self.results}/srdd/{role}/{machine}/{name}" for role, machine in self.diagnoses()]
@@ -63,7 +87,11 @@ class StudyPlan:
         aqn = self.study.arms[arm].aqn
         if aqn is None or aqn.layer_sigmas_from is None:
             return []
-        return [f"{self.results}/srdd/{model}/{aqn.layer_sigmas_from}/sigmas.yaml"]
+        return [self.sigmas_file(model, aqn.layer_sigmas_from, aqn.layer_sigmas_strategy)]
+
+    def sigmas_file(self, model: str, machine: str, strategy: SigmaStrategy = "published") -> str:
+        """The per-layer sigmas that a strategy makes of the diagnosis of a machine."""
+        return f"{self.results}/srdd/{model}/{machine}/{sigmas_name(strategy)}"
 
     def checkpoint_input(self, *, model: str, arm: str, seed: str, step: str) -> str:
         """The config.json of the model folder that an evaluation reads."""
@@ -89,6 +117,7 @@ class StudyPlan:
             model_role=role,
             arm_id=arm,
             arm=self.study.arms[arm],
+            faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,
             dtype=config.models[role].dtype,
@@ -105,15 +134,47 @@ class StudyPlan:
             arm_id=arm,
             seed=int(seed),
             step=int(step),
+            faults=self.faults(
+                config.evaluation.pretrained_machine if arm == PRETRAINED else self.study.arms[arm].machine
+            ),
             dtype=config.models[model].dtype,
             attention=config.models[model].attention,
             prompt=config.prompt,
             evaluation=config.evaluation,
         ).model_dump(mode="json")
 
+    def fault_loss_spec(self, model: str, name: str) -> dict[str, Any]:
+        """Parameters of one loss study (`FaultLossSpec` as plain data)."""
+        config = self.study.config
+        settings = self._fault_loss(model, name)
+        return FaultLossSpec(
+            model_role=model,
+            faults=self.faults(settings.machine),
+            dtype=config.models[model].dtype,
+            attention=config.models[model].attention,
+            prompt=config.prompt,
+            settings=settings,
+        ).model_dump(mode="json")
+
+    def fault_loss_threads(self, model: str, name: str) -> int:
+        """Threads of one loss study."""
+        return self._fault_loss(model, name).threads
+
+    def faults(self, machine: str | None) -> tuple[Fault, ...]:
+        """The simulated faults of a machine; none of the real device."""
+        return self.study.config.machines[machine].faults if machine is not None else ()
+
+    def _fault_loss(self, model: str, name: str) -> FaultLossConfig:
+        return next(one for one in self.study.config.fault_losses if (one.model, one.name) == (model, name))
+
     def study_params(self) -> dict[str, Any]:
         """The whole study as plain data, for the jobs that look at all of it."""
         return self.study.model_dump(mode="json")
+
+
+def sigmas_name(strategy: SigmaStrategy) -> str:
+    """The file name of a strategy's sigmas."""
+    return f"sigmas-{strategy}.yaml"
 
 
 def plan_of(params: dict[str, Any]) -> StudyPlan:

@@ -4,16 +4,19 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.config.noise import Fault
 from aqnpipe.config.training import TrainingConfig
 
 
 class TrainingSpec(FrozenModel):
-    """One training run: an arm, a seed and the shared settings."""
+    """One training run: an arm, a seed and the shared settings. `faults` are those of the arm's machine."""
 
     model_role: str
     arm_id: str
     arm: Arm
+    faults: tuple[Fault, ...] = ()
     seed: int
     num_steps: int
     dtype: Dtype
@@ -23,13 +26,25 @@ class TrainingSpec(FrozenModel):
 
 
 class EvaluationSpec(FrozenModel):
-    """One evaluated checkpoint. `step` 0 is the model before training."""
+    """One evaluated checkpoint. `step` 0 is the model before training; `faults` are those of the arm's machine."""
 
     model_role: str
     arm_id: str
     seed: int
     step: int
+    faults: tuple[Fault, ...] = ()
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
     evaluation: EvaluationConfig
+
+
+class FaultLossSpec(FrozenModel):
+    """One loss study. `faults` are those of its machine, whose magnitudes and orders the settings replace."""
+
+    model_role: str
+    faults: tuple[Fault, ...]
+    dtype: Dtype
+    attention: Attention
+    prompt: PromptFormat
+    settings: FaultLossConfig

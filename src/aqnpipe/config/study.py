@@ -11,10 +11,12 @@ from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, Statis
 from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.dataset import DatasetConfig, PromptFormat
+from aqnpipe.config.default_comparisons import default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
-from aqnpipe.config.noise import EpochAwareRanges, Machine
+from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, Machine
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError, ModelError
 
@@ -41,8 +43,13 @@ class StudyConfig(FrozenModel):
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     sigma_rule: SigmaRule = SigmaRule()
     evaluation: EvaluationConfig
+    fault_losses: tuple[FaultLossConfig, ...] = Field(
+        default=(), description="loss studies of machines with simulated faults, without training"
+    )
     statistics: StatisticsConfig = StatisticsConfig()
-    comparisons: tuple[Comparison, ...] = Field(min_length=1)
+    comparisons: tuple[Comparison, ...] = Field(
+        default=(), description="claims to test; empty: the usual ones for the arms at hand"
+    )
     report: ReportConfig
 
     @model_validator(mode="after")
@@ -51,6 +58,9 @@ class StudyConfig(FrozenModel):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must not repeat a value")
+        names = [(one.model, one.name) for one in self.fault_losses]
+        if len(set(names)) != len(names):
+            raise ValueError("fault_losses must not repeat a name")
         return self
 
     @model_validator(mode="after")
@@ -85,6 +95,10 @@ class Study(FrozenModel):
         """Optimiser steps of every run."""
         return self.config.num_steps
 
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """The comparisons that the study declares, or the usual ones for its arms where it declares none."""
+        return self.config.comparisons or default_comparisons(self.arms, self.config.evaluation.noise_levels)
+
 
 def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
     """Validate the merged configuration `config` (read from `source`) and the arms that it names.
@@ -92,8 +106,7 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
     Raises ConfigError, one line: file, key, what is wrong, what was found.
     """
     study = _validate(StudyConfig, config, source)
-    arms_path = Path(study.arms_file)
-    arms = _validate(ArmsFile, _read_yaml(arms_path), study.arms_file).arms
+    arms = read_arms(Path(study.arms_file))
     for problem in _cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
     return Study(config=study, arms={name: arms[name] for name in study.arms})
@@ -102,6 +115,12 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
 def load_study_file(path: Path) -> Study:
     """Read and validate the study file at `path`; ConfigError in one line."""
     return load_study(_read_yaml(path), str(path))
+
+
+def read_arms(path: Path) -> dict[str, Arm]:
+    """Return the arms of an arms file by id; ConfigError in one line."""
+    arms: dict[str, Arm] = _validate(ArmsFile, _read_yaml(path), str(path)).arms
+    return arms
 
 
 def _read_yaml(path: Path) -> Any:
@@ -122,9 +141,13 @@ def _validate(model: type[Any], content: Any, source: str) -> Any:
 
 def _cross_reference_problems(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     yield from _unknown_names(study, arms, source)
+    yield from _machine_problems(study, source)
     yield from _layers_out_of_range(study, arms, source)
+    yield from _attention_that_escapes(study, arms, source)
     yield from _schedules_that_do_not_fit(study, arms)
     yield from _comparison_problems(study, source)
+    yield from _explore_problems(study, arms, source)
+    yield from _sham_problems(study, arms)
 
 
 def _unknown_names(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
@@ -135,11 +158,33 @@ def _unknown_names(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> 
         arm = arms[name]
         if arm.model not in study.models:
             yield f"{source}: models: arm {name} needs the role {arm.model!r}, found {', '.join(study.models)}"
-        machine = arm.aqn.layer_sigmas_from if arm.aqn else None
-        if machine is not None and machine not in study.machines:
-            yield f"{source}: machines: arm {name} needs the machine {machine!r}, found {', '.join(study.machines)}"
+        for machine in (arm.machine, arm.aqn.layer_sigmas_from if arm.aqn else None):
+            if machine is not None and machine not in study.machines:
+                yield f"{source}: machines: arm {name} needs the machine {machine!r}, found {', '.join(study.machines)}"
     if PRETRAINED in arms:
         yield f"{study.arms_file}: arms.{PRETRAINED}: this name stands for the model before training, choose another"
+
+
+def _machine_problems(study: StudyConfig, source: str) -> Iterator[str]:
+    known = ", ".join(study.machines)
+    machine = study.evaluation.pretrained_machine
+    if machine is not None and machine not in study.machines:
+        yield f"{source}: evaluation.pretrained_machine: unknown machine {machine!r}, the study has {known}"
+    for index, losses in enumerate(study.fault_losses):
+        where = f"{source}: fault_losses.{index}"
+        if losses.model not in study.models:
+            yield f"{where}.model: unknown role {losses.model!r}, the study has {', '.join(study.models)}"
+        if losses.machine not in study.machines:
+            yield f"{where}.machine: unknown machine {losses.machine!r}, the study has {known}"
+        elif not study.machines[losses.machine].faults:
+            yield f"{where}.machine: {losses.machine} has no faults, expected a machine with some"
+        elif set(losses.orders) != {"after_noise"} and any(
+            fault.site != "layer_output" for fault in study.machines[losses.machine].faults
+        ):
+            yield (
+                f"{where}.orders: {losses.machine} has faults at other sites than layer_output, where noise on hidden "
+                "states never is; expected orders: [after_noise]"
+            )
 
 
 def _layers_out_of_range(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
@@ -152,20 +197,36 @@ def _layers_out_of_range(study: StudyConfig, arms: Mapping[str, Arm], source: st
         if num_layers is None:
             continue
         for name, machine in study.machines.items():
-            if machine.fault is not None and machine.fault.layer >= num_layers:
-                yield (
-                    f"{source}: machines.{name}.fault.layer: found {machine.fault.layer}, "
-                    f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
-                )
+            for index, fault in enumerate(machine.faults):
+                if fault.layer >= num_layers:
+                    yield (
+                        f"{source}: machines.{name}.faults.{index}.layer: found {fault.layer}, "
+                        f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
+                    )
         for arm_name in study.arms:
             noise = arms[arm_name].operator_noise
-            if noise is None or noise.layers is None or arms[arm_name].model != role:
+            if noise is None or arms[arm_name].model != role:
                 continue
-            if max(noise.layers, default=-1) >= num_layers:
-                yield (
-                    f"{study.arms_file}: arms.{arm_name}.operator_noise.layers: found {max(noise.layers)}, "
-                    f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
-                )
+            for key, layers in (("layers", noise.layers or ()), ("layer_scales", noise.layer_scales)):
+                if max(layers, default=-1) >= num_layers:
+                    yield (
+                        f"{study.arms_file}: arms.{arm_name}.operator_noise.{key}: found {max(layers)}, "
+                        f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
+                    )
+
+
+def _attention_that_escapes(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """Noise on the products of attention needs a model that computes them one by one, and the other way round."""
+    needed = {"decomposed": "eager", "fused": "sdpa"}
+    for name in study.arms:
+        noise, model = arms[name].operator_noise, study.models.get(arms[name].model)
+        if noise is None or model is None or not noise.is_active or isinstance(noise.error, FakeQuantization):
+            continue
+        if model.attention != needed[noise.attention]:
+            yield (
+                f"{source}: models.{arms[name].model}.attention: found {model.attention}, arm {name} has "
+                f"operator_noise.attention {noise.attention} and needs {needed[noise.attention]}"
+            )
 
 
 def _schedules_that_do_not_fit(study: StudyConfig, arms: Mapping[str, Arm]) -> Iterator[str]:
@@ -182,14 +243,50 @@ def _comparison_problems(study: StudyConfig, source: str) -> Iterator[str]:
     known = {*study.arms, PRETRAINED}
     for index, comparison in enumerate(study.comparisons):
         where = f"{source}: comparisons.{index}"
-        names = [comparison.treatment, comparison.control] if comparison.kind == "arms" else [comparison.arm]
+        names = [comparison.arm] if comparison.kind == "levels" else [comparison.treatment, comparison.control]
         for name in names:
             if name not in known:
                 yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
-        if comparison.kind == "levels" and 0.0 not in study.evaluation.noise_levels:
+        if comparison.kind != "arms" and 0.0 not in study.evaluation.noise_levels:
             yield f"{where}: compares with no noise, but evaluation.noise_levels does not hold 0.0"
         if comparison.noise_level not in study.evaluation.noise_levels:
             yield (
                 f"{where}.noise_level: found {comparison.noise_level}, "
                 f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
             )
+
+
+def _explore_problems(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    pair, where = study.report.explore, f"{source}: report.explore"
+    if pair is None:
+        return
+    known = {*study.arms, PRETRAINED}
+    names = (pair.treatment, pair.control)
+    for name in names:
+        if name not in known:
+            yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
+            return
+    if pair.treatment == pair.control:
+        yield f"{where}: treatment and control are both {pair.control!r}, expected two arms"
+    roles = {arms[name].model for name in names if name != PRETRAINED}
+    if len(roles) > 1:
+        yield f"{where}: {' and '.join(names)} train different models ({', '.join(sorted(roles))})"
+    if pair.noise_level not in study.evaluation.noise_levels:
+        yield (
+            f"{where}.noise_level: found {pair.noise_level}, "
+            f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
+        )
+
+
+def _sham_problems(study: StudyConfig, arms: Mapping[str, Arm]) -> Iterator[str]:
+    for name in study.arms:
+        target = arms[name].sham_of
+        if target is None:
+            continue
+        where = f"{study.arms_file}: arms.{name}.sham_of"
+        if target not in arms:
+            yield f"{where}: unknown arm {target!r}, the file defines {', '.join(sorted(arms))}"
+        elif target == name:
+            yield f"{where}: an arm is no sham of itself"
+        elif arms[target].model != arms[name].model:
+            yield f"{where}: {target} trains the model {arms[target].model}, {name} the model {arms[name].model}"

@@ -1,6 +1,6 @@
 """The evaluate stage: one checkpoint, every question at every noise level and noise seed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_table, write_json, write_table
 from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.generation.backend import Completion, Sampling
@@ -56,7 +56,7 @@ def evaluate(
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer)
     tables, passes = [], []
     for level, noise_seed in config.passes():
-        completions, receipt = run_pass(model, tokenizer, prompts, config, level, noise_seed)
+        completions, receipt = run_pass(model, tokenizer, prompts, config, level, noise_seed, spec.faults)
         passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=receipt.check()))
         tables.append(score(problems, completions, tokenizer, level, noise_seed))
         correct = int(tables[-1][f"correct_{config.primary_scorer}"].sum())
@@ -74,16 +74,18 @@ def run_pass(
     config: EvaluationConfig,
     noise_level: float,
     noise_seed: int,
+    faults: Sequence[Fault] = (),
 ) -> tuple[list[Completion], Receipt]:
     """Generate a response to every prompt under one noise level and seed; return them in order, with the receipt.
 
     Prompts are batched by length (fewer padding tokens); the noise of a batch is keyed by its number, so it is the
-    same for every model that answers the same questions.
+    same for every model that answers the same questions. `faults` strike throughout; a threshold that they take from
+    each call depends on the prompts of the batch.
     """
     noise = (
         OperatorNoise(
             operators=config.operators,
-            relative_scale=noise_level,
+            error=RelativeGaussian(scale=noise_level),
             phases=("evaluation",),
             include_lm_head=config.include_lm_head,
         )
@@ -92,7 +94,8 @@ def run_pass(
     )
     recorder = ReceiptRecorder(
         operator_noise=noise,
-        weight_noise=None,
+        aqn=None,
+        faults=faults,
         expected_phases=("evaluation",),
         num_layers=len(decoder_layers(model)),
         num_norms=len(rms_norms(model)),

@@ -70,7 +70,7 @@ def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> 
             alt.X("minutes:Q").title(words("axis.minutes")).scale(zero=True),
             _arm_axis(names),
             yOffset=alt.YOffset("seed:N").scale(paddingOuter=0.5),
-            color=_colour("arm", keys),
+            color=colour_scale("arm", keys),
         )
     )
     title = words("costs.panel")
@@ -154,7 +154,7 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
     y = _arm_axis(names)
     offset = alt.YOffset("seed:N").scale(paddingOuter=0.5)
     x = alt.X("accuracy:Q").title(title).scale(domain=bounds, nice=True, zero=False)
-    colour = _colour("arm", keys)
+    colour = colour_scale("arm", keys)
     base = alt.Chart(rows, width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
     means = rows.group_by("arm").agg(pl.col("accuracy").mean()).sort("arm")
     return alt.layer(
@@ -186,8 +186,8 @@ def _curves(table: pl.DataFrame, column: str, title: str, keys: Sequence[SeriesK
             alt.X("step:Q").title(words("axis.step")).axis(grid=False),
             y,
             detail="seed:N",
-            color=_colour("arm", keys),
-            strokeDash=_dash("arm", keys),
+            color=colour_scale("arm", keys),
+            strokeDash=dash_scale("arm", keys),
         )
     )
     return Panel(title, render_svg(chart, words("alt.training", what=title)))
@@ -204,10 +204,10 @@ def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -
         asked.encode(
             x,
             alt.Y("sigma_asked:Q").title(words("axis.sigma_asked")).scale(logarithmic).axis(values=decades),
-            color=_colour("arm", keys),
-            strokeDash=_dash("arm", keys),
+            color=colour_scale("arm", keys),
+            strokeDash=dash_scale("arm", keys),
         ),
-        measured.encode(x, alt.Y("sigma_measured:Q").scale(logarithmic), color=_colour("arm", keys)),
+        measured.encode(x, alt.Y("sigma_measured:Q").scale(logarithmic), color=colour_scale("arm", keys)),
     )
     title = words("training.sigma")
     return Panel(title, render_svg(chart, words("alt.training", what=title)))
@@ -223,8 +223,8 @@ def _depth_panel(
 ) -> Panel:
     x = alt.X("layer:Q").title(words("axis.layer")).axis(grid=False, tickMinStep=1, format="d")
     y = alt.Y(f"{column}:Q").title(words(f"axis.{column}")).scale(zero=False)
-    encoding = {"x": x, "y": y, "color": _colour("machine", keys)}
-    lines = _base(layers).mark_line(strokeWidth=1.8).encode(**encoding, strokeDash=_dash("machine", keys))
+    encoding = {"x": x, "y": y, "color": colour_scale("machine", keys)}
+    lines = _base(layers).mark_line(strokeWidth=1.8).encode(**encoding, strokeDash=dash_scale("machine", keys))
     dots = _base(layers).mark_point(filled=True, size=22, opacity=1).encode(**encoding)
     parts: list[alt.Chart] = [lines, dots]
     if fault_layers:
@@ -251,12 +251,14 @@ def _base(table: pl.DataFrame) -> alt.Chart:
     return alt.Chart(table, width=PANEL_WIDTH, height=PANEL_HEIGHT)
 
 
-def _colour(field: str, keys: Sequence[SeriesKey]) -> alt.Color:
+def colour_scale(field: str, keys: Sequence[SeriesKey]) -> alt.Color:
+    """Colour by `field`, as the keys say."""
     scale = alt.Scale(domain=[key.name for key in keys], range=[series_colour(key.index) for key in keys])
     return alt.Color(f"{field}:N", legend=None).scale(scale)
 
 
-def _dash(field: str, keys: Sequence[SeriesKey]) -> alt.StrokeDash:
+def dash_scale(field: str, keys: Sequence[SeriesKey]) -> alt.StrokeDash:
+    """Dash pattern by `field`, so that colour is never the only difference."""
     scale = alt.Scale(domain=[key.name for key in keys], range=[series_dash(key.index) for key in keys])
     return alt.StrokeDash(f"{field}:N", legend=None).scale(scale)
 

@@ -1,6 +1,6 @@
 """What the report is made of: paths of artifacts, and the same artifacts read and validated as far as they exist."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from aqnpipe.artifacts import (
     ClaimsFile,
     ComparisonTable,
     EvaluationTable,
+    FaultLossFile,
     LayerTable,
     ProblemTable,
     RobustnessTable,
@@ -67,13 +68,13 @@ class EvaluatedInput:
 
 @dataclass(frozen=True)
 class DiagnosisInput:
-    """Files of the diagnosis of one model on one machine."""
+    """Files of the diagnosis of one model on one machine; sigmas by strategy, the published rule first."""
 
     model: str
     machine: str
     layers: Path
     verdict: Path
-    sigmas: Path
+    strategies: Mapping[str, Path]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class ReportInputs:
     runs: tuple[RunInput, ...]
     evaluations: tuple[EvaluatedInput, ...]
     diagnoses: tuple[DiagnosisInput, ...]
+    fault_losses: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,12 @@ class Diagnosis:
     machine: str
     layers: pl.DataFrame
     verdict: Verdict
-    sigmas: SigmaFile
+    strategies: Mapping[str, SigmaFile]
+
+    @property
+    def sigmas(self) -> SigmaFile:
+        """The sigmas of the published rule."""
+        return self.strategies["published"]
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,7 @@ class ReportData:
     missing_runs: tuple[RunInput, ...]
     missing_evaluations: tuple[EvaluatedInput, ...]
     missing_diagnoses: tuple[DiagnosisInput, ...]
+    fault_losses: tuple[FaultLossFile, ...] = ()
 
 
 def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
@@ -199,9 +207,10 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
 
     def diagnosis_input(model: str, machine: str) -> DiagnosisInput:
         folder = results / "srdd" / model / machine
-        return DiagnosisInput(
-            model, machine, folder / "layers.parquet", folder / "verdict.json", folder / sigmas_name("published")
-        )
+        strategies: dict[str, Path] = {
+            strategy: folder / sigmas_name(strategy) for strategy in plan.strategies(model, machine)
+        }
+        return DiagnosisInput(model, machine, folder / "layers.parquet", folder / "verdict.json", strategies)
 
     return ReportInputs(
         accuracy=results / "accuracy.parquet",
@@ -213,6 +222,7 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
         runs=tuple(run_input(*run) for run in plan.runs()),
         evaluations=tuple(evaluated_input(*one) for one in plan.evaluations()),
         diagnoses=tuple(diagnosis_input(*one) for one in plan.diagnoses()),
+        fault_losses=tuple(root / path for path in plan.fault_loss_files("claims.json")),
     )
 
 
@@ -237,8 +247,10 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         (one, read([one.table, one.receipt, one.record], partial(_read_evaluated, one))) for one in inputs.evaluations
     ]
     diagnoses = [
-        (one, read([one.layers, one.verdict, one.sigmas], partial(_read_diagnosis, one))) for one in inputs.diagnoses
+        (one, read([one.layers, one.verdict, *one.strategies.values()], partial(_read_diagnosis, one)))
+        for one in inputs.diagnoses
     ]
+    fault_losses = [json(path, FaultLossFile) for path in inputs.fault_losses]
     return ReportData(
         accuracy=table(inputs.accuracy, AccuracyTable),
         comparisons=table(inputs.comparisons, ComparisonTable),
@@ -253,6 +265,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         missing_runs=tuple(one for one, run in runs if not run),
         missing_evaluations=tuple(one for one, evaluated in evaluations if not evaluated),
         missing_diagnoses=tuple(one for one, diagnosis in diagnoses if not diagnosis),
+        fault_losses=tuple(one for one in fault_losses if one),
     )
 
 
@@ -285,5 +298,5 @@ def _read_diagnosis(one: DiagnosisInput) -> Diagnosis:
         machine=one.machine,
         layers=read_table(one.layers, LayerTable),
         verdict=read_json(one.verdict, Verdict),
-        sigmas=read_yaml(one.sigmas, SigmaFile),
+        strategies={name: read_yaml(path, SigmaFile) for name, path in one.strategies.items()},
     )

@@ -8,7 +8,7 @@ import polars as pl
 from aqnpipe.artifacts import AuditFile
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import charts, costs_view, numbers, published, tables, verdicts
+from aqnpipe.report import charts, costs_view, numbers, published, sigmas_view, tables, verdicts
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.inputs import Diagnosis, ReportData, Run
 from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
@@ -185,10 +185,11 @@ def _diagnosis_figure(diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
     caption = [words("diagnosis.caption")]
     caption += [words("diagnosis.rule")] if fault_layers else []
     caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []
+    strategies, reasons = sigmas_view.strategy_group(diagnoses, words), sigmas_view.strategy_table(diagnoses, words)
     return Figure(
         caption=" ".join(caption),
-        groups=(PanelGroup(panels, legend=keys),),
-        tables=(tables.diagnosis_table(diagnoses, words),),
+        groups=(PanelGroup(panels, legend=keys), *([strategies] if strategies else [])),
+        tables=(tables.diagnosis_table(diagnoses, words), *([reasons] if reasons else [])),
     )
 
 

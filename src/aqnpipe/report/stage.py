@@ -11,7 +11,18 @@ from markupsafe import Markup
 
 from aqnpipe.artifacts import write_text
 from aqnpipe.config.study import Study
-from aqnpipe.report import explorer, export, numbers, page, provenance_view, receipts, svg, tables, verdicts
+from aqnpipe.report import (
+    explorer,
+    export,
+    faults_view,
+    numbers,
+    page,
+    provenance_view,
+    receipts,
+    svg,
+    tables,
+    verdicts,
+)
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.summary import render_summary
 from aqnpipe.report.text import visible
@@ -83,6 +94,7 @@ def _render(
         summary=verdicts.summary(data.claims, words) if answer.rows else words("summary.none"),
         sections=[page.model_section(study, data, model, words, run_link) for model in models],
         published=page.published_section(study, data.audit, data.accuracy, words) if data.audit else None,
+        faults=faults_view.fault_section(data, words),
         costs=page.cost_figure(study, data, words),
         explored=explored,
         explored_where=_where(explored, words) if explored else "",

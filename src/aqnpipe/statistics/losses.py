@@ -28,6 +28,7 @@ from aqnpipe.artifacts import (
     write_json,
 )
 from aqnpipe.config.analysis import Direction, StatisticsConfig
+from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.fault_loss_receipt import FaultLossPass, FaultLossReceipts
 from aqnpipe.statistics import audit_wording
@@ -41,12 +42,12 @@ FloatArray = npt.NDArray[np.float64]
 _HARM = Text("A fault of magnitude {magnitude} raises the loss", "强度 {magnitude} 的故障使损失升高")
 _NOISE_ONLY = Text("Noise in all layers raises the loss of the healthy machine", "所有层的噪声使健康机器的损失升高")
 _NOISE = Text(
-    "Noise in {place} lowers the loss under a fault of magnitude {magnitude} ({order})",
-    "强度 {magnitude} 的故障下，{place}的噪声降低损失（{order}）",
+    "Noise in {place} lowers the loss under a fault of magnitude {magnitude}{order}",
+    "强度 {magnitude} 的故障下，{place}的噪声降低损失{order}",
 )
 _PLACE = Text(
-    "Noise in the faulty layers gives a lower loss than noise in {place}, magnitude {magnitude} ({order})",
-    "故障层的噪声比{place}的噪声损失更低，强度 {magnitude}（{order}）",
+    "Noise in the faulty layers gives a lower loss than noise in {place}, magnitude {magnitude}{order}",
+    "故障层的噪声比{place}的噪声损失更低，强度 {magnitude}{order}",
 )
 _PLACES = {
     "global": Text("all layers", "所有层"),
@@ -56,9 +57,10 @@ _PLACES = {
     "random_layers": Text("as many healthy layers drawn at random", "同样多的随机健康层"),
 }
 _ORDERS = {
-    "after_noise": Text("noise, then fault", "先噪声后故障"),
-    "before_noise": Text("fault, then noise", "先故障后噪声"),
-    "around_noise": Text("fault, noise, fault", "故障、噪声、故障"),
+    None: Text("", ""),
+    "after_noise": Text(" (noise, then fault)", "（先噪声后故障）"),
+    "before_noise": Text(" (fault, then noise)", "（先故障后噪声）"),
+    "around_noise": Text(" (fault, noise, fault)", "（故障、噪声、故障）"),
 }
 
 
@@ -96,6 +98,13 @@ class _Contrast:
         """A short name that says all."""
         order = f"_{self.treatment.order}" if self.treatment.order else ""
         return f"{self.treatment.condition}_vs_{self.control.condition}_{self.treatment.magnitude:g}{order}"
+
+
+def existing_losses(plan: StudyPlan) -> list[tuple[LossInputs, Path]]:
+    """Return the loss studies of which table, receipt and record exist, each with the place of its comparisons."""
+    suffixes = ("parquet", "receipt.json", "run.json", "claims.json")
+    files = zip(*(map(Path, plan.fault_loss_files(suffix)) for suffix in suffixes), strict=True)
+    return [(LossInputs(*paths), claims) for *paths, claims in files if all(path.is_file() for path in paths)]
 
 
 def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path) -> None:
@@ -141,7 +150,7 @@ def loss_file(
 
 
 def _sides(table: pl.DataFrame) -> list[_Side]:
-    ordered = table.sort("noise_seed", "question_id")
+    ordered = table.sort("noise_seed", "question_id", maintain_order=True)
     return [
         _Side(
             str(condition),
@@ -165,14 +174,14 @@ def _contrasts(sides: Sequence[_Side]) -> Iterator[_Contrast]:
             yield _Contrast("harm", side, clean, "higher", say(_HARM, magnitude=magnitude))
         elif side.condition == "noise_only" and clean is not None:
             yield _Contrast("harm", side, clean, "higher", _NOISE_ONLY)
-        elif side.order is not None:
-            values = {"magnitude": magnitude, "order": _ORDERS[side.order]}
+        elif side.condition in _PLACES:
+            values: dict[str, str | Text] = {"magnitude": magnitude, "order": _ORDERS[side.order]}
             alone = known.get(("fault_only", side.magnitude, None))
             if alone is not None:
                 claim = say(_NOISE, place=_PLACES[side.condition], **values)
                 yield _Contrast("noise", side, alone, "lower", claim)
             for place in ("global", "wrong_layers") if side.condition == "targeted" else ():
-                other = known.get((place, side.magnitude, side.order))
+                other = known.get((place, side.magnitude, side.order if place == "global" else None))
                 if other is not None:
                     yield _Contrast("place", side, other, "lower", say(_PLACE, place=_PLACES[place], **values))
 

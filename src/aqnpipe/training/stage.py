@@ -28,9 +28,9 @@ from aqnpipe.config.training import TrainingConfig
 from aqnpipe.data.prompts import format_prompt, prompt_token_ids
 from aqnpipe.errors import ConfigError, TrainingError
 from aqnpipe.models.loading import load_model, load_tokenizer
+from aqnpipe.noise.aqn import target_factors
 from aqnpipe.noise.layout import decoder_layers, rms_norms
 from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.weight_noise import norm_factors
 from aqnpipe.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.scoring import is_correct
 from aqnpipe.training.callbacks import CheckpointCallback, ProgressCallback, ValidationCallback
@@ -146,7 +146,9 @@ def _noise_plan(spec: TrainingSpec, inputs: TrainingInputs, model: Any) -> Noise
     layer_factors = _layer_factors(spec, inputs)
     recorder = ReceiptRecorder(
         operator_noise=spec.arm.operator_noise,
-        weight_noise=aqn,
+        module_noise=spec.arm.module_noise,
+        aqn=aqn,
+        faults=spec.faults,
         expected_phases=_expected_phases(spec.training),
         num_layers=len(decoder_layers(model)),
         num_norms=len(rms_norms(model)),
@@ -157,7 +159,7 @@ def _noise_plan(spec: TrainingSpec, inputs: TrainingInputs, model: Any) -> Noise
     return NoisePlan(
         seed=spec.seed,
         recorder=recorder,
-        norm_factors=norm_factors(model, aqn, layer_factors) if aqn else {},
+        aqn_factors=target_factors(model, aqn, layer_factors) if aqn else {},
         num_steps=spec.num_steps,
         num_epochs=spec.training.epochs,
     )
@@ -171,11 +173,12 @@ def _layer_factors(spec: TrainingSpec, inputs: TrainingInputs) -> dict[int, floa
     if inputs.sigmas is None:
         return None
     sigmas = read_yaml(inputs.sigmas, SigmaFile)
-    found = (sigmas.srdd_metadata.get("model"), sigmas.srdd_metadata.get("machine"))
-    if found != (spec.model_role, machine):
+    metadata = sigmas.srdd_metadata
+    found = tuple(metadata.get(key) for key in ("model", "machine", "strategy"))
+    needed = (spec.model_role, machine, aqn.layer_sigmas_strategy if aqn else None)
+    if found != needed:
         raise ConfigError(
-            f"{inputs.sigmas}: these sigmas are of model {found[0]!r} on machine {found[1]!r}, "
-            f"arm {spec.arm_id} needs {spec.model_role!r} on {machine!r}"
+            f"{inputs.sigmas}: these sigmas are of (model, machine, strategy) {found}, arm {spec.arm_id} needs {needed}"
         )
     return {layer: sigma / sigmas.aqn.base_sigma for layer, sigma in sigmas.aqn.layer_sigmas.items()}
 

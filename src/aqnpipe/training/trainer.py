@@ -5,7 +5,6 @@ What is overridden of the pinned TRL's private interface: `_tokenize_prompts`, `
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,10 @@ from aqnpipe.config.noise import Phase
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.noise.schedule import sigma_at
-from aqnpipe.noise.weight_noise import noised_norm_weights
 from aqnpipe.seeding import derive_seed
 
 
@@ -30,18 +29,18 @@ from aqnpipe.seeding import derive_seed
 class NoisePlan:
     """What the trainer needs to know about noise: where to record it, and AQN's extent over time.
 
-    `norm_factors` maps norm names to factors on the schedule's sigma; empty without AQN.
+    `aqn_factors` maps the names of AQN's targets to factors on the schedule's sigma; empty without AQN.
     """
 
     seed: int
     recorder: ReceiptRecorder
-    norm_factors: Mapping[str, float]
+    aqn_factors: Mapping[str, float]
     num_steps: int
     num_epochs: int
 
     def sigma(self, step: int) -> float:
         """AQN sigma of the rollout after `step` optimiser steps."""
-        noise = self.recorder.weight_noise
+        noise = self.recorder.aqn
         return sigma_at(noise.schedule, step, self.num_steps, self.num_epochs) if noise else 0.0
 
 
@@ -59,7 +58,12 @@ class NoisyGRPOTrainer(GRPOTrainer):
         return self.accelerator.unwrap_model(self.model)
 
     def _key(self, micro_step: int = 0) -> NoiseKey:
-        return NoiseKey(seed=self.noise_plan.seed, step=self.state.global_step, micro_step=micro_step)
+        return NoiseKey(
+            seed=self.noise_plan.seed,
+            step=self.state.global_step,
+            micro_step=micro_step,
+            rank=self.accelerator.process_index,
+        )
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Tokenize as evaluation and diagnosis do; no images."""
@@ -68,27 +72,20 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], None]:
-        """Roll out with the arm's operator noise and, on the norm weights, its AQN noise."""
+        """Roll out with the arm's noise on operators and modules, and its AQN."""
         plan, step = self.noise_plan, self.state.global_step
-        weight_noise = (
-            noised_norm_weights(
-                self._policy,
-                plan.recorder,
-                plan.norm_factors,
-                sigma=plan.sigma(step),
-                seed=plan.seed,
-                step=step,
-            )
-            if plan.recorder.weight_noise
-            else nullcontext()
-        )
         sampling = Sampling(
             max_response_tokens=self.max_completion_length,
             temperature=self.temperature,
             # Keyed by step, so that arms which differ only in noise have the same luck at every step.
             seed=derive_seed(plan.seed, "sampling", step),
         )
-        with weight_noise, phase_noise(self._policy, plan.recorder, "rollout", self._key()):
+        with (
+            noised_rollout(
+                self._policy, plan.recorder, plan.aqn_factors, sigma=plan.sigma(step), seed=plan.seed, step=step
+            ) as hidden_sigmas,
+            phase_noise(self._policy, plan.recorder, "rollout", self._key(), hidden_sigmas=hidden_sigmas),
+        ):
             completions = self._backend.generate(prompt_ids, sampling)
         return [completion.token_ids for completion in completions], None
 

@@ -1,0 +1,95 @@
+"""The comparisons of a study that declares none."""
+
+import pytest
+from pydantic import ValidationError
+
+from aqnpipe.config.analysis import ArmComparison, LevelComparison
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.default_comparisons import default_comparisons
+
+NOISE = {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.05}}}
+OTHER = {"operator_noise": {"operators": "all", "error": {"kind": "relative_gaussian", "scale": 0.05}}}
+AQN = {"aqn": {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.0}}}
+GUIDED = {"aqn": AQN["aqn"] | {"layer_sigmas_from": "target"}}
+
+
+def arms(**definitions):
+    return {name: Arm.model_validate({"description": name} | one) for name, one in definitions.items()}
+
+
+def pairs(found, kind):
+    return [(one.treatment, one.control, one.noise_level, one.expected) for one in found if one.kind == kind]
+
+
+def test_every_arm_meets_its_counterpart():
+    sham = NOISE | AQN | {"sham_of": "helped"}
+    found = default_comparisons(
+        arms(clean={}, noisy=NOISE, helped=NOISE | AQN, guided=NOISE | GUIDED, sham=sham), (0.0, 0.05, 0.1)
+    )
+    assert pairs(found, "arms") == [
+        ("clean", "pretrained", 0.0, "higher"),
+        ("noisy", "clean", 0.0, "lower"),
+        ("noisy", "clean", 0.1, "higher"),
+        ("helped", "noisy", 0.0, "higher"),
+        ("helped", "noisy", 0.1, "higher"),
+        ("guided", "helped", 0.0, "higher"),
+        ("guided", "helped", 0.1, "higher"),
+    ]
+    assert [one.arm for one in found if one.kind == "levels"] == ["clean", "noisy", "helped", "guided"]
+    assert pairs(found, "degradation") == [
+        ("noisy", "clean", 0.1, "higher"),
+        ("helped", "noisy", 0.1, "higher"),
+        ("guided", "helped", 0.1, "higher"),
+    ]
+    assert {one.family for one in found} == {"arms", "levels", "degradation"}
+    assert all(one.claim_zh for one in found)
+
+
+def test_targeted_sigmas_meet_their_controls():
+    def strategy(name):
+        return NOISE | {"aqn": GUIDED["aqn"] | {"layer_sigmas_strategy": name}}
+
+    found = default_comparisons(
+        arms(uniform=NOISE | AQN, targeted=strategy("targeted"), other=strategy("random_layers")), (0.0,)
+    )
+    assert pairs(found, "arms") == [
+        ("uniform", "pretrained", 0.0, "higher"),
+        ("targeted", "uniform", 0.0, "higher"),
+        ("targeted", "other", 0.0, "higher"),
+    ]
+
+
+def test_another_noise_and_another_model_are_no_counterpart():
+    found = default_comparisons(arms(noisy=NOISE, helped=OTHER | AQN, big=NOISE | {"model": "large"}), (0.0,))
+    assert pairs(found, "arms") == [
+        ("noisy", "pretrained", 0.0, "higher"),
+        ("helped", "pretrained", 0.0, "higher"),
+        ("big", "pretrained", 0.0, "higher"),
+    ]
+    assert {one.kind for one in found} == {"arms"}
+
+
+def test_without_a_clean_level_nothing_is_compared_with_it():
+    found = default_comparisons(arms(clean={}, noisy=NOISE), (0.1,))
+    assert pairs(found, "arms") == [("noisy", "clean", 0.1, "higher")]
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ({"test": "equivalence"}, "needs a margin"),
+        ({"test": "non_inferiority", "margin": 0.02, "expected": "higher"}, "expected belongs to test: superiority"),
+        ({"margin": 0.02, "expected": "higher"}, "margin belongs to test"),
+        ({}, "superiority needs expected"),
+        ({"test": "equivalence", "margin": 0.0}, "greater than 0"),
+    ],
+)
+def test_a_test_and_its_margin_fit_together(test, message):
+    with pytest.raises(ValidationError, match=message):
+        ArmComparison(treatment="a", control="b", claim="c", **test)
+
+
+def test_noise_is_expected_to_hurt():
+    assert LevelComparison(arm="a", noise_level=0.1, claim="c").direction == "lower"
+    assert LevelComparison(arm="a", noise_level=0.1, claim="c", test="equivalence", margin=0.1).direction is None

@@ -1,0 +1,112 @@
+"""Machines of arms and loss studies: what they lead to in the plan, and mistakes in one line."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.run import EvaluationSpec, FaultLossSpec, TrainingSpec
+from aqnpipe.config.study import load_study
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    return yaml.safe_load((ROOT / "config" / "dead-zone.yaml").read_text())
+
+
+def test_arms_carry_the_faults_of_their_machine_into_training_and_evaluation(config):
+    config["arms"].append("baseline")
+    plan = StudyPlan(load_study(config))
+    for arm, magnitudes in (("dead_zone_targeted", [0.3]), ("baseline", [])):
+        trained = TrainingSpec.model_validate(plan.training_spec(arm, 0))
+        evaluated = EvaluationSpec.model_validate(plan.evaluation_spec(model="base", arm=arm, seed="0", step="20"))
+        assert [fault.magnitude for fault in trained.faults] == magnitudes
+        assert trained.faults == evaluated.faults
+
+
+@pytest.mark.parametrize(("machine", "count"), [("dead_zone", 1), (None, 0)])
+def test_the_pretrained_model_is_evaluated_where_the_study_says(config, machine, count):
+    config["evaluation"]["pretrained_machine"] = machine
+    spec = StudyPlan(load_study(config)).evaluation_spec(model="base", arm="pretrained", seed="0", step="0")
+    assert len(EvaluationSpec.model_validate(spec).faults) == count
+
+
+def test_editing_a_machines_words_changes_no_job(config):
+    before = StudyPlan(load_study(config)).training_spec("dead_zone_none", 0)
+    config["machines"]["dead_zone"]["description"] = "other words"
+    assert StudyPlan(load_study(config)).training_spec("dead_zone_none", 0) == before
+
+
+def test_a_loss_study_is_one_job_with_its_files(config):
+    plan = StudyPlan(load_study(config))
+    assert plan.fault_loss_files("parquet") == ["results/dead-zone/fault_loss/base/dead_zone.parquet"]
+    spec = FaultLossSpec.model_validate(plan.fault_loss_spec("base", "dead_zone"))
+    assert spec.faults[0].layer == 3
+    assert spec.settings.magnitudes[2] == 0.01
+    assert plan.fault_loss_threads("base", "dead_zone") == 1
+
+
+def _set(config, path, value):
+    *parents, last = path
+    for key in parents:
+        config = config[key]
+    config[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["machines"], {"device": {}}, r"machines: arm dead_zone_none needs the machine 'dead_zone', found device"),
+        (["evaluation", "pretrained_machine"], "x", r"evaluation\.pretrained_machine: unknown machine 'x'"),
+        (
+            ["fault_losses", 0, "machine"],
+            "x",
+            r"fault_losses\.0\.machine: unknown machine 'x', the study has dead_zone",
+        ),
+        (["fault_losses", 0, "model"], "large", r"fault_losses\.0\.model: unknown role 'large', the study has base"),
+        (["fault_losses", 0, "magnitudes"], [0.1, 1.5], r"fault_losses\.0\.magnitudes\.1: .*found 1\.5"),
+        (["fault_losses", 0, "magnitudes"], [], r"fault_losses\.0\.magnitudes: "),
+        (["fault_losses", 0, "conditions"], ["dirty"], r"fault_losses\.0\.conditions\.0: .*found 'dirty'"),
+        (["fault_losses", 0, "orders"], ["sideways"], r"fault_losses\.0\.orders\.0: .*found 'sideways'"),
+        (["fault_losses", 0, "gamma"], 0, r"fault_losses\.0\.gamma: .*found 0"),
+        (["fault_losses", 0, "noise_seeds"], [1, 1], r"noise_seeds must not repeat a value"),
+        (["fault_losses", 0, "texts"], 3, r"fault_losses\.0\.texts: unknown key"),
+        (["machines", "dead_zone", "faults"], [], r"fault_losses\.0\.machine: dead_zone has no faults"),
+        (
+            ["machines", "dead_zone", "faults", 0, "site"],
+            "o_proj",
+            r"fault_losses\.0\.orders: dead_zone has faults at other sites than layer_output",
+        ),
+        (
+            ["machines", "dead_zone", "faults", 0],
+            {"type": "bias", "layer": 1, "magnitude": 0.1, "site": "o_proj", "order": "before_noise"},
+            r"machines\.dead_zone\.faults\.0: .*order before_noise is about noise on hidden states",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(config, path, value, message):
+    _set(config, path, value)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_study(config, "study.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_two_loss_studies_of_one_name_are_refused(config):
+    config["fault_losses"] *= 2
+    with pytest.raises(ConfigError, match="fault_losses must not repeat a name"):
+        load_study(config, "study.yaml")
+
+
+def test_default_comparisons_stay_on_one_machine(config):
+    config["arms"].insert(0, "baseline")
+    config["comparisons"] = []
+    pairs = {(one.treatment, one.control) for one in load_study(config).comparisons() if one.kind == "arms"}
+    assert ("dead_zone_none", "pretrained") in pairs
+    assert ("dead_zone_global", "dead_zone_none") in pairs
+    assert ("dead_zone_targeted", "dead_zone_none") in pairs or ("dead_zone_targeted", "dead_zone_global") in pairs
+    assert not [pair for pair in pairs if pair[0].startswith("dead_zone") and pair[1] == "baseline"]

@@ -1,0 +1,42 @@
+import polars as pl
+
+from aqnpipe.artifacts import AqnSection, SigmaFile, Verdict
+from aqnpipe.report.inputs import Diagnosis
+from aqnpipe.report.sigmas_view import strategy_group, strategy_table
+from aqnpipe.report.words import load_words
+
+VERDICT = Verdict(verdict="healthy", reason="", layer=None, type=None, findings=(), forward_equivalents=1, num_layers=2)
+
+
+def sigma_file(*sigmas):
+    aqn = AqnSection(
+        enabled=True,
+        layer_specific=True,
+        base_sigma=0.05,
+        layer_sigmas=dict(enumerate(sigmas)),
+        schedule="epoch_aware",
+        high_priority_layers=[],
+    )
+    return SigmaFile(aqn=aqn, reasons={1: "<b>faulty</b>"}, srdd_metadata={})
+
+
+def diagnosis(machine, **strategies):
+    return Diagnosis("base", machine, pl.DataFrame(), VERDICT, strategies)
+
+
+def test_one_strategy_needs_no_picture():
+    alone = diagnosis("device", published=sigma_file(0.05, 0.05))
+    assert strategy_group([alone], load_words("en")) is None
+    assert strategy_table([alone], load_words("en")) is None
+
+
+def test_every_strategy_layer_multiplier_and_reason_is_shown():
+    target = diagnosis("target", published=sigma_file(0.05, 0.075), wrong_layers=sigma_file(0.1125, 0.0))
+    group = strategy_group([diagnosis("device", published=sigma_file(0.05, 0.05)), target], load_words("en"))
+    assert [key.name for key in group.legend] == ["published", "wrong_layers"]
+    (panel,) = group.panels
+    assert panel.title == "Strategies on machine target"
+    assert "<svg" in panel.svg
+    rows = [row.cells for row in strategy_table([target], load_words("en")).rows]
+    assert rows[1] == ("target", "published", "1", "0.075", "1.5", "<b>faulty</b>")
+    assert rows[2][:5] == ("target", "wrong layers", "0", "0.1125", "2.25")

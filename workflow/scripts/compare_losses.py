@@ -1,0 +1,14 @@
+"""Adapter: rule compare_losses."""
+
+from pathlib import Path
+
+from aqnpipe.config.analysis import StatisticsConfig
+from aqnpipe.job import logged_job
+from aqnpipe.statistics.losses import LossInputs, compare_losses
+
+with logged_job(Path(snakemake.log[0])):
+    compare_losses(
+        LossInputs(Path(snakemake.input.table), Path(snakemake.input.receipt), Path(snakemake.input.record)),
+        StatisticsConfig.model_validate(snakemake.params.settings),
+        Path(snakemake.output[0]),
+    )
