@@ -29,7 +29,7 @@ from aqnpipe.noise.gaussian import NoiseStream, add_relative_gaussian_
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.recorder import ReceiptRecorder
 
-ROUNDS = 9
+ROUNDS = 21
 SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 36, 24
 """A rollout of the default study: 16 prompts with 8 answers each, as long as its longest ones."""
 

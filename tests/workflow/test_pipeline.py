@@ -220,9 +220,9 @@ def test_the_same_study_gives_the_same_bytes(finished, tmp_path):
 
 def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     """What fooled the original experiments: noise is logged, but never added."""
-    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "operators.py"
+    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "error_models.py"
     source = module.read_text()
-    sabotaged = source.replace("    # On CPU one block", "    return output\n    # On CPU one block", 1)
+    sabotaged = source.replace("return add_relative_gaussian_(tensor, error.scale, source)", "return tensor", 1)
     assert sabotaged != source
     module.write_text(sabotaged)
     run = RESULTS / "runs" / "base" / "srdd_guided" / "seed0"

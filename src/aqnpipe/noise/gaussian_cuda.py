@@ -198,22 +198,19 @@ def _polar(word_0, word_1):
 
 @triton.jit
 def _minus_two_log(word):
-    """-2 ln((word + 1/2) / 2^32), the logarithm by the polynomial of Cephes' logf."""
+    """-2 ln((word + 1/2) / 2^32), at least 0: the polynomial of the CPU kernel."""
     uniform = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2^-32, 2^-33
     bits = uniform.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     x = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    p = 7.0376836292e-2
-    p = p * x - 1.1514610310e-1
-    p = p * x + 1.1676998740e-1
-    p = p * x - 1.2420140846e-1
-    p = p * x + 1.4249322787e-1
-    p = p * x - 1.6668057665e-1
-    p = p * x + 2.0000714765e-1
-    p = p * x - 2.4999993993e-1
-    p = p * x + 3.3333331174e-1
-    logarithm = x * x * (x * p - 0.5) + x + exponent.to(tl.float32) * 0.6931471805599453
-    return tl.maximum(-2.0 * logarithm, 0.0)
+    p = -0.17344366014003754
+    p = p * x + 0.2875801622867584
+    p = p * x - 0.29955989122390747
+    p = p * x + 0.33128851652145386
+    p = p * x - 0.3990975022315979
+    p = p * x + 0.500033974647522
+    p = p * x - 0.6666833162307739
+    return x * x * (x * p + 1.0) + (exponent.to(tl.float32) * -1.3862943611198906 - (x + x))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -333,11 +333,13 @@ class _Injection:
         if error is None:
             raise RuntimeError("an operator was seen outside a noised layer; this is a bug")
         flops_before = self._flops.total if self._flops is not None else 0
-        if isinstance(error, FakeQuantization):
-            output = self._quantized_call(function, operator, error, args, kwargs)
+        # By exact type: isinstance of a pydantic class is a function of its own, and this runs at every operator.
+        quantized = type(error) is FakeQuantization
+        if quantized:
+            output = self._quantized_call(function, operator, cast(FakeQuantization, error), args, kwargs)
         else:
-            output = self._noised_call(function, operator, error, args, kwargs)
-        if self._flops is not None and not (isinstance(error, FakeQuantization) and operator != "linear"):
+            output = self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs)
+        if self._flops is not None and not (quantized and operator != "linear"):
             self.recorder.count_noised_flops(self.phase, self._flops.total - flops_before)
         return output
 
@@ -413,7 +415,7 @@ class _Injection:
         Autograd sees no operation, which is what passes gradients straight through. It does see a new version: if an
         operator needed its output as it was, its backward pass fails instead of using another value.
         """
-        values = tensor.detach()
+        values = tensor.detach() if tensor.requires_grad else tensor
         if repeats and self.recomputing:
             apply_error_(values, error, source)
         else:
@@ -421,8 +423,7 @@ class _Injection:
             if repeats and self.forward_index >= 2 and self.forward_index % _MEASURE_STRIDE:
                 apply_error_(values, error, source)
             else:
-                sample = _sample(values)
-                before = sample.clone()
+                before = _sample(values).clone()
                 apply_error_(values, error, source)
                 self.recorder.measure(phase, operator, layer, before, _sample(values).clone())
         if torch.is_grad_enabled():
