@@ -76,7 +76,7 @@ def _set(config, path, value):
         (["training", "learning_rate"], "fast", r"training\.learning_rate: .*number.*found 'fast'"),
         (["training", "micro_batch_size"], 50, r"training: .*micro_batch_size 50 must divide .* = 128"),
         (["seeds"], [0, 0], r"seeds must not repeat"),
-        (["arms"], ["baseline", "E99"], r"study\.yaml: arms: unknown arm 'E99', config/arms\.yaml defines E5, "),
+        (["arms"], ["baseline", "E99"], r"study\.yaml: arms: unknown arm 'E99', config/arms\.yaml defines "),
         (["arms_file"], "config/nowhere.yaml", r"config/nowhere\.yaml: no such file"),
         (["models", "base", "source"], "./nowhere", r"nowhere.*no such folder"),
         (["models", "base", "source"], "huge", r"'huge' is unknown"),
