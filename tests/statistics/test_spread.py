@@ -67,3 +67,9 @@ def test_type_one_error_where_few_degrees_of_freedom_carry_the_variance():
             seen = true * draws.chisquare([1, 200]) / [1, 200]
             rejected += abs(draws.normal()) > Spread(tuple(seen), (1.0, 200.0)).half_width(0.95)
         assert rejected <= stats.binom.ppf(0.9999, 2000, 0.05)
+
+
+def test_an_overlap_that_takes_off_all_leaves_the_larger_part():
+    spread = Spread((0.04, 0.0), (1.0, 2.0), overlap=0.2)
+    assert spread.standard_error == pytest.approx(0.2)
+    assert 0 < spread.upper_tail(0.5) < 0.5

@@ -8,7 +8,7 @@ from scipy import optimize, stats
 
 @dataclass(frozen=True)
 class Spread:
-    """Variances of one or two parts of an estimate's error, and their degrees of freedom; the total must be above 0.
+    """Variances of one or two parts of an estimate's error, and their degrees of freedom; one must be above 0.
 
     `overlap`: variance that both parts contain, taken off the first one. Quantiles are those of Cochran & Cox (1950,
     Experimental Designs, 4.14): the t quantiles of the parts, weighted by the parts' variances. One part gives the t
@@ -23,8 +23,9 @@ class Spread:
 
     @property
     def variance(self) -> float:
-        """Variance of the estimate."""
-        return max(self.variances[0] - self.overlap, 0.0) + sum(self.variances[1:])
+        """Variance of the estimate; the largest part's where the overlap, itself estimated, takes off all there is."""
+        total = max(self.variances[0] - self.overlap, 0.0) + sum(self.variances[1:])
+        return total if total > 0 else max(self.variances)
 
     @property
     def standard_error(self) -> float:
