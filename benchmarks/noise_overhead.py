@@ -25,9 +25,10 @@ from aqnpipe.config.noise import OperatorNoise, OperatorSet, OutputErrorModel, P
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.gaussian import NoiseStream, add_relative_gaussian_
+from aqnpipe.noise.gaussian import add_relative_gaussian_
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.stream import NoiseStream
 
 ROUNDS = 21
 SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 36, 24

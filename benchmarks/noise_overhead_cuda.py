@@ -28,9 +28,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.config.noise import OperatorNoise, Phase, RelativeGaussian
-from aqnpipe.noise.gaussian import NoiseStream, add_relative_gaussian_
+from aqnpipe.noise.gaussian import add_relative_gaussian_
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.stream import NoiseStream
 
 DEVICE = "cuda"
 ROUNDS, WARM_UPS = 10, 2

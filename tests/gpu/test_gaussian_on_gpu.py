@@ -2,12 +2,8 @@ import pytest
 import torch
 from scipy import stats
 
-from aqnpipe.noise.gaussian import (
-    NoiseStream,
-    add_absolute_gaussian_,
-    add_relative_gaussian_,
-    standard_normal,
-)
+from aqnpipe.noise.gaussian import add_absolute_gaussian_, add_relative_gaussian_, standard_normal
+from aqnpipe.noise.stream import NoiseStream
 
 pytest.importorskip("triton", reason="needs the package triton")
 

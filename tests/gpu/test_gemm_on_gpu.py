@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from aqnpipe.noise.gaussian import NoiseStream, add_relative_gaussian_
+from aqnpipe.noise.gaussian import add_relative_gaussian_
+from aqnpipe.noise.stream import NoiseStream
 
 pytest.importorskip("triton", reason="needs the package triton")
 

@@ -7,15 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from aqnpipe.noise.gaussian import (
-    GROUP,
-    ROUNDS,
-    NoiseStream,
-    add_absolute_gaussian_,
-    add_relative_gaussian_,
-    in_memory_order,
-    standard_normal,
-)
+from aqnpipe.noise.gaussian import add_absolute_gaussian_, add_relative_gaussian_, in_memory_order, standard_normal
+from aqnpipe.noise.stream import GROUP, ROUNDS, NoiseStream
 
 N = 1 << 20
 WORD = 1 << 32

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.gaussian import NoiseStream, add_absolute_gaussian_, add_relative_gaussian_, standard_normal
+from aqnpipe.noise.gaussian import add_absolute_gaussian_, add_relative_gaussian_, standard_normal
+from aqnpipe.noise.stream import NoiseStream
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 tl = pytest.importorskip("triton.language")

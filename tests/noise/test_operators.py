@@ -4,8 +4,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
-from aqnpipe.noise.gaussian import NoiseStream, add_relative_gaussian_
+from aqnpipe.noise.gaussian import add_relative_gaussian_
 from aqnpipe.noise.operators import GradientError, escaping_functions, noised_functions, renormalise
+from aqnpipe.noise.stream import NoiseStream
 
 MATMUL = OperatorNoise(error=RelativeGaussian(scale=0.05))
 ALL = OperatorNoise(operators="all", error=RelativeGaussian(scale=0.05))

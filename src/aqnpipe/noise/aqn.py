@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import AdaptiveNoise
 from aqnpipe.errors import ConfigError
-from aqnpipe.noise.gaussian import NoiseStream, add_absolute_gaussian_
+from aqnpipe.noise.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.layout import decoder_layers, layer_of, rms_norms, weight_of
 from aqnpipe.noise.receipt import WeightSync
 from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
 

@@ -9,8 +9,9 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     SystematicBias,
 )
-from aqnpipe.noise.gaussian import NoiseStream, add_absolute_gaussian_, add_relative_gaussian_
+from aqnpipe.noise.gaussian import add_absolute_gaussian_, add_relative_gaussian_
 from aqnpipe.noise.quantization import truncate_mantissa_
+from aqnpipe.noise.stream import NoiseStream
 
 
 def apply_error_(tensor: Tensor, error: OutputErrorModel, source: NoiseStream) -> Tensor:

@@ -6,7 +6,7 @@ counter `256*group + j` yields the elements j, j+256, j+512 and j+768 of its gro
 numbers on a GPU. On other devices torch's own generator is seeded with the same key: as keyed, but other numbers.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -15,11 +15,8 @@ from llvmlite import binding as llvm
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aqnpipe.noise.stream import GROUP, ROUNDS, NoiseStream
 from aqnpipe.seeding import derive_seed
-
-ROUNDS = 7
-GROUP = 1024
-"""Elements per group; a quarter of it are its Philox counters."""
 
 _QUARTER = GROUP // 4
 _CPU_BLOCK_ELEMENTS = 64 * GROUP
@@ -39,14 +36,6 @@ _u32, _u64, _i32, _f32 = np.uint32, np.uint64, np.int32, np.float32
 _MULTIPLIER_0, _MULTIPLIER_1 = _u64(0xD2511F53), _u64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = _u32(0x9E3779B9), _u32(0xBB67AE85)
 _32 = _u64(32)
-
-
-class NoiseStream(NamedTuple):
-    """Names one tensor's worth of numbers: a 63-bit key, and two counters below 2^32 under it."""
-
-    key: int
-    call: int = 0
-    stream: int = 0
 
 
 def add_relative_gaussian_(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.gaussian import GROUP, ROUNDS, NoiseStream
+from aqnpipe.noise.stream import GROUP, ROUNDS, NoiseStream
 
 try:
     import triton

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.gaussian import NoiseStream
 from aqnpipe.noise.gaussian_cuda import DeviceNoiseStream, key_argument, normal_of_element
+from aqnpipe.noise.stream import NoiseStream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,7 +24,6 @@ from aqnpipe.errors import ModelError
 from aqnpipe.noise.error_models import apply_error_
 from aqnpipe.noise.faults import ActiveFault, simulated_fault_hooks
 from aqnpipe.noise.flops import FlopCounter
-from aqnpipe.noise.gaussian import NoiseStream
 from aqnpipe.noise.layout import decoder_layers, is_rms_norm, layer_of, output_projection, select_modules
 from aqnpipe.noise.operators import (
     KEEPS_ITS_OUTPUT,
@@ -37,6 +36,7 @@ from aqnpipe.noise.operators import (
 from aqnpipe.noise.quantization import fake_quantize
 from aqnpipe.noise.recorder import MEASURED_ELEMENTS_PER_CALL, ReceiptRecorder
 from aqnpipe.noise.sites import site_module
+from aqnpipe.noise.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
 _BARE_LINEAR = torch.nn.functional.linear
