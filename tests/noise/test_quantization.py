@@ -17,7 +17,6 @@ from aqnpipe.noise.quantization import (
     fake_quantize_mxfp4,
     fake_quantize_nvfp4,
     round_to_e2m1,
-    truncate_mantissa,
     truncate_mantissa_,
 )
 
@@ -30,6 +29,10 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 finite_blocks = arrays(np.float32, (2, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 tame_blocks = arrays(np.float32, (2, 32), elements=st.floats(-1e6, 1e6, width=32))
+
+
+def truncate_mantissa(tensor, mantissa_bits):
+    return truncate_mantissa_(tensor.clone(), mantissa_bits)
 
 
 def bits(tensor):

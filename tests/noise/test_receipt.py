@@ -108,3 +108,16 @@ def test_every_false_alarm_would_be_one_in_a_million(make_model):
         with torch.no_grad(), phase_noise(model, recorder, "rollout", NoiseKey(seed=seed, step=0)):
             model(torch.randint(2, 64, (2, 8), generator=torch.Generator().manual_seed(seed)), use_cache=False)
         recorder.receipt().check()
+
+
+@pytest.mark.parametrize("asked", ["operator_noise", "module_noise"])
+def test_noise_for_a_phase_that_the_run_does_not_have_is_refused(model, asked):
+    """Noise on the reference alone, in a training without one, would be noise that nobody ever meets."""
+    error = RelativeGaussian(scale=0.05)
+    noise = {
+        "operator_noise": OperatorNoise(error=error, phases=("reference",)),
+        "module_noise": ModuleNoise(modules="linear", error=error, phases=("reference",)),
+    }
+    receipt = receipt_of(model, **{"operator_noise": None, asked: noise[asked]})
+    with pytest.raises(ReceiptError, match="noise was asked for in reference alone, which never ran"):
+        receipt.check()

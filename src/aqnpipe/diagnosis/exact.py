@@ -26,9 +26,6 @@ ROUNDING = 64.0
 HEALTHY_SPREAD = 4.0
 """On a device that is not exact at a probe, a layer may deviate this many times as far as the median layer."""
 
-_LAYER_OUTPUT_CALLS = 6
-"""Checks of a layer's output per diagnosis at 5 repeats: identity once, repeat five times. No site has fewer."""
-
 
 @dataclass
 class ExactResult:

@@ -1,7 +1,5 @@
 """Tries an arm's noise on a model, one step of each training phase, and returns what was measured."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
@@ -23,14 +21,13 @@ def audit_noise(
     batch: int = 4,
     prompt_tokens: int = 48,
     seed: int = 0,
-    layer_factors: Mapping[int, float] | None = None,
 ) -> Receipt:
     """Run `model` on random tokens through every phase of a training step.
 
-    AQN is tried with the largest sigma of its schedule, the same in every layer if no `layer_factors` are given. The
-    receipt is not checked: call `problems()` on it.
+    AQN is tried with the largest sigma of its schedule, the same in every layer: factors per layer come from a
+    diagnosis. The receipt is not checked: call `problems()` on it.
     """
-    aqn = _constant(arm.aqn, layer_factors) if arm.aqn else None
+    aqn = _constant(arm.aqn) if arm.aqn else None
     recorder = ReceiptRecorder(
         operator_noise=arm.operator_noise,
         module_noise=arm.module_noise,
@@ -40,7 +37,6 @@ def audit_noise(
         num_norms=len(rms_norms(model)),
         num_steps=1,
         num_epochs=1,
-        layer_factors=layer_factors,
     )
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -48,7 +44,7 @@ def audit_noise(
     tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(device)
     key = NoiseKey(seed=seed, step=0)
     sigma = sigma_at(aqn.schedule, 0, 1, 1) if aqn else 0.0
-    factors = target_factors(model, aqn, layer_factors) if aqn else {}
+    factors = target_factors(model, aqn, None) if aqn else {}
     with (
         torch.no_grad(),
         noised_rollout(model, recorder, factors, sigma=sigma, seed=seed, step=0) as hidden_sigmas,
@@ -69,9 +65,5 @@ def audit_noise(
     return recorder.receipt()
 
 
-def _constant(aqn: AdaptiveNoise, layer_factors: Mapping[int, float] | None) -> AdaptiveNoise:
-    sigma = max_sigma(aqn.schedule)
-    settings: dict[str, object] = {"schedule": ConstantSigma(sigma=sigma)}
-    if layer_factors is None:
-        settings |= {"layer_sigmas_from": None, "layer_sigmas_strategy": "published"}
-    return aqn.model_copy(update=settings)
+def _constant(aqn: AdaptiveNoise) -> AdaptiveNoise:
+    return AdaptiveNoise(schedule=ConstantSigma(sigma=max_sigma(aqn.schedule)), targets=aqn.targets)

@@ -545,9 +545,7 @@ class _Injection:
         noised = hidden.clone()
         apply_error_(noised.detach(), RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN))
         if not self.recomputing:
-            self.recorder.measure_hidden(
-                layer, sigma, _sample(hidden.detach()).clone(), _sample(noised.detach()).clone()
-            )
+            self.recorder.measure_hidden(layer, _sample(hidden).clone(), _sample(noised).clone())
         return noised
 
     # -- witness -------------------------------------------------------------------------------------------------------

@@ -61,11 +61,6 @@ def truncate_mantissa_(tensor: Tensor, mantissa_bits: int) -> Tensor:
     return tensor
 
 
-def truncate_mantissa(tensor: Tensor, mantissa_bits: int) -> Tensor:
-    """Return a truncated copy; see `truncate_mantissa_`. The gradient passes straight through."""
-    return truncate_mantissa_(tensor.clone(), mantissa_bits)
-
-
 def round_to_e2m1(values: Tensor) -> Tensor:
     """Round float32 `values` to the nearest of +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, ties to even mantissa, beyond 6 to 6.
 

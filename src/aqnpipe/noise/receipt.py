@@ -269,7 +269,12 @@ class Receipt(ReceiptModel):
 
     def _phases_that_did_not_run(self) -> list[str]:
         ran = {record.phase for record in self.phases if record.forwards > 0}
-        return [f"phase {phase} never ran" for phase in self.expected_phases if phase not in ran]
+        problems = [f"phase {phase} never ran" for phase in self.expected_phases if phase not in ran]
+        for noise in (self.operator_noise, self.module_noise):
+            # A training without KL has no reference phase, so a single asked phase may be missing.
+            if noise is not None and noise.is_active and not ran & set(noise.phases):
+                problems.append(f"noise was asked for in {', '.join(noise.phases)} alone, which never ran")
+        return problems
 
     def _noise_where_none_was_asked(self) -> list[str]:
         problems = []

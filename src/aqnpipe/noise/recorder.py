@@ -144,7 +144,7 @@ class ReceiptRecorder:
         self._num_epochs = num_epochs
         self._layer_factors = dict(layer_factors) if layer_factors is not None else None
         self._num_noised_modules = 0
-        self._hidden: list[tuple[int, float, Tensor, Tensor]] = []
+        self._hidden: list[tuple[int, Tensor, Tensor]] = []
         self._faults: dict[tuple[Phase, int], _FaultSums] = defaultdict(_FaultSums)
         self._gradients: dict[int, _GradientSums] = defaultdict(_GradientSums)
         self._foreign_faults: set[str] = set()
@@ -198,20 +198,17 @@ class ReceiptRecorder:
         sums.witness.add(bare, used)
         sums.witnessed_elements += bare.numel()
 
-    def measure_hidden(self, layer: int, sigma: float, before: Tensor, after: Tensor) -> None:
-        """Keep a sample of a layer's hidden states before and after AQN's relative noise of `sigma`."""
-        self._hidden.append((layer, sigma, before, after))
+    def measure_hidden(self, layer: int, before: Tensor, after: Tensor) -> None:
+        """Keep a sample of a layer's hidden states before and after AQN's relative noise (same shapes)."""
+        self._hidden.append((layer, before, after))
 
     def settle_hidden(self) -> dict[int, tuple[float, int]]:
         """Return per layer (sum of squared relative errors, number of elements) measured since the last call."""
-        sums: dict[int, tuple[float, int]] = {}
-        for layer, _, before, after in self._hidden:
-            known = before != 0
-            ratio = (after.double() - before.double())[known] / before.double()[known]
-            squares, elements = sums.get(layer, (0.0, 0))
-            sums[layer] = squares + ratio.square().sum().item(), elements + ratio.numel()
+        sums: dict[int, _RatioSums] = defaultdict(_RatioSums)
+        for layer, before, after in self._hidden:
+            sums[layer].add(before, after)
         self._hidden.clear()
-        return sums
+        return {layer: (one.squares, one.count) for layer, one in sums.items()}
 
     def note_foreign_faults(self, modules: Sequence[str]) -> None:
         """Note modules with a simulated fault that is none of this recorder's."""
