@@ -5,32 +5,21 @@ times `build_report` in this process. Prints seconds, peak memory and the size o
 """
 
 import argparse
-import importlib.util
 import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 
 from aqnpipe.config.study import Study
 from aqnpipe.report.stage import ReportOutputs, build_report
 from aqnpipe.statistics.stage import ComparisonOutputs, compare
 
-GENERATOR = Path(__file__).parents[1] / "tests" / "report" / "synthetic_study.py"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+import synthetic_study as synthetic
 
 
-def load_generator() -> ModuleType:
-    """The module of the tests that makes up studies."""
-    spec = importlib.util.spec_from_file_location("synthetic_study", GENERATOR)
-    if spec is None or spec.loader is None:
-        sys.exit(f"ERROR: {GENERATOR}: cannot be loaded")
-    sys.modules["synthetic_study"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def large_study(synthetic: ModuleType, num_arms: int, num_seeds: int) -> Study:
+def large_study(num_arms: int, num_seeds: int) -> Study:
     """A study of the made-up arms, each repeated under new names; every arm is compared with the first."""
     kinds = list(synthetic.ARMS)
     names = [f"{kinds[number % len(kinds)]}-{number:02}" for number in range(num_arms)]
@@ -63,8 +52,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--questions", type=int, default=1319)
     arguments = parser.parse_args()
-    synthetic = load_generator()
-    study = large_study(synthetic, arguments.arms, arguments.seeds)
+    study = large_study(arguments.arms, arguments.seeds)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = synthetic.write_study(folder, study, arguments.questions)

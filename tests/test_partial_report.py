@@ -1,11 +1,10 @@
 """`aqnpipe report`: compare and report on an unfinished study."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import synthetic_evaluations as synthetic
 import yaml
 from typer.testing import CliRunner
 
@@ -17,11 +16,6 @@ PUBLISHED = Path(__file__).parents[1] / "config" / "published.yaml"
 
 @pytest.fixture
 def unfinished(tmp_path, monkeypatch):
-    path = Path(__file__).parent / "statistics" / "synthetic_evaluations.py"
-    spec = importlib.util.spec_from_file_location("synthetic_evaluations", path)
-    synthetic = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, synthetic)
-    spec.loader.exec_module(synthetic)
     monkeypatch.chdir(tmp_path)
     made = synthetic.write_evaluations(tmp_path, synthetic.study())
     made.find("E5", 1).table.unlink()

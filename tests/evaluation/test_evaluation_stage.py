@@ -9,7 +9,6 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 from aqnpipe.provenance import sha256_of_file
 
@@ -17,17 +16,8 @@ NUM_QUESTIONS = 7
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, make_model):
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    make_model(
-        num_layers=2,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def model_dir(save_model):
+    return save_model(num_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -23,17 +23,8 @@ FAULT = {"type": "dead_zone", "layer": 1, "magnitude": 0.5}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, make_model):
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    make_model(
-        num_layers=4,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def model_dir(save_model):
+    return save_model(num_layers=4)
 
 
 @pytest.fixture(scope="module")

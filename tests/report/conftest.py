@@ -1,14 +1,13 @@
-"""Loads the made-up study, which the statistics tests use too; builds its report once; finds a browser."""
+"""Builds the report of the made-up study once; finds a browser."""
 
-import importlib.util
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 import pytest
+import synthetic_study
 
 from aqnpipe.artifacts import ClaimsFile, RunRecord, Verdict, read_json, write_json
 from aqnpipe.config.study import Study
@@ -19,13 +18,7 @@ from aqnpipe.statistics.stage import ComparisonOutputs, compare
 @pytest.fixture(scope="session")
 def synthetic():
     """The module that makes up studies and their artifacts."""
-    name = "synthetic_study"
-    if name not in sys.modules:
-        path = Path(__file__).parent / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return synthetic_study
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import polars as pl
 import pytest
+from made_up import evaluation_receipt
 
 from aqnpipe.artifacts import (
     AccuracyTable,
@@ -198,7 +199,7 @@ def test_other_settings_are_not_compared(artifacts, run, change, expected):
 def test_a_failed_receipt_is_not_compared(synthetic, artifacts, run):
     source = find(artifacts, "E5")
     receipts = read_json(source.receipt, EvaluationReceipts)
-    clean = synthetic.receipt(0.0)
+    clean = evaluation_receipt(0.0)
     broken = [one.model_copy(update={"receipt": clean}) if one.noise_level else one for one in receipts.passes]
     write_json(source.receipt, receipts.model_copy(update={"passes": tuple(broken)}))
     _, _, claims = run(artifacts.study, artifacts.evaluations)

@@ -5,16 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import polars as pl
+import made_up as made_up_files
 
-from aqnpipe.artifacts import EvaluationTable, RunRecord, write_json, write_table
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.config.study import Study
-from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt
-from aqnpipe.seeding import derive_seed
 from aqnpipe.statistics.evaluations import EvaluationInput
 
 AQN = {"schedule": {"kind": "global", "sigma_start": 0.05, "sigma_end": 0.0005, "num_stages": 10}}
@@ -31,7 +25,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "E5b_sham": {"description": "E5b without its noise on the norms", "operator_noise": NOISE, "sham_of": "E5b"},
 }
 LOGITS = {"pretrained": -0.5, "baseline": 1.6, "E5": 1.45, "E5b": 1.48, "srdd_guided": 1.5, "E5b_sham": 1.48}
-LEVEL_COST = {0.0: 0.0, 0.05: 0.25, 0.1: 0.8}
 
 
 def arms(treatment: str, control: str, level: float = 0.0, expected: str | None = "higher", **more: Any) -> dict:
@@ -118,100 +111,10 @@ def write_evaluations(folder: Path, made_up: Study, num_questions: int = 200) ->
 def write_evaluation(
     folder: Path, made_up: Study, arm: str, seed: int, step: int, num_questions: int = 200
 ) -> EvaluationInput:
-    """Write one evaluation whose correctness follows a logistic model of question, arm, seed and level."""
+    """Write one evaluation where the study's plan has it."""
     base = folder / made_up.config.results_dir / "eval" / "base" / arm / f"seed{seed}"
     paths = [base / f"step{step}.{suffix}" for suffix in ("parquet", "receipt.json", "run.json")]
     source = EvaluationInput("base", arm, seed, step, *paths)
-    passes = made_up.config.evaluation.passes()
-    rows = pl.concat(evaluation_pass(arm, seed, level, noise_seed, num_questions) for level, noise_seed in passes)
-    write_table(source.table, rows, EvaluationTable)
-    receipts = (
-        EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=receipt(level)) for level, noise_seed in passes
-    )
-    write_json(source.receipt, EvaluationReceipts(passes=tuple(receipts)))
-    write_json(source.record, record(arm, seed, step))
+    settings = {"dtype": "float32", "evaluation": {"max_response_tokens": 40, "primary_scorer": "strict"}}
+    made_up_files.write_evaluation(source, made_up, LOGITS[arm], num_questions, settings)
     return source
-
-
-def evaluation_pass(arm: str, seed: int, level: float, noise_seed: int, num_questions: int) -> pl.DataFrame:
-    """Rows of one pass; questions are equally hard for every arm."""
-    difficulty = np.random.default_rng(7).normal(0, 2, num_questions)
-    luck = np.random.default_rng(derive_seed(seed, f"luck {arm}")).normal(0, 0.05)
-    draws = np.random.default_rng(derive_seed(seed, f"draws {arm} {level}", noise_seed))
-    logit = LOGITS[arm] + luck + difficulty - LEVEL_COST[level]
-    correct = draws.random(num_questions) < 1 / (1 + np.exp(-logit))
-    answers = [str(number) if right else None for number, right in enumerate(correct)]
-    return pl.DataFrame(
-        {
-            "question_id": [f"q{number:05d}" for number in range(num_questions)],
-            "noise_level": level,
-            "noise_seed": noise_seed,
-            "response": [f"{arm} {seed} {level} {noise_seed} #### {answer}" for answer in answers],
-            "answer_strict": answers,
-            "answer_last_number": answers,
-            "correct_strict": correct,
-            "correct_last_number": correct,
-            "response_tokens": draws.integers(9, 31, num_questions),
-            "finish_reason": np.where(draws.random(num_questions) < 0.02, "length", "stop"),
-        },
-        schema_overrides={
-            "noise_seed": pl.Int64,
-            "answer_strict": pl.String,
-            "answer_last_number": pl.String,
-            "finish_reason": pl.String,
-        },
-    )
-
-
-def record(arm: str, seed: int, step: int) -> RunRecord:
-    """A record as the evaluate stage writes it."""
-    identity = {"model": "base", "arm": arm, "seed": seed, "step": step}
-    config = {"model_role": "base", "arm_id": arm, "seed": seed, "step": step}
-    return RunRecord(
-        stage="evaluate",
-        identity=identity,
-        config=config | {"dtype": "float32", "evaluation": {"max_response_tokens": 40, "primary_scorer": "strict"}},
-        code_digest="0123456789abcdef",
-        inputs_sha256={"test_problems": "ab" * 32, "weights": f"{derive_seed(seed, arm):064x}"},
-        versions={"aqnpipe": "0.1.0", "torch": "2.13.0"},
-        device="cpu",
-    )
-
-
-def receipt(level: float) -> Receipt:
-    """A receipt of a pass at `level` that passes its check."""
-    noise = OperatorNoise(error=RelativeGaussian(scale=level), phases=("evaluation",)) if level else None
-    return Receipt(
-        operator_noise=noise,
-        expected_phases=("evaluation",),
-        phases=(
-            PhaseRecord(
-                phase="evaluation",
-                forwards=10,
-                noised_calls=420 if level else 0,
-                witnessed_elements=51200,
-                witness_difference=0.3 if level else 0.0,
-                witness_scale=level,
-                escaped={},
-            ),
-        ),
-        cells=tuple(
-            NoiseCell(
-                phase="evaluation",
-                operator=operator,
-                layer=layer,
-                error="relative_gaussian",
-                calls=70,
-                elements=900_000,
-                asked=level,
-                measured=level,
-                mean_error=0.0,
-                measured_elements=64_000,
-            )
-            for operator, layer in [("linear", 0), ("matmul", 0), ("linear", 1), ("matmul", 1), ("linear", None)]
-            if level
-        ),
-        weight_syncs=(),
-        num_layers=2,
-        num_norms=5,
-    )

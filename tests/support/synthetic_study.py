@@ -1,19 +1,18 @@
 """A made-up study of four arms, its artifacts and receipts that pass: numbers drawn from seeded generators."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import made_up as made_up_files
 import numpy as np
 import polars as pl
+from made_up import NUM_LAYERS
 
 from aqnpipe.artifacts import (
     AqnSection,
-    EvaluationTable,
     LayerTable,
     ProblemTable,
-    RunRecord,
     SigmaFile,
     TrainingMetrics,
     Verdict,
@@ -22,16 +21,13 @@ from aqnpipe.artifacts import (
     write_yaml,
 )
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import TRAINING_PHASES
 from aqnpipe.config.study import Study
-from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
-from aqnpipe.noise.schedule import sigma_at
+from aqnpipe.noise.receipt import Receipt
 from aqnpipe.report.inputs import DiagnosisInput, EvaluatedInput, ReportInputs, RunInput
 from aqnpipe.seeding import derive_seed
 from aqnpipe.statistics.stage import EvaluationInput
 
-NUM_LAYERS = 6
 AQN = {
     "schedule": {
         "kind": "epoch_ranges",
@@ -56,7 +52,6 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 LOGITS = {"pretrained": 0.5, "baseline": 1.6, "E5": 1.45, "E5b": 1.48, "srdd_guided": 1.5}
-LEVEL_COST = {0.0: 0.0, 0.05: 0.25, 0.1: 0.8}
 
 
 def study(**changes: Any) -> Study:
@@ -145,74 +140,18 @@ def write_study(folder: Path, made_up: Study, num_questions: int = 300) -> Artif
 def write_evaluation(
     folder: Path, made_up: Study, arm: str, seed: int, step: int, num_questions: int = 300
 ) -> EvaluationInput:
-    """Write one evaluation whose correctness follows a logistic model of question, arm, seed and level."""
+    """Write one evaluation and what it cost."""
     base = folder / "eval" / arm / f"seed{seed}"
     source = EvaluationInput("base", arm, seed, step, base / "table.parquet", base / "receipt.json", base / "run.json")
-    passes = made_up.config.evaluation.passes()
-    rows = [evaluation_pass(arm, seed, level, noise_seed, num_questions) for level, noise_seed in passes]
-    write_table(source.table, pl.concat(rows), EvaluationTable)
-    receipts = tuple(
-        EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=evaluation_receipt(level))
-        for level, noise_seed in passes
-    )
-    write_json(source.receipt, EvaluationReceipts(passes=receipts))
+    settings = {"evaluation": {"max_response_tokens": 40}}
+    made_up_files.write_evaluation(source, made_up, LOGITS.get(arm, 1.0), num_questions, settings)
     _write_benchmark(source.table.with_suffix(".tsv"), 12.5)
-    write_json(source.record, record("evaluate", arm, seed, step, {"evaluation": {"max_response_tokens": 40}}))
     return source
-
-
-def evaluation_pass(arm: str, seed: int, level: float, noise_seed: int, num_questions: int) -> pl.DataFrame:
-    """Rows of one pass; questions are equally hard for every arm."""
-    difficulty = np.random.default_rng(7).normal(0, 2, num_questions)
-    luck = np.random.default_rng(derive_seed(seed, f"luck {arm}")).normal(0, 0.05)
-    draws = np.random.default_rng(derive_seed(seed, f"draws {arm} {level}", noise_seed))
-    logit = LOGITS.get(arm, 1.0) + luck + difficulty - LEVEL_COST[level]
-    correct = draws.random(num_questions) < 1 / (1 + np.exp(-logit))
-    answers = [str(number) if right else None for number, right in enumerate(correct)]
-    return pl.DataFrame(
-        {
-            "question_id": [f"q{number:05d}" for number in range(num_questions)],
-            "noise_level": level,
-            "noise_seed": noise_seed,
-            "response": [f"{arm} {seed} {level} {noise_seed} #### {answer}" for answer in answers],
-            "answer_strict": answers,
-            "answer_last_number": answers,
-            "correct_strict": correct,
-            "correct_last_number": correct,
-            "response_tokens": draws.integers(9, 31, num_questions),
-            "finish_reason": np.where(draws.random(num_questions) < 0.02, "length", "stop"),
-        },
-        schema_overrides={
-            "noise_seed": pl.Int64,
-            "answer_strict": pl.String,
-            "answer_last_number": pl.String,
-            "finish_reason": pl.String,
-        },
-    )
-
-
-def evaluation_receipt(level: float) -> Receipt:
-    """A receipt of a pass at `level` that passes its check."""
-    noise = OperatorNoise(error=RelativeGaussian(scale=level), phases=("evaluation",)) if level else None
-    return _receipt(noise, None, ("evaluation",))
 
 
 def training_receipt(arm: Arm, num_steps: int = 0) -> Receipt:
     """A receipt of a run of `arm` that passes its check."""
-    return _receipt(arm.operator_noise, arm.aqn, TRAINING_PHASES, num_steps)
-
-
-def record(stage: str, arm: str, seed: int, step: int, config: dict[str, object]) -> RunRecord:
-    """A record as the stages write it."""
-    return RunRecord(
-        stage=stage,
-        identity={"model": "base", "arm": arm, "seed": seed, "step": step},
-        config={"model_role": "base", "arm_id": arm, "seed": seed, "step": step, **config},
-        code_digest="0123456789abcdef",
-        inputs_sha256={"test_problems": "ab" * 32, "weights": f"{derive_seed(seed, arm):064x}"},
-        versions={"aqnpipe": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
-        device="cpu",
-    )
+    return made_up_files.receipt(arm.operator_noise, arm.aqn, TRAINING_PHASES, num_steps)
 
 
 def _arms(treatment: str, control: str, expected: str, claim: str, level: float = 0.0) -> dict[str, Any]:
@@ -224,71 +163,6 @@ def _levels(arm: str, claim: str) -> dict[str, Any]:
     return {"kind": "levels", "arm": arm, "noise_level": 0.1, "claim": claim}
 
 
-def _receipt(
-    noise: OperatorNoise | None, weight_noise: AdaptiveNoise | None, phases: tuple[Any, ...], num_steps: int = 0
-) -> Receipt:
-    draws = np.random.default_rng(11)
-    scale = {phase: noise.error.scale if noise and phase in noise.phases else 0.0 for phase in phases}
-    return Receipt(
-        operator_noise=noise,
-        aqn=weight_noise,
-        expected_phases=phases,
-        phases=tuple(
-            PhaseRecord(
-                phase=phase,
-                forwards=10,
-                noised_calls=420 if asked else 0,
-                witnessed_elements=0 if phase == "backward" else 51200,
-                witness_difference=0.31 if asked and phase != "backward" else 0.0,
-                witness_scale=asked * 1.001,
-                escaped={},
-            )
-            for phase, asked in scale.items()
-        ),
-        cells=tuple(
-            NoiseCell(
-                phase=phase,
-                operator=operator,
-                layer=layer,
-                error="relative_gaussian",
-                calls=70,
-                elements=900_000,
-                asked=asked,
-                measured=asked * (1 + draws.normal() / math.sqrt(2 * 64_000)),
-                mean_error=0.0,
-                measured_elements=64_000,
-            )
-            for phase, asked in scale.items()
-            if asked
-            for layer in [*range(NUM_LAYERS), None]
-            for operator in (("linear", "matmul") if layer is not None else ("linear",))
-        ),
-        weight_syncs=tuple(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps))
-        if weight_noise
-        else (),
-        num_layers=NUM_LAYERS,
-        num_norms=2 * NUM_LAYERS + 1,
-        num_steps=num_steps,
-        num_epochs=2,
-    )
-
-
-def _sync(weight_noise: AdaptiveNoise, step: int, num_steps: int, draws: np.random.Generator) -> WeightSync:
-    sigma, elements = sigma_at(weight_noise.schedule, step, num_steps, 2), 13 * 128
-    ratio = 1 + draws.normal() * math.sqrt(2 / elements)
-    return WeightSync(
-        step=step,
-        sigma_scheduled=sigma,
-        sigma_asked=sigma,
-        sigma_measured=sigma * math.sqrt(ratio),
-        targets=13,
-        elements=elements,
-        squared_error_ratio=ratio,
-        clean_sha256_before="c1" * 32,
-        clean_sha256_after="c1" * 32,
-    )
-
-
 def _write_run(folder: Path, made_up: Study, arm: str, seed: int) -> RunInput:
     base = folder / "runs" / arm / f"seed{seed}"
     files = (base / name for name in ("metrics.parquet", "receipt.json", "run.json", "benchmark.tsv"))
@@ -296,7 +170,7 @@ def _write_run(folder: Path, made_up: Study, arm: str, seed: int) -> RunInput:
     receipt = training_receipt(made_up.arms[arm], made_up.num_steps)
     write_table(run.metrics, _metrics(arm, seed, made_up.num_steps, receipt), TrainingMetrics)
     write_json(run.receipt, receipt)
-    write_json(run.record, record("train", arm, seed, made_up.num_steps, {}))
+    write_json(run.record, made_up_files.record("train", arm, seed, made_up.num_steps, {}))
     _write_benchmark(run.benchmark, 60.0 + 30 * (arm != "baseline") + seed)
     return run
 

@@ -1,0 +1,155 @@
+"""Made-up answers, receipts and records, as the stages would have written them; the synthetic studies share them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from aqnpipe.artifacts import EvaluationTable, RunRecord, write_json, write_table
+from aqnpipe.config.noise import AdaptiveNoise, OperatorNoise, RelativeGaussian
+from aqnpipe.config.study import Study
+from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
+from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
+from aqnpipe.noise.schedule import sigma_at
+from aqnpipe.seeding import derive_seed
+from aqnpipe.statistics.evaluations import EvaluationInput
+
+NUM_LAYERS = 6
+LEVEL_COST = {0.0: 0.0, 0.05: 0.25, 0.1: 0.8}
+
+
+def write_evaluation(
+    source: EvaluationInput, made_up: Study, logit: float, num_questions: int, settings: Mapping[str, object]
+) -> None:
+    """Write the files of one evaluation whose correctness follows a logistic model of question, arm, seed and level.
+
+    `logit` is the arm's; `settings` are added to the config of the record.
+    """
+    passes = made_up.config.evaluation.passes()
+    run = (source.arm, source.seed)
+    rows = [evaluation_pass(*run, level, noise_seed, num_questions, logit) for level, noise_seed in passes]
+    write_table(source.table, pl.concat(rows), EvaluationTable)
+    receipts = (
+        EvaluationPass(noise_level=level, noise_seed=seed, receipt=evaluation_receipt(level)) for level, seed in passes
+    )
+    write_json(source.receipt, EvaluationReceipts(passes=tuple(receipts)))
+    write_json(source.record, record("evaluate", source.arm, source.seed, source.step, settings))
+
+
+def evaluation_pass(
+    arm: str, seed: int, level: float, noise_seed: int, num_questions: int, logit: float
+) -> pl.DataFrame:
+    """Rows of one pass; questions are equally hard for every arm."""
+    difficulty = np.random.default_rng(7).normal(0, 2, num_questions)
+    luck = np.random.default_rng(derive_seed(seed, f"luck {arm}")).normal(0, 0.05)
+    draws = np.random.default_rng(derive_seed(seed, f"draws {arm} {level}", noise_seed))
+    chances = logit + luck + difficulty - LEVEL_COST[level]
+    correct = draws.random(num_questions) < 1 / (1 + np.exp(-chances))
+    answers = [str(number) if right else None for number, right in enumerate(correct)]
+    return pl.DataFrame(
+        {
+            "question_id": [f"q{number:05d}" for number in range(num_questions)],
+            "noise_level": level,
+            "noise_seed": noise_seed,
+            "response": [f"{arm} {seed} {level} {noise_seed} #### {answer}" for answer in answers],
+            "answer_strict": answers,
+            "answer_last_number": answers,
+            "correct_strict": correct,
+            "correct_last_number": correct,
+            "response_tokens": draws.integers(9, 31, num_questions),
+            "finish_reason": np.where(draws.random(num_questions) < 0.02, "length", "stop"),
+        },
+        schema_overrides={
+            "noise_seed": pl.Int64,
+            "answer_strict": pl.String,
+            "answer_last_number": pl.String,
+            "finish_reason": pl.String,
+        },
+    )
+
+
+def evaluation_receipt(level: float) -> Receipt:
+    """A receipt of a pass at `level` that passes its check."""
+    noise = OperatorNoise(error=RelativeGaussian(scale=level), phases=("evaluation",)) if level else None
+    return receipt(noise, None, ("evaluation",))
+
+
+def receipt(
+    noise: OperatorNoise | None, weight_noise: AdaptiveNoise | None, phases: tuple[Any, ...], num_steps: int = 0
+) -> Receipt:
+    """A receipt that passes its check, with measurements off by their sampling error."""
+    draws = np.random.default_rng(11)
+    scale = {phase: noise.error.scale if noise and phase in noise.phases else 0.0 for phase in phases}
+    return Receipt(
+        operator_noise=noise,
+        aqn=weight_noise,
+        expected_phases=phases,
+        phases=tuple(
+            PhaseRecord(
+                phase=phase,
+                forwards=10,
+                noised_calls=420 if asked else 0,
+                witnessed_elements=0 if phase == "backward" else 51200,
+                witness_difference=0.31 if asked and phase != "backward" else 0.0,
+                witness_scale=asked * 1.001,
+                escaped={},
+            )
+            for phase, asked in scale.items()
+        ),
+        cells=tuple(
+            NoiseCell(
+                phase=phase,
+                operator=operator,
+                layer=layer,
+                error="relative_gaussian",
+                calls=70,
+                elements=900_000,
+                asked=asked,
+                measured=asked * (1 + draws.normal() / math.sqrt(2 * 64_000)),
+                mean_error=0.0,
+                measured_elements=64_000,
+            )
+            for phase, asked in scale.items()
+            if asked
+            for layer in [*range(NUM_LAYERS), None]
+            for operator in (("linear", "matmul") if layer is not None else ("linear",))
+        ),
+        weight_syncs=tuple(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps))
+        if weight_noise
+        else (),
+        num_layers=NUM_LAYERS,
+        num_norms=2 * NUM_LAYERS + 1,
+        num_steps=num_steps,
+        num_epochs=2,
+    )
+
+
+def _sync(weight_noise: AdaptiveNoise, step: int, num_steps: int, draws: np.random.Generator) -> WeightSync:
+    sigma, elements = sigma_at(weight_noise.schedule, step, num_steps, 2), 13 * 128
+    ratio = 1 + draws.normal() * math.sqrt(2 / elements)
+    return WeightSync(
+        step=step,
+        sigma_scheduled=sigma,
+        sigma_asked=sigma,
+        sigma_measured=sigma * math.sqrt(ratio),
+        targets=13,
+        elements=elements,
+        squared_error_ratio=ratio,
+        clean_sha256_before="c1" * 32,
+        clean_sha256_after="c1" * 32,
+    )
+
+
+def record(stage: str, arm: str, seed: int, step: int, config: Mapping[str, object]) -> RunRecord:
+    """A record as the stages write it."""
+    return RunRecord(
+        stage=stage,
+        identity={"model": "base", "arm": arm, "seed": seed, "step": step},
+        config={"model_role": "base", "arm_id": arm, "seed": seed, "step": step, **config},
+        code_digest="0123456789abcdef",
+        inputs_sha256={"test_problems": "ab" * 32, "weights": f"{derive_seed(seed, arm):064x}"},
+        versions={"aqnpipe": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
+        device="cpu",
+    )
