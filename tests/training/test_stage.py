@@ -109,6 +109,16 @@ def test_arms_that_differ_in_noise_only_share_their_first_prompts_and_sampling(i
     assert clean["entropy"][0] == pytest.approx(noisy["entropy"][0], rel=1e-4)
 
 
+def test_a_seed_offset_gives_the_luck_of_another_seed_and_keeps_the_runs_name(inputs, tmp_path):
+    plain = spec(NOISE)
+    offset = plain.model_copy(update={"arm": plain.arm.model_copy(update={"seed_offset": 7})})
+    for name, one in (("offset", offset), ("other_seed", plain.model_copy(update={"seed": 7})), ("plain", plain)):
+        train(one, inputs, tmp_path / name, lambda _: None)
+    digests = {name: sha256_of_file(tmp_path / name / "metrics.parquet") for name in ("offset", "other_seed", "plain")}
+    assert digests["offset"] == digests["other_seed"] != digests["plain"]
+    assert read_json(tmp_path / "offset" / "run.json", RunRecord).identity["seed"] == 0
+
+
 def test_without_kl_there_is_no_reference_phase(inputs, tmp_path):
     train(spec(kl_coefficient=0.0), inputs, tmp_path / "run", lambda _: None)
     receipt = read_json(tmp_path / "run" / "receipt.json", Receipt)

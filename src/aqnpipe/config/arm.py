@@ -27,6 +27,11 @@ class Arm(FrozenModel):
         default=None,
         description="id of the arm that this one imitates without its active part: their comparison is an A/A test",
     )
+    seed_offset: int = Field(
+        default=0,
+        ge=0,
+        description="added to the study's seeds for everything random in training: the same arm with other luck",
+    )
 
     @model_validator(mode="after")
     def _phases_are_of_training(self) -> Self:

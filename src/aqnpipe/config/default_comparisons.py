@@ -79,7 +79,7 @@ def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
 
 def _noise(arm: Arm) -> dict[str, object]:
     """Return everything that the arm adds besides AQN."""
-    return arm.model_dump(exclude={"description", "model", "aqn", "machine", "sham_of"})
+    return arm.model_dump(exclude={"description", "model", "aqn", "machine", "sham_of", "seed_offset"})
 
 
 def _uses_noise(arm: Arm) -> bool:

@@ -11,7 +11,10 @@ from aqnpipe.config.training import TrainingConfig
 
 
 class TrainingSpec(FrozenModel):
-    """One training run: an arm, a seed and the shared settings. `faults` are those of the arm's machine."""
+    """One training run: an arm, a seed and the shared settings. `faults` are those of the arm's machine.
+
+    `seed` names the run; everything random in it is keyed by `random_seed`.
+    """
 
     model_role: str
     arm_id: str
@@ -23,6 +26,11 @@ class TrainingSpec(FrozenModel):
     attention: Attention
     prompt: PromptFormat
     training: TrainingConfig
+
+    @property
+    def random_seed(self) -> int:
+        """The seed of the run's prompts, sampling and noise."""
+        return self.seed + self.arm.seed_offset
 
 
 class EvaluationSpec(FrozenModel):

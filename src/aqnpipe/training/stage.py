@@ -91,7 +91,7 @@ def _build_trainer(
         prompt_format=spec.prompt,
         model=model,
         reward_funcs=reward_correct,
-        args=grpo_arguments(spec.training, spec.seed, spec.num_steps, folder),
+        args=grpo_arguments(spec.training, spec.random_seed, spec.num_steps, folder),
         train_dataset=_train_dataset(spec, inputs, tokenizer),
         processing_class=tokenizer,
         callbacks=[
@@ -157,7 +157,7 @@ def _noise_plan(spec: TrainingSpec, inputs: TrainingInputs, model: Any) -> Noise
         layer_factors=layer_factors,
     )
     return NoisePlan(
-        seed=spec.seed,
+        seed=spec.random_seed,
         recorder=recorder,
         aqn_factors=target_factors(model, aqn, layer_factors) if aqn else {},
         num_steps=spec.num_steps,
@@ -204,7 +204,7 @@ def _validation(
         tokenizer=tokenizer,
         recorder=recorder,
         max_response_tokens=spec.training.max_response_tokens,
-        seed=spec.seed,
+        seed=spec.random_seed,
     )
 
 
