@@ -133,7 +133,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_leaves_nothing(inputs, tmp_pat
 
 
 def test_aqn_forgotten_by_the_trainer_fails_the_run(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.trainer.NoisePlan.sigma", lambda self, step: 0.0)
+    monkeypatch.setattr("aqnpipe.training.noise_plan.NoisePlan.sigma", lambda self, step: 0.0)
     with pytest.raises(ReceiptError, match="AQN"):
         train(spec(aqn=AQN), inputs, tmp_path / "run", lambda _: None)
 

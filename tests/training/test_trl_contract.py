@@ -8,7 +8,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.training.stage import grpo_arguments
+from aqnpipe.training.arguments import grpo_arguments
 
 
 def parameters(function):

@@ -4,8 +4,6 @@ What is overridden of the pinned TRL's private interface: `_tokenize_prompts`, `
 `_get_per_token_logps_and_entropies` (reference and actor); tests/training/test_trl_contract.py pins their signatures.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,28 +18,8 @@ from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection import NoiseKey, phase_noise
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.seeding import derive_seed
-
-
-@dataclass(frozen=True)
-class NoisePlan:
-    """What the trainer needs to know about noise: where to record it, and AQN's extent over time.
-
-    `aqn_factors` maps the names of AQN's targets to factors on the schedule's sigma; empty without AQN.
-    """
-
-    seed: int
-    recorder: ReceiptRecorder
-    aqn_factors: Mapping[str, float]
-    num_steps: int
-    num_epochs: int
-
-    def sigma(self, step: int) -> float:
-        """AQN sigma of the rollout after `step` optimiser steps."""
-        noise = self.recorder.aqn
-        return sigma_at(noise.schedule, step, self.num_steps, self.num_epochs) if noise else 0.0
+from aqnpipe.training.noise_plan import NoisePlan
 
 
 class NoisyGRPOTrainer(GRPOTrainer):

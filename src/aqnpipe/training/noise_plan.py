@@ -1,0 +1,82 @@
+"""What a training run does about noise: what is recorded, and AQN's extent over layers and time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aqnpipe.artifacts import SigmaFile, read_yaml
+from aqnpipe.config.noise import TRAINING_PHASES, Phase
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.config.training import TrainingConfig
+from aqnpipe.errors import ConfigError
+from aqnpipe.noise.aqn import target_factors
+from aqnpipe.noise.layout import decoder_layers, rms_norms
+from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.schedule import sigma_at
+
+
+@dataclass(frozen=True)
+class NoisePlan:
+    """What the trainer needs to know about noise: where to record it, and AQN's extent over time.
+
+    `aqn_factors` maps the names of AQN's targets to factors on the schedule's sigma; empty without AQN.
+    """
+
+    seed: int
+    recorder: ReceiptRecorder
+    aqn_factors: Mapping[str, float]
+    num_steps: int
+    num_epochs: int
+
+    def sigma(self, step: int) -> float:
+        """AQN sigma of the rollout after `step` optimiser steps."""
+        noise = self.recorder.aqn
+        return sigma_at(noise.schedule, step, self.num_steps, self.num_epochs) if noise else 0.0
+
+
+def build_noise_plan(spec: TrainingSpec, model: Any, sigmas_file: Path | None) -> NoisePlan:
+    """Return the plan of a run on `model`. Raises ConfigError when the sigmas are missing or of something else."""
+    aqn = spec.arm.aqn
+    layer_factors = _layer_factors(spec, sigmas_file)
+    recorder = ReceiptRecorder(
+        operator_noise=spec.arm.operator_noise,
+        module_noise=spec.arm.module_noise,
+        aqn=aqn,
+        faults=spec.faults,
+        expected_phases=_expected_phases(spec.training),
+        num_layers=len(decoder_layers(model)),
+        num_norms=len(rms_norms(model)),
+        num_steps=spec.num_steps,
+        num_epochs=spec.training.epochs,
+        layer_factors=layer_factors,
+    )
+    return NoisePlan(
+        seed=spec.random_seed,
+        recorder=recorder,
+        aqn_factors=target_factors(model, aqn, layer_factors) if aqn else {},
+        num_steps=spec.num_steps,
+        num_epochs=spec.training.epochs,
+    )
+
+
+def _layer_factors(spec: TrainingSpec, sigmas_file: Path | None) -> dict[int, float] | None:
+    aqn = spec.arm.aqn
+    machine = aqn.layer_sigmas_from if aqn else None
+    if (machine is None) != (sigmas_file is None):
+        raise ConfigError(f"arm {spec.arm_id}: layer_sigmas_from is {machine!r}, the sigmas file is {sigmas_file}")
+    if sigmas_file is None:
+        return None
+    sigmas = read_yaml(sigmas_file, SigmaFile)
+    metadata = sigmas.srdd_metadata
+    found = tuple(metadata.get(key) for key in ("model", "machine", "strategy"))
+    needed = (spec.model_role, machine, aqn.layer_sigmas_strategy if aqn else None)
+    if found != needed:
+        raise ConfigError(
+            f"{sigmas_file}: these sigmas are of (model, machine, strategy) {found}, arm {spec.arm_id} needs {needed}"
+        )
+    return {layer: sigma / sigmas.aqn.base_sigma for layer, sigma in sigmas.aqn.layer_sigmas.items()}
+
+
+def _expected_phases(training: TrainingConfig) -> tuple[Phase, ...]:
+    return tuple(phase for phase in TRAINING_PHASES if phase != "reference" or training.kl_coefficient > 0)
