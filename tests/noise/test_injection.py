@@ -14,6 +14,7 @@ from aqnpipe.config.noise import (
     SystematicBias,
 )
 from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.noise import injection
 from aqnpipe.noise.error_models import apply_error_
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.quantization import fake_quantize
@@ -646,3 +647,18 @@ def test_noised_softmax_stays_a_distribution(model):
 def test_a_model_without_layers_or_norms_is_refused():
     with pytest.raises(ModelError, match="no decoder layers found"):
         phase_noise(torch.nn.Linear(2, 2), recorder_for(MATMUL), "rollout", KEY).__enter__()
+
+
+@pytest.mark.parametrize("num_tokens", [45, 60, 64, 90])
+def test_measured_elements_are_spread_over_rows_whatever_the_shape(num_tokens):
+    """Gradients of attention weights are zero in the rows of prompts; a regular step through them met no others."""
+    weights = torch.zeros(32, 4, num_tokens, num_tokens)
+    weights[:, :, -25:] = 1.0
+    share, count = 25 / num_tokens, injection.MEASURED_ELEMENTS_PER_CALL
+    sample = injection._sample(weights)
+    assert sample.numel() == count
+    assert abs(sample.mean().item() - share) < 4 * (share * (1 - share) / count) ** 0.5
+    positions = injection._sample_positions(weights.numel(), weights.device)
+    assert (positions.diff() > 0).all()
+    assert positions[0] >= 0
+    assert positions[-1] < weights.numel()

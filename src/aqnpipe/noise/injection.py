@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -37,7 +37,7 @@ from aqnpipe.noise.quantization import fake_quantize
 from aqnpipe.noise.recorder import MEASURED_ELEMENTS_PER_CALL, ReceiptRecorder
 from aqnpipe.noise.sites import site_module
 from aqnpipe.noise.stream import NoiseStream
-from aqnpipe.seeding import derive_seed
+from aqnpipe.seeding import derive_seed, keyed_generator
 
 _BARE_LINEAR = torch.nn.functional.linear
 _MARK = "_aqnpipe_injection"
@@ -389,7 +389,7 @@ class _Injection:
         cell = (self.phase, operand, self.place.layer)
         if not self.recomputing:
             self.recorder.count_call(*cell, error, tensor.numel())
-            self.recorder.measure(*cell, _sample(tensor).clone(), _sample(quantized).clone())
+            self.recorder.measure(*cell, _sample(tensor), _sample(quantized))
         return quantized
 
     def _noise_output(self, operator: str, error: OutputErrorModel, output: Tensor) -> None:
@@ -423,9 +423,9 @@ class _Injection:
             if repeats and self.forward_index >= 2 and self.forward_index % _MEASURE_STRIDE:
                 apply_error_(values, error, source)
             else:
-                before = _sample(values).clone()
+                before = _sample(values)
                 apply_error_(values, error, source)
-                self.recorder.measure(phase, operator, layer, before, _sample(values).clone())
+                self.recorder.measure(phase, operator, layer, before, _sample(values))
         if torch.is_grad_enabled():
             increment_version(values)
 
@@ -545,7 +545,7 @@ class _Injection:
         noised = hidden.clone()
         apply_error_(noised.detach(), RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN))
         if not self.recomputing:
-            self.recorder.measure_hidden(layer, _sample(hidden).clone(), _sample(noised).clone())
+            self.recorder.measure_hidden(layer, _sample(hidden), _sample(noised))
         return noised
 
     # -- witness -------------------------------------------------------------------------------------------------------
@@ -614,11 +614,25 @@ def _on_output(noised: Callable[[Tensor], Tensor], module: nn.Module, args: Any,
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return a strided view of at most MEASURED_ELEMENTS_PER_CALL elements, spread over the whole tensor."""
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
-    # An odd stride visits all columns of the usual even shapes.
-    stride = max(1, -(-flat.numel() // MEASURED_ELEMENTS_PER_CALL)) | 1
-    return flat[::stride]
+    """Return a copy of at most MEASURED_ELEMENTS_PER_CALL elements, spread over the whole tensor."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() <= MEASURED_ELEMENTS_PER_CALL:
+        return flat.clone()
+    return flat[_sample_positions(flat.numel(), flat.device)]
+
+
+@lru_cache(maxsize=4096)
+def _sample_positions(num_elements: int, device: torch.device) -> Tensor:
+    """Return one position in each of MEASURED_ELEMENTS_PER_CALL equal stretches of a flat tensor, in rising order.
+
+    Drawn, for any regular step meets the same few rows again where it comes near a fraction of the rows' length: all
+    of them without a gradient, say.
+    """
+    drawn = torch.rand(
+        MEASURED_ELEMENTS_PER_CALL, generator=keyed_generator("cpu", 0, "sample", num_elements), dtype=torch.float64
+    )
+    places = (torch.arange(MEASURED_ELEMENTS_PER_CALL) + drawn) * (num_elements / MEASURED_ELEMENTS_PER_CALL)
+    return places.long().clamp_max(num_elements - 1).to(device)
 
 
 def _linear_arguments(
