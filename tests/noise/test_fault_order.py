@@ -10,7 +10,9 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.noise import faults
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection import NoiseKey, phase_noise
+from aqnpipe.noise.phase_state import PhaseState
 from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.struck_sites import StruckSites
 
 KEY = NoiseKey(seed=3, step=2)
 LAYER = 1
@@ -242,8 +244,7 @@ def test_hidden_noise_passes_gradients_straight_through(model):
     """d(noised)/d(hidden) is 1, not the noise's factor."""
     hidden = torch.randn(2, 3, 32, requires_grad=True)
     recorder = recorder_for()
-    with phase_noise(model, recorder, "rollout", KEY, hidden_sigmas={LAYER: 0.5}):
-        noised = model._aqnpipe_injection._noise_hidden(LAYER, 0.5, hidden)
+    noised = StruckSites(PhaseState(model, recorder, "rollout", KEY), {LAYER: 0.5})._noised(LAYER, 0.5, hidden)
     noised.sum().backward()
     assert not torch.equal(noised, hidden)
     assert torch.equal(hidden.grad, torch.ones_like(hidden))

@@ -14,11 +14,11 @@ from aqnpipe.config.noise import (
     SystematicBias,
 )
 from aqnpipe.errors import ModelError, ReceiptError
-from aqnpipe.noise import injection
-from aqnpipe.noise.error_models import apply_error_
+from aqnpipe.noise.gaussian import add_relative_gaussian_
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.quantization import fake_quantize
 from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.sampling import MEASURED_ELEMENTS_PER_CALL, sample, sample_positions
 
 KEY = NoiseKey(seed=0, step=0)
 MATMUL = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("actor_forward", "backward"))
@@ -262,25 +262,28 @@ def test_sdpa_escapes_are_refused(make_model):
 
 
 def test_noise_disabled_by_hand_is_refused(model, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection.apply_error_", lambda tensor, error, source: tensor)
+    monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor)
     _, receipt = logits(model, MATMUL)
     with pytest.raises(ReceiptError, match=r"measured scale 0, asked 0\.05"):
         receipt.check()
 
 
 def test_noise_at_half_the_scale_is_refused(model, monkeypatch):
-    def half(tensor, error, source):
-        return apply_error_(tensor, error.model_copy(update={"scale": error.scale / 2}), source)
+    def half(tensor, scale, source):
+        return add_relative_gaussian_(tensor, scale / 2, source)
 
-    monkeypatch.setattr("aqnpipe.noise.injection.apply_error_", half)
+    monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", half)
     _, receipt = logits(model, MATMUL)
     with pytest.raises(ReceiptError, match=r"the witness saw scale 0\.02"):
         receipt.check()
 
 
 def test_a_mode_that_is_never_activated_is_refused(model, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection._OperatorMode.activate", lambda self: None)
+    monkeypatch.setattr("aqnpipe.noise.operator_watch._OperatorMode.activate", lambda self: None)
     _, receipt = logits(model, MATMUL)
+    with pytest.raises(ReceiptError, match=r"no bmm or matmul was noised in layers \[0, 1, 2\]"):
+        receipt.check()
+    _, receipt = gradients(model, MATMUL)
     with pytest.raises(ReceiptError, match=r"never reached layers \[0, 1, 2\]"):
         receipt.check()
 
@@ -526,9 +529,9 @@ def test_ranks_phases_layers_and_calls_have_independent_noise(model):
     seen = {}
 
     def collect(key, phase):
-        def spy(tensor, error, source):
+        def spy(tensor, scale, source):
             seen.setdefault((key.rank, phase), []).append(source)
-            return apply_error_(tensor, error, source)
+            return add_relative_gaussian_(tensor, scale, source)
 
         return spy
 
@@ -536,7 +539,7 @@ def test_ranks_phases_layers_and_calls_have_independent_noise(model):
         for phase in ("actor_forward", "reference"):
             key = NoiseKey(seed=0, step=0, rank=rank)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("aqnpipe.noise.injection.apply_error_", collect(key, phase))
+                patch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", collect(key, phase))
                 noise = OperatorNoise(
                     error=RelativeGaussian(scale=0.05), phases=("actor_forward", "backward", "reference")
                 )
@@ -654,11 +657,11 @@ def test_measured_elements_are_spread_over_rows_whatever_the_shape(num_tokens):
     """Gradients of attention weights are zero in the rows of prompts; a regular step through them met no others."""
     weights = torch.zeros(32, 4, num_tokens, num_tokens)
     weights[:, :, -25:] = 1.0
-    share, count = 25 / num_tokens, injection.MEASURED_ELEMENTS_PER_CALL
-    sample = injection._sample(weights)
-    assert sample.numel() == count
-    assert abs(sample.mean().item() - share) < 4 * (share * (1 - share) / count) ** 0.5
-    positions = injection._sample_positions(weights.numel(), weights.device)
+    share, count = 25 / num_tokens, MEASURED_ELEMENTS_PER_CALL
+    measured = sample(weights)
+    assert measured.numel() == count
+    assert abs(measured.mean().item() - share) < 4 * (share * (1 - share) / count) ** 0.5
+    positions = sample_positions(weights.numel(), weights.device)
     assert (positions.diff() > 0).all()
     assert positions[0] >= 0
     assert positions[-1] < weights.numel()

@@ -1,6 +1,5 @@
 """AQN on the policy that rolls out: on its norm weights, taken away bit for bit, or on its hidden states; measured."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import AdaptiveNoise
 from aqnpipe.errors import ConfigError
 from aqnpipe.noise.gaussian import add_absolute_gaussian_
-from aqnpipe.noise.layout import decoder_layers, layer_of, rms_norms, weight_of
+from aqnpipe.noise.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
 from aqnpipe.noise.receipt import WeightSync
 from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.noise.stream import NoiseStream
@@ -74,7 +73,7 @@ def _noised_norm_weights(
 ) -> Iterator[None]:
     weights: dict[str, Tensor] = {name: weight_of(model.get_submodule(name)) for name in factors}
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
-    hash_before = _sha256(weights)
+    hash_before = norms_sha256(model)
     try:
         asked_squares, squares, ratio_squares, elements, drawn = 0.0, 0.0, 0.0, 0, 0
         with torch.no_grad():
@@ -106,7 +105,7 @@ def _noised_norm_weights(
                 elements=drawn,
                 squared_error_ratio=ratio_squares / drawn if drawn else 1.0,
                 clean_sha256_before=hash_before,
-                clean_sha256_after=_sha256(weights),
+                clean_sha256_after=norms_sha256(model),
             )
         )
 
@@ -116,8 +115,8 @@ def _noised_hidden_states(
     model: nn.Module, recorder: ReceiptRecorder, factors: Mapping[str, float], sigma: float, step: int
 ) -> Iterator[dict[int, float]]:
     sigmas = {layer: sigma * factor for layer, factor in enumerate(factors.values())}
-    norms: dict[str, Tensor] = {name: weight_of(norm) for name, norm in rms_norms(model).items()}
-    hash_before = _sha256(norms)
+    hash_before = norms_sha256(model)
+    recorder.refuse_stray_hidden_noise()
     try:
         yield sigmas
     finally:
@@ -137,18 +136,10 @@ def _noised_hidden_states(
                 elements=drawn,
                 squared_error_ratio=ratio_squares / drawn if drawn else 1.0,
                 clean_sha256_before=hash_before,
-                clean_sha256_after=_sha256(norms),
+                clean_sha256_after=norms_sha256(model),
             )
         )
 
 
 def _root_mean(squares: list[float]) -> float:
     return float((sum(squares) / len(squares)) ** 0.5)
-
-
-def _sha256(weights: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, weight in weights.items():
-        digest.update(name.encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ModelError
+from aqnpipe.noise.recorder_state import ActiveFaultState
 from aqnpipe.noise.sites import site_module
 from aqnpipe.seeding import keyed_generator
 
@@ -136,9 +137,21 @@ class ActiveFault:
         """Return what the faulty site puts out in place of `hidden` [..., channels]; `call` as in `apply_fault`."""
         if len(self.channels) != hidden.shape[-1]:
             self.channels = faulty_channels(hidden.shape[-1], self.fault.sparsity, self.fault.seed)
-        if self.fault.threshold == "cached" and self._cached is None:
-            self._cached = fault_reference(hidden, self.fault)
+        if self.fault.threshold == "cached":
+            self._cached = fault_reference(hidden, self.fault) if self._cached is None else self._cached
+            self._cached = self._cached.to(hidden.device)
         return apply_fault(hidden, self.fault, self.channels, call, self._cached)
+
+    def state(self) -> ActiveFaultState:
+        """Return what later calls depend on."""
+        return ActiveFaultState(len(self.channels), None if self._cached is None else self._cached.item())
+
+    def restore(self, state: ActiveFaultState) -> None:
+        """Go on from `state`."""
+        self.channels = torch.empty(0, dtype=torch.bool)
+        if state.num_channels:
+            self.channels = faulty_channels(state.num_channels, self.fault.sparsity, self.fault.seed)
+        self._cached = None if state.threshold is None else torch.tensor(state.threshold, dtype=torch.float32)
 
 
 def simulated_fault_hooks(model: nn.Module) -> list[str]:

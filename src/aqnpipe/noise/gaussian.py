@@ -35,7 +35,7 @@ _use_wide_vectors()
 _u32, _u64, _i32, _f32 = np.uint32, np.uint64, np.int32, np.float32
 _MULTIPLIER_0, _MULTIPLIER_1 = _u64(0xD2511F53), _u64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = _u32(0x9E3779B9), _u32(0xBB67AE85)
-_32 = _u64(32)
+_32, _LOW = _u64(32), _u64(0xFFFFFFFF)
 
 
 def add_relative_gaussian_(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:
@@ -112,13 +112,13 @@ def _apply_generator_(flat: Tensor, scale: float, source: NoiseStream, relative:
 
 @numba.njit(inline="always")
 def _philox(counter: Any, call: Any, stream: Any, key_0: Any, key_1: Any) -> Any:
-    c0, c1, c2, c3 = counter, call, stream, _u32(0)
+    c0, c1, c2, c3 = _u64(counter), _u64(call), _u64(stream), _u64(0)
     for _ in range(ROUNDS):
-        product_0, product_1 = _u64(c0) * _MULTIPLIER_0, _u64(c2) * _MULTIPLIER_1
-        c0, c2 = _u32(_u32(product_1 >> _32) ^ c1 ^ key_0), _u32(_u32(product_0 >> _32) ^ c3 ^ key_1)
-        c1, c3 = _u32(product_1), _u32(product_0)
+        product_0, product_1 = (c0 & _LOW) * _MULTIPLIER_0, (c2 & _LOW) * _MULTIPLIER_1
+        c0, c2 = (product_1 >> _32) ^ c1 ^ _u64(key_0), (product_0 >> _32) ^ c3 ^ _u64(key_1)
+        c1, c3 = product_1, product_0
         key_0, key_1 = _u32(key_0 + _WEYL_0), _u32(key_1 + _WEYL_1)
-    return c0, c1, c2, c3
+    return _u32(c0), _u32(c1), _u32(c2), _u32(c3)
 
 
 @numba.njit(inline="always")

@@ -1,10 +1,12 @@
 """Where things are in a decoder-only model: its layers, norms and output projection, found by structure and name."""
 
 import fnmatch
+import hashlib
 import re
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import nn
 
 from aqnpipe.config.noise import ModuleScope
@@ -59,6 +61,15 @@ def rms_norms(
     if not norms:
         raise ModelError(f"{type(model).__name__}: no RMSNorm matches targets={targets!r}")
     return norms
+
+
+def norms_sha256(model: nn.Module) -> str:
+    """Return the SHA-256 of the weights of every RMSNorm of `model`, with their names."""
+    digest = hashlib.sha256()
+    for name, norm in rms_norms(model, "all_norms").items():
+        digest.update(name.encode())
+        digest.update(weight_of(norm).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def select_modules(model: nn.Module, modules: ModuleScope | tuple[str, ...]) -> dict[str, nn.Module]:

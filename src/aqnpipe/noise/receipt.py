@@ -116,10 +116,14 @@ class PhaseRecord(ReceiptModel):
     witness_scale: float
     escaped: dict[str, int] = Field(description="calls that hold a matrix product which the noise does not reach")
     forward_flops: int = Field(
-        default=0, description="operations of one forward pass, from the shapes; 0 if not counted"
+        default=0, description="operations of one forward pass (of one on each worker), from the shapes; 0: not counted"
     )
     noised_flops: int = Field(default=0, description="operations of that pass whose result operator noise reached")
     modules_noised: int = Field(default=0, description="different modules that module noise reached")
+    norms_checked: int = Field(
+        default=0, description="passes of a phase before which the norm weights were compared with the clean ones"
+    )
+    norms_noised: int = Field(default=0, description="of those, how often they were others than the clean ones")
 
     @property
     def noised_share(self) -> float | None:
@@ -224,6 +228,11 @@ class Receipt(ReceiptModel):
     num_noised_modules: int = Field(default=0, description="modules that module noise was asked for")
     num_steps: int = Field(default=0, description="optimiser steps of the run; 0 for an evaluation pass")
     num_epochs: int = 0
+    norms_watched: bool = Field(
+        default=False, description="whether phases had to compare their norm weights with the clean ones"
+    )
+    steps_per_rollout: int = Field(default=1, description="optimiser steps that learn from one batch of rollouts")
+    num_workers: int = Field(default=1, description="data-parallel workers whose accounts this receipt sums up")
 
     def check(self, tolerance: float = 0.0) -> Self:
         """Return self, or raise ReceiptError listing every gap between what was asked and what was measured.
@@ -245,6 +254,7 @@ class Receipt(ReceiptModel):
             *self._noise_of_wrong_size(tolerance),
             *self._witness_problems(tolerance),
             *self._weight_noise_problems(),
+            *self._norm_problems(),
             *self._fault_problems(),
         ]
 
@@ -412,8 +422,9 @@ class Receipt(ReceiptModel):
             return [f"AQN ran at {len(self.weight_syncs)} syncs, none was asked for"] if self.weight_syncs else []
         steps = [sync.step for sync in self.weight_syncs]
         problems = []
-        if steps != list(range(self.num_steps)):
-            problems.append(f"AQN: {len(steps)} weight syncs, expected one at each of {self.num_steps} steps")
+        due = list(range(0, self.num_steps, self.steps_per_rollout))
+        if steps != due:
+            problems.append(f"AQN: {len(steps)} weight syncs, expected one at each of {len(due)} steps")
         if (self.aqn.layer_sigmas_from is None) != (self.layer_factors is None):
             problems.append("AQN: per-layer sigmas and the file that sets them do not go together")
         return problems + self._weight_sync_problems(self.aqn) + self._layer_factor_problems()
@@ -442,6 +453,27 @@ class Receipt(ReceiptModel):
             ):
                 problems.append(
                     f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.4g}, asked {sync.sigma_asked:.4g}"
+                )
+        return problems
+
+    def _norm_problems(self) -> list[str]:
+        """AQN may be on the norm weights in the rollout, and must be there whenever it was asked; nowhere else."""
+        if not self.norms_watched:
+            return []
+        on_norms = self.aqn is not None and self.aqn.targets != "hidden_states"
+        due = self.num_workers * sum(sync.sigma_asked > 0 for sync in self.weight_syncs) if on_norms else 0
+        problems = []
+        for record in self.phases:
+            # Without AQN nothing says what the reference's are.
+            if record.phase == "backward" or (record.phase == "reference" and self.aqn is None):
+                continue
+            asked = due if record.phase == "rollout" else 0
+            if not record.norms_checked:
+                problems.append(f"{record.phase}: its norm weights were never compared with the clean ones")
+            elif record.norms_noised != asked:
+                problems.append(
+                    f"{record.phase}: computed with noise on the norm weights in {record.norms_noised} of "
+                    f"{record.norms_checked} passes, asked in {asked}"
                 )
         return problems
 

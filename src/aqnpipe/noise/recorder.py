@@ -1,11 +1,11 @@
 """Collects measurements while phases run and turns them into a receipt."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aqnpipe.config.noise import (
     AdaptiveNoise,
@@ -14,107 +14,31 @@ from aqnpipe.config.noise import (
     ModuleNoise,
     OperatorNoise,
     Phase,
-    Quantity,
     asked_size,
     quantity_of,
 )
+from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.faults import ActiveFault
+from aqnpipe.noise.layout import norms_sha256
 from aqnpipe.noise.receipt import FaultCell, GradientFlow, NoiseCell, PhaseRecord, Receipt, WeightCell, WeightSync
+from aqnpipe.noise.recorder_state import (
+    CellSums,
+    FactorSums,
+    FaultSums,
+    GradientSums,
+    PhaseSums,
+    RatioSums,
+    RecorderState,
+)
 
-MEASURED_ELEMENTS_PER_CALL = 256
-
-
-@dataclass
-class _RatioSums:
-    """Running sums of errors, in the unit of their kind (see `Quantity`)."""
-
-    quantity: Quantity = "relative"
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    largest_difference: float = 0.0
-
-    def add(self, before: Tensor, after: Tensor) -> None:
-        before, after = before.double(), after.double()
-        difference = after - before
-        if before.numel():
-            self.largest_difference = max(self.largest_difference, difference.abs().max().item())
-        known = before != 0
-        match self.quantity:
-            case "relative":
-                ratio = difference[known] / before[known]
-            case "absolute":
-                ratio = difference
-            case "outward":
-                ratio = difference[known] * before[known].sign()
-        self.count += ratio.numel()
-        self.total += ratio.sum().item()
-        self.squares += ratio.square().sum().item()
-
-    @property
-    def root_mean_square(self) -> float:
-        return (self.squares / self.count) ** 0.5 if self.count else 0.0
-
-
-@dataclass
-class _Cell:
-    error: ErrorModel
-    ratios: _RatioSums
-    calls: int = 0
-    elements: int = 0
-    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-@dataclass
-class _FactorSums:
-    squares: float = 0.0
-    elements: int = 0
-
-
-@dataclass
-class _FaultSums:
-    """Counts of one fault in one phase; those of tensors are read when they are settled."""
-
-    calls: int = 0
-    elements: int = 0
-    affected_elements: int = 0
-    pending: list[Tensor] = field(default_factory=list)
-
-    def settle(self) -> None:
-        self.affected_elements += sum(int(count) for count in self.pending)
-        self.pending.clear()
-
-
-@dataclass
-class _GradientSums:
-    """Sums over the gradients at one fault: elements carried, zeroed and leaked, squared norm carried and zeroed."""
-
-    calls: int = 0
-    totals: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
-    pending: list[Tensor] = field(default_factory=list)
-
-    def settle(self) -> None:
-        for sums in self.pending:
-            self.totals += sums.cpu()
-        self.pending.clear()
-
-
-@dataclass
-class _PhaseSums:
-    forwards: int = 0
-    noised_calls: int = 0
-    witness: _RatioSums = field(default_factory=_RatioSums)
-    witnessed_elements: int = 0
-    escaped: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    flops: int | None = None
-    noised_flops: int = 0
-    modules: set[str] = field(default_factory=set)
+_CellKey = tuple[Phase, str, int | None]
 
 
 class ReceiptRecorder:
     """Accumulates what injections measure over a run or an evaluation pass; `receipt()` gives the account.
 
-    `faults` are those of the machine; a cached threshold is that of the first call of this run or pass.
+    `faults` are those of the machine; a cached threshold is that of the first call of this run or pass. `watch_norms`
+    has every phase compare the norm weights that it computes with to the clean ones.
     """
 
     def __init__(
@@ -129,6 +53,8 @@ class ReceiptRecorder:
         num_norms: int,
         num_steps: int = 0,
         num_epochs: int = 0,
+        steps_per_rollout: int = 1,
+        watch_norms: bool = False,
         layer_factors: Mapping[int, float] | None = None,
     ) -> None:
         self.operator_noise = operator_noise
@@ -138,32 +64,60 @@ class ReceiptRecorder:
         self._expected_phases = expected_phases
         self._num_layers = num_layers
         self._num_norms = num_norms
-        self._cells: dict[tuple[Phase, str, int | None], _Cell] = {}
-        self._phases: dict[Phase, _PhaseSums] = {}
+        self._cells: dict[_CellKey, CellSums] = {}
+        self._phases: dict[Phase, PhaseSums] = {}
         self._num_steps = num_steps
         self._num_epochs = num_epochs
+        self._steps_per_rollout = steps_per_rollout
+        self._watch_norms = watch_norms
+        self._clean_norms: str | None = None
         self._layer_factors = dict(layer_factors) if layer_factors is not None else None
         self._num_noised_modules = 0
         self._hidden: list[tuple[int, Tensor, Tensor]] = []
-        self._faults: dict[tuple[Phase, int], _FaultSums] = defaultdict(_FaultSums)
-        self._gradients: dict[int, _GradientSums] = defaultdict(_GradientSums)
+        self._faults: dict[tuple[Phase, int], FaultSums] = {}
+        self._gradients: dict[int, GradientSums] = {}
         self._foreign_faults: set[str] = set()
         self._weight_syncs: list[WeightSync] = []
-        self._weight_factors: dict[int | None, _FactorSums] = defaultdict(_FactorSums)
+        self._weight_factors: dict[int | None, FactorSums] = {}
+        # Tensors are kept where they are until `settle` reads them all.
+        self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._affected: dict[tuple[Phase, int], list[Tensor]] = defaultdict(list)
+        self._flows: dict[int, list[Tensor]] = defaultdict(list)
 
     def count_forward(self, phase: Phase) -> None:
         """Note one forward (or backward) pass of the model in `phase`."""
         self._phase(phase).forwards += 1
 
+    def note_clean_norms(self, model: nn.Module) -> None:
+        """Note the policy's norm weights as they are now as the clean ones: of the start, or of an optimiser step."""
+        if self._watch_norms:
+            self._clean_norms = norms_sha256(model)
+
+    def watch_norms(self, phase: Phase, model: nn.Module) -> None:
+        """Compare the norm weights that `model` is about to compute with to the clean ones, which only AQN may change.
+
+        The reference has those of the start, known from the first redraw of AQN noise.
+        """
+        clean = self._clean_norms
+        if phase == "reference":
+            clean = self._weight_syncs[0].clean_sha256_before if self._weight_syncs else None
+        if not self._watch_norms or clean is None:
+            return
+        sums = self._phase(phase)
+        sums.norms_checked += 1
+        sums.norms_noised += norms_sha256(model) != clean
+
     def count_escape(self, phase: Phase, function: str) -> None:
         """Note a call that holds a matrix product out of reach."""
-        self._phase(phase).escaped[function] += 1
+        escaped = self._phase(phase).escaped
+        escaped[function] = escaped.get(function, 0) + 1
 
     def count_call(self, phase: Phase, operator: str, layer: int | None, error: ErrorModel, elements: int) -> None:
         """Note one noised operator or module call on `elements` elements."""
         cell = self._cells.get((phase, operator, layer))
         if cell is None:
-            cell = self._cells[phase, operator, layer] = _Cell(error, _RatioSums(quantity_of(error)))
+            cell = CellSums(phase, operator, layer, error, RatioSums(quantity_of(error)))
+            self._cells[phase, operator, layer] = cell
         cell.calls += 1
         cell.elements += elements
         self._phase(phase).noised_calls += 1
@@ -190,7 +144,7 @@ class ReceiptRecorder:
 
     def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
         """Keep a sample of an output before and after its noise (same shapes); summed up by `settle`."""
-        self._cells[phase, operator, layer].pending.append((before, after))
+        self._samples[phase, operator, layer].append((before, after))
 
     def witness(self, phase: Phase, bare: Tensor, used: Tensor) -> None:
         """Compare outputs recomputed by bare torch with those that the model used (same shapes)."""
@@ -202,9 +156,15 @@ class ReceiptRecorder:
         """Keep a sample of a layer's hidden states before and after AQN's relative noise (same shapes)."""
         self._hidden.append((layer, before, after))
 
+    def refuse_stray_hidden_noise(self) -> None:
+        """Raise ReceiptError if training noised hidden states outside a rollout, which settles its own."""
+        if self._hidden and self._watch_norms:
+            layers = sorted({layer for layer, _, _ in self._hidden})
+            raise ReceiptError(f"receipt refused: AQN noised the hidden states of layers {layers} outside the rollout")
+
     def settle_hidden(self) -> dict[int, tuple[float, int]]:
         """Return per layer (sum of squared relative errors, number of elements) measured since the last call."""
-        sums: dict[int, _RatioSums] = defaultdict(_RatioSums)
+        sums: dict[int, RatioSums] = defaultdict(RatioSums)
         for layer, before, after in self._hidden:
             sums[layer].add(before, after)
         self._hidden.clear()
@@ -216,10 +176,10 @@ class ReceiptRecorder:
 
     def count_fault(self, phase: Phase, number: int, changed: Tensor) -> None:
         """Note one call of the site of fault `number`; `changed` is the mask of elements that the fault changed."""
-        sums = self._faults[phase, number]
+        sums = self._faults.setdefault((phase, number), FaultSums(phase, number))
         sums.calls += 1
         sums.elements += changed.numel()
-        sums.pending.append(changed.sum())
+        self._affected[phase, number].append(changed.sum())
 
     def count_fault_gradient(self, number: int, changed: Tensor, arrived: Tensor, passed: Tensor) -> None:
         """Note the gradient that arrived behind fault `number` and what of it passed through (same shapes).
@@ -228,9 +188,8 @@ class ReceiptRecorder:
         """
         zeroed = (arrived != 0) & (passed == 0)
         squares = arrived.double().square()
-        sums = self._gradients[number]
-        sums.calls += 1
-        sums.pending.append(
+        self._gradients.setdefault(number, GradientSums(number)).calls += 1
+        self._flows[number].append(
             torch.stack(
                 [
                     (arrived != 0).sum(),
@@ -248,30 +207,74 @@ class ReceiptRecorder:
         sums = [one for (when, _), one in self._faults.items() if when == phase]
         return sum(one.elements for one in sums), sum(one.affected_elements for one in sums)
 
+    @property
+    def last_weight_sync(self) -> WeightSync | None:
+        """The latest redraw of AQN noise, if there was one."""
+        return self._weight_syncs[-1] if self._weight_syncs else None
+
     def add_weight_sync(self, sync: WeightSync) -> None:
         """Note one redraw of AQN noise."""
         self._weight_syncs.append(sync)
 
     def measure_sigma_factor(self, layer: int | None, squared_factors: float, elements: int) -> None:
         """Add the sum of (added noise / scheduled sigma)^2 over elements of one target."""
-        sums = self._weight_factors[layer]
+        sums = self._weight_factors.setdefault(layer, FactorSums(layer))
         sums.squares += squared_factors
         sums.elements += elements
 
     def settle(self) -> None:
         """Sum up the kept samples, so that memory stays flat over a long run."""
-        for cell in self._cells.values():
-            if cell.pending:
-                before, after = zip(*cell.pending, strict=True)
-                cell.ratios.add(torch.cat(before), torch.cat(after))
-                cell.pending.clear()
-        for fault in self._faults.values():
-            fault.settle()
-        for gradient in self._gradients.values():
-            gradient.settle()
+        for key, pairs in self._samples.items():
+            before, after = zip(*pairs, strict=True)
+            self._cells[key].ratios.add(torch.cat(before), torch.cat(after))
+        for place, counts in self._affected.items():
+            self._faults[place].affected_elements += sum(int(count) for count in counts)
+        for number, flows in self._flows.items():
+            for flow in flows:
+                self._gradients[number].add(flow.tolist())
+        self._samples.clear()
+        self._affected.clear()
+        self._flows.clear()
+
+    def state(self) -> RecorderState:
+        """Return a copy of everything gathered so far; call it between phases, as `restore` brings back sums only."""
+        self.refuse_stray_hidden_noise()
+        self.settle()
+        return copy.deepcopy(
+            RecorderState(
+                cells=list(self._cells.values()),
+                phases=list(self._phases.values()),
+                faults=list(self._faults.values()),
+                gradients=list(self._gradients.values()),
+                active_faults=[fault.state() for fault in self.active_faults],
+                foreign_faults=self._foreign_faults,
+                weight_syncs=self._weight_syncs,
+                weight_factors=list(self._weight_factors.values()),
+                num_noised_modules=self._num_noised_modules,
+            )
+        )
+
+    def restore(self, state: RecorderState) -> None:
+        """Go on from `state`, forgetting everything gathered so far."""
+        state = copy.deepcopy(state)
+        self._cells = {(cell.phase, cell.operator, cell.layer): cell for cell in state.cells}
+        self._phases = {sums.phase: sums for sums in state.phases}
+        self._faults = {(sums.phase, sums.fault): sums for sums in state.faults}
+        self._gradients = {sums.fault: sums for sums in state.gradients}
+        for active, kept in zip(self.active_faults, state.active_faults, strict=True):
+            active.restore(kept)
+        self._foreign_faults = state.foreign_faults
+        self._weight_syncs = state.weight_syncs
+        self._weight_factors = {sums.layer: sums for sums in state.weight_factors}
+        self._num_noised_modules = state.num_noised_modules
+        self._samples.clear()
+        self._affected.clear()
+        self._flows.clear()
+        self._hidden.clear()
 
     def receipt(self) -> Receipt:
         """Return the account of everything recorded so far."""
+        self.refuse_stray_hidden_noise()
         self.settle()
         return Receipt(
             operator_noise=self.operator_noise,
@@ -290,6 +293,8 @@ class ReceiptRecorder:
                     forward_flops=sums.flops or 0,
                     noised_flops=sums.noised_flops,
                     modules_noised=len(sums.modules),
+                    norms_checked=sums.norms_checked,
+                    norms_noised=sums.norms_noised,
                 )
                 for phase, sums in self._phases.items()
             ),
@@ -311,8 +316,12 @@ class ReceiptRecorder:
                 )
             ),
             faults=tuple(active.fault for active in self.active_faults),
-            fault_cells=tuple(self._fault_cell(*place, sums) for place, sums in sorted(self._faults.items())),
-            gradient_flows=tuple(_flow(number, sums) for number, sums in sorted(self._gradients.items())),
+            fault_cells=tuple(
+                self._fault_cell(*place, sums) for place, sums in sorted(self._faults.items(), key=lambda item: item[0])
+            ),
+            gradient_flows=tuple(
+                _flow(number, sums) for number, sums in sorted(self._gradients.items(), key=lambda item: item[0])
+            ),
             foreign_faults=tuple(sorted(self._foreign_faults)),
             weight_syncs=tuple(self._weight_syncs),
             weight_cells=tuple(
@@ -322,15 +331,20 @@ class ReceiptRecorder:
             layer_factors=self._layer_factors,
             num_steps=self._num_steps,
             num_epochs=self._num_epochs,
+            steps_per_rollout=self._steps_per_rollout,
+            norms_watched=self._watch_norms,
             num_layers=self._num_layers,
             num_norms=self._num_norms,
             num_noised_modules=self._num_noised_modules,
         )
 
-    def _phase(self, phase: Phase) -> _PhaseSums:
-        return self._phases.setdefault(phase, _PhaseSums())
+    def _phase(self, phase: Phase) -> PhaseSums:
+        sums = self._phases.get(phase)
+        if sums is None:
+            sums = self._phases[phase] = PhaseSums(phase)
+        return sums
 
-    def _fault_cell(self, phase: Phase, number: int, sums: _FaultSums) -> FaultCell:
+    def _fault_cell(self, phase: Phase, number: int, sums: FaultSums) -> FaultCell:
         channels = self.active_faults[number].channels
         return FaultCell(
             fault=number,
@@ -343,8 +357,8 @@ class ReceiptRecorder:
         )
 
 
-def _flow(number: int, sums: _GradientSums) -> GradientFlow:
-    carried, zeroed, leaked, squares, zeroed_squares = sums.totals.tolist()
+def _flow(number: int, sums: GradientSums) -> GradientFlow:
+    carried, zeroed, leaked, squares, zeroed_squares = sums.totals
     return GradientFlow(
         fault=number,
         calls=sums.calls,

@@ -1,0 +1,115 @@
+"""What the parts of one phase's injection share: where in the model the computation is, and the key of its numbers."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from aqnpipe.config.noise import ErrorModel, OutputErrorModel, Phase
+from aqnpipe.noise.error_models import apply_error_
+from aqnpipe.noise.flops import FlopCounter
+from aqnpipe.noise.layout import decoder_layers, output_projection
+from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.sampling import sample
+from aqnpipe.noise.stream import NoiseStream
+from aqnpipe.seeding import derive_seed
+
+_MEASURED_FROM_THE_FIRST = 2
+_MEASURE_STRIDE = 8
+
+
+@dataclass(frozen=True)
+class NoiseKey:
+    """Names the random numbers of one phase: equal keys replay equal noise. Data-parallel ranks differ in `rank`."""
+
+    seed: int
+    step: int
+    micro_step: int = 0
+    rank: int = 0
+
+
+@dataclass
+class Place:
+    """Where in the model the computation is, and what names its random numbers.
+
+    `layer` is None outside the decoder layers and in the output projection; `error` is what operators get here.
+    """
+
+    layer: int | None = None
+    key: int = 0
+    error: ErrorModel | None = None
+    calls: int = 0
+    module_calls: Counter[int] = field(default_factory=Counter)
+
+
+class PhaseState:
+    """One phase on one model: the place of the computation, which hooks keep up to date, and how errors are put there.
+
+    `forward_index` counts the model's forwards in this phase; `recomputing` is true while a checkpointed layer is
+    computed again, which counts and measures nothing twice.
+    """
+
+    def __init__(self, model: nn.Module, recorder: ReceiptRecorder, phase: Phase, key: NoiseKey) -> None:
+        self.model = model
+        self.recorder = recorder
+        self.phase: Phase = phase
+        self.key = key
+        self.layers = decoder_layers(model)
+        self.head = output_projection(model)
+        self.forward_index = -1
+        self.recomputing = False
+        self.outside = self.place = Place()
+        self.flops: FlopCounter | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Tell whether calls that repeat in every forward are measured in this one: the first two, then every 8th."""
+        return self.forward_index < _MEASURED_FROM_THE_FIRST or not self.forward_index % _MEASURE_STRIDE
+
+    def seed(self, stream: str, *counters: int) -> int:
+        """Return the seed of `stream` in this forward: keyed by place, not by history, so that it can be replayed."""
+        key = self.key
+        return derive_seed(key.seed, stream, key.step, key.micro_step, key.rank, self.forward_index, *counters)
+
+    def start_counting_flops(self) -> None:
+        """Count the operations of what is computed from now on."""
+        self.flops = FlopCounter()
+        self.flops.__enter__()
+
+    def stop_counting_flops(self) -> None:
+        """Stop; a second call does nothing."""
+        if self.flops is not None:
+            self.flops.__exit__(None, None, None)
+            self.flops = None
+
+    def put_error(
+        self,
+        phase: Phase,
+        operator: str,
+        layer: int | None,
+        error: OutputErrorModel,
+        source: NoiseStream,
+        tensor: Tensor,
+        *,
+        repeats: bool,
+    ) -> None:
+        """Put `error` on `tensor` in place and record it; of calls that `repeats` every forward only some are measured.
+
+        Autograd sees no operation, which is what passes gradients straight through. It does see a new version: if an
+        operator needed its output as it was, its backward pass fails instead of using another value.
+        """
+        values = tensor.detach() if tensor.requires_grad else tensor
+        if repeats and self.recomputing:
+            apply_error_(values, error, source)
+        else:
+            self.recorder.count_call(phase, operator, layer, error, values.numel())
+            if repeats and not self.is_measured:
+                apply_error_(values, error, source)
+            else:
+                before = sample(values)
+                apply_error_(values, error, source)
+                self.recorder.measure(phase, operator, layer, before, sample(values))
+        if torch.is_grad_enabled():
+            increment_version(values)

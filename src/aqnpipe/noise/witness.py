@@ -1,0 +1,60 @@
+"""The witness: recomputes linear modules by bare torch and compares. It knows nothing of how noise is put there."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.noise.hooks import keep
+from aqnpipe.noise.phase_state import PhaseState
+from aqnpipe.noise.sampling import sample
+
+_BARE_LINEAR = torch.nn.functional.linear
+_STRIDE = 8
+_WITNESSED_FORWARDS = 2
+
+
+class Witness:
+    """Compares linear modules in the first two forwards of a phase; `operator_noise` is what they should have."""
+
+    def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
+        self._state = state
+        self._operator_noise = operator_noise
+        self._handles: list[Any] = []
+
+    def install(self, stack: ExitStack) -> None:
+        """Register the hooks; to be called before those of module noise, which measures itself."""
+        state = self._state
+        linears = [module for module in state.layers.modules() if isinstance(module, nn.Linear)]
+        if isinstance(state.head, nn.Linear) and (self._operator_noise is None or self._operator_noise.include_lm_head):
+            linears.append(state.head)
+        offset = (state.key.step + state.key.micro_step) % _STRIDE
+        for index, module in enumerate(linears):
+            hook = partial(self._compare, index % _STRIDE == offset)
+            self._handles.append(module.register_forward_hook(hook, prepend=True))
+            keep(stack, self._handles[-1])
+
+    def enter_model(self) -> None:
+        """Note the start of a forward."""
+        if self._state.forward_index == _WITNESSED_FORWARDS:
+            # A hook costs time even if it has nothing left to do.
+            for handle in self._handles:
+                handle.remove()
+
+    def _compare(self, in_first_forward: bool, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        # The second forward of a generation is one token long, so all modules are cheap to check there; in the first
+        # one an eighth of them is checked, another eighth at each step.
+        state = self._state
+        if state.recomputing or (state.forward_index == 0 and not in_first_forward):
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if self._operator_noise is None:
+                bare, used = _BARE_LINEAR(args[0], module.weight, module.bias), output
+            else:
+                # The bias comes after the noise, so it must not dilute the relative error.
+                bare = _BARE_LINEAR(args[0], module.weight)
+                used = output if module.bias is None else output - module.bias
+            state.recorder.witness(state.phase, sample(bare), sample(used))
