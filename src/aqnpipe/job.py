@@ -1,4 +1,4 @@
-"""The edge between Snakemake and the stages: log files, progress on the terminal, and errors as one line."""
+"""The edge between Snakemake and the stages: log files, devices, progress on the terminal, and errors as one line."""
 
 import os
 import sys
@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
+from aqnpipe.allocation import allocated_devices, place_of_job
+from aqnpipe.device import AskedDevice, resolve_device
+from aqnpipe.errors import AqnpipeError
 
 Say = Callable[[str], None]
 
@@ -15,8 +17,8 @@ Say = Callable[[str], None]
 def logged_job(log: Path) -> Iterator[Say]:
     """Send everything that the body prints (C libraries too) to `log`; yield a function for lines on the terminal too.
 
-    An AqnpipeError ends the process with its one line and exit code 2. Any other exception is a bug: its traceback goes
-    to the log, which Snakemake names and shows.
+    An AqnpipeError ends the process with its one line and its exit code (2 for most). Any other exception is a bug: its
+    traceback goes to the log, which Snakemake names and shows.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     terminal = os.dup(sys.stderr.fileno())
@@ -30,12 +32,28 @@ def logged_job(log: Path) -> Iterator[Say]:
             print(line, flush=True)  # noqa: T201 - goes to the log file
             os.write(terminal, f"{line}\n".encode())
 
+        print(place_of_job(), flush=True)  # noqa: T201
         try:
             yield say
         except AqnpipeError as error:
             say(f"ERROR: {error}")
             say(f"log: {log}")
-            sys.exit(EXIT_USER_ERROR)
+            sys.exit(error.exit_code)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+@contextmanager
+def logged_device_job(log: Path, asked: AskedDevice, num_leases: int = 0) -> Iterator[Say]:
+    """`logged_job` for a job that computes on a device: its log says what it was given and what it uses.
+
+    num_leases: devices to lease from a machine without a scheduler. Stages import torch, and torch may look at the
+    devices at once: import them in the body. A device that was asked for and is not there ends the job.
+    """
+    with logged_job(log) as say, allocated_devices(asked, num_leases) as allocation:
+        print(allocation)  # noqa: T201
+        device = resolve_device(asked)
+        unused = " (a rehearsal: the devices given are not used)" if device.kind == "cpu" and allocation.ids else ""
+        print(f"device: {device.label}{unused}", flush=True)  # noqa: T201
+        yield say

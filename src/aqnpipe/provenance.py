@@ -2,14 +2,24 @@
 
 import ast
 import hashlib
-from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import aqnpipe
 
 _PACKAGE_ROOT = Path(aqnpipe.__file__).parent
-_RECORDED_DISTRIBUTIONS = ("aqnpipe", "torch", "transformers", "trl", "accelerate", "polars", "scipy", "statsmodels")
+_RECORDED_DISTRIBUTIONS = (
+    "aqnpipe",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "polars",
+    "scipy",
+    "statsmodels",
+)
 
 
 def sha256_of_file(path: Path) -> str:
@@ -46,19 +56,23 @@ def _reachable_sources(module: str) -> dict[str, Path]:
         if path is None or name in found:
             continue
         found[name] = path
-        waiting.extend(_imported_names(path))
+        waiting.extend(_imported_names(path, path.stat().st_mtime_ns))
         if "." in name:
             waiting.append(name.rpartition(".")[0])
     return found
 
 
-def _imported_names(path: Path) -> Iterable[str]:
+@cache
+def _imported_names(path: Path, modified_ns: int) -> tuple[str, ...]:
+    """Return what a source imports. Kept, because a workflow asks for many stages that share most of their modules."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.append(node.module)
+            names.extend(f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(names)
 
 
 def _source_of(module: str) -> Path | None:

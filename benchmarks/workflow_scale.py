@@ -1,0 +1,109 @@
+"""What Snakemake needs to look at a large study, and to find nothing to do in a finished one.
+
+`python benchmarks/workflow_scale.py` makes a study of 100 arms, 5 seeds and 3 checkpoints and times a dry run of it;
+then it makes up the results of the default study, marks them as done (`--touch`), and times a run that finds nothing
+to do. Runs in a copy of the workflow; prints wall and processor seconds and peak memory of Snakemake.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+SNAKEMAKE = Path(sys.executable).with_name("snakemake")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one process and its children used."""
+
+    wall: float
+    processor: float
+    peak_mb: float
+
+    def __str__(self) -> str:
+        return f"{self.wall:.1f} s, {self.processor:.1f} s of processor time, {self.peak_mb:.0f} MB"
+
+
+def large_study(folder: Path, num_arms: int, num_seeds: int) -> None:
+    """Write config/large.yaml and its arms: copies of the default study's arms, 3 checkpoints each."""
+    study: dict[str, Any] = yaml.safe_load((folder / "config" / "config.yaml").read_text(encoding="utf-8"))
+    known = yaml.safe_load((folder / "config" / "arms.yaml").read_text(encoding="utf-8"))["arms"]
+    arms = {f"arm{number:03}": known[study["arms"][number % len(study["arms"])]] for number in range(num_arms)}
+    names = {name: list(arms)[index] for index, name in enumerate(study["arms"])}
+    for key in ("comparisons", "fault_losses"):
+        study.pop(key, None)
+    study["report"].pop("explore", None)
+    steps = study["training"]["epochs"] * (study["dataset"]["num_train"] // study["training"]["prompts_per_step"])
+    study["training"]["checkpoint_every"] = -(-steps // 3)
+    arms = {name: {**arm, "sham_of": names.get(arm.get("sham_of"))} for name, arm in arms.items()}
+    study |= {"study": "large", "results_dir": "results/large", "arms_file": "config/large-arms.yaml"}
+    study |= {"arms": list(arms), "seeds": list(range(num_seeds))}
+    (folder / "config" / "large-arms.yaml").write_text(yaml.safe_dump({"arms": arms}), encoding="utf-8")
+    (folder / "config" / "large.yaml").write_text(yaml.safe_dump(study), encoding="utf-8")
+
+
+def snakemake(folder: Path, *arguments: str) -> str:
+    """Run Snakemake in `folder`; returns its standard output."""
+    done = subprocess.run([SNAKEMAKE, *arguments], cwd=folder, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout
+
+
+def timed(folder: Path, *arguments: str) -> Usage:
+    """Run Snakemake in `folder` and measure it."""
+    started = time.perf_counter()
+    with (folder / "out.txt").open("w", encoding="utf-8") as out:
+        process = subprocess.Popen([SNAKEMAKE, *arguments], cwd=folder, stdout=out, stderr=out)  # noqa: S603
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        sys.exit((folder / "out.txt").read_text(encoding="utf-8"))
+    return Usage(time.perf_counter() - started, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+
+
+def make_up_results(folder: Path) -> None:
+    """Create every output of the default study, empty, and let Snakemake record it as done."""
+    rows = [line.split("\t") for line in snakemake(folder, "--summary").splitlines() if "\t" in line]
+    for name in (row[0] for row in rows[1:]):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    snakemake(folder, "--touch")
+
+
+def main() -> None:
+    """Measure both, some times over."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arms", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("config", "workflow", "profiles"):
+            shutil.copytree(ROOT / part, folder / part)
+        shutil.copy(ROOT / "Snakefile", folder)
+        large_study(folder, arguments.arms, arguments.seeds)
+        for _ in range(arguments.rounds):
+            print(f"dry run, large study: {timed(folder, '-n', '--configfile', 'config/large.yaml')}")  # noqa: T201
+        lines = (folder / "out.txt").read_text(encoding="utf-8").splitlines()
+        print(next(line for line in reversed(lines) if line.startswith("total")))  # noqa: T201
+        make_up_results(folder)
+        for _ in range(arguments.rounds):
+            print(f"nothing to do, default study: {timed(folder)}")  # noqa: T201
+        if "Nothing to be done" not in (folder / "out.txt").read_text(encoding="utf-8"):
+            sys.exit((folder / "out.txt").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`aqnpipe doctor`: what this machine has, what fits, and whether a profile can run here."""

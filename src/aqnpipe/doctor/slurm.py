@@ -1,0 +1,67 @@
+"""What Slurm offers here, as `sinfo` says it."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+_SECONDS_TO_ANSWER = 20
+
+
+@dataclass(frozen=True)
+class SlurmPartition:
+    """One partition with the nodes of one make: gres, CPUs and memory per node; minutes None means no limit."""
+
+    name: str
+    gres: str
+    minutes: int | None
+    cpus: int
+    memory_mb: int
+
+    def num_devices(self, gres: str) -> int:
+        """Return how many devices `gres` (name, or name:type) a node has: 8 of `gpu:a100` in `gpu:a100:8(S:0-1)`."""
+        counts = [
+            int(count)
+            for name, count in re.findall(r"([A-Za-z_][\w.:]*?):(\d+)(?=[,(]|$)", self.gres)
+            if name == gres or name.partition(":")[0] == gres
+        ]
+        return sum(counts)
+
+
+def read_partitions() -> tuple[SlurmPartition, ...] | None:
+    """Return the partitions; None where Slurm's commands are not installed, none where it does not answer."""
+    if shutil.which("sinfo") is None or shutil.which("sbatch") is None:
+        return None
+    try:
+        command = ["sinfo", "--noheader", "--format=%P|%G|%l|%c|%m"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=True)  # noqa: S603
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return ()
+    return parse_partitions(answer.stdout)
+
+
+def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
+    """Return the partitions of lines `gpu*|gpu:a100:8|1-00:00:00|128|1000000`."""
+    found = []
+    for line in text.splitlines():
+        name, gres, limit, cpus, memory = line.split("|")
+        found.append(
+            SlurmPartition(
+                name=name.rstrip("*"),
+                gres="" if gres == "(null)" else gres,
+                minutes=_minutes(limit),
+                cpus=int(cpus.rstrip("+")),
+                memory_mb=int(memory.rstrip("+")),
+            )
+        )
+    return tuple(found)
+
+
+def _minutes(limit: str) -> int | None:
+    """Return Slurm's days-hours:minutes:seconds in minutes; None for infinite."""
+    if limit in ("infinite", "n/a"):
+        return None
+    days, _, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours, minutes = (parts[-3] if len(parts) > 2 else 0), (parts[-2] if len(parts) > 1 else parts[0])
+    return int(days or 0) * 1440 + hours * 60 + minutes

@@ -1,0 +1,122 @@
+"""Devices: what was asked for is used or refused, never replaced by the CPU in silence."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from aqnpipe import device as devices
+from aqnpipe.device import Device, name_of_device, resolve_device, torch_device, visible_ids
+from aqnpipe.errors import DeviceError
+
+
+def backend(*names):
+    """A made-up torch backend with devices of these names."""
+    module = types.ModuleType("backend")
+    module.is_available = lambda: bool(names)
+    module.device_count = lambda: len(names)
+    module.get_device_name = lambda index: names[index]
+    return module
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch):
+    for variable in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "VLLM_ASCEND_ENABLE_NZ"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch, "cuda", backend())
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def ascend(monkeypatch):
+    """Two NPUs: torch_npu can be imported and has added torch.npu."""
+    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    monkeypatch.setattr(torch, "npu", backend("Ascend910C", "Ascend910C"), raising=False)
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
+
+
+def test_auto_takes_the_cpu_only_where_nothing_else_is():
+    assert resolve_device("auto") == Device("cpu", 1, ("cpu",))
+
+
+def test_auto_takes_gpus(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", backend("A100", "A100"))
+    found = resolve_device("auto")
+    assert found == Device("cuda", 2, ("A100", "A100"))
+    assert found.label == "cuda: 2 x A100"
+
+
+def test_auto_prefers_npus(monkeypatch, ascend):
+    monkeypatch.setattr(torch, "cuda", backend("A100"))
+    assert resolve_device("auto") == Device("npu", 2, ("Ascend910C", "Ascend910C"))
+
+
+def test_cpu_is_the_cpu_even_beside_gpus(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", backend("A100"))
+    assert resolve_device("cpu").label == "cpu"
+
+
+def test_on_ascend_weights_keep_their_layout(monkeypatch, ascend):
+    monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ")
+    resolve_device("npu")
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(DeviceError, match=r"asked for cuda, found none: torch \S+ is built without CUDA"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(DeviceError, match=r"torch sees none .does nvidia-smi show them"):
+        resolve_device("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES is '' .the job was given none"):
+        resolve_device("cuda")
+
+
+def test_an_npu_that_is_not_there_is_refused_with_the_reason():
+    with pytest.raises(DeviceError, match=r"asked for npu, found none: torch_npu is not installed .pip install"):
+        resolve_device("npu")
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"])
+def test_auto_refuses_the_cpu_where_a_scheduler_gave_devices(monkeypatch, variable):
+    monkeypatch.setenv(variable, "2,3")
+    with pytest.raises(DeviceError, match=f"found only the CPU, but {variable}=2,3 promises devices"):
+        resolve_device("auto")
+    assert resolve_device("cpu").kind == "cpu"
+
+
+@pytest.mark.parametrize("nothing", ["", "-1", "NoDevFiles"])
+def test_no_devices_given_is_no_promise(monkeypatch, nothing):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+    assert visible_ids("cuda") == ()
+    assert resolve_device("auto").kind == "cpu"
+
+
+def test_visible_ids_are_those_of_the_environment(monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4, 5")
+    assert visible_ids("npu") == ("4", "5")
+    assert visible_ids("cuda") == visible_ids("cpu") == ()
+
+
+def test_processes_count_devices_among_the_visible_ones():
+    assert [torch_device("cuda", rank) for rank in (0, 3)] == ["cuda:0", "cuda:3"]
+    assert torch_device("npu", 1) == "npu:1"
+    assert torch_device("cpu", 5) == "cpu"
+
+
+def test_the_name_of_one_device(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", backend("A100", "H100"))
+    torch.cuda.get_device_name = lambda device: ("A100", "H100")[device.index]
+    assert name_of_device(torch.device("cuda:1")) == "H100"
+    assert name_of_device(torch.device("cpu")) is None
+
+
+def test_the_module_does_not_import_torch():
+    code = "import sys, aqnpipe.device; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

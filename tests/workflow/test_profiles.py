@@ -1,0 +1,70 @@
+"""The profiles, by dry runs of the studies that they are for: every job goes where it should, with its devices."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yte
+
+ROOT = Path(__file__).parents[2]
+SNAKEMAKE = Path(sys.executable).with_name("snakemake")
+DEVICE_RULES = ("train", "evaluate", "diagnose", "fault loss")
+
+
+def dry_run(profile, *arguments):
+    """Messages of the jobs that compute on a device, as (rule, what the profile gives), with their number."""
+    done = subprocess.run(
+        [SNAKEMAKE, "--profile", profile, "--dry-run", "--forceall", "--nolock", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    messages = re.findall(r"(?m)^Job \d+: ([a-z ]+): [^(\n]*(?:\((.*)\))?$", output)
+    return Counter((rule, given) for rule, given in messages if rule in DEVICE_RULES)
+
+
+@pytest.mark.parametrize(
+    ("profile", "arguments", "partition", "gres"),
+    [
+        ("a100", (), "gpu", "gpu:a100"),
+        ("a100", ("--configfile", "config/qwen2.5-7b.yaml"), "gpu", "gpu:a100"),
+        ("ascend", (), "npu", "npu:910c"),
+    ],
+)
+def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, partition, gres):
+    jobs = dry_run(profile, *arguments)
+    asked = {
+        "train": f"slurm_partition {partition}, gres {gres}:8, runtime 2880",
+        "evaluate": f"slurm_partition {partition}, gres {gres}:1, runtime 240",
+        "diagnose": f"slurm_partition {partition}, gres {gres}:1, runtime 240",
+    }
+    assert set(jobs) == set(asked.items())
+    assert jobs["train", asked["train"]] >= 5
+    assert jobs["evaluate", asked["evaluate"]] > jobs["train", asked["train"]]
+
+
+def test_jobs_on_a_workstation_lease_devices_and_others_need_none():
+    assert set(dry_run("workstation")) == {
+        ("train", "devices 1"),
+        ("evaluate", "devices 1"),
+        ("diagnose", "devices 1"),
+    }
+    assert {given for _, given in dry_run("profiles/default", "--configfile", "config/smoke.yaml")} == {""}
+
+
+@pytest.mark.parametrize("profile", ["a100", "ascend", "workstation"])
+def test_the_default_profile_overrides_nothing(profile):
+    default, keys = (
+        yte.process_yaml((ROOT / "profiles" / name / "config.yaml").open(), require_use_yte=True)
+        for name in ("default", profile)
+    )
+    assert not set(default) & set(keys)
+    assert (ROOT / profile).resolve() == ROOT / "profiles" / profile
