@@ -8,10 +8,11 @@ from aqnpipe.artifacts import ProblemTable, RunRecord, TrainingMetrics, read_jso
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.models.tokenizer import build_tokenizer
-from aqnpipe.noise import injection
 from aqnpipe.noise.receipt import Receipt
+from aqnpipe.noise.struck_sites import StruckSites
 from aqnpipe.provenance import sha256_of_file
-from aqnpipe.training.stage import TrainingInputs, train
+from aqnpipe.training import stage
+from aqnpipe.training.run import TrainingInputs
 
 NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
 AQN = {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.01}}
@@ -41,6 +42,10 @@ def inputs(tmp_path_factory, make_model):
         )
         write_table(folder / f"{split}.parquet", table, ProblemTable)
     return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+
+
+def train(one_spec, inputs, output_dir, say):
+    stage.train(one_spec, inputs, output_dir, output_dir.with_name(f"{output_dir.name}_scratch"), say)
 
 
 def spec(operator_noise=None, aqn=None, **training):
@@ -126,10 +131,10 @@ def test_without_kl_there_is_no_reference_phase(inputs, tmp_path):
 
 
 def test_noise_disabled_by_hand_fails_the_run_and_leaves_nothing(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection.apply_error_", lambda tensor, error, source: tensor)
+    monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor)
     with pytest.raises(ReceiptError, match="receipt refused"):
         train(spec(NOISE), inputs, tmp_path / "run", lambda _: None)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_aqn_forgotten_by_the_trainer_fails_the_run(inputs, tmp_path, monkeypatch):
@@ -142,10 +147,10 @@ def test_broken_weights_stop_the_run(inputs, tmp_path, monkeypatch):
     def alternating(completions, **_):
         return [float(index % 2) for index in range(len(completions))]
 
-    monkeypatch.setattr("aqnpipe.training.stage.reward_correct", alternating)
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", alternating)
     with pytest.raises(TrainingError, match=r"base/test seed 0: \S+ is not finite after step 1, run stopped"):
         train(spec(learning_rate=1e38, max_grad_norm=1e30), inputs, tmp_path / "run", lambda _: None)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 DEAD_ZONE = {"type": "dead_zone", "layer": 1, "magnitude": 0.2}
@@ -163,7 +168,7 @@ def scattered_rewards(completions, **_):
 
 
 def test_the_machines_fault_is_in_every_phase_and_masks_the_gradient(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.stage.reward_correct", scattered_rewards)
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
     train(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run", lambda _: None)
     receipt = read_json(tmp_path / "run" / "receipt.json", Receipt).check()
     assert receipt.faults[0].magnitude == 0.2
@@ -179,7 +184,7 @@ def test_the_machines_fault_is_in_every_phase_and_masks_the_gradient(inputs, tmp
 
 
 def test_the_fault_changes_what_is_learned(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.stage.reward_correct", scattered_rewards)
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
     for name, faults in (("healthy", ()), ("faulty", (DEAD_ZONE,))):
         train(on_a_faulty_machine(*faults), inputs, tmp_path / name, lambda _: None)
     weights = "checkpoints/step2/model.safetensors"
@@ -188,13 +193,11 @@ def test_the_fault_changes_what_is_learned(inputs, tmp_path, monkeypatch):
 
 
 def test_a_fault_forgotten_in_one_phase_fails_the_run(inputs, tmp_path, monkeypatch):
-    original = injection._Injection._find_struck_sites
-    monkeypatch.setattr(
-        injection._Injection, "_find_struck_sites", lambda self: [] if self.phase == "reference" else original(self)
-    )
+    original = StruckSites._find
+    monkeypatch.setattr(StruckSites, "_find", lambda self: [] if self.state.phase == "reference" else original(self))
     with pytest.raises(ReceiptError, match="reference: fault dead_zone in layer 1 \\(layer_output\\) did not run"):
         train(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run", lambda _: None)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_fault_that_changes_nothing_fails_the_run(inputs, tmp_path):

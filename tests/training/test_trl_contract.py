@@ -1,42 +1,161 @@
-"""What the trainer relies on of TRL's private interface; an upgrade that changes it must fail here, loudly."""
+"""What the trainer relies on of the private interfaces of TRL and transformers; an upgrade that changes it fails here.
+
+Signatures of all that is overridden or called, and the lines of source that the overrides were written against.
+"""
 
 import inspect
 
+import pytest
 import torch
+import transformers
 import trl
+from transformers import Trainer
+from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+from trl.trainer.utils import RepeatSampler, entropy_from_logits, selective_log_softmax
 
-from aqnpipe.config.training import TrainingConfig
-from aqnpipe.training.arguments import grpo_arguments
+from aqnpipe.training.sampler import PromptSampler
+from aqnpipe.training.trainer import NoisyGRPOTrainer
 
 
 def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_version_is_the_pinned_one():
+def source_of(thing):
+    """Source with runs of whitespace as one space, so that only words count."""
+    return " ".join(inspect.getsource(thing).split())
+
+
+def test_versions_are_the_pinned_ones():
     assert trl.__version__.startswith("1.16.")
+    assert transformers.__version__.startswith("5.19.")
 
 
-def test_overridden_methods_have_the_signatures_that_we_override():
-    assert parameters(GRPOTrainer._tokenize_prompts) == ["self", "prompts"]
-    assert parameters(GRPOTrainer._generate_single_turn) == [
-        "self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (GRPOTrainer._tokenize_prompts, ["prompts"]),
+        (
+            GRPOTrainer._generate_single_turn,
+            ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
+        ),
+        (GRPOTrainer.training_step, ["model", "inputs", "num_items_in_batch"]),
+        (GRPOTrainer._get_train_sampler, ["dataset"]),
+        (GRPOTrainer._save_checkpoint, ["model", "trial"]),
+        (GRPOTrainer._load_optimizer_and_scheduler, ["checkpoint"]),
+        (Trainer._load_from_checkpoint, ["resume_from_checkpoint", "model"]),
+        (Trainer._load_rng_state, ["checkpoint"]),
+        (Trainer._save_optimizer_and_scheduler, ["output_dir"]),
+        (Trainer._get_grad_norm, ["model", "grad_norm"]),
+        (
+            RepeatSampler.__init__,
+            ["data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_overridden_or_called_has_the_signature_that_it_had(function, expected):
+    assert parameters(function) == ["self", *expected]
+
+
+def test_log_probabilities_are_asked_for_as_they_were():
     assert parameters(GRPOTrainer._get_per_token_logps_and_entropies)[:8] == [
         "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
         "compute_aux_loss",
     ]  # fmt: skip
 
 
-def test_callers_use_them_as_we_expect():
-    source = inspect.getsource(GRPOTrainer)
-    assert "prompt_ids, images, multimodal_fields = self._tokenize_prompts(prompts)" in source
-    assert "completion_ids, logprobs = self._generate_single_turn(" in source
-    assert "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(" in source
-    assert "ref_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(" in source
-    assert "self._step += 1" in source
+def test_all_that_is_overridden_is_pinned_here():
+    """Whoever overrides more must pin it too."""
+    inherited = {name for kind in NoisyGRPOTrainer.__mro__[1:] for name in vars(kind)}
+    overridden = {name for name in vars(NoisyGRPOTrainer) if name in inherited and not name.startswith("__")}
+    assert overridden == {
+        "_tokenize_prompts", "_generate_single_turn", "_get_per_token_logps_and_entropies", "training_step",
+        "_get_grad_norm", "_get_train_sampler", "_save_checkpoint", "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler", "_load_rng_state",
+    } | (overridden & {"_abc_impl"})  # fmt: skip
+    assert {name for name in vars(PromptSampler) if name in vars(RepeatSampler)} >= {"__init__", "__iter__"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "prompt_ids, images, multimodal_fields = self._tokenize_prompts(prompts)",
+        "completion_ids, logprobs = self._generate_single_turn(",
+        # Old log-probabilities are a forward pass of their own only if a rollout outlives its first optimiser step.
+        "generate_every = self.args.steps_per_generation * self.num_iterations",
+        "if self.args.gradient_accumulation_steps % generate_every != 0 or (",
+        "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies( self.model,",
+        "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        # The reference goes by the attribute, whatever stands there.
+        "if self.ref_model is not None: ref_per_token_logps, _, _ = self._get_per_token_logps_and_entropies( "
+        "self.ref_model,",
+        "with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):",
+        "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(",
+        # Which micro-batch a step computes, and when rollouts are drawn.
+        "if self._step % generate_every == 0 or self._buffered_inputs is None:",
+        "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
+        "self._step += 1",
+        # A mean over all tokens of the rollouts, scaled to one optimiser step.
+        "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
+        "loss = (per_token_loss * mask).sum() / normalizer",
+        "per_token_loss = per_token_loss + self.beta * per_token_kl",
+        "if self.beta != 0.0:",
+        "metrics[key] = sum(valid) / len(valid) if valid else None",
+        "logs.update(metrics)",
+        'self._metrics[mode]["kl"].append(',
+        'self._metrics[mode]["entropy"].append(',
+        'self._metrics[mode]["clip_ratio/region_mean"].append(',
+        'self._metrics[mode]["reward"].append(',
+        'self._metrics[mode]["reward_std"].append(',
+        'self._metrics[mode]["completions/mean_length"].append(',
+        'self._metrics[mode]["completions/clipped_ratio"].append(',
+    ],
+)
+def test_the_trainer_computes_as_it_did(line):
+    assert line in source_of(GRPOTrainer)
+
+
+def test_without_kl_no_reference_is_loaded():
+    """Policies with adapters are built so, and get their reference afterwards."""
+    assert (
+        "self.beta = args.beta if self.beta == 0.0: # If beta is 0.0, the reference model is not needed "
+        "self.ref_model = None elif is_peft_model(model):" in source_of(GRPOTrainer.__init__)
+    )
+
+
+def test_a_step_goes_from_gradients_to_norm_to_optimiser_to_callbacks_to_log():
+    """The norm is checked before the optimiser, the weights before anything is logged or saved."""
+    source = source_of(Trainer._run_epoch)
+    places = [
+        source.index(line)
+        for line in (
+            "self.training_step(model, inputs, num_items_in_batch)",
+            "grad_norm = self._clip_grad_norm(model)",
+            "grad_norm = self._get_grad_norm(model, grad_norm=grad_norm)",
+            "self.optimizer.step()",
+            "self.state.global_step += 1",
+            "self.callback_handler.on_step_end(",
+            "self._maybe_log_save_evaluate(",
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_a_resumed_run_begins_after_its_state_is_loaded():
+    """The clean weights are noted when training begins."""
+    assert "self._load_optimizer_and_scheduler(resume_from_checkpoint)" in source_of(Trainer._prepare_for_training)
+    loop = source_of(Trainer._inner_training_loop)
+    assert loop.index("self._prepare_for_training(") < loop.index("self.callback_handler.on_train_begin(")
+
+
+def test_trackers_are_pointed_by_the_environment():
+    assert 'os.getenv("TENSORBOARD_LOGGING_DIR", None)' in source_of(TensorBoardCallback)
+
+
+def test_lengths_of_prompts_are_ours_to_check():
+    assert "max_prompt_length" not in GRPOConfig.__dataclass_fields__
 
 
 def test_helpers_that_we_import_keep_their_meaning():
@@ -45,34 +164,3 @@ def test_helpers_that_we_import_keep_their_meaning():
     torch.testing.assert_close(selective_log_softmax(logits, index), expected)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropy_from_logits(logits), entropy)
-
-
-def test_the_published_recipe_reaches_trl(tmp_path):
-    training = TrainingConfig(
-        epochs=2,
-        prompts_per_step=16,
-        rollouts_per_prompt=8,
-        micro_batch_size=32,
-        learning_rate=2e-4,
-        max_response_tokens=40,
-    )
-    arguments = grpo_arguments(training, seed=3, num_steps=60, folder=tmp_path)
-    assert isinstance(arguments, GRPOConfig)
-    found = {
-        name: getattr(arguments, name)
-        for name in (
-            "seed", "max_steps", "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps",
-            "steps_per_generation", "generation_batch_size", "num_generations", "num_iterations", "beta", "epsilon",
-            "loss_type", "scale_rewards", "use_bias_correction_kl", "temperature", "bf16", "gradient_checkpointing",
-            "entropy_coef", "weight_decay",
-        )
-    }  # fmt: skip
-    assert found == {
-        "seed": 3, "max_steps": 60, "learning_rate": 2e-4, "per_device_train_batch_size": 32,
-        "gradient_accumulation_steps": 4, "steps_per_generation": 4, "generation_batch_size": 128,
-        "num_generations": 8, "num_iterations": 1, "beta": 0.001, "epsilon": 0.2, "loss_type": "dapo",
-        "scale_rewards": "group", "use_bias_correction_kl": False, "temperature": 1.0, "bf16": False,
-        "gradient_checkpointing": False, "entropy_coef": 0.0, "weight_decay": 0.0,
-    }  # fmt: skip
-    assert arguments.lr_scheduler_type == "constant_with_warmup"
-    assert arguments.warmup_steps == 0

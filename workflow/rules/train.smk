@@ -25,13 +25,23 @@ rule train:
         f"{RESULTS}/benchmarks/train/{{model}}_{{arm}}_seed{{seed}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
-    threads: STUDY.config.training.threads
+    threads: STUDY.config.training.threads * STUDY.config.training.num_workers
     resources:
         mem_mb=4000,
     params:
         spec=lambda wildcards: PLAN.training_spec(wildcards.arm, int(wildcards.seed)),
         code=code_digest("aqnpipe.training.stage"),
+        scratch=f"{RESULTS}/scratch/{{model}}_{{arm}}_seed{{seed}}",
     message:
-        "train: {wildcards.model}/{wildcards.arm} seed {wildcards.seed}"
+        f"train: {{wildcards.model}}/{{wildcards.arm}} seed {{wildcards.seed}}{given('train')}"
     script:
         "../scripts/train.py"
+
+
+# Not by the job itself: until Snakemake has noted that it is done, it may still delete the outputs.
+onsuccess:
+    if workflow.is_main_process:
+        from pathlib import Path
+        from aqnpipe.training.scratch import remove_scratch
+
+        remove_scratch(Path(RESULTS, "scratch"))

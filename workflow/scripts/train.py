@@ -3,18 +3,22 @@
 from pathlib import Path
 
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.job import logged_job
-from aqnpipe.training.stage import TrainingInputs, train
+from aqnpipe.job import logged_device_job
 
-with logged_job(Path(snakemake.log[0])) as say:
+spec = TrainingSpec.model_validate(snakemake.params.spec)
+with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
+    from aqnpipe.training.run import TrainingInputs
+    from aqnpipe.training.stage import train
+
     train(
-        TrainingSpec.model_validate(snakemake.params.spec),
+        spec,
         TrainingInputs(
             model=Path(snakemake.input.model).parent,
             train_problems=Path(snakemake.input.train_problems),
             test_problems=Path(snakemake.input.test_problems),
             sigmas=Path(snakemake.input.sigmas[0]) if snakemake.input.get("sigmas") else None,
         ),
-        Path(snakemake.output.record).parent,
-        say,
+        output_dir=Path(snakemake.output.record).parent,
+        scratch=Path(snakemake.params.scratch),
+        say=say,
     )

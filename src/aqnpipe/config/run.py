@@ -8,6 +8,7 @@ from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Fault
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.device import AskedDevice
 
 
 class TrainingSpec(FrozenModel):
@@ -22,6 +23,7 @@ class TrainingSpec(FrozenModel):
     faults: tuple[Fault, ...] = ()
     seed: int
     num_steps: int
+    device: AskedDevice = "auto"
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
@@ -41,6 +43,7 @@ class EvaluationSpec(FrozenModel):
     seed: int
     step: int
     faults: tuple[Fault, ...] = ()
+    device: AskedDevice = "auto"
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
@@ -52,6 +55,7 @@ class FaultLossSpec(FrozenModel):
 
     model_role: str
     faults: tuple[Fault, ...]
+    device: AskedDevice = "auto"
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat

@@ -2,9 +2,31 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from aqnpipe.config.base import FrozenModel
+
+ReportTo = Literal["tensorboard", "wandb"]
+
+
+class LoraConfig(FrozenModel):
+    """Low-rank adapters in place of a training of all weights; the reference of the KL term has them switched off."""
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0, description="the adapter's output is scaled by alpha / rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="last parts of the names of linear modules in the decoder layers",
+    )
+
+    @model_validator(mode="after")
+    def _targets_are_in_the_layers(self) -> Self:
+        outside = sorted({"lm_head", "embed_tokens"} & set(self.target_modules))
+        if outside:
+            raise ValueError(f"target_modules: {', '.join(outside)} cannot be adapted, expected modules of the layers")
+        return self
 
 
 class TrainingConfig(FrozenModel):
@@ -13,6 +35,12 @@ class TrainingConfig(FrozenModel):
     epochs: int = Field(ge=1)
     prompts_per_step: int = Field(ge=1, description="prompts per optimiser step")
     rollouts_per_prompt: int = Field(ge=2, description="n: completions per prompt, the group of GRPO")
+    steps_per_rollout: int = Field(
+        default=1,
+        ge=1,
+        description="optimiser steps that learn from one batch of rollouts (mini-batches); the batch has "
+        "prompts_per_step*steps_per_rollout prompts",
+    )
     micro_batch_size: int = Field(ge=1, description="sequences per forward and backward pass")
     learning_rate: float = Field(gt=0)
     learning_rate_schedule: Literal["constant", "linear"] = Field(
@@ -21,25 +49,80 @@ class TrainingConfig(FrozenModel):
     warmup_steps: int = Field(default=0, ge=0, description="optimiser steps over which the rate rises from 0")
     kl_coefficient: float = Field(default=0.001, ge=0, description="beta of the KL term against the start model")
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
+    stop_loss: float = Field(default=1e4, gt=0, description="a loss beyond this, of either sign, ends the run")
+    stop_grad_norm: float = Field(default=1e5, gt=0, description="a gradient longer than this ends the run")
+    weights_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="number format in which weights are kept and updated; forward passes compute in the model's dtype",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute layers again in the backward pass instead of keeping their activations"
+    )
+    lora: LoraConfig | None = Field(default=None, description="train low-rank adapters; null trains all weights")
     temperature: float = Field(default=1.0, gt=0)
+    max_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="a longer prompt is refused when training starts; null allows any"
+    )
     max_response_tokens: int = Field(ge=1)
     checkpoint_every: int | None = Field(
         default=None, ge=1, description="optimiser steps between checkpoints; the last step is always one"
+    )
+    resume_every: int = Field(
+        default=5,
+        ge=1,
+        description="optimiser steps between resume points: at most so many are lost when a run is killed",
     )
     validate_every: int | None = Field(
         default=None, ge=1, description="optimiser steps between greedy validations; the last step always has one"
     )
     validation_questions: int = Field(default=100, ge=1)
-    threads: int = Field(default=1, ge=1, description="torch threads per run; results on CPU depend on it")
+    threads: int = Field(default=1, ge=1, description="torch threads per worker; results on CPU depend on it")
+    num_workers: int = Field(
+        default=1,
+        ge=1,
+        description="processes that share a run, each on a device of its own; more than one are launched by Ray",
+    )
+    parallelism: Literal["data", "fsdp"] = Field(
+        default="data",
+        description="data: every worker holds the whole model; fsdp, each a share of it, is refused for now",
+    )
+    report_to: tuple[ReportTo, ...] = Field(
+        default=(),
+        description="also log every step to these, in <run folder>.logs; W&B offline unless WANDB_MODE is set",
+    )
+
+    @field_validator("parallelism")
+    @classmethod
+    def _weights_are_whole(cls, parallelism: str) -> str:
+        if parallelism == "fsdp":
+            raise ValueError(
+                "fsdp is not supported: receipts cannot prove noise and clean weights on shares of a model, and on the "
+                "CPU accelerate would train with data parallelism instead; expected data"
+            )
+        return parallelism
 
     @model_validator(mode="after")
     def _micro_batches_divide_the_step(self) -> Self:
-        sequences = self.prompts_per_step * self.rollouts_per_prompt
+        if self.prompts_per_step % self.num_workers:
+            raise ValueError(
+                f"num_workers {self.num_workers} must divide prompts_per_step {self.prompts_per_step}: the rollouts of "
+                "a prompt stay together on one worker"
+            )
+        if self.validation_questions < self.num_workers:
+            raise ValueError(
+                f"validation_questions {self.validation_questions} must be at least num_workers {self.num_workers}: "
+                "every worker answers some"
+            )
+        sequences = self.sequences_per_step // self.num_workers
         if sequences % self.micro_batch_size:
+            share = f"/num_workers {self.num_workers}" if self.num_workers > 1 else ""
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} must divide "
-                f"prompts_per_step*rollouts_per_prompt = {sequences}"
+                f"prompts_per_step*rollouts_per_prompt{share} = {sequences}"
             )
         return self
 
@@ -50,12 +133,13 @@ class TrainingConfig(FrozenModel):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per optimiser step."""
-        return self.sequences_per_step // self.micro_batch_size
+        """Micro-batches per optimiser step, on each worker."""
+        return self.sequences_per_step // (self.micro_batch_size * self.num_workers)
 
     def num_steps(self, num_prompts: int) -> int:
         """Optimiser steps of the whole training over `num_prompts` questions (an incomplete batch is dropped)."""
-        return self.epochs * (num_prompts // self.prompts_per_step)
+        rollouts_per_epoch = num_prompts // (self.prompts_per_step * self.steps_per_rollout)
+        return self.epochs * rollouts_per_epoch * self.steps_per_rollout
 
     def checkpoint_steps(self, num_steps: int) -> list[int]:
         """Steps after which weights are kept and evaluated: every `checkpoint_every`-th and always the last."""

@@ -4,24 +4,38 @@ from pathlib import Path
 
 from trl import GRPOConfig
 
-from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.device import DeviceKind
+from aqnpipe.errors import ConfigError
+from aqnpipe.training.policy import computes_in_mixed_precision
 
 
-def grpo_arguments(training: TrainingConfig, seed: int, num_steps: int, folder: Path) -> GRPOConfig:
-    """Translate our settings into TRL's; defaults of TRL that differ from the published recipe are set explicitly."""
+def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu") -> GRPOConfig:
+    """Translate our settings into TRL's; defaults of TRL that differ from the published recipe are set explicitly.
+
+    Raises ConfigError for float16, which training would need a loss scaler for.
+    """
+    training = spec.training
+    if spec.dtype == "float16":
+        raise ConfigError(
+            f"models.{spec.model_role}.dtype: training computes in float32 or bfloat16, found float16 (its small "
+            "gradients vanish without a loss scaler)"
+        )
     return GRPOConfig(
         output_dir=str(folder / "trainer"),
-        seed=seed,
-        max_steps=num_steps,
+        seed=spec.random_seed,
+        max_steps=spec.num_steps,
         num_train_epochs=training.epochs,
         learning_rate=training.learning_rate,
         lr_scheduler_type="constant_with_warmup" if training.learning_rate_schedule == "constant" else "linear",
         warmup_steps=training.warmup_steps,
-        weight_decay=0.0,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
         max_grad_norm=training.max_grad_norm,
         per_device_train_batch_size=training.micro_batch_size,
         gradient_accumulation_steps=training.accumulation_steps,
-        steps_per_generation=training.accumulation_steps,
+        steps_per_generation=training.accumulation_steps * training.steps_per_rollout,
         num_generations=training.rollouts_per_prompt,
         num_iterations=1,
         max_completion_length=training.max_response_tokens,
@@ -31,14 +45,18 @@ def grpo_arguments(training: TrainingConfig, seed: int, num_steps: int, folder: 
         loss_type="dapo",
         scale_rewards="group",
         use_bias_correction_kl=False,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
+        bf16=computes_in_mixed_precision(spec),
+        gradient_checkpointing=training.gradient_checkpointing,
+        # The recomputation of a reentrant checkpoint runs without the hooks of the forward pass.
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_cpu=device == "cpu",
         save_strategy="no",
         eval_strategy="no",
         logging_steps=1,
         logging_nan_inf_filter=False,
-        report_to="none",
+        report_to=list(training.report_to) or "none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
     )

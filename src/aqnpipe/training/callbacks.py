@@ -1,24 +1,43 @@
-"""What happens between optimiser steps: checkpoints, validation, progress, and a stop when the loss breaks."""
+"""What happens between optimiser steps: checkpoints, validation, and word of where the run stands."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
-from aqnpipe.errors import TrainingError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.scoring import is_correct
+from aqnpipe.training.policy import has_adapters, merged_weights
+from aqnpipe.training.ranks import gathered, rank_and_size
+
+_SECONDS_BETWEEN_REPORTS = 60.0
+
+
+class CleanWeightsCallback(TrainerCallback):
+    """Notes the norm weights that the optimiser leaves, which AQN may change in the rollout and nowhere else."""
+
+    def __init__(self, recorder: ReceiptRecorder) -> None:
+        self._recorder = recorder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the weights that training starts, or goes on, with."""
+        self._recorder.note_clean_norms(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the weights of this step."""
+        self._recorder.note_clean_norms(kwargs["model"])
 
 
 class CheckpointCallback(TrainerCallback):
-    """Saves weights and tokenizer as `<folder>/step<N>` after the declared steps."""
+    """Saves weights and tokenizer as `<folder>/step<N>` after the declared steps; adapters merged into the weights.
+
+    Of several workers, all of which have the same weights, the first one does it.
+    """
 
     def __init__(self, folder: Path, steps: Sequence[int], tokenizer: Any) -> None:
         self._folder = folder
@@ -27,14 +46,18 @@ class CheckpointCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save if this step is declared."""
-        if state.global_step in self._steps:
+        if state.global_step in self._steps and state.is_world_process_zero:
             target = self._folder / f"step{state.global_step}"
-            kwargs["model"].save_pretrained(target)
+            model = kwargs["model"]
+            model.save_pretrained(target, state_dict=merged_weights(model) if has_adapters(model) else None)
             self._tokenizer.save_pretrained(target)
 
 
 class ValidationCallback(TrainerCallback):
-    """Greedy validation with clean operators after the declared steps; `accuracy` maps step to share correct."""
+    """Greedy validation with clean operators after the declared steps; `accuracy` maps step to share correct.
+
+    Each of several workers takes every so many-th question, so there must be no fewer questions than workers.
+    """
 
     def __init__(
         self,
@@ -61,45 +84,65 @@ class ValidationCallback(TrainerCallback):
         if state.global_step not in self._steps:
             return
         model = kwargs["model"]
-        key = NoiseKey(seed=self._seed, step=state.global_step)
+        rank, num_workers = rank_and_size()
+        share = slice(rank, None, num_workers)
+        key = NoiseKey(seed=self._seed, step=state.global_step, rank=rank)
         with phase_noise(model, self._recorder, "validation", key):
-            completions = TransformersBackend(model, self._tokenizer).generate(self._prompts, self._sampling)
+            completions = TransformersBackend(model, self._tokenizer).generate(self._prompts[share], self._sampling)
         texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        correct = [is_correct(text, gold, "strict") for text, gold in zip(texts, self._gold_answers, strict=True)]
-        self.accuracy[state.global_step] = sum(correct) / len(correct)
+        golds = self._gold_answers[share]
+        correct = sum(is_correct(text, gold, "strict") for text, gold in zip(texts, golds, strict=True))
+        self.accuracy[state.global_step] = sum(gathered(correct)) / len(self._prompts)
 
 
 class ProgressCallback(TrainerCallback):
-    """Tells where the run stands about `reports` times; stops it when loss, gradient or weights are no numbers."""
+    """Tells where the run stands: about `reports` times, and once a minute where steps are long.
+
+    Tokens are those that were generated, per second of all that training does.
+    """
 
     def __init__(self, label: str, num_steps: int, say: Callable[[str], None], reports: int = 10) -> None:
         self._label = label
         self._num_steps = num_steps
         self._say = say
         self._interval = max(1, num_steps // reports)
-        self._started = time.monotonic()
+        self._first_step = 0
+        self._started = self._reported = time.monotonic()
+        self._tokens = 0.0
+        self._rollout: dict[str, float] = {}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the updated weights. Raises TrainingError on NaN or infinity."""
-        for name, parameter in kwargs["model"].named_parameters():
-            if not torch.isfinite(parameter).all():
-                raise TrainingError(
-                    f"{self._label}: {name} is not finite after step {state.global_step}, run stopped; "
-                    "a lower learning_rate or max_grad_norm may help"
-                )
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock; a run that goes on from a checkpoint is timed from there."""
+        self._first_step = state.global_step
+        self._started = self._reported = time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Check every logged step; print some. Raises TrainingError on NaN or infinity."""
+        """Count the tokens of every logged step; print some steps."""
         if not logs or "loss" not in logs:
             return
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(float(logs[name])):
-                raise TrainingError(f"{self._label}: {name} is {logs[name]} at step {state.global_step}, run stopped")
-        step = state.global_step
-        if step % self._interval == 0 or step == self._num_steps:
-            per_step = (time.monotonic() - self._started) / step
-            kl = f" kl {logs['kl']:.4f}" if "kl" in logs else ""
-            self._say(
-                f"{self._label}: step {step}/{self._num_steps} reward {logs['reward']:.3f}{kl}"
-                f" {per_step:.2f} s/step, {per_step * (self._num_steps - step):.0f} s left"
-            )
+        if "reward" in logs:
+            self._tokens += logs["completions/mean_length"] * args.generation_batch_size
+            self._rollout = logs
+        now, step = time.monotonic(), state.global_step
+        due = step % self._interval == 0 or step == self._num_steps
+        if not due and now - self._reported < _SECONDS_BETWEEN_REPORTS:
+            return
+        per_step = (now - self._started) / (step - self._first_step)
+        tokens_per_second = self._tokens / (now - self._started)
+        self._reported = now
+        # Several steps may learn from one rollout, of which only the first one's log tells.
+        known = {**self._rollout, **logs}
+        shown = {"reward": ("reward", ".3f"), "kl": ("kl", ".4f"), "sigma": ("sigma_measured", ".4f")}
+        numbers = "".join(f" {name} {known[key]:{form}}" for name, (key, form) in shown.items() if key in known)
+        self._say(
+            f"{self._label}: step {step}/{self._num_steps}{numbers} {tokens_per_second:.0f} tokens/s"
+            f" {per_step:.2f} s/step, {_duration(per_step * (self._num_steps - step))} left"
+        )
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in words: `42 s`, `12 min`, `3 h 05 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"

@@ -18,6 +18,9 @@ _COLUMNS = {
     "truncated_fraction": "completions/clipped_ratio",
 }
 
+_OF_THE_ROLLOUT = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
+"""What the trainer logs once per batch of rollouts."""
+
 
 def metrics_table(
     log_history: Iterable[Mapping[str, float]],
@@ -26,15 +29,21 @@ def metrics_table(
 ) -> pl.DataFrame:
     """Return one row per optimiser step, as `artifacts.TrainingMetrics` wants it.
 
-    Sigmas of step N are those of the rollout that step N learned from. Wall times are left out on purpose.
+    Rewards, lengths and sigmas of step N are those of the rollout that step N learned from, which several steps may
+    share. Wall times are left out on purpose.
     """
     syncs = {sync.step + 1: sync for sync in weight_syncs}
     rows = []
-    for entry in log_history:
-        if "loss" not in entry:
+    sync: WeightSync | None = None
+    rollout: dict[str, float] = {}
+    for logged in log_history:
+        if "loss" not in logged:
             continue
-        step = int(entry["step"])
-        sync = syncs.get(step)
+        step = int(logged["step"])
+        sync = syncs.get(step, sync)
+        if "reward" in logged:
+            rollout = {key: logged[key] for key in _OF_THE_ROLLOUT}
+        entry = {**rollout, **logged}
         rows.append(
             {
                 "step": step,

@@ -49,6 +49,8 @@ def build_noise_plan(spec: TrainingSpec, model: Any, sigmas_file: Path | None) -
         num_norms=len(rms_norms(model)),
         num_steps=spec.num_steps,
         num_epochs=spec.training.epochs,
+        steps_per_rollout=spec.training.steps_per_rollout,
+        watch_norms=True,
         layer_factors=layer_factors,
     )
     return NoisePlan(

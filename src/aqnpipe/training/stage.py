@@ -2,122 +2,61 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from datasets import Dataset
-from transformers import PrinterCallback
-
-from aqnpipe.artifacts import (
-    ProblemTable,
-    RunRecord,
-    TrainingMetrics,
-    atomic_path,
-    read_table,
-    write_json,
-    write_table,
-)
+from aqnpipe.artifacts import RunRecord, write_json
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.data.prompts import format_prompt, prompt_token_ids
-from aqnpipe.errors import TrainingError
-from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.device import resolve_device
+from aqnpipe.errors import ReceiptError
 from aqnpipe.provenance import code_digest, sha256_of_file, versions
-from aqnpipe.scoring import is_correct
-from aqnpipe.training.arguments import grpo_arguments
-from aqnpipe.training.callbacks import CheckpointCallback, ProgressCallback, ValidationCallback
-from aqnpipe.training.metrics import metrics_table
-from aqnpipe.training.noise_plan import build_noise_plan
-from aqnpipe.training.trainer import NoisyGRPOTrainer
+from aqnpipe.training.durable import full_disk_is_clear
+from aqnpipe.training.reporting import prepare_reporting
+from aqnpipe.training.resume import prepare_resume
+from aqnpipe.training.run import TrainingInputs
+from aqnpipe.training.scratch import Workspace, locked, open_workspace, promote, stopping_on_signals
+from aqnpipe.training.workers import run_workers
 
 
-@dataclass(frozen=True)
-class TrainingInputs:
-    """Files that a training run reads; `sigmas` only for arms with per-layer sigmas."""
-
-    model: Path
-    train_problems: Path
-    test_problems: Path
-    sigmas: Path | None = None
-
-
-def train(spec: TrainingSpec, inputs: TrainingInputs, output_dir: Path, say: Callable[[str], None] = print) -> None:
+def train(
+    spec: TrainingSpec,
+    inputs: TrainingInputs,
+    output_dir: Path,
+    scratch: Path,
+    say: Callable[[str], None] = print,
+) -> None:
     """Train `spec` and write `output_dir`: checkpoints/step<N>/, metrics.parquet, receipt.json, run.json.
 
-    Works in a temporary folder that becomes `output_dir` only when everything, the receipt included, is in order.
-    Raises ReceiptError when measured and asked noise differ, TrainingError when the loss breaks.
+    Works in `scratch`, on the same file system, and goes on there where an earlier process of the same run was stopped,
+    to the same bytes. `output_dir` appears only when everything, the receipt included, is in order. Raises ReceiptError
+    when measured and asked noise differ, TrainingError when the loss breaks, RunInterruptedError after SIGTERM or
+    SIGUSR1, RunLockedError when another process works on the run, StorageError on a full disk.
     """
-    torch.set_num_threads(spec.training.threads)
-    # What an earlier run left there must not stand beside a failed one.
-    if output_dir.exists():
-        shutil.rmtree(output_dir)
-    with atomic_path(output_dir) as folder:
-        folder.mkdir()
-        trainer, validation = _build_trainer(spec, inputs, folder, say)
-        trainer.train()
-        # TRL keeps files of its own there, none of which a run consists of.
-        shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
-        if trainer.state.global_step != spec.num_steps:
-            raise TrainingError(f"the trainer made {trainer.state.global_step} steps, {spec.num_steps} were declared")
-        receipt = trainer.noise_plan.recorder.receipt()
-        write_json(folder / "receipt.json", receipt.check())
-        table = metrics_table(trainer.state.log_history, receipt.weight_syncs, validation.accuracy)
-        write_table(folder / "metrics.parquet", table, TrainingMetrics)
-        write_json(folder / "run.json", _run_record(spec, inputs))
-
-
-def reward_correct(completions: list[str], gold_answer: list[str], **_: Any) -> list[float]:
-    """Reward 1 if the number after `####` equals the gold answer, else 0."""
-    return [float(is_correct(text, gold, "strict")) for text, gold in zip(completions, gold_answer, strict=True)]
-
-
-def _build_trainer(
-    spec: TrainingSpec, inputs: TrainingInputs, folder: Path, say: Callable[[str], None]
-) -> tuple[NoisyGRPOTrainer, ValidationCallback]:
-    model = load_model(inputs.model, dtype=spec.dtype, attention=spec.attention)
-    tokenizer = load_tokenizer(inputs.model)
-    plan = build_noise_plan(spec, model, inputs.sigmas)
-    label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed}"
-    validation = _validation(spec, inputs, tokenizer, plan.recorder)
-    trainer = NoisyGRPOTrainer(
-        noise_plan=plan,
-        prompt_format=spec.prompt,
-        model=model,
-        reward_funcs=reward_correct,
-        args=grpo_arguments(spec.training, spec.random_seed, spec.num_steps, folder),
-        train_dataset=_train_dataset(spec, inputs, tokenizer),
-        processing_class=tokenizer,
-        callbacks=[
-            CheckpointCallback(folder / "checkpoints", spec.training.checkpoint_steps(spec.num_steps), tokenizer),
-            validation,
-            ProgressCallback(label, spec.num_steps, say),
-        ],
+    record = _run_record(spec, inputs)
+    prepare_reporting(
+        spec.training.report_to, output_dir.with_name(f"{output_dir.name}.logs"), f"{spec.arm_id} seed {spec.seed}"
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer, validation
+    with locked(scratch), full_disk_is_clear(f"{scratch}; free some and start again, the last resume point is kept"):
+        workspace = open_workspace(scratch, record)
+        if not workspace.is_finished():
+            # What an earlier run left there must not stand beside a failed one.
+            shutil.rmtree(output_dir, ignore_errors=True)
+            _finish(spec, inputs, record, workspace, say)
+        promote(workspace, output_dir)
 
 
-def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -> Dataset:
-    problems = read_table(inputs.train_problems, ProblemTable)
-    prompts = [format_prompt(question, spec.prompt, tokenizer) for question in problems["question"]]
-    return Dataset.from_dict({"prompt": prompts, "gold_answer": problems["gold_answer"].to_list()})
-
-
-def _validation(
-    spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, recorder: ReceiptRecorder
-) -> ValidationCallback:
-    problems = read_table(inputs.test_problems, ProblemTable).head(spec.training.validation_questions)
-    return ValidationCallback(
-        spec.training.validation_steps(spec.num_steps),
-        prompt_token_ids(problems["question"], spec.prompt, tokenizer),
-        problems["gold_answer"].to_list(),
-        tokenizer=tokenizer,
-        recorder=recorder,
-        max_response_tokens=spec.training.max_response_tokens,
-        seed=spec.random_seed,
-    )
+def _finish(
+    spec: TrainingSpec, inputs: TrainingInputs, record: RunRecord, workspace: Workspace, say: Callable[[str], None]
+) -> None:
+    resume_from = prepare_resume(workspace, say)
+    try:
+        with stopping_on_signals(workspace):
+            run_workers(spec, inputs, workspace, resume_from, say)
+    except ReceiptError:
+        # Its resume points carry what was wrong; the next start is a new try.
+        workspace.discard()
+        raise
+    write_json(workspace.run / "run.json", record)
+    workspace.finish()
 
 
 def _run_record(spec: TrainingSpec, inputs: TrainingInputs) -> RunRecord:
@@ -135,5 +74,5 @@ def _run_record(spec: TrainingSpec, inputs: TrainingInputs) -> RunRecord:
         code_digest=code_digest("aqnpipe.training.stage"),
         inputs_sha256={name: sha256_of_file(path) for name, path in files.items()},
         versions=versions(),
-        device="cpu",
+        device=resolve_device(spec.device).label,
     )

@@ -1,14 +1,19 @@
 """TRL's GRPOTrainer with its phases kept apart, each computing with exactly the noise that was asked for it.
 
-What is overridden of the pinned TRL's private interface: `_tokenize_prompts`, `_generate_single_turn` (rollout) and
-`_get_per_token_logps_and_entropies` (reference and actor); tests/training/test_trl_contract.py pins their signatures.
+What is overridden of the pinned TRL's private interface: `_tokenize_prompts`, `_generate_single_turn` (rollout),
+`_get_per_token_logps_and_entropies` (reference and actor), and of the Trainer's `_get_grad_norm`;
+tests/training/test_trl_contract.py pins their signatures.
 """
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
+from transformers import set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from aqnpipe.config.dataset import PromptFormat
@@ -19,20 +24,51 @@ from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
+from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.noise_plan import NoisePlan
+from aqnpipe.training.policy import BaseWeights, adapters_off, has_adapters
+from aqnpipe.training.resume import ResumePoints, load_rank_state, load_weights, save_rank_state, save_weights
+from aqnpipe.training.sampler import PromptSampler
+from aqnpipe.training.scratch import Workspace
 
 
 class NoisyGRPOTrainer(GRPOTrainer):
     """GRPO whose rollout, reference, actor and backward phases are separate and receipted."""
 
-    def __init__(self, *args: Any, noise_plan: NoisePlan, prompt_format: PromptFormat, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        model: Any,
+        args: GRPOConfig,
+        noise_plan: NoisePlan,
+        prompt_format: PromptFormat,
+        guard: BreakdownGuard,
+        workspace: Workspace,
+        validation_accuracy: dict[int, float],
+        **kwargs: Any,
+    ) -> None:
         self.noise_plan = noise_plan
+        self.validation_accuracy = validation_accuracy
         self._prompt_format = prompt_format
-        super().__init__(*args, **kwargs)
-        self._backend = TransformersBackend(self._policy, self.processing_class)
+        self._guard = guard
+        kl_coefficient = args.beta
+        if has_adapters(model):
+            # Keeps TRL from loading a second model for the reference.
+            args.beta = 0.0
+        super().__init__(model=model, args=args, **kwargs)
+        if kl_coefficient and has_adapters(model):
+            args.beta = self.beta = kl_coefficient
+            self.ref_model = BaseWeights()
+        self._backend = TransformersBackend(self.policy, self.processing_class)
+        self._resume_points = ResumePoints(
+            workspace,
+            is_main_process=self.accelerator.is_main_process,
+            wait_for_all=self.accelerator.wait_for_everyone,
+        )
 
     @property
-    def _policy(self) -> Any:
+    def policy(self) -> Any:
+        """The network itself, without what data parallelism wraps around it."""
         return self.accelerator.unwrap_model(self.model)
 
     def _key(self, micro_step: int = 0) -> NoiseKey:
@@ -55,17 +91,27 @@ class NoisyGRPOTrainer(GRPOTrainer):
         sampling = Sampling(
             max_response_tokens=self.max_completion_length,
             temperature=self.temperature,
-            # Keyed by step, so that arms which differ only in noise have the same luck at every step.
+            # Keyed by step, so that arms which differ only in noise have the same luck at every step, and by the place
+            # in the batch of all workers, so that their number has no part in it.
             seed=derive_seed(plan.seed, "sampling", step),
+            first_row=self.accelerator.process_index * len(prompt_ids),
+            num_rows=self.accelerator.num_processes * len(prompt_ids),
         )
         with (
             noised_rollout(
-                self._policy, plan.recorder, plan.aqn_factors, sigma=plan.sigma(step), seed=plan.seed, step=step
+                self.policy, plan.recorder, plan.aqn_factors, sigma=plan.sigma(step), seed=plan.seed, step=step
             ) as hidden_sigmas,
-            phase_noise(self._policy, plan.recorder, "rollout", self._key(), hidden_sigmas=hidden_sigmas),
+            phase_noise(self.policy, plan.recorder, "rollout", self._key(), hidden_sigmas=hidden_sigmas),
         ):
             completions = self._backend.generate(prompt_ids, sampling)
+        self._log_sigma()
         return [completion.token_ids for completion in completions], None
+
+    def _log_sigma(self) -> None:
+        sync = self.noise_plan.recorder.last_weight_sync
+        if sync is not None:
+            self._metrics["train"]["sigma_asked"].append(sync.sigma_asked)
+            self._metrics["train"]["sigma_measured"].append(sync.sigma_measured)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -84,6 +130,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
         """
         phase: Phase = "reference" if model is self.ref_model else "actor_forward"
         rows = batch_size or input_ids.size(0)
+        # Without gradients these are log-probabilities of a whole batch of rollouts: the reference's, or the old ones
+        # of a policy that will make several steps with that batch, counted after the micro-steps of this step.
+        first = 0 if phase == "reference" else self.args.gradient_accumulation_steps
         chunks = [
             self._log_probabilities(
                 model,
@@ -92,7 +141,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
                 attention_mask[start : start + rows],
                 logits_to_keep,
                 compute_entropy,
-                micro_step=index if phase == "reference" else self._step % self.args.gradient_accumulation_steps,
+                micro_step=self._step % self.args.gradient_accumulation_steps
+                if torch.is_grad_enabled()
+                else first + index,
             )
             for index, start in enumerate(range(0, input_ids.size(0), rows))
         ]
@@ -110,16 +161,22 @@ class NoisyGRPOTrainer(GRPOTrainer):
         compute_entropy: bool,
         micro_step: int,
     ) -> tuple[Tensor, Tensor | None]:
+        adapted = isinstance(model, BaseWeights)
+        model = self.model if adapted else model
         network = self.accelerator.unwrap_model(model)
         backward = phase == "actor_forward" and torch.is_grad_enabled()
-        with phase_noise(network, self.noise_plan.recorder, phase, self._key(micro_step), backward=backward):
+        with (
+            adapters_off(network) if adapted else nullcontext(),
+            phase_noise(network, self.noise_plan.recorder, phase, self._key(micro_step), backward=backward),
+        ):
             output = model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 logits_to_keep=logits_to_keep + 1,
                 use_cache=False,
             )
-        logits = output.logits[:, :-1] / self.temperature
+        # In bfloat16 a log-probability near -1 is known to two digits only: ratios and KL would be mostly rounding.
+        logits = output.logits[:, :-1].float() / self.temperature
         log_probabilities = selective_log_softmax(logits, input_ids[:, -logits_to_keep:])
         with torch.no_grad():
             entropy = entropy_from_logits(logits) if compute_entropy else None
@@ -127,7 +184,57 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run one micro-batch forward and backward; the backward pass is counted as its own phase."""
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            # Whatever draws from the global generators does so by seed and step, whichever process started the run.
+            key = (self.state.global_step, self.accelerator.process_index)
+            set_seed(derive_seed(self.noise_plan.seed, "trainer", *key) % 2**32)
         loss = super().training_step(*args, **kwargs)
+        self._guard.check("loss", loss.item(), self.state.global_step + 1)
         self.noise_plan.recorder.count_forward("backward")
         self.noise_plan.recorder.settle()
         return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the norm of the step's gradients before clipping, on the way to the optimiser."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self._guard.check("grad_norm", float(norm), self.state.global_step + 1)
+        return norm
+
+    def _get_train_sampler(self, dataset: Any = None) -> PromptSampler:
+        """Return the order of prompts, by seed and epoch; TRL's own depends on how often this process asked."""
+        dataset = self.train_dataset if dataset is None else dataset
+        return PromptSampler(
+            dataset,
+            prompts_per_rollout=self.args.generation_batch_size // self.num_generations,
+            rollouts_per_prompt=self.num_generations,
+            micro_batches_per_rollout=self.args.steps_per_generation,
+            steps_per_rollout=self.args.steps_per_generation // self.args.gradient_accumulation_steps,
+            seed=self.noise_plan.seed,
+            steps_done=lambda: self.state.global_step,
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a resume point; `ResumeCallback` says when. The log of the step is complete by then."""
+        self._resume_points.write(self.state.global_step, self._save_state)
+
+    def _save_state(self, folder: Path) -> None:
+        if self.args.should_save:
+            save_weights(self.policy, folder)
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        self._save_optimizer_and_scheduler(str(folder))
+        save_rank_state(folder, self.accelerator.process_index, self.noise_plan.recorder, self.validation_accuracy)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Restore the trained weights; the model came from its own folder, which names the reference's."""
+        load_weights(self.policy, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore optimiser and schedule, what this rank has measured, and the count of micro-steps."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            rank = self.accelerator.process_index
+            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, self.noise_plan.recorder))
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore nothing: every step seeds the generators anew."""

@@ -1,0 +1,167 @@
+"""One training run in this process: the trainer with its data, noise and callbacks, from its start to its files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback
+
+from aqnpipe.artifacts import ProblemTable, TrainingMetrics, read_table, write_json, write_table
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.data.prompts import check_prompt_lengths, format_prompt, prompt_token_ids, tokenize_prompts
+from aqnpipe.device import resolve_device
+from aqnpipe.errors import RunInterruptedError, WorkerError
+from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.noise.layout import is_mixture_of_experts
+from aqnpipe.noise.receipt import Receipt
+from aqnpipe.noise.receipt_merge import WorkerAccount, merged_receipt, read_accounts
+from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.scoring import is_correct
+from aqnpipe.training.arguments import grpo_arguments
+from aqnpipe.training.breakdown import BreakdownGuard
+from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
+from aqnpipe.training.metrics import metrics_table
+from aqnpipe.training.noise_plan import build_noise_plan
+from aqnpipe.training.policy import load_policy
+from aqnpipe.training.ranks import rank_and_size
+from aqnpipe.training.resume import ResumeCallback
+from aqnpipe.training.scratch import Workspace
+from aqnpipe.training.trainer import NoisyGRPOTrainer
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """Files that a training run reads; `sigmas` only for arms with per-layer sigmas."""
+
+    model: Path
+    train_problems: Path
+    test_problems: Path
+    sigmas: Path | None = None
+
+    def absolute(self) -> "TrainingInputs":
+        """Return the same files by paths that hold in any working directory."""
+        return TrainingInputs(
+            self.model.absolute(),
+            self.train_problems.absolute(),
+            self.test_problems.absolute(),
+            self.sigmas.absolute() if self.sigmas else None,
+        )
+
+
+def run_worker(
+    spec: TrainingSpec,
+    inputs: TrainingInputs,
+    workspace: Workspace,
+    resume_from: Path | None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Train `spec` in this process and leave checkpoints, metrics.parquet and receipt.json in `workspace.run`.
+
+    Goes on from the resume point `resume_from`, as `prepare_resume` returned it. Several workers do this together, each
+    with its share of every batch, and the first writes the files. Raises WorkerError when they are not as many as the
+    spec asks for, ReceiptError when measured and
+    asked noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was asked for.
+    """
+    torch.set_num_threads(spec.training.threads)
+    trainer = _build_trainer(spec, inputs, workspace, say)
+    if trainer.accelerator.num_processes != spec.training.num_workers:
+        raise WorkerError(
+            f"{run_label(spec)}: {trainer.accelerator.num_processes} workers train, training.num_workers asks for "
+            f"{spec.training.num_workers}"
+        )
+    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    if trainer.state.global_step < spec.num_steps:
+        raise RunInterruptedError(
+            f"{run_label(spec)}: stopped by a signal after step {trainer.state.global_step} of {spec.num_steps}; the "
+            "same command goes on from there"
+        )
+    receipt = _receipt_of_all(trainer, workspace)
+    if receipt is None:
+        return
+    write_json(workspace.run / "receipt.json", receipt)
+    table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
+    write_table(workspace.run / "metrics.parquet", table, TrainingMetrics)
+
+
+def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt | None:
+    """Return the checked receipt of this process, or on the first of several workers that of all; else None."""
+    recorder, (rank, num_workers) = trainer.noise_plan.recorder, rank_and_size()
+    if num_workers == 1:
+        return recorder.receipt().check()
+    WorkerAccount(rank, num_workers, recorder.state()).write(workspace.accounts)
+    trainer.accelerator.wait_for_everyone()
+    if rank > 0:
+        return None
+    accounts = read_accounts(workspace.accounts, num_workers)
+    return merged_receipt(recorder, accounts, routed=is_mixture_of_experts(trainer.policy))
+
+
+def reward_correct(completions: list[str], gold_answer: list[str], **_: Any) -> list[float]:
+    """Reward 1 if the number after `####` equals the gold answer, else 0."""
+    return [float(is_correct(text, gold, "strict")) for text, gold in zip(completions, gold_answer, strict=True)]
+
+
+def _build_trainer(
+    spec: TrainingSpec, inputs: TrainingInputs, workspace: Workspace, say: Callable[[str], None]
+) -> NoisyGRPOTrainer:
+    model = load_policy(spec, inputs.model)
+    tokenizer = load_tokenizer(inputs.model)
+    plan = build_noise_plan(spec, model, inputs.sigmas)
+    guard = BreakdownGuard(run_label(spec), spec.training)
+    validation = _validation(spec, inputs, tokenizer, plan.recorder)
+    trainer = NoisyGRPOTrainer(
+        noise_plan=plan,
+        prompt_format=spec.prompt,
+        model=model,
+        reward_funcs=reward_correct,
+        args=grpo_arguments(spec, workspace.folder, resolve_device(spec.device).kind),
+        train_dataset=_train_dataset(spec, inputs, tokenizer),
+        processing_class=tokenizer,
+        guard=guard,
+        workspace=workspace,
+        validation_accuracy=validation.accuracy,
+        callbacks=[
+            guard,
+            CleanWeightsCallback(plan.recorder),
+            CheckpointCallback(
+                workspace.run / "checkpoints", spec.training.checkpoint_steps(spec.num_steps), tokenizer
+            ),
+            validation,
+            ProgressCallback(run_label(spec), spec.num_steps, say),
+            ResumeCallback(workspace, spec.training),
+        ],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def run_label(spec: TrainingSpec) -> str:
+    """Name a run in messages."""
+    return f"{spec.model_role}/{spec.arm_id} seed {spec.seed}"
+
+
+def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -> Dataset:
+    problems = read_table(inputs.train_problems, ProblemTable)
+    prompts = [format_prompt(question, spec.prompt, tokenizer) for question in problems["question"]]
+    if spec.training.max_prompt_tokens is not None:
+        token_ids = tokenize_prompts(prompts, spec.prompt, tokenizer)
+        check_prompt_lengths(problems["question_id"], token_ids, spec.training.max_prompt_tokens)
+    return Dataset.from_dict({"prompt": prompts, "gold_answer": problems["gold_answer"].to_list()})
+
+
+def _validation(
+    spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, recorder: ReceiptRecorder
+) -> ValidationCallback:
+    problems = read_table(inputs.test_problems, ProblemTable).head(spec.training.validation_questions)
+    return ValidationCallback(
+        spec.training.validation_steps(spec.num_steps),
+        prompt_token_ids(problems["question"], spec.prompt, tokenizer),
+        problems["gold_answer"].to_list(),
+        tokenizer=tokenizer,
+        recorder=recorder,
+        max_response_tokens=spec.training.max_response_tokens,
+        seed=spec.random_seed,
+    )

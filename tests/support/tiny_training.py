@@ -1,0 +1,75 @@
+"""What the tests of training run: a random model of two layers, eight questions, two optimiser steps."""
+
+from pathlib import Path
+
+import polars as pl
+
+from aqnpipe.artifacts import ProblemTable, write_table
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.training.run import TrainingInputs
+from aqnpipe.training.stage import train
+
+NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
+AQN = {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.01}}
+
+
+def write_inputs(folder: Path, make_model, num_problems: int = 8, **model_settings) -> TrainingInputs:
+    """Write model, tokenizer and problems into `folder`."""
+    tokenizer = build_tokenizer()
+    settings = {
+        "num_layers": 2,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    make_model(**{**settings, **model_settings}).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "aqnpipe_model.json").write_text("{}")
+    for split in ("train", "test"):
+        table = pl.DataFrame(
+            {
+                "question_id": [f"{split}-{i}" for i in range(num_problems)],
+                "question": [f"What is {i} plus {i} ?" for i in range(num_problems)],
+                "answer": [f"{i} + {i} = {2 * i}\n#### {2 * i}" for i in range(num_problems)],
+                "gold_answer": [str(2 * i) for i in range(num_problems)],
+            }
+        )
+        write_table(folder / f"{split}.parquet", table, ProblemTable)
+    return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+
+
+def training_spec(operator_noise=None, aqn=None, *, num_steps=2, dtype="float32", **training) -> TrainingSpec:
+    """A run of two steps of 4 prompts x 2 rollouts; keywords replace training settings."""
+    settings = {
+        "epochs": 1,
+        "prompts_per_step": 4,
+        "rollouts_per_prompt": 2,
+        "micro_batch_size": 4,
+        "learning_rate": 1e-3,
+        "max_response_tokens": 6,
+        "checkpoint_every": 1,
+        "validation_questions": 3,
+    }
+    return TrainingSpec(
+        model_role="base",
+        arm_id="test",
+        arm={"description": "", "operator_noise": operator_noise, "aqn": aqn},
+        seed=0,
+        num_steps=num_steps,
+        dtype=dtype,
+        attention="eager",
+        prompt={},
+        training={**settings, **training},
+    )
+
+
+def run(spec: TrainingSpec, inputs: TrainingInputs, folder: Path, say=lambda _: None) -> Path:
+    """Train in `folder`, a scratch folder beside it, and return it."""
+    train(spec, inputs, folder, folder.with_name(f"{folder.name}.scratch"), say)
+    return folder
+
+
+def scattered_rewards(completions, **_) -> list[float]:
+    """Rewards that differ within groups, so that a model that solves nothing has a gradient."""
+    return [float(index % 2) for index in range(len(completions))]

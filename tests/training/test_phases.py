@@ -1,0 +1,135 @@
+"""AQN is on the norm weights in the rollout and nowhere else: sabotage of either kind must fail the run."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+from tiny_training import AQN, NOISE, run, training_spec, write_inputs
+
+from aqnpipe.artifacts import read_json
+from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.layout import rms_norms
+from aqnpipe.noise.receipt import Receipt
+from aqnpipe.training import callbacks, trainer
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
+
+
+def with_noise_in(monkeypatch, module, phase):
+    """Let `phase` compute with other norm weights, which are put back before anyone looks."""
+    original = module.phase_noise
+
+    @contextmanager
+    def noisy(model, recorder, name, key, **kwargs):
+        norms = [norm.weight.data for norm in rms_norms(model).values()] if name == phase else []
+        clean = [weight.clone() for weight in norms]
+        for weight in norms:
+            weight.add_(0.01)
+        with original(model, recorder, name, key, **kwargs):
+            yield
+        for weight, value in zip(norms, clean, strict=True):
+            weight.copy_(value)
+
+    monkeypatch.setattr(module, "phase_noise", noisy)
+
+
+def test_every_phase_is_compared_with_the_weights_that_the_optimiser_left(inputs, tmp_path):
+    receipt = read_json(run(training_spec(NOISE, AQN), inputs, tmp_path / "run") / "receipt.json", Receipt)
+    found = {record.phase: (record.norms_checked, record.norms_noised) for record in receipt.phases}
+    # Two steps of two micro-batches; validation after the last.
+    assert found == {
+        "rollout": (2, 2), "reference": (4, 0), "actor_forward": (4, 0), "backward": (0, 0), "validation": (1, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("phase", "aqn"),
+    [
+        ("reference", AQN),
+        ("actor_forward", AQN),
+        ("validation", AQN),
+        ("actor_forward", {**AQN, "targets": "hidden_states"}),
+    ],
+)
+def test_noise_on_the_norms_outside_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch, phase, aqn):
+    with_noise_in(monkeypatch, callbacks if phase == "validation" else trainer, phase)
+    with pytest.raises(ReceiptError, match=rf"{phase}: computed with noise on the norm weights in \d of \d passes"):
+        run(training_spec(aqn=aqn), inputs, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_noise_on_the_norms_of_a_run_without_aqn_fails_it(inputs, tmp_path, monkeypatch):
+    with_noise_in(monkeypatch, trainer, "rollout")
+    with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 2 of 2 passes, asked"):
+        run(training_spec(), inputs, tmp_path / "run")
+
+
+def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
+    """Drawn, measured, logged, and gone by the time the model computes."""
+    original = trainer.noised_rollout
+
+    @contextmanager
+    def early(*args, **kwargs):
+        with original(*args, **kwargs) as sigmas:
+            pass
+        yield sigmas
+
+    monkeypatch.setattr(trainer, "noised_rollout", early)
+    with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 0 of 2 passes, asked"):
+        run(training_spec(aqn=AQN), inputs, tmp_path / "run")
+
+
+def test_aqn_that_stays_on_after_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("aqnpipe.noise.aqn.Tensor.copy_", lambda self, other: self, raising=False)
+    with pytest.raises(ReceiptError, match="AQN step 0: norm weights were not restored"):
+        run(training_spec(aqn=AQN), inputs, tmp_path / "run")
+
+
+def test_phases_that_nobody_compares_fail_the_run(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(callbacks.CleanWeightsCallback, "on_train_begin", lambda *args, **kwargs: None)
+    monkeypatch.setattr(callbacks.CleanWeightsCallback, "on_step_end", lambda *args, **kwargs: None)
+    with pytest.raises(ReceiptError, match="rollout: its norm weights were never compared with the clean ones"):
+        run(training_spec(), inputs, tmp_path / "run")
+
+
+def test_noise_forgotten_in_one_phase_fails_the_run(inputs, tmp_path, monkeypatch):
+    original = trainer.phase_noise
+    monkeypatch.setattr(
+        trainer,
+        "phase_noise",
+        lambda model, recorder, phase, key, **kwargs: (
+            nullcontext() if phase == "reference" else original(model, recorder, phase, key, **kwargs)
+        ),
+    )
+    with pytest.raises(ReceiptError, match="phase reference never ran"):
+        run(training_spec(NOISE), inputs, tmp_path / "run")
+
+
+def test_backward_noise_forgotten_fails_the_run(inputs, tmp_path, monkeypatch):
+    original = trainer.phase_noise
+    monkeypatch.setattr(
+        trainer,
+        "phase_noise",
+        lambda model, recorder, phase, key, **kwargs: original(
+            model, recorder, phase, key, **{**kwargs, "backward": False}
+        ),
+    )
+    with pytest.raises(ReceiptError, match=r"backward: noise was asked for but never reached layers \[0, 1\]"):
+        run(training_spec(NOISE), inputs, tmp_path / "run")
+
+
+@pytest.mark.parametrize("phase", ["reference", "actor_forward", "validation"])
+def test_noise_on_hidden_states_outside_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch, phase):
+    module = callbacks if phase == "validation" else trainer
+    original = module.phase_noise
+    monkeypatch.setattr(
+        module,
+        "phase_noise",
+        lambda model, recorder, name, key, **kwargs: original(
+            model, recorder, name, key, **{**kwargs, **({"hidden_sigmas": {1: 0.05}} if name == phase else {})}
+        ),
+    )
+    with pytest.raises(ReceiptError, match=r"AQN noised the hidden states of layers \[1\] outside the rollout"):
+        run(training_spec(aqn={**AQN, "targets": "hidden_states"}, validate_every=1), inputs, tmp_path / "run")

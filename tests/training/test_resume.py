@@ -1,0 +1,307 @@
+"""Runs killed at every point and started again end byte for byte as if nothing had happened."""
+
+import dataclasses
+import itertools
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+from kill_server import POINTS, RESUME_EVERY, KillServer, random_kill, tree, whole_spec
+from tiny_training import scattered_rewards, training_spec, write_inputs
+
+from aqnpipe.training import run, stage
+from aqnpipe.training.resume import resume_interval
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = KillServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, inputs, tmp_path_factory):
+    """Train a spec without a kill, once; return its files and how it went."""
+    done = {}
+
+    def run(spec):
+        key = spec.model_dump_json()
+        if key not in done:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            outcome = server.train(spec, inputs, folder / "run", folder / "scratch")
+            assert outcome.code == 0, outcome.said
+            done[key] = (tree(folder / "run"), outcome)
+        return done[key]
+
+    return run
+
+
+@pytest.fixture
+def start(server, inputs, tmp_path):
+    """Train into this test's folder."""
+    return lambda spec, **how: server.train(spec, inputs, tmp_path / "run", tmp_path / "scratch", **how)
+
+
+def points(scratch):
+    return sorted((path for path in scratch.glob("*/resume/step*")), key=lambda path: int(path.name[4:]))
+
+
+def assert_no_step_is_lost_beyond_the_interval(outcomes, interval=RESUME_EVERY):
+    for killed, next_one in itertools.pairwise(outcomes):
+        if killed.steps and next_one.steps:
+            assert next_one.steps[0] > max(killed.steps) - interval
+
+
+CHAINS = {
+    "rollout": [("start", 1, "before"), ("rollout", 3, "after"), ("decoding", 5, "before")],
+    "update": [
+        ("log-probabilities", 5, "before"),
+        ("backward", 5, "before"),
+        ("optimiser step", 2, "before"),
+        ("optimiser step", 2, "after"),
+    ],
+    "between steps": [
+        ("validation", 4, "after"),
+        ("checkpoint weights", 1, "after"),
+        ("checkpoint tokenizer", 1, "before"),
+    ],
+    "resume point": [
+        ("resume weights", 1, "before"),
+        ("resume weights", 1, "after"),
+        ("resume optimiser", 1, "after"),
+        ("resume receipt", 1, "after"),
+        ("resume manifest", 1, "before"),
+        ("resume flush", 1, "before"),
+        ("resume rename", 1, "before"),
+        ("resume rename", 3, "after"),
+        ("removal", 4, "before"),
+    ],
+    "end": [("receipt", 1, "before"), ("metrics", 1, "before"), ("record", 1, "before"), ("finish", 1, "before")],
+    "promotion": [
+        ("promotion", 1, "before"),
+        ("link", 4, "after"),
+        ("promotion rename", 1, "before"),
+        ("promotion rename", 1, "after"),
+    ],
+}  # fmt: skip
+"""Runs that are killed several times in a row: where, at which call in that process, before or after it."""
+
+
+def test_the_chains_name_every_point():
+    assert {point for chain in CHAINS.values() for point, _, _ in chain} == set(POINTS)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_killed_at_every_point_and_started_again(name, start, undisturbed, tmp_path):
+    outcomes = []
+    for kill in CHAINS[name]:
+        outcomes.append(start(whole_spec(), kill=kill))
+        assert outcomes[-1].code == -9, (kill, outcomes[-1].said)
+    outcomes.append(start(whole_spec()))
+    assert outcomes[-1].code == 0, outcomes[-1].said
+    assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
+    assert_no_step_is_lost_beyond_the_interval(outcomes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_and_started_again(seed, start, undisturbed, tmp_path):
+    files, reference = undisturbed(whole_spec())
+    generator = random.Random(seed)
+    outcomes = [start(whole_spec(), **random_kill(generator, reference.seconds)) for _ in range(5)]
+    outcomes.append(start(whole_spec()))
+    assert {outcome.code for outcome in outcomes} <= {-9, 0}
+    assert outcomes[-1].code == 0
+    assert tree(tmp_path / "run") == files
+    assert_no_step_is_lost_beyond_the_interval(outcomes)
+
+
+def test_adapters_with_dropout_and_several_steps_per_rollout_resume_too(start, undisturbed, tmp_path):
+    lora = {"rank": 2, "alpha": 4, "dropout": 0.3}
+    spec = whole_spec(steps_per_rollout=2, prompts_per_step=2, num_steps=12, resume_every=3, lora=lora)
+    assert resume_interval(spec.training) == 4
+    assert start(spec, kill=("optimiser step", 11, "after")).code == -9
+    assert start(spec).steps == [8, 10]
+    assert tree(tmp_path / "run") == undisturbed(spec)[0]
+
+
+@pytest.fixture(scope="module")
+def killed(server, inputs, tmp_path_factory):
+    """The scratch folder of a run killed after step 6: points after steps 4 and 6, a checkpoint after step 4."""
+    folder = tmp_path_factory.mktemp("killed")
+    assert (
+        server.train(whole_spec(), inputs, folder / "run", folder / "scratch", kill=("rollout", 7, "before")).code == -9
+    )
+    assert [point.name for point in points(folder / "scratch")] == ["step4", "step6"]
+    return folder / "scratch"
+
+
+NO_FURTHER = ("rollout", 1, "after")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rank0.json", "manifest.json"])
+@pytest.mark.parametrize("harm", ["truncate", "flip", "remove"])
+def test_a_damaged_resume_point_is_noticed_and_the_one_before_is_used(name, harm, killed, start, tmp_path):
+    shutil.copytree(killed, tmp_path / "scratch")
+    damage(points(tmp_path / "scratch")[-1] / name, harm)
+    again = start(whole_spec(), kill=NO_FURTHER)
+    assert again.steps == [4]
+    assert again.said[0].startswith("scratch: going on after step 4; ignored: ")
+    # A manifest with a flipped bit can be read, and then names what is not there.
+    assert name in again.said[0] or (name, harm) == ("manifest.json", "flip")
+
+
+def damage(path, harm):
+    content = bytearray(path.read_bytes())
+    match harm:
+        case "truncate":
+            path.write_bytes(content[: len(content) // 2])
+        case "flip":
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        case "remove":
+            path.unlink()
+
+
+def test_going_on_from_the_point_before_ends_with_the_same_bytes(killed, start, undisturbed, tmp_path):
+    shutil.copytree(killed, tmp_path / "scratch")
+    damage(points(tmp_path / "scratch")[-1] / "weights.safetensors", "truncate")
+    assert start(whole_spec()).steps == [4, 5, 6, 7]
+    assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
+
+
+def test_without_a_whole_resume_point_the_run_starts_from_the_beginning(killed, start, undisturbed, tmp_path):
+    shutil.copytree(killed, tmp_path / "scratch")
+    for point in points(tmp_path / "scratch"):
+        damage(point / "weights.safetensors", "flip")
+    again = start(whole_spec())
+    assert again.steps[0] == 0
+    assert again.said[0].startswith("scratch: no whole resume point, starting from the beginning (")
+    assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
+
+
+def test_a_damaged_checkpoint_that_was_written_already_is_made_again(killed, start, tmp_path):
+    shutil.copytree(killed, tmp_path / "scratch")
+    (checkpoint,) = (tmp_path / "scratch").glob("*/run/checkpoints/step4/model.safetensors")
+    damage(checkpoint, "flip")
+    again = start(whole_spec(), kill=NO_FURTHER)
+    assert again.steps == [0]
+    assert "checkpoints/step4/model.safetensors" in again.said[0]
+
+
+@pytest.mark.parametrize("change", ["config", "code", "data"])
+def test_a_changed_config_code_or_input_starts_from_the_beginning(change, killed, server, inputs, tmp_path):
+    shutil.copytree(killed, tmp_path / "scratch")
+    (old,) = (path for path in (tmp_path / "scratch").iterdir() if path.is_dir())
+    spec = whole_spec(learning_rate=2e-3) if change == "config" else whole_spec()
+    how = {"code": "other"} if change == "code" else {}
+    if change == "data":
+        inputs = dataclasses.replace(inputs, test_problems=inputs.train_problems)
+    again = server.train(spec, inputs, tmp_path / "run", tmp_path / "scratch", kill=NO_FURTHER, **how)
+    assert again.steps == [0]
+    (new,) = (path for path in (tmp_path / "scratch").iterdir() if path.is_dir())
+    assert new != old
+
+
+def test_outputs_deleted_after_promotion_come_back_without_training(start, undisturbed, tmp_path):
+    """As Snakemake does with a job that was killed between its last act and its exit."""
+    assert start(whole_spec()).code == 0
+    for path in (tmp_path / "run").rglob("*.json"):
+        path.unlink()
+    again = start(whole_spec())
+    assert (again.code, again.steps) == (0, [])
+    assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
+    assert not points(tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 4), ("SIGUSR1", 5)])
+def test_a_signal_ends_the_run_after_the_step_with_a_resume_point(name, step, start, undisturbed, tmp_path):
+    """Step 4 is the end of an epoch."""
+    stopped = start(whole_spec(), kill=("backward", 2 * step, "before"), signal=name)
+    assert stopped.code == 75
+    assert stopped.said[-1] == (
+        f"ERROR: base/test seed 0: stopped by a signal after step {step} of 8; the same command goes on from there"
+    )
+    assert not (tmp_path / "run").exists()
+    again = start(whole_spec())
+    assert (again.code, again.steps[0]) == (0, step)
+    assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
+
+
+def test_arms_that_differ_in_noise_see_the_same_prompts_in_every_epoch_and_after_a_resume(start, undisturbed):
+    noisy = undisturbed(whole_spec())[1].prompts
+    clean = undisturbed(training_spec(**whole_spec().training.model_dump(), num_steps=8))[1].prompts
+    assert len(noisy) == 8
+    assert noisy == clean
+    first, second = (sorted(itertools.chain(*epoch)) for epoch in (noisy[:4], noisy[4:]))
+    assert first == second
+    assert noisy[:4] != noisy[4:]
+    start(whole_spec(), kill=("rollout", 5, "after"))
+    assert start(whole_spec()).prompts == noisy[4:]
+
+
+def test_neither_order_nor_company_of_runs_matters(server, inputs, undisturbed, tmp_path, monkeypatch):
+    """In the other order one after the other in one process, and beside each other in processes of their own."""
+    specs = {"a": whole_spec(), "b": whole_spec().model_copy(update={"seed": 1})}
+    expected = {name: undisturbed(spec)[0] for name, spec in specs.items()}
+    monkeypatch.setattr(stage, "code_digest", lambda _: "imported")
+    monkeypatch.setattr(run, "reward_correct", scattered_rewards)
+    for name in "ba":
+        stage.train(specs[name], inputs, tmp_path / "one" / name, tmp_path / name, lambda _: None)
+    together = [(specs[name], inputs, tmp_path / "many" / name, tmp_path / f"{name}2") for name in "ba"]
+    assert [outcome.code for outcome in server.train_together(together)] == [0, 0]
+    for place in ("one", "many"):
+        assert {name: tree(tmp_path / place / name) for name in "ab"} == expected
+    assert expected["a"] != expected["b"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk that holds a run of these tests, but not much beside it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.parametrize("room", [0, 40_000, 160_000, 320_000])
+def test_a_full_disk_ends_the_run_with_one_line_and_costs_nothing(
+    room, small_disk, killed, server, inputs, undisturbed, tmp_path
+):
+    """`room` in bytes is left: for nothing, for half of the weights or of the optimiser, or for the resume point."""
+    shutil.copytree(killed, small_disk / "scratch")
+    shutil.rmtree(points(small_disk / "scratch")[-1])
+    before = tree(small_disk / "scratch")
+    filler = small_disk / "filler"
+    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - room // 4096 * 4096))
+    full = server.train(whole_spec(), inputs, small_disk / "run", small_disk / "scratch")
+    assert full.code == 2, full.said
+    assert full.said[-1].startswith("ERROR: no space left on device for ")
+    assert "\n" not in full.said[-1]
+    after = tree(small_disk / "scratch")
+    assert {name: after.get(name) for name in before if "/resume/" in name} == {
+        name: content for name, content in before.items() if "/resume/" in name
+    }
+    assert not (small_disk / "run").exists()
+    filler.unlink()
+    assert server.train(whole_spec(), inputs, small_disk / "run", small_disk / "scratch").code == 0
+    assert tree(small_disk / "run") == undisturbed(whole_spec())[0]
+
+
+def test_a_second_process_on_the_same_run_is_told_who_has_it(start, server, inputs, tmp_path):
+    both = [(whole_spec(), inputs, tmp_path / "run", tmp_path / "scratch")] * 2
+    outcomes = server.train_together(both)
+    assert sorted(outcome.code for outcome in outcomes) == [0, 2]
+    (refused,) = (outcome for outcome in outcomes if outcome.code == 2)
+    (line,) = refused.said
+    assert re.fullmatch(r"ERROR: \S+/scratch: another process works on this run \(process \d+ on \S+ since \S+\)", line)

@@ -1,0 +1,197 @@
+"""Settings do in a real run what they say: checkpointing, mini-batches, number formats, lengths, trackers."""
+
+import os
+
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, write_inputs
+from torch import nn
+from transformers import modeling_utils
+
+from aqnpipe.artifacts import TrainingMetrics, read_json, read_table
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.errors import ConfigError, DataError
+from aqnpipe.models.loading import load_model
+from aqnpipe.noise.receipt import Receipt
+from aqnpipe.provenance import sha256_of_file
+from aqnpipe.training import reporting
+from aqnpipe.training.trainer import NoisyGRPOTrainer
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16)
+
+
+@pytest.fixture(autouse=True)
+def _rewards_that_teach(monkeypatch):
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+
+
+def metrics(folder) -> pl.DataFrame:
+    return read_table(folder / "metrics.parquet", TrainingMetrics)
+
+
+@pytest.mark.parametrize("operators", ["matmul", "all"])
+def test_gradient_checkpointing_changes_no_byte(inputs, tmp_path, operators):
+    noise = {**NOISE, "operators": operators}
+    kept = run(training_spec(noise, AQN), inputs, tmp_path / "kept")
+    again = run(training_spec(noise, AQN, gradient_checkpointing=True), inputs, tmp_path / "again")
+    for file in ("metrics.parquet", "checkpoints/step2/model.safetensors", "receipt.json"):
+        assert sha256_of_file(kept / file) == sha256_of_file(again / file), file
+
+
+def test_gradient_checkpointing_computes_layers_again(inputs, tmp_path, monkeypatch):
+    calls = 0
+    original = modeling_utils.checkpoint
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        assert kwargs["use_reentrant"] is False
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "checkpoint", counted)
+    run(training_spec(gradient_checkpointing=True, num_steps=1), inputs, tmp_path / "run")
+    # Two micro-batches through two layers; no rollout, no reference.
+    assert calls == 4
+
+
+def test_mini_batches_share_a_rollout_and_its_sigma(inputs, tmp_path, monkeypatch):
+    """Four steps from two rollouts; the second step of each learns from a policy that has moved on."""
+    seen = []
+    original = NoisyGRPOTrainer._log_probabilities
+
+    def spied(self, model, phase, *args, micro_step, **kwargs):
+        seen.append((self.state.global_step, phase, torch.is_grad_enabled(), micro_step))
+        return original(self, model, phase, *args, micro_step=micro_step, **kwargs)
+
+    monkeypatch.setattr(NoisyGRPOTrainer, "_log_probabilities", spied)
+    folder = run(
+        training_spec(NOISE, AQN, num_steps=4, steps_per_rollout=2, learning_rate=1e-2), inputs, tmp_path / "run"
+    )
+    table = metrics(folder)
+    sigmas = [0.05, 0.05, 0.03, 0.03]  # linear from 0.05 to 0.01 over 4 steps, at steps 0 and 2
+    assert table["sigma_asked"].to_list() == pytest.approx(sigmas)
+    assert table["sigma_measured"].to_list() == pytest.approx(sigmas, rel=0.2)
+    assert table["reward_mean"].to_list() == [0.5] * 4
+    receipt = read_json(folder / "receipt.json", Receipt).check()
+    assert [sync.step for sync in receipt.weight_syncs] == [0, 2]
+    # The probability ratio is exactly 1 on the first pass over a rollout only without noise; it must be clipped later.
+    assert max(table["clip_fraction"][1], table["clip_fraction"][3]) > 0
+    # Old log-probabilities of the whole batch (4 micro-batches of 4) before the first step of each rollout, with noise
+    # of their own: no micro-step of the actor has its number.
+    old = [(step, micro) for step, phase, grad, micro in seen if phase == "actor_forward" and not grad]
+    assert old == [(step, 2 + index) for step in (0, 2) for index in range(4)]
+    actor = [(step, micro) for step, phase, grad, micro in seen if phase == "actor_forward" and grad]
+    assert actor == [(step, micro) for step in range(4) for micro in range(2)]
+
+
+def test_mini_batches_without_noise_start_on_policy(inputs, tmp_path):
+    """Old and new log-probabilities are of the same weights at the first step of a rollout: nothing is clipped."""
+    spec = training_spec(num_steps=4, steps_per_rollout=2, learning_rate=1e-2, clip_ratio=1e-5)
+    clipped = metrics(run(spec, inputs, tmp_path / "run"))["clip_fraction"]
+    assert clipped[0] == clipped[2] == 0.0
+    assert min(clipped[1], clipped[3]) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("weights_dtype", "stored"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)], ids=str
+)
+def test_forward_passes_compute_in_the_models_format_on_weights_in_their_own(
+    inputs, tmp_path, monkeypatch, weights_dtype, stored
+):
+    formats = set()
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: formats.add(output.dtype) if isinstance(module, nn.Linear) else None
+    )
+    try:
+        spec = training_spec(NOISE, AQN, dtype="bfloat16", weights_dtype=weights_dtype)
+        folder = run(spec, inputs, tmp_path / "run")
+    finally:
+        handle.remove()
+    assert formats == {torch.bfloat16}
+    weights = load_file(folder / "checkpoints" / "step2" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {stored}
+    assert metrics(folder)["kl"][1] > 0
+
+
+def test_small_steps_are_lost_in_bfloat16_weights_and_not_in_float32(inputs, tmp_path):
+    """Why float32 is the default: at the published rates an update is far below a bfloat16 weight's spacing."""
+    changed = {}
+    start = load_model(inputs.model, dtype="bfloat16", attention="eager").state_dict()
+    for dtype in ("float32", "bfloat16"):
+        folder = run(training_spec(dtype="bfloat16", weights_dtype=dtype, learning_rate=5e-7), inputs, tmp_path / dtype)
+        end = load_model(folder / "checkpoints/step2", dtype=dtype, attention="eager").state_dict()
+        pairs = [(start[name].float(), end[name].float()) for name in start if "proj.weight" in name]
+        changed[dtype] = sum((a != b).sum().item() for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+    assert changed["float32"] > 0.9
+    assert changed["bfloat16"] < 0.1
+
+
+def test_a_prompt_longer_than_allowed_is_refused_at_the_start(inputs, tmp_path):
+    with pytest.raises(DataError, match=r"max_prompt_tokens is 5: \d+ of 16 prompts are longer, .* question train-\d+"):
+        run(training_spec(max_prompt_tokens=5), inputs, tmp_path / "run")
+    run(training_spec(max_prompt_tokens=50, num_steps=1), inputs, tmp_path / "fits")
+
+
+def test_float16_is_refused(inputs, tmp_path):
+    with pytest.raises(ConfigError, match=r"models\.base\.dtype: training computes in float32 or bfloat16"):
+        run(training_spec(dtype="float16"), inputs, tmp_path / "run")
+
+
+def test_tensorboard_gets_the_sigmas_beside_the_run_and_changes_nothing_in_it(inputs, tmp_path, monkeypatch):
+    loader = pytest.importorskip("tensorboardX.proto.event_pb2")
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    plain = run(training_spec(aqn=AQN), inputs, tmp_path / "plain")
+    tracked = run(training_spec(aqn=AQN, report_to=("tensorboard",)), inputs, tmp_path / "tracked")
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
+    for file in ("metrics.parquet", "receipt.json", "checkpoints/step2/model.safetensors"):
+        assert sha256_of_file(plain / file) == sha256_of_file(tracked / file)
+    (events,) = (tmp_path / "tracked.logs" / "tensorboard").iterdir()
+    scalars = scalars_of(events.read_bytes(), loader.Event)
+    assert scalars["train/sigma_asked"] == pytest.approx([0.05, 0.03])
+    assert scalars["train/sigma_measured"] == pytest.approx(metrics(plain)["sigma_measured"].to_list())
+    assert "train/reward" in scalars
+
+
+def scalars_of(content: bytes, event_type) -> dict[str, list[float]]:
+    """Scalars of a TensorBoard file: records of (length: 8 bytes, checksum: 4, event, checksum: 4)."""
+    scalars: dict[str, list[float]] = {}
+    while content:
+        length = int.from_bytes(content[:8], "little")
+        for value in event_type.FromString(content[12 : 12 + length]).summary.value:
+            if value.HasField("simple_value"):
+                scalars.setdefault(value.tag, []).append(value.simple_value)
+        content = content[16 + length :]
+    return scalars
+
+
+def test_a_missing_tracker_is_one_line_with_the_command_that_installs_it(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"training\.report_to: wandb is not installed \(pip install wandb\)"):
+        run(training_spec(report_to=("wandb",)), inputs, tmp_path / "run")
+
+
+def test_wandb_stays_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr(reporting, "find_spec", lambda name: object())
+    monkeypatch.setattr(os, "environ", {"WANDB_PROJECT": "mine"})
+    reporting.prepare_reporting(("wandb",), tmp_path / "logs", "E5 seed 0")
+    expected = {"PROJECT": "mine", "MODE": "offline", "NAME": "E5 seed 0", "DIR": str(tmp_path / "logs")}
+    assert os.environ == {f"WANDB_{name}": value for name, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "training", [{"steps_per_rollout": 0}, {"lora": {"rank": 0, "alpha": 1}}, {"report_to": ("mlflow",)}]
+)
+def test_settings_out_of_range_are_refused(training):
+    with pytest.raises(ValueError, match="validation error"):
+        training_spec(**training)
+
+
+def test_the_number_of_steps_follows_whole_rollouts():
+    spec: TrainingSpec = training_spec(prompts_per_step=32, steps_per_rollout=4, rollouts_per_prompt=5, epochs=2)
+    # The published 1.5B runs: batches of 128 prompts, 58 of them in 7,473 questions, 4 updates each.
+    assert spec.training.num_steps(7473) == 2 * 58 * 4
