@@ -96,6 +96,12 @@ def _set(config, path, value):
         (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
         (["results_dir"], "../elsewhere", r"results_dir"),
         (["dataset"], {"source": "local", "path": "x"}, r"dataset\.num_train must state"),
+        (["dataset", "task"], "poetry", r"study\.yaml: dataset\..*task.*found 'poetry'"),
+        (
+            ["arms"],
+            ["baseline", "E9"],
+            r"config/arms\.yaml: arms\.E9\.task: the arm is meant for comparison, .* study\.yaml .* word_problems",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(config, path, value, message):

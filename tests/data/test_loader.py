@@ -129,6 +129,55 @@ def test_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+SVAMP_LIKE = [{"Body": "x", "question_concat": "Ann has 3 pens. More?", "Answer": "145.0"}]
+
+
+def stored(folder: Path, train, test, **columns) -> LocalDataset:
+    return write_jsonl(folder, train, test).model_copy(update=columns)
+
+
+@pytest.mark.parametrize(("value", "gold"), [("145.0", "145"), (145, "145"), (2.5, "2.5"), ("1,250", "1250")])
+def test_bare_numbers_in_columns_of_other_names(tmp_path, value, gold):
+    columns = {"question_column": "question_concat", "answer_column": "Answer", "answer_format": "number"}
+    test = [{"question_concat": "How many?", "Answer": value, "Type": "Addition"}]
+    config = stored(tmp_path, SVAMP_LIKE, test, **columns)
+    assert load_problems(config, "test").rows() == [("test-00000", "How many?", f"#### {gold}", gold)]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"question": "q", "answer": "12 cm"}, {"answer_format": "number"}, r"row 0: answer '12 cm' is no number"),
+        ({"question": "q", "answer": "#### 12"}, {"answer_format": "number"}, r"'#### 12' is no number"),
+        ({"question": "q", "answer": 12}, {}, r"column answer is Int64, expected text \(answer_format: number takes"),
+        ({"question": "q", "answer": "1"}, {"answer_column": "Answer"}, "expected question and Answer"),
+        ({"question": 7, "answer": "1"}, {"answer_format": "number"}, "column question is Int64, expected text"),
+    ],
+)
+def test_columns_that_are_not_as_declared_are_one_clear_error(tmp_path, row, columns, message):
+    with pytest.raises(DataError, match=message) as caught:
+        load_problems(stored(tmp_path, [row], [row], **columns), "test")
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_of_a_hub_data_set(monkeypatch):
+    import datasets
+
+    def fake_load_dataset(hub_id, subset, *, revision, split):
+        return datasets.Dataset.from_list([{"question_concat": f"{split}?", "Answer": "8"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", fake_load_dataset)
+    config = HubDataset(
+        source="hub",
+        hub_id="ChilleD/SVAMP",
+        subset="default",
+        question_column="question_concat",
+        answer_column="Answer",
+        answer_format="number",
+    )
+    assert load_problems(config, "train").rows() == [("train-00000", "train?", "#### 8", "8")]
+
+
 def test_source_decides_which_keys_are_known():
     adapter = TypeAdapter(DatasetConfig)
     assert isinstance(adapter.validate_python({"source": "generated", "max_number": 30}), GeneratedDataset)

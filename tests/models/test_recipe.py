@@ -7,8 +7,8 @@ import torch
 from scipy.stats import binom
 
 from aqnpipe.config.model import BUILTIN_MODELS, builtin_folder
+from aqnpipe.data.generated import take_problems
 from aqnpipe.data.stories import Difficulty
-from aqnpipe.data.word_problems import take_problems
 from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.models.recipe import (
     IGNORED_LABEL,
@@ -43,7 +43,9 @@ def test_shipped_weights_are_those_of_the_record(name):
     assert 0.55 <= record.accuracy.share <= 0.70
 
 
-@pytest.mark.parametrize(("name", "num_parameters"), [("tiny", 1_102_208), ("tiny-large", 2_353_344)])
+@pytest.mark.parametrize(
+    ("name", "num_parameters"), [("tiny", 1_102_208), ("tiny-large", 2_353_344), ("tiny-comparison", 1_102_208)]
+)
 def test_shipped_model_has_its_shape(name, num_parameters):
     model = load_model(builtin_folder(name), dtype="float32", attention="eager")
     config = model.config
@@ -78,7 +80,7 @@ def test_shipped_model_is_as_good_as_recorded(name):
     folder, recorded = builtin_folder(name), record_of(name).accuracy
     model = load_model(folder, dtype="float32", attention="eager")
     num_problems = 200
-    problems = take_problems(0, "test", RECIPES[name].measured_difficulty, num_problems)
+    problems = take_problems(0, "test", RECIPES[name].measured_difficulty, num_problems, RECIPES[name].task)
     found = count_correct(model, load_tokenizer(folder), problems)
     low, high = recorded.share - 4 * recorded.standard_error, recorded.share + 4 * recorded.standard_error
     assert binom.ppf(5e-5, num_problems, low) <= found <= binom.ppf(1 - 5e-5, num_problems, high)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from aqnpipe.data.generated import take_problems
 from aqnpipe.data.stories import Difficulty
-from aqnpipe.data.word_problems import take_problems
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.models.tokenizer import EOS_TOKEN, PAD_TOKEN, build_tokenizer, story_words
 

@@ -23,6 +23,9 @@ class Arm(FrozenModel):
         description="name of a machine of the study whose simulated faults the policy has in all of training and in "
         "its evaluation; null: the real device as it is",
     )
+    task: str | None = Field(
+        default=None, description="task of the data set that the arm is meant for; null: any. Others are refused"
+    )
     sham_of: str | None = Field(
         default=None,
         description="id of the arm that this one imitates without its active part: their comparison is an A/A test",

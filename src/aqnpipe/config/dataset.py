@@ -1,4 +1,4 @@
-"""Which problems a study trains on and evaluates on, and how they are put to the model."""
+"""Which questions a study trains on and evaluates on, and how they are put to the model."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,12 +7,18 @@ from pydantic import Field, model_validator
 from aqnpipe.config.base import FrozenModel
 
 SplitSize = Annotated[int, Field(ge=1)]
+GeneratedTask = Literal["word_problems", "comparison"]
+AnswerFormat = Literal["gsm8k", "number"]
 
 
 class GeneratedDataset(FrozenModel):
-    """Generated grade-school word problems; the defaults are the difficulty that the tiny models were made for."""
+    """Generated questions; the defaults are the task and the difficulty that the tiny models were made for."""
 
     source: Literal["generated"] = "generated"
+    task: GeneratedTask = Field(
+        default="word_problems",
+        description="word_problems: grade-school arithmetic; comparison: count who has more than a number",
+    )
     seed: int = 0
     num_train: SplitSize = 2000
     num_test: SplitSize = 1000
@@ -28,24 +34,35 @@ class GeneratedDataset(FrozenModel):
         return self
 
 
-class LocalDataset(FrozenModel):
-    """A folder with train and test as .jsonl or .parquet, columns question and answer; None takes every row."""
+class _StoredDataset(FrozenModel):
+    """What data sets that exist already have in common; a limit of None takes every row."""
 
-    source: Literal["local"]
-    path: str = Field(min_length=1)
+    task: str = Field(
+        default="word_problems", min_length=1, description="name of the kind of question; arms may be meant for one"
+    )
+    question_column: str = Field(default="question", min_length=1)
+    answer_column: str = Field(default="answer", min_length=1)
+    answer_format: AnswerFormat = Field(
+        default="gsm8k", description="gsm8k: worked text that ends in `#### number`; number: the number alone"
+    )
     num_train: SplitSize | None = None
     num_test: SplitSize | None = None
 
 
-class HubDataset(FrozenModel):
-    """A data set of the Hugging Face hub with splits train and test; None takes every row."""
+class LocalDataset(_StoredDataset):
+    """A folder with train and test as .jsonl or .parquet."""
+
+    source: Literal["local"]
+    path: str = Field(min_length=1)
+
+
+class HubDataset(_StoredDataset):
+    """A data set of the Hugging Face hub with splits train and test."""
 
     source: Literal["hub"]
     hub_id: str = Field(default="openai/gsm8k", pattern=r"^[\w.-]+/[\w.-]+$")
     subset: str = Field(default="main", min_length=1)
     revision: str = Field(default="main", min_length=1)
-    num_train: SplitSize | None = None
-    num_test: SplitSize | None = None
 
 
 DatasetConfig = Annotated[GeneratedDataset | LocalDataset | HubDataset, Field(discriminator="source")]

@@ -11,7 +11,7 @@ from pydantic import field_validator
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.errors import ModelError
 
-BuiltinModel = Literal["tiny", "tiny-large"]
+BuiltinModel = Literal["tiny", "tiny-large", "tiny-comparison"]
 SourceKind = Literal["builtin", "folder", "hub"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa"]
@@ -52,7 +52,7 @@ def source_kind(source: str) -> SourceKind:
     if _HUB_ID.fullmatch(source):
         return "hub"
     raise ModelError(
-        f"model source {source!r} is unknown: expected {' or '.join(BUILTIN_MODELS)}, an existing folder, "
+        f"model source {source!r} is unknown: expected {', '.join(BUILTIN_MODELS)}, an existing folder, "
         "or a hub id of the form owner/name"
     )
 

@@ -46,6 +46,24 @@ class StudyPlan:
         """(model role, machine) of every diagnosis."""
         return [(role, machine) for role in self.study.model_roles() for machine in self.study.config.machines]
 
+    def jobs(self) -> dict[str, int]:
+        """Jobs per rule of the workflow when nothing is there yet, `all` aside; rules without a job are left out."""
+        losses = self.study.config.fault_losses
+        counts = {
+            "prepare_data": 2,
+            "prepare_model": len({*self.study.model_roles(), *(one.model for one in losses)}),
+            "srdd_diagnose": len(self.diagnoses()),
+            "generate_layer_sigmas": len(self.all_sigmas_files()),
+            "train": len(self.runs()),
+            "evaluate": self.num_evaluations,
+            "fault_loss": len(losses),
+            "compare_losses": len(losses),
+            "compare": 1,
+            "audit": int(self.study.config.statistics.published is not None),
+            "report": 1,
+        }
+        return {rule: count for rule, count in counts.items() if count}
+
     def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
         """How sigmas are made of a diagnosis: the published rule, and what the study's arms of that model ask for."""
         asked = [
@@ -120,6 +138,7 @@ class StudyPlan:
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,
+            device=config.device,
             dtype=config.models[role].dtype,
             attention=config.models[role].attention,
             prompt=config.prompt,
@@ -137,6 +156,7 @@ class StudyPlan:
             faults=self.faults(
                 config.evaluation.pretrained_machine if arm == PRETRAINED else self.study.arms[arm].machine
             ),
+            device=config.device,
             dtype=config.models[model].dtype,
             attention=config.models[model].attention,
             prompt=config.prompt,
@@ -150,6 +170,7 @@ class StudyPlan:
         return FaultLossSpec(
             model_role=model,
             faults=self.faults(settings.machine),
+            device=config.device,
             dtype=config.models[model].dtype,
             attention=config.models[model].attention,
             prompt=config.prompt,

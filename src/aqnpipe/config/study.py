@@ -18,6 +18,7 @@ from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, Machine
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.device import AskedDevice
 from aqnpipe.errors import ConfigError, ModelError
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -39,6 +40,11 @@ class StudyConfig(FrozenModel):
     prompt: PromptFormat = PromptFormat()
     arms: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    device: AskedDevice = Field(
+        default="auto",
+        description="what jobs compute on: auto (NPUs, else GPUs, else the CPU), cpu, cuda or npu; a job that does not "
+        "find what was asked for ends with an error",
+    )
     training: TrainingConfig
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     sigma_rule: SigmaRule = SigmaRule()
@@ -156,6 +162,11 @@ def _unknown_names(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> 
             yield f"{source}: arms: unknown arm {name!r}, {study.arms_file} defines {', '.join(sorted(arms))}"
             return
         arm = arms[name]
+        if arm.task not in (None, study.dataset.task):
+            yield (
+                f"{study.arms_file}: arms.{name}.task: the arm is meant for {arm.task}, "
+                f"the data set of {source} has the task {study.dataset.task}"
+            )
         if arm.model not in study.models:
             yield f"{source}: models: arm {name} needs the role {arm.model!r}, found {', '.join(study.models)}"
         for machine in (arm.machine, arm.aqn.layer_sigmas_from if arm.aqn else None):

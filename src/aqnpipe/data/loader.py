@@ -6,13 +6,12 @@ from typing import Literal
 import polars as pl
 
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset
-from aqnpipe.data.word_problems import generate_problems, normalise_question
+from aqnpipe.data.generated import generate_problems, normalise_question
 from aqnpipe.errors import DataError
-from aqnpipe.scoring import extract_answer
+from aqnpipe.scoring import extract_answer, normalise_number
 
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, Split] = ("train", "test")
-_COLUMNS = ("question", "answer")
 _FORMATS = (".jsonl", ".parquet")
 
 
@@ -48,12 +47,13 @@ def _read_split(config: DatasetConfig, split: Split) -> pl.DataFrame:
             {"question": [problem.question for problem in problems], "answer": [problem.answer for problem in problems]}
         )
     if isinstance(config, LocalDataset):
-        return _read_local(Path(config.path), split)
+        return _read_local(config, split)
     return _read_hub(config, split)
 
 
-def _read_local(folder: Path, split: Split) -> pl.DataFrame:
+def _read_local(config: LocalDataset, split: Split) -> pl.DataFrame:
     """Read `split` from the one file that holds it."""
+    folder = Path(config.path)
     if not folder.is_dir():
         raise DataError(f"data set {folder}: no such folder, expected one with train and test as .jsonl or .parquet")
     found = [folder / f"{split}{suffix}" for suffix in _FORMATS if (folder / f"{split}{suffix}").is_file()]
@@ -65,7 +65,7 @@ def _read_local(folder: Path, split: Split) -> pl.DataFrame:
         table = pl.read_ndjson(path, infer_schema_length=None) if path.suffix == ".jsonl" else pl.read_parquet(path)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).splitlines()[0]})") from error
-    return _question_and_answer(table, str(path))
+    return _question_and_answer(table, config, str(path))
 
 
 def _read_hub(config: HubDataset, split: Split) -> pl.DataFrame:
@@ -80,23 +80,43 @@ def _read_hub(config: HubDataset, split: Split) -> pl.DataFrame:
         raise DataError(
             f"{_name_of(config)} at revision {config.revision}: not fetched from the hub ({reason})"
         ) from error
-    return _question_and_answer(pl.DataFrame(rows.to_dict()), f"{_name_of(config)}, split {split}")
+    return _question_and_answer(pl.DataFrame(rows.to_dict()), config, f"{_name_of(config)}, split {split}")
 
 
-def _question_and_answer(table: pl.DataFrame, name: str) -> pl.DataFrame:
-    """Return the two text columns of a table; raises DataError if one is missing, no text, or has empty cells."""
-    for column in _COLUMNS:
+def _question_and_answer(table: pl.DataFrame, config: LocalDataset | HubDataset, name: str) -> pl.DataFrame:
+    """Return columns question and answer, the answer as text that ends in `#### number`.
+
+    Raises DataError if a column is missing, has empty cells, or holds something else than its format says.
+    """
+    columns = (config.question_column, config.answer_column)
+    for column in columns:
         if column not in table.columns:
             raise DataError(
-                f"{name}: found columns {', '.join(table.columns) or 'none'}, expected {' and '.join(_COLUMNS)}"
+                f"{name}: found columns {', '.join(table.columns) or 'none'}, expected {' and '.join(columns)}"
             )
-        if table[column].dtype != pl.String:
-            raise DataError(f"{name}: column {column} is {table[column].dtype}, expected text")
         if table[column].null_count():
             raise DataError(f"{name}: column {column} is empty in {table[column].null_count()} rows, expected text")
     if table.is_empty():
         raise DataError(f"{name}: no rows")
-    return table.select(_COLUMNS)
+    question, answer = (table[column] for column in columns)
+    if config.answer_format == "number":
+        answer = _marked_numbers(answer, name)
+    for column, values in zip(columns, (question, answer), strict=True):
+        if values.dtype != pl.String:
+            hint = " (answer_format: number takes numbers)" if values.dtype.is_numeric() else ""
+            raise DataError(f"{name}: column {column} is {values.dtype}, expected text{hint}")
+    return pl.DataFrame({"question": question, "answer": answer})
+
+
+def _marked_numbers(answers: pl.Series, name: str) -> pl.Series:
+    """Return bare numbers, as text or not, as the texts `#### number`; DataError for anything else."""
+    numbers = [normalise_number(str(answer)) for answer in answers]
+    if None in numbers:
+        row = numbers.index(None)
+        raise DataError(
+            f"{name}, row {row}: answer {_shorten(str(answers[row]))!r} is no number (answer_format: number)"
+        )
+    return pl.Series([f"#### {number}" for number in numbers], dtype=pl.String)
 
 
 def _with_gold_answers(table: pl.DataFrame, name: str) -> pl.DataFrame:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.errors import ModelError
+from aqnpipe.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,3 +41,15 @@ def tokenize_prompts(
     """Return the token ids of formatted prompts; a chat template has written its special tokens already."""
     add_special_tokens = prompt_format.style == "plain"
     return [list(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]) for prompt in prompts]
+
+
+def check_prompt_lengths(question_ids: Iterable[str], token_ids: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raise DataError, naming the longest, if any prompt has more than `max_tokens` tokens."""
+    lengths = {question_id: len(ids) for question_id, ids in zip(question_ids, token_ids, strict=True)}
+    too_long = [question_id for question_id, length in lengths.items() if length > max_tokens]
+    if too_long:
+        longest = max(too_long, key=lambda question_id: lengths[question_id])
+        raise DataError(
+            f"training.max_prompt_tokens is {max_tokens}: {len(too_long)} of {len(lengths)} prompts are longer, the "
+            f"longest is that of question {longest} with {lengths[longest]} tokens"
+        )

@@ -21,9 +21,10 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.dataset import GeneratedTask
 from aqnpipe.config.model import BuiltinModel
+from aqnpipe.data.generated import Pool, problem_stream, take_problems
 from aqnpipe.data.stories import NAMES, Difficulty, Problem
-from aqnpipe.data.word_problems import Pool, problem_stream, take_problems
 from aqnpipe.errors import DataError
 from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
 from aqnpipe.models.tokenizer import build_tokenizer
@@ -49,6 +50,7 @@ class Recipe:
     intermediate_size: int
     num_heads: int
     num_steps: int
+    task: GeneratedTask = "word_problems"
     num_layers: int = 6
     num_key_value_heads: int = 2
     seed: int = 0
@@ -68,6 +70,7 @@ class Recipe:
 RECIPES: dict[BuiltinModel, Recipe] = {
     "tiny": Recipe(hidden_size=128, intermediate_size=320, num_heads=4, num_steps=300),
     "tiny-large": Recipe(hidden_size=192, intermediate_size=480, num_heads=6, num_steps=275),
+    "tiny-comparison": Recipe(hidden_size=128, intermediate_size=320, num_heads=4, num_steps=238, task="comparison"),
 }
 
 
@@ -176,7 +179,7 @@ def pretrain(
     """Train `model` in place, each step on new problems of the pretrain pool; yield the losses (nats per token)."""
     optimizers = build_optimizers(model, recipe)
     base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    problems = problem_stream(recipe.seed, "pretrain", recipe.difficulty)
+    problems = problem_stream(recipe.seed, "pretrain", recipe.difficulty, recipe.task)
     for step in range(num_steps):
         batch = [problem for problem, _ in zip(problems, range(recipe.batch_size), strict=False)]
         if len(batch) < recipe.batch_size:
@@ -228,7 +231,7 @@ def measure_accuracy(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", pool: Pool, recipe: Recipe, *, num_problems: int
 ) -> Accuracy:
     """Return the accuracy on the first problems of a pool's stream."""
-    problems = take_problems(MEASURING_SEED, pool, recipe.measured_difficulty, num_problems)
+    problems = take_problems(MEASURING_SEED, pool, recipe.measured_difficulty, num_problems, recipe.task)
     num_correct = count_correct(model, tokenizer, problems)
     return Accuracy(pool=pool, seed=MEASURING_SEED, num_problems=num_problems, num_correct=num_correct)
 

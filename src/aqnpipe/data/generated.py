@@ -1,17 +1,23 @@
-"""Generated grade-school word problems in GSM8K's form; every distinct question belongs to exactly one pool."""
+"""Generated problems in GSM8K's form, of either task; every distinct question belongs to exactly one pool."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import numpy as np
 
-from aqnpipe.config.dataset import GeneratedDataset
+from aqnpipe.config.dataset import GeneratedDataset, GeneratedTask
+from aqnpipe.data.comparison import draw_comparison
 from aqnpipe.data.stories import Difficulty, Problem, draw_problem
 from aqnpipe.errors import DataError
 from aqnpipe.seeding import derive_seed
 
 Pool = Literal["pretrain", "selection", "train", "test"]
+
+_DRAW: dict[GeneratedTask, Callable[[np.random.Generator, Difficulty], Problem]] = {
+    "word_problems": draw_problem,
+    "comparison": draw_comparison,
+}
 
 # Sixteenths of all questions. `pretrain` and `selection` serve the recipe of the built-in models only.
 _POOL_OF_SIXTEENTH: tuple[Pool, ...] = ("pretrain",) * 8 + ("selection",) + ("train",) * 4 + ("test",) * 3
@@ -31,16 +37,18 @@ def pool_of(question: str) -> Pool:
     return _POOL_OF_SIXTEENTH[int.from_bytes(digest, "little") % len(_POOL_OF_SIXTEENTH)]
 
 
-def problem_stream(seed: int, pool: Pool, difficulty: Difficulty) -> Iterator[Problem]:
-    """Yield distinct problems of one pool, without end or until none has been new for a long time.
+def problem_stream(
+    seed: int, pool: Pool, difficulty: Difficulty, task: GeneratedTask = "word_problems"
+) -> Iterator[Problem]:
+    """Yield distinct problems of one task and pool, without end or until none has been new for a long time.
 
     The same arguments give the same problems; a longer take of a stream starts with the shorter one.
     """
-    rng = np.random.default_rng(derive_seed(seed, "word_problems", get_args(Pool).index(pool)))
+    rng = np.random.default_rng(derive_seed(seed, task, get_args(Pool).index(pool)))
     seen: set[str] = set()
     draws_without_news = 0
     while draws_without_news < _MAX_DRAWS_WITHOUT_NEWS:
-        problem = draw_problem(rng, difficulty)
+        problem = _DRAW[task](rng, difficulty)
         key = normalise_question(problem.question)
         if key in seen or pool_of(key) != pool:
             draws_without_news += 1
@@ -50,9 +58,11 @@ def problem_stream(seed: int, pool: Pool, difficulty: Difficulty) -> Iterator[Pr
         yield problem
 
 
-def take_problems(seed: int, pool: Pool, difficulty: Difficulty, count: int) -> list[Problem]:
+def take_problems(
+    seed: int, pool: Pool, difficulty: Difficulty, count: int, task: GeneratedTask = "word_problems"
+) -> list[Problem]:
     """Return the first `count` problems of a stream; raises DataError if there are not so many."""
-    stream = problem_stream(seed, pool, difficulty)
+    stream = problem_stream(seed, pool, difficulty, task)
     problems = [problem for problem, _ in zip(stream, range(count), strict=False)]
     if len(problems) < count:
         raise DataError(
@@ -65,7 +75,7 @@ def take_problems(seed: int, pool: Pool, difficulty: Difficulty, count: int) -> 
 def generate_problems(config: GeneratedDataset, split: Literal["train", "test"]) -> list[Problem]:
     """Return the problems of one split; raises DataError if more are asked than exist."""
     count = config.num_train if split == "train" else config.num_test
-    return take_problems(config.seed, split, difficulty_of(config), count)
+    return take_problems(config.seed, split, difficulty_of(config), count, config.task)
 
 
 def difficulty_of(config: GeneratedDataset) -> Difficulty:

@@ -9,8 +9,8 @@ from scipy.stats import binom
 
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.data import stories
+from aqnpipe.data.generated import generate_problems, normalise_question, pool_of, take_problems
 from aqnpipe.data.stories import OBJECTS, Difficulty
-from aqnpipe.data.word_problems import generate_problems, normalise_question, pool_of, take_problems
 from aqnpipe.errors import DataError
 from aqnpipe.scoring import extract_answer, is_correct
 

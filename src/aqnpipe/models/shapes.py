@@ -1,0 +1,119 @@
+"""The shape of a decoder-only model and what follows from it: parameters and floating-point operations per token."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.model import ModelConfig, builtin_folder, read_model_config, source_kind
+from aqnpipe.errors import ModelError
+
+
+class ModelShape(FrozenModel):
+    """Sizes of a model like Qwen2 or Llama: grouped-query attention, gated MLP, two norms a layer, one at the end."""
+
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    tied_embeddings: bool
+    qkv_bias: bool
+
+    @property
+    def body_matmul_parameters(self) -> int:
+        """Weights of the linears in all layers; each is used in one multiplication and one addition per token."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_matmul_parameters(self) -> int:
+        """Weights of the output projection, whether they are the embedding's or not."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All values stored, tied ones once."""
+        biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
+        norms_and_biases = self.num_layers * (2 * self.hidden_size + biases) + self.hidden_size
+        embeddings = self.head_matmul_parameters * (1 if self.tied_embeddings else 2)
+        return self.body_matmul_parameters + norms_and_biases + embeddings
+
+    def forward_flops(self, num_tokens: float, num_logits: float, context: float) -> float:
+        """Operations of a forward pass over `num_tokens`, of which `num_logits` reach the output projection.
+
+        `context` is the mean number of positions that a token attends to: two products of that many head vectors.
+        """
+        attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
+        return num_tokens * (2 * self.body_matmul_parameters + attention) + num_logits * 2 * self.head_matmul_parameters
+
+
+class ParameterCount(FrozenModel):
+    """A model of which no more than its size is known: attention's products, which need a shape, are not counted."""
+
+    num_parameters: float = Field(gt=0)
+
+    def forward_flops(self, num_tokens: float, num_logits: float, context: float) -> float:
+        """Operations of a forward pass, as if every parameter served every token."""
+        return 2 * self.num_parameters * num_tokens
+
+
+def _qwen2_5(
+    hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int, vocab_size: int, *, tied: bool
+) -> ModelShape:
+    return ModelShape(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=28,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        vocab_size=vocab_size,
+        tied_embeddings=tied,
+        qkv_bias=True,
+    )
+
+
+# Hub models whose shapes are known before they are fetched (their config.json).
+_QWEN2_5_1_5B = _qwen2_5(1536, 8960, 12, 2, 151936, tied=True)
+_QWEN2_5_7B = _qwen2_5(3584, 18944, 28, 4, 152064, tied=False)
+KNOWN_SHAPES: dict[str, ModelShape] = {
+    "Qwen/Qwen2.5-1.5B": _QWEN2_5_1_5B,
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_5_1_5B,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_5_7B,
+}
+
+
+def shape_of(model: ModelConfig) -> ModelShape | None:
+    """Return the shape of a built-in, local or well-known model; None for a hub model that has to be fetched first.
+
+    Raises ModelError if a folder's config.json lacks a size.
+    """
+    kind = source_kind(model.source)
+    if kind == "hub":
+        return KNOWN_SHAPES.get(model.source)
+    folder = builtin_folder(model.source) if kind == "builtin" else Path(model.source)
+    return shape_from_config(read_model_config(folder), model.source)
+
+
+def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
+    """Return the shape that a config.json describes; ModelError if a size is missing."""
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [key for key in needed if not isinstance(config.get(key), int)]
+    if missing:
+        raise ModelError(f"model {name!r}: config.json has no {', '.join(missing)}: its size cannot be counted")
+    num_heads = config["num_attention_heads"]
+    return ModelShape(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        vocab_size=config["vocab_size"],
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=config.get("model_type") == "qwen2",
+    )
