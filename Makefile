@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup browser run test lint format clean
+.PHONY: setup browser cluster run test lint format clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,16 @@ browser:
 	        chromium fonts-dejavu-core) >/dev/null 2>&1 || echo "chromium could not be installed"; \
 	else echo "no chromium: the tests of the report in a browser will be skipped"; fi
 
-test: setup browser
+# The cluster profiles are tested on a Slurm of this machine. Without one those tests are skipped.
+cluster:
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing Slurm for the tests of the cluster profiles"; \
+	    (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+	        slurm-wlm munge) >/dev/null 2>&1 || echo "Slurm could not be installed"; \
+	else echo "no Slurm: the tests of the cluster profiles will be skipped"; fi
+
+test: setup browser cluster
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup

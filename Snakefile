@@ -22,8 +22,14 @@ include: "workflow/rules/fault_loss.smk"
 include: "workflow/rules/report.smk"
 
 
+# They take seconds, and prepare may fetch from the hub, which compute nodes often cannot reach.
 localrules:
     all,
+    prepare_data,
+    prepare_model,
+    generate_layer_sigmas,
+    compare_losses,
+    audit,
 
 
 rule all:

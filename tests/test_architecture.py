@@ -39,3 +39,14 @@ def test_nothing_in_the_package_catches_everything():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler) and node.type is None:
                 pytest.fail(f"{path}:{node.lineno} catches everything")
+
+
+def test_device_backends_are_reached_through_one_module():
+    # The kernels for CUDA are written for it.
+    allowed = {"device.py", "gaussian_cuda.py", "gemm_cuda.py"}
+    for path in ROOT.rglob("*.py"):
+        if path.name in allowed:
+            continue
+        names = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"torch.cuda", "torch.npu"}, path
+        assert "torch_npu" not in set(imports_of(path)), path

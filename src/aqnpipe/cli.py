@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+from aqnpipe import check_command
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.schema import study_schema
 from aqnpipe.config.study import load_study_file
 from aqnpipe.diagnosis import command as diagnosis_command
+from aqnpipe.doctor import command as doctor_command
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
 from aqnpipe.noise import command as noise_command
 
@@ -19,20 +21,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.command()
-def check(study: Path) -> None:
-    """Validate a study file and the arms it names, and say what it would run."""
-    plan = StudyPlan(load_study_file(study))
-    config = plan.study.config
-    seeds = ", ".join(map(str, config.seeds))
-    typer.echo(
-        f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
-        f"{plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
-        f"{len(config.fault_losses)} loss studies, {len(plan.study.comparisons())} comparisons; "
-        f"report in {plan.results}/report.html"
-    )
 
 
 @app.command()
@@ -61,9 +49,11 @@ def report(study: Path) -> None:
         typer.echo(line)
 
 
+app.command()(check_command.check)
 app.command()(diagnosis_command.diagnose)
 app.command()(diagnosis_command.sigmas)
 app.command()(noise_command.noise_audit)
+app.command()(doctor_command.doctor)
 
 
 def main() -> None:

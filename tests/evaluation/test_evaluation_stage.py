@@ -115,7 +115,7 @@ def test_the_model_is_loaded_once(tmp_path, model_dir, problems, monkeypatch):
 
 
 def test_noise_absent_in_the_evaluation_is_refused_and_nothing_is_written(tmp_path, model_dir, problems, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection.apply_error_", lambda tensor, error, source: tensor)
+    monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor)
     with pytest.raises(ReceiptError, match=r"measured scale 0, asked 0\.2"):
         run(tmp_path, model_dir, problems)
     assert list(tmp_path.iterdir()) == []

@@ -192,7 +192,7 @@ def test_a_fault_that_never_strikes_is_refused_and_nothing_is_written(model_dir,
 
 
 def test_noise_that_never_comes_is_refused(model_dir, problems, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection.apply_error_", lambda tensor, error, source: tensor)
+    monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor)
     with pytest.raises(ReceiptError, match=r"measured sigma 0, asked 0\.1"):
         run(tmp_path, model_dir, problems, conditions=("noise_only",))
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,3 +74,39 @@ def test_no_prompts_no_completions(model):
 def test_a_tokenizer_without_end_token_is_refused(model):
     with pytest.raises(ModelError, match="end token"):
         TransformersBackend(model, SimpleNamespace(eos_token_id=None, pad_token_id=0))
+
+
+def test_shares_of_a_batch_get_the_draws_that_they_have_in_the_whole(model):
+    """Prompts of one length, so that a share is padded as the whole is."""
+    prompts = [[5, 6, 7], [9, 8, 7], [5, 6, 9], [11, 12, 13]]
+    backend = TransformersBackend(model, TOKENIZER)
+    sampling = Sampling(max_response_tokens=8, temperature=1.0, seed=4)
+    whole = backend.generate(prompts, sampling)
+    shares = [replace(sampling, first_row=row, num_rows=4) for row in (0, 2)]
+    assert backend.generate(prompts[:2], shares[0]) + backend.generate(prompts[2:], shares[1]) == whole
+    assert backend.generate(prompts[2:], sampling) != whole[2:]
+
+
+def test_draws_are_those_of_multinomial(model):
+    """One token: the reference computes the softmax of the last logits and lets torch draw from it."""
+    prompts = [[5, 6, 7]] * 64
+    completions = TransformersBackend(model, TOKENIZER).generate(
+        prompts, Sampling(max_response_tokens=1, temperature=0.7, seed=4)
+    )
+    with torch.no_grad():
+        logits = model(torch.tensor(prompts)).logits[:, -1]
+    drawn = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=torch.Generator().manual_seed(4))
+    assert [[token] for c in completions for token in c.token_ids] == drawn.tolist()
+    assert len({c.token_ids[0] for c in completions}) > 10
+
+
+def test_what_a_models_folder_suggests_for_generation_has_no_part(make_model):
+    model = make_model()
+    backend = TransformersBackend(model, TOKENIZER)
+    for temperature in (None, 1.0):
+        sampling = Sampling(max_response_tokens=12, temperature=temperature)
+        plain = backend.generate(PROMPTS, sampling)
+        model.generation_config.update(repetition_penalty=5.0, do_sample=True, top_k=1, temperature=0.1, eos_token_id=5)
+        assert backend.generate(PROMPTS, sampling) == plain
+        assert model.generation_config.repetition_penalty == 5.0
+        model.generation_config.update(repetition_penalty=1.0)

@@ -4,6 +4,7 @@ import sys
 
 from snakemake.utils import validate
 
+from aqnpipe.check_command import announcement
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
@@ -22,6 +23,17 @@ validate(config, "../../config/schema.json", set_default=False)
 
 PLAN = StudyPlan(STUDY)
 RESULTS = PLAN.results
+
+# Before a large study starts, and in its dry run; every job reads this file again and says nothing.
+if workflow.is_main_process and (COST := announcement(PLAN)):
+    print(f"{STUDY_FILE}: {COST}", file=sys.stderr)
+
+
+def given(rule: str) -> str:
+    """What the profile gives to the jobs of a rule, for their messages: a dry run shows every job's devices."""
+    asked = workflow.resource_settings.overwrite_resources.get(rule, {})
+    shown = [name for name in ("slurm_partition", "gres", "devices", "runtime") if name in asked]
+    return f" ({', '.join(f'{name} {{resources.{name}}}' for name in shown)})" if shown else ""
 
 
 wildcard_constraints:

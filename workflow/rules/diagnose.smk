@@ -26,9 +26,10 @@ rule srdd_diagnose:
         diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
         prompt=STUDY.config.prompt.model_dump(mode="json"),
         model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
+        device=STUDY.config.device,
         code=code_digest("aqnpipe.diagnosis.stage"),
     message:
-        "diagnose: model {wildcards.model} on machine {wildcards.machine}"
+        f"diagnose: model {{wildcards.model}} on machine {{wildcards.machine}}{given('srdd_diagnose')}"
     script:
         "../scripts/srdd_diagnose.py"
 

@@ -26,6 +26,6 @@ rule evaluate:
         spec=lambda wildcards: PLAN.evaluation_spec(**wildcards),
         code=code_digest("aqnpipe.evaluation.stage"),
     message:
-        "evaluate: {wildcards.model}/{wildcards.arm} seed {wildcards.seed} step {wildcards.step}"
+        f"evaluate: {{wildcards.model}}/{{wildcards.arm}} seed {{wildcards.seed}} step {{wildcards.step}}{given('evaluate')}"
     script:
         "../scripts/evaluate.py"

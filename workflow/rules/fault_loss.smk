@@ -26,7 +26,7 @@ rule fault_loss:
         spec=lambda wildcards: PLAN.fault_loss_spec(wildcards.model, wildcards.name),
         code=code_digest("aqnpipe.evaluation.fault_loss"),
     message:
-        "fault loss: {wildcards.name} on model {wildcards.model}"
+        f"fault loss: {{wildcards.name}} on model {{wildcards.model}}{given('fault_loss')}"
     script:
         "../scripts/fault_loss.py"
 

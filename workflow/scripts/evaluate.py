@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-from aqnpipe.job import logged_job
+from aqnpipe.job import logged_device_job
 
-with logged_job(Path(snakemake.log[0])) as say:
+spec = EvaluationSpec.model_validate(snakemake.params.spec)
+with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
+    from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+
     evaluate(
-        EvaluationSpec.model_validate(snakemake.params.spec),
+        spec,
         Path(snakemake.input.model).parent,
         Path(snakemake.input.test_problems),
         EvaluationOutputs(

@@ -6,10 +6,11 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
-from aqnpipe.diagnosis.stage import diagnose
-from aqnpipe.job import logged_job
+from aqnpipe.job import logged_device_job
 
-with logged_job(Path(snakemake.log[0])):
+with logged_device_job(Path(snakemake.log[0]), snakemake.params.device, snakemake.resources.get("devices", 0)):
+    from aqnpipe.diagnosis.stage import diagnose
+
     model = ModelConfig.model_validate(snakemake.params.model)
     diagnose(
         Path(snakemake.input.model).parent,
@@ -20,4 +21,5 @@ with logged_job(Path(snakemake.log[0])):
         Path(snakemake.output.layers).parent,
         dtype=model.dtype,
         attention=model.attention,
+        device=snakemake.params.device,
     )

@@ -166,10 +166,11 @@ def _device(name: str) -> "torch.device":
 def _device_name(device: "torch.device") -> str:
     import platform
 
-    import torch
+    from aqnpipe.device import name_of_device
 
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    name = name_of_device(device)
+    if name is not None:
+        return name
     return f"{device} ({platform.processor() or platform.machine()})"
 
 

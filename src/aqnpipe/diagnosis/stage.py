@@ -21,6 +21,7 @@ from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Machine
 from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.device import AskedDevice, resolve_device, torch_device
 from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
@@ -43,7 +44,7 @@ def diagnose(
     *,
     dtype: Dtype = "float32",
     attention: Attention = "eager",
-    device: str = "cpu",
+    device: AskedDevice = "auto",
 ) -> None:
     """Diagnose the model on `machine`, scans on the first num_prompts questions; write layers.parquet and verdict.json.
 
@@ -51,9 +52,10 @@ def diagnose(
     place does not exist or a layer puts out no numbers, ReceiptError if a simulated fault changed nothing.
     """
     torch.set_num_threads(config.threads)
+    target = torch_device(resolve_device(device).kind)
     tokenizer = load_tokenizer(model_dir)
-    prompt_ids = [ids.to(device) for ids in read_prompts(problems, prompt, tokenizer, config.num_prompts)]
-    model = load_model(model_dir, dtype=dtype, attention=attention, device=device)
+    prompt_ids = [ids.to(target) for ids in read_prompts(problems, prompt, tokenizer, config.num_prompts)]
+    model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
     diagnosed = diagnose_model(model, prompt_ids, config, faults=machine.faults)
     if diagnosed.table is None:
         raise ModelError("a diagnosis by all methods has no table of layers; this is a bug")

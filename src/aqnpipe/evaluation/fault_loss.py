@@ -15,6 +15,7 @@ from aqnpipe.config.fault_loss import FaultLossConfig, LossCondition
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, Phase
 from aqnpipe.config.run import FaultLossSpec
 from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
 from aqnpipe.noise.aqn import noised_rollout, target_factors
@@ -69,7 +70,8 @@ def fault_loss(
     """
     settings = spec.settings
     torch.set_num_threads(settings.threads)
-    model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention)
+    device = resolve_device(spec.device)
+    model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention, device=torch_device(device.kind))
     # Gradients are wanted at the faulty sites only, so none of the weights needs one.
     model.requires_grad_(False)
     tokenizer = load_tokenizer(model_dir)
@@ -94,7 +96,7 @@ def fault_loss(
         passes=tuple(passes),
     )
     write_json(outputs.receipt, receipts)
-    write_json(outputs.record, _record(spec, model_dir, test_problems))
+    write_json(outputs.record, _record(spec, model_dir, test_problems, device.label))
     write_table(outputs.table, pl.concat(tables), FaultLossTable)
 
 
@@ -216,7 +218,7 @@ def _token_losses(model: Any, text: Text, recorder: ReceiptRecorder | None) -> t
 
     With a recorder the mean over the solution is also run back, so that gradients pass the faults.
     """
-    ids = torch.tensor([text.token_ids])
+    ids = torch.tensor([text.token_ids], device=model.device)
     if recorder is None:
         logits = model(input_ids=ids, use_cache=False).logits
     else:
@@ -226,7 +228,7 @@ def _token_losses(model: Any, text: Text, recorder: ReceiptRecorder | None) -> t
     if recorder is not None:
         losses[text.prompt_tokens - 1 :].mean().backward()
         recorder.count_forward("backward")
-    return losses.detach()
+    return losses.detach().cpu()
 
 
 def _noise(
@@ -257,7 +259,7 @@ def _faults(spec: FaultLossSpec, one: LossPass) -> tuple[Fault, ...]:
     return tuple(Fault.model_validate(fault.model_dump() | changes) for fault in spec.faults)
 
 
-def _record(spec: FaultLossSpec, model_dir: Path, test_problems: Path) -> RunRecord:
+def _record(spec: FaultLossSpec, model_dir: Path, test_problems: Path, device: str) -> RunRecord:
     return RunRecord(
         stage="fault_loss",
         identity={"model": spec.model_role, "name": spec.settings.name},
@@ -268,5 +270,5 @@ def _record(spec: FaultLossSpec, model_dir: Path, test_problems: Path) -> RunRec
             "weights": sha256_of(sorted(model_dir.glob("*.safetensors"))),
         },
         versions=versions(),
-        device="cpu",
+        device=device,
     )

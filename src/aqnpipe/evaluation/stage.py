@@ -13,6 +13,7 @@ from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
@@ -51,7 +52,8 @@ def evaluate(
     problems = read_table(test_problems, ProblemTable)
     if config.num_questions is not None:
         problems = problems.head(config.num_questions)
-    model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention)
+    device = resolve_device(spec.device)
+    model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention, device=torch_device(device.kind))
     tokenizer = load_tokenizer(model_dir)
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer)
     tables, passes = [], []
@@ -63,7 +65,7 @@ def evaluate(
         label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
         say(f"{label}: noise {level:.0%} seed {noise_seed}: {correct}/{len(problems)} correct")
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes)))
-    write_json(outputs.record, _record(spec, model_dir, test_problems))
+    write_json(outputs.record, _record(spec, model_dir, test_problems, device.label))
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
 
 
@@ -139,7 +141,7 @@ def score(
     )
 
 
-def _record(spec: EvaluationSpec, model_dir: Path, test_problems: Path) -> RunRecord:
+def _record(spec: EvaluationSpec, model_dir: Path, test_problems: Path, device: str) -> RunRecord:
     return RunRecord(
         stage="evaluate",
         identity={"model": spec.model_role, "arm": spec.arm_id, "seed": spec.seed, "step": spec.step},
@@ -150,5 +152,5 @@ def _record(spec: EvaluationSpec, model_dir: Path, test_problems: Path) -> RunRe
             "weights": sha256_of(sorted(model_dir.glob("*.safetensors"))),
         },
         versions=versions(),
-        device="cpu",
+        device=device,
     )

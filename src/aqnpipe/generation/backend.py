@@ -7,11 +7,17 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` None is greedy; otherwise `seed` keys the draws."""
+    """How tokens are chosen. `temperature` None is greedy; otherwise `seed` keys the draws.
+
+    The prompts are rows `first_row` and on of a batch of `num_rows` (None: they are the batch). Every row has draws of
+    its own in it, so that however a batch is shared out over processes, each prompt has the same luck.
+    """
 
     max_response_tokens: int
     temperature: float | None = None
     seed: int = 0
+    first_row: int = 0
+    num_rows: int | None = None
 
 
 @dataclass(frozen=True)

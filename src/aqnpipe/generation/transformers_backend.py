@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.backend import Completion, Sampling
 
 
 class TransformersBackend:
-    """Batched generation by `model.generate`; prompts are left-padded, global random state is left as it was."""
+    """Batched generation by `model.generate`; prompts are left-padded, global random state is left alone."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
@@ -26,17 +26,20 @@ class TransformersBackend:
         if not prompts:
             return []
         input_ids, attention_mask = self._left_padded(prompts)
-        was_training = self._model.training
+        was_training, preferences = self._model.training, self._model.generation_config
         self._model.eval()
+        # What a model's folder suggests (Qwen2.5: a repetition penalty) would fill in what `Sampling` leaves open.
+        self._model.generation_config = GenerationConfig()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=self._cuda_devices()):
-                torch.manual_seed(sampling.seed)
+            with torch.no_grad():
                 output = self._model.generate(
                     input_ids=input_ids,
                     attention_mask=attention_mask,
                     generation_config=self._generation_config(sampling),
+                    logits_processor=self._draws(sampling, len(prompts)),
                 )
         finally:
+            self._model.generation_config = preferences
             self._model.train(was_training)
         return [self._completion(row) for row in output[:, input_ids.shape[1] :].tolist()]
 
@@ -51,22 +54,42 @@ class TransformersBackend:
         return ids.to(device), mask.to(device)
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
-        chosen: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature is not None:
-            chosen = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         return GenerationConfig(
             max_new_tokens=sampling.max_response_tokens,
             pad_token_id=self._padding_token,
             eos_token_id=self._end_token,
             use_cache=True,
             disable_compile=True,
-            **chosen,
+            # `_ShareOfDraws` decides where tokens are sampled.
+            do_sample=False,
         )
+
+    def _draws(self, sampling: Sampling, rows: int) -> LogitsProcessorList:
+        if sampling.temperature is None:
+            return LogitsProcessorList()
+        generator = torch.Generator(device=self._model.device).manual_seed(sampling.seed)
+        return LogitsProcessorList([_ShareOfDraws(sampling, rows, sampling.temperature, generator)])
 
     def _completion(self, token_ids: list[int]) -> Completion:
         if self._end_token in token_ids:
             return Completion(token_ids[: token_ids.index(self._end_token) + 1], "stop")
         return Completion(token_ids, "length")
 
-    def _cuda_devices(self) -> list[torch.device]:
-        return [self._model.device] if self._model.device.type == "cuda" else []
+
+class _ShareOfDraws(LogitsProcessor):
+    """Turns logits into scores whose largest is a draw from their softmax: `argmax_i p_i/e_i`, e_i ~ Exp(1).
+
+    That is what torch.multinomial computes for one draw, here for a share of the rows of a larger batch.
+    """
+
+    def __init__(self, sampling: Sampling, rows: int, temperature: float, generator: torch.Generator) -> None:
+        self._temperature = temperature
+        self._num_rows = rows if sampling.num_rows is None else sampling.num_rows
+        self._share = slice(sampling.first_row, sampling.first_row + rows)
+        self._generator = generator
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores [rows, vocabulary] of the next token; `input_ids` are those so far."""
+        draws = torch.empty(self._num_rows, scores.shape[-1], dtype=scores.dtype, device=scores.device)
+        draws.exponential_(generator=self._generator)
+        return torch.softmax(scores / self._temperature, dim=-1) / draws[self._share]
