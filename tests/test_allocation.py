@@ -11,6 +11,8 @@ from aqnpipe.allocation import (
     allocated_devices,
     current_allocation,
     devices_of_machine,
+    environment_of_node,
+    nodes_of_job,
     place_of_job,
     slurm_npu_ids,
 )
@@ -25,6 +27,8 @@ ONE_NODE = """JobId=2 JobName=wrap
    TresPerNode=gres:npu:910c:4
 """
 THREE_NODES = """JobId=3 JobName=wrap
+   ReqNodeList=(null) ExcNodeList=npu11
+   NodeList=npu[09-10],npu12
      Nodes=npu[09-10] CPU_IDs=63 Mem=100 GRES=npu:910c:2(IDX:6-7)
      Nodes=npu12 CPU_IDs=63 Mem=100 GRES=npu:910c:2(IDX:0,3)
 """
@@ -52,6 +56,16 @@ def in_slurm(monkeypatch, tmp_path):
         monkeypatch.setenv("SLURMD_NODENAME", node)
 
     return enter
+
+
+def test_nodes_are_those_of_the_job_and_each_has_devices_of_its_own(in_slurm):
+    assert nodes_of_job() == ()
+    in_slurm(THREE_NODES, node="npu09")
+    assert nodes_of_job() == ("npu09", "npu10", "npu12")
+    assert environment_of_node("npu12") == {"ASCEND_RT_VISIBLE_DEVICES": "0,3"}
+    in_slurm("JobId=4\n   NodeList=gpu01\n", node="gpu01")
+    assert nodes_of_job() == ("gpu01",)
+    assert environment_of_node("gpu01") == {}
 
 
 def test_npu_ids_come_from_the_job_of_the_node():

@@ -39,7 +39,26 @@ class Allocation:
 def place_of_job() -> str:
     """Return where this process runs, for its log: the node, by Slurm's name for it, and the Slurm job."""
     job = os.environ.get("SLURM_JOB_ID")
-    return f"node {_node()}" + (f", Slurm job {job}" if job else "")
+    return f"node {this_node()}" + (f", Slurm job {job}" if job else "")
+
+
+def nodes_of_job() -> tuple[str, ...]:
+    """Return the nodes of this Slurm job, by Slurm's names for them, in its order; none outside Slurm."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return ()
+    # The variables of a job step name its own nodes only, or contradict each other (22.05).
+    listed = re.search(r"^\s*NodeList=(\S+)", _details_of(job), re.MULTILINE)
+    return _expanded(listed[1]) if listed else ()
+
+
+def environment_of_node(node: str) -> dict[str, str]:
+    """Return what to set for processes of this job on another of its nodes: which NPUs they may use.
+
+    GPUs are named by Slurm itself there.
+    """
+    ids = slurm_npu_ids(_details_of(os.environ["SLURM_JOB_ID"]), node)
+    return {VISIBLE_DEVICES["npu"]: ",".join(ids)} if ids else {}
 
 
 @contextmanager
@@ -78,7 +97,7 @@ def current_allocation() -> Allocation:
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None and not visible_ids("cuda") and not visible_ids("npu"):
-        ids = slurm_npu_ids(_details_of(job), _node())
+        ids = slurm_npu_ids(_details_of(job), this_node())
         if ids:
             give_devices("npu", ids)
     for kind in VISIBLE_DEVICES:
@@ -110,7 +129,8 @@ def slurm_npu_ids(details: str, node: str) -> tuple[str, ...]:
     return ()
 
 
-def _node() -> str:
+def this_node() -> str:
+    """Return the name of the node that this process runs on, as Slurm calls it where there is Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -124,16 +144,16 @@ def _details_of(job: str) -> str:
     return done.stdout
 
 
-def _expanded(nodes: str) -> set[str]:
+def _expanded(nodes: str) -> tuple[str, ...]:
     """Return the node names of a Slurm node list: `npu[01-02,05]` are npu01, npu02 and npu05."""
-    names: set[str] = set()
+    names: list[str] = []
     for prefix, inside in re.findall(r"([^,\[\]]+)(?:\[([\d,-]+)\])?", nodes):
         if not inside:
-            names.add(prefix)
+            names.append(prefix)
             continue
         width = len(re.split("[,-]", inside)[0])
-        names |= {f"{prefix}{number:0{width}}" for number in _numbers(inside)}
-    return names
+        names.extend(f"{prefix}{number:0{width}}" for number in _numbers(inside))
+    return tuple(names)
 
 
 def _numbers(text: str) -> list[int]:

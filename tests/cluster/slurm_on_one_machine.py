@@ -1,12 +1,12 @@
-"""A real Slurm on one machine, for tests and rehearsals: munge, slurmctld, a GPU node and an NPU node. No systemd.
+"""A real Slurm on one machine, for tests and rehearsals: munge, slurmctld, two GPU nodes and an NPU node. No systemd.
 
     python tests/cluster/slurm_on_one_machine.py start     # needs root, slurm-wlm and munge
     python tests/cluster/slurm_on_one_machine.py stop
 
 The devices are fakes: character devices that do nothing, so that Slurm hands out ids and jobs compute on the CPU. The
-nodes have more CPUs and memory than the machine on paper. Partitions: `gpu` (gpu01, gres gpu:a100:8), `npu` (npu01,
-gres npu:910c:8) and `cpu` (both). The configuration goes to Slurm's default path, because jobs of Snakemake's executor
-lose SLURM_CONF; a configuration that this script has not written is never touched.
+nodes have more CPUs and memory than the machine on paper. Partitions: `gpu` (gpu01 and gpu02, gres gpu:a100:8 each),
+`npu` (npu01, gres npu:910c:8) and `cpu` (all). The configuration goes to Slurm's default path, because jobs of
+Snakemake's executor lose SLURM_CONF; a configuration that this script has not written is never touched.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 CONFIGURATION = Path("/etc/slurm")
 STATE = Path("/var/tmp/slurm-on-one-machine")
 MARK = "# Written by slurm_on_one_machine.py for tests; `stop` removes it."
-NODES = {"gpu01": ("gpu", "a100", 17003), "npu01": ("npu", "910c", 17004)}
+NODES = {"gpu01": ("gpu", "a100", 17003), "gpu02": ("gpu", "a100", 17005), "npu01": ("npu", "910c", 17004)}
 DEVICES_PER_NODE = 8
 CPUS_PER_NODE = 64
 MEMORY_MB = 1_000_000
@@ -67,10 +67,11 @@ def configuration() -> tuple[str, str]:
             f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} "
             f"RealMemory={MEMORY_MB} Gres={kind}:{model}:{DEVICES_PER_NODE} State=UNKNOWN"
         )
-        slurm.append(f"PartitionName={kind} Nodes={node} MaxTime=INFINITE State=UP")
         files = f"{STATE}/devices/{kind}[0-{DEVICES_PER_NODE - 1}]"
         gres.append(f"NodeName={node} Name={kind} Type={model} File={files}")
-    slurm.append(f"PartitionName=cpu Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP")
+    partitions = {kind: [node for node in NODES if NODES[node][0] == kind] for kind in ("gpu", "npu")}
+    for name, nodes in {**partitions, "cpu": list(NODES)}.items():
+        slurm.append(f"PartitionName={name} Nodes={','.join(nodes)} MaxTime=INFINITE State=UP")
     return "\n".join(slurm) + "\n", "\n".join(gres) + "\n"
 
 
@@ -88,7 +89,7 @@ def why_not() -> str | None:
 
 
 def start() -> None:
-    """Write the configuration and start every daemon; return when both nodes are idle."""
+    """Write the configuration and start every daemon; return when all nodes are idle."""
     reason = why_not()
     if reason is not None:
         sys.exit(f"no Slurm on this machine: {reason}")
@@ -96,7 +97,7 @@ def start() -> None:
     STATE.mkdir(mode=0o755)
     for folder in ("state", "devices", *NODES):
         (STATE / folder).mkdir()
-    for kind, _, _ in NODES.values():
+    for kind in sorted({kind for kind, _, _ in NODES.values()}):
         for index in range(DEVICES_PER_NODE):  # as /dev/null
             os.mknod(STATE / "devices" / f"{kind}{index}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     CONFIGURATION.mkdir(exist_ok=True)
@@ -147,7 +148,7 @@ def kill(daemon: str, how: signal.Signals = signal.SIGTERM) -> None:
 
 
 def wait_until_idle(seconds: float = 60) -> None:
-    """Wait until both nodes take jobs; end with the controller's words if they do not."""
+    """Wait until all nodes take jobs; end with the controller's words if they do not."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         shown = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %T"], capture_output=True, text=True, check=False).stdout

@@ -221,7 +221,7 @@ def test_outputs_deleted_after_promotion_come_back_without_training(start, undis
     assert not points(tmp_path / "scratch")
 
 
-@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 4), ("SIGUSR1", 5)])
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 4), ("SIGUSR1", 5), ("SIGURG", 2)])
 def test_a_signal_ends_the_run_after_the_step_with_a_resume_point(name, step, start, undisturbed, tmp_path):
     """Step 4 is the end of an epoch."""
     stopped = start(whole_spec(), kill=("backward", 2 * step, "before"), signal=name)

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -147,7 +148,9 @@ def test_two_workers_learn_what_one_does(finished):
         assert (alone[column] - together[column]).abs().max() < bound, column
     weights = [load_file(run / "checkpoints" / "step3" / "model.safetensors") for run in (one, two)]
     assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 3 * 1e-4 / 4
-    assert [line.split(" reward")[0] for line in said] == [f"base/test seed 0: step {step}/3" for step in (1, 2, 3)]
+    assert said[0] == f"base/test seed 0: 2 workers, on {socket.gethostname()}"
+    steps = [line.split(" reward")[0] for line in said[1:]]
+    assert steps == [f"base/test seed 0: step {step}/3" for step in (1, 2, 3)]
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def dry_run(profile, *arguments):
 def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, partition, gres):
     jobs = dry_run(profile, *arguments)
     asked = {
-        "train": f"slurm_partition {partition}, gres {gres}:8, runtime 2880",
+        "train": f"slurm_partition {partition}, nodes 1, gres {gres}:8, runtime 2880",
         "evaluate": f"slurm_partition {partition}, gres {gres}:1, runtime 240",
         "diagnose": f"slurm_partition {partition}, gres {gres}:1, runtime 240",
     }

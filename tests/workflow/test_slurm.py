@@ -1,6 +1,6 @@
-"""Both cluster profiles on a real Slurm of two nodes on this machine: where jobs run, and what disturbs them.
+"""Both cluster profiles on a real Slurm of three nodes on this machine: where jobs run, and what disturbs them.
 
-The devices are fakes and the study computes on the CPU, so the bytes must be the same on either node, disturbed or not.
+The devices are fakes and the study computes on the CPU, so the bytes must be the same on any node, disturbed or not.
 """
 
 import json
@@ -129,14 +129,14 @@ class Run:
         return path.read_text() if path.exists() else ""
 
     def places(self):
-        """Per rule the (node, number of devices) of its jobs, as the jobs wrote it in their logs."""
+        """Per rule the (kind of node, number of devices) of its jobs, as the jobs wrote it in their logs."""
         found = {}
         for path in (self.folder / RESULTS / "logs").rglob("*.log"):
             rule = path.parent.name if path.parent.name != "logs" else path.stem
             node, in_slurm = re.match(r"node (\S+?)(, Slurm job \d+)?\n", path.read_text()).groups()
             given = re.search(r"devices given: (\w+)=(\S+)\n", path.read_text())
             devices = (given[1], len(given[2].split(","))) if given else None
-            found.setdefault(rule, set()).add((node if in_slurm else "here", devices))
+            found.setdefault(rule, set()).add((node.rstrip("0123456789") if in_slurm else "here", devices))
         return found
 
     def artifacts(self):
@@ -155,7 +155,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def slurm_here():
-    """Slurm with a GPU node and an NPU node, for the tests of this file."""
+    """Slurm with two GPU nodes and an NPU node, for the tests of this file."""
     reason = cluster("why-not")
     if reason:
         pytest.skip(f"no Slurm on this machine: {reason}")
@@ -179,7 +179,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm_here, source, tmp_path_factory):
-    """The study on the GPU node, left alone."""
+    """The study on the GPU nodes, left alone."""
     with Run(source, tmp_path_factory.mktemp("a100"), "a100") as run:
         run.start()
         assert run.end() == 0, run.text()
@@ -191,25 +191,44 @@ def test_jobs_run_on_their_nodes_with_their_devices(undisturbed):
     for rule in ("prepare_data", "prepare_model", "generate_layer_sigmas"):
         assert places.pop(rule) == {("here", None)}
     for rule in ("compare", "report"):
-        assert places.pop(rule) <= {("gpu01", None), ("npu01", None)}
+        assert places.pop(rule) <= {("gpu", None), ("npu", None)}
     assert places == {
-        "train": {("gpu01", ("CUDA_VISIBLE_DEVICES", 8))},
-        "evaluate": {("gpu01", ("CUDA_VISIBLE_DEVICES", 1))},
-        "srdd_diagnose": {("gpu01", ("CUDA_VISIBLE_DEVICES", 1))},
+        "train": {("gpu", ("CUDA_VISIBLE_DEVICES", 8))},
+        "evaluate": {("gpu", ("CUDA_VISIBLE_DEVICES", 1))},
+        "srdd_diagnose": {("gpu", ("CUDA_VISIBLE_DEVICES", 1))},
     }
     assert "device: cpu (a rehearsal: the devices given are not used)" in undisturbed.train_log()
-    assert socket.gethostname() not in ("gpu01", "npu01")
+    assert re.match("node gpu0[12], Slurm job ", undisturbed.train_log())
+    assert not socket.gethostname().startswith(("gpu", "npu"))
 
 
 def test_a_study_disturbed_in_every_way_ends_with_the_same_bytes(source, undisturbed, tmp_path):
     with Run(source, tmp_path, "ascend", site={"train_devices": 4}) as run:
         disturb(run)
     places = run.places()
-    assert places["train"] == {("npu01", ("ASCEND_RT_VISIBLE_DEVICES", 4))}
-    assert places["evaluate"] == places["srdd_diagnose"] == {("npu01", ("ASCEND_RT_VISIBLE_DEVICES", 1))}
+    assert places["train"] == {("npu", ("ASCEND_RT_VISIBLE_DEVICES", 4))}
+    assert places["evaluate"] == places["srdd_diagnose"] == {("npu", ("ASCEND_RT_VISIBLE_DEVICES", 1))}
     ours, theirs = run.artifacts(), undisturbed.artifacts()
     assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == set()
     assert not run.jobs("")
+
+
+def test_a_run_over_two_nodes_is_stopped_before_its_limit_and_goes_on(slurm_here, source, tmp_path):
+    with Run(source, tmp_path, "a100", site={"train_nodes": 2, "train_devices": 1}) as run:
+        study = tmp_path / "study.yaml"
+        settings = "num_workers: 2\n  resume_every: 2\n  micro_batch_size: 4"
+        study.write_text(study.read_text().replace("micro_batch_size: 8", settings).replace("epochs: 15", "epochs: 6"))
+        receipt = f"{RESULTS}/runs/base/baseline/seed0/receipt.json"
+        run.start(receipt)
+        job = wait_for("training on two nodes", run.training)
+        assert "base/baseline seed 0: 2 workers, on gpu01, gpu02\n" in run.train_log()
+        slurm("scancel", "--signal=URG", job)  # to every process of the job, as before its limit
+        wait_for("training to stop", lambda: "stopped by a signal" in run.train_log())
+        assert run.end() == 0, run.text()
+        assert "going on after step" in run.train_log()
+    assert json.loads((tmp_path / receipt).read_text())["num_workers"] == 2
+    left = subprocess.run(["ps", "-eo", "args"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert str(tmp_path) not in left
 
 
 def disturb(run):
@@ -231,9 +250,12 @@ def disturb(run):
     cluster("revive", "npu01")
     assert wait_for("the same job after the restart", run.training) == seen[1]
 
-    # Its time is nearly up: Slurm says so by SIGTERM, training writes a resume point, and the retry goes on from there.
-    os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before; Slurm's signal wakes it
+    # Its time is nearly up: Slurm says so by SIGURG, training writes a resume point, and the retry goes on from there.
+    trainer = run.trainer()
+    os.kill(trainer, signal.SIGSTOP)  # so that it is not done before
     slurm("scontrol", "update", f"jobid={seen[1]}", f"timelimit={minutes_since_start(seen[1]) + 5}")
+    wait_for("Slurm's signal", lambda: is_pending(trainer, signal.SIGURG))
+    os.kill(trainer, signal.SIGCONT)
     wait_for("training to stop before its limit", lambda: "stopped by a signal" in run.train_log())
     seen.append(wait_for("training after the time limit", lambda: run.training(seen)))
 
@@ -260,6 +282,12 @@ def disturb(run):
     if run.end() != 0:  # every retry was refused while the first job worked
         run.start()
         assert run.end() == 0, run.text()
+
+
+def is_pending(process, number):
+    """Tell whether a signal waits for a process that is stopped."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"ShdPnd:\t(\S+)", status)[1], 16) >> (number - 1) & 1
 
 
 def minutes_since_start(job):

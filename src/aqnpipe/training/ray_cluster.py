@@ -1,25 +1,33 @@
-"""The Ray cluster that a launch runs on: one of its own on this machine, or the one that RAY_ADDRESS names.
+"""The Ray cluster that a launch runs on: its own, on this machine or the nodes of its Slurm job, or one that exists.
 
-A cluster of its own listens on the loopback interface alone, has no dashboard, reports nothing to anyone, and is gone
-with all its processes when the launch ends, also when the launching process is killed (the kernel ends its children).
+A cluster of its own has no dashboard, reports nothing to anyone, lets in only who has its token, and is gone with all
+its processes when the launch ends, also when the launching process is killed (the kernel ends its children, Slurm the
+steps of a job that ended). On one machine it listens on the loopback interface alone.
 """
 
+import json
 import logging
+import math
 import os
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from aqnpipe.allocation import environment_of_node, this_node
 from aqnpipe.device import DeviceKind
+from aqnpipe.errors import WorkerError
 
 ADDRESS = "RAY_ADDRESS"
-"""Set by a Slurm job that started Ray on its nodes (`auto`, or host and port of the head node)."""
+"""Names a cluster that exists already (`auto`, or host and port of its head node)."""
 
 RESOURCES: dict[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 """What Ray calls a device of each kind."""
@@ -38,33 +46,116 @@ _LOOPBACK = {
 }
 _TOKEN = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - the name of a variable
 _USERS_OWN_ACCESS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", _TOKEN)
+_SECONDS_TO_JOIN = 180
+_SECONDS_BETWEEN_LOOKS = 0.5
 _LONGEST_TEMPORARY_FOLDER = 40
 """Ray puts sockets below it, whose whole path may have 107 characters."""
 
 
 @contextmanager
-def ray_cluster(kind: DeviceKind, num_devices: int) -> Iterator[dict[str, float]]:
+def ray_cluster(kind: DeviceKind, num_devices: int, nodes: tuple[str, ...], shared: Path) -> Iterator[dict[str, float]]:
     """Connect to a Ray cluster while the body runs; yield its resources, by Ray's names.
 
-    kind, num_devices: what a cluster of its own offers; nothing is asked of the one that RAY_ADDRESS names.
+    kind, num_devices: what a cluster of its own offers, over all its nodes; nothing is asked of the one that
+    RAY_ADDRESS names. nodes: those of the Slurm job that this process runs in, itself on one of them; with fewer than
+    two the cluster is this machine. shared: a folder that all nodes see, for the token and the nodes' logs. Raises
+    WorkerError if Ray does not start on a node.
     """
     if os.environ.get(ADDRESS):
         with _environment(_QUIET), _connected(address=os.environ[ADDRESS]) as resources:
             yield resources
         return
-    folder = _temporary_folder()
-    try:
-        with _environment({**_QUIET, **_LOOPBACK, **_own_access(folder)}):
-            offered: dict[DeviceKind, dict[str, Any]] = {
-                "cpu": {},
-                "cuda": {"num_gpus": num_devices},
-                "npu": {"resources": {"NPU": num_devices}},
-            }
-            arguments = {"num_cpus": num_devices, "include_dashboard": False, "_temp_dir": str(folder)}
-            with _connected(**arguments, **offered[kind]) as found:
-                yield found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    alone = len(nodes) < 2
+    offered = _offer(kind, num_devices if alone else math.ceil(num_devices / len(nodes)))
+    with ExitStack() as stack:
+        folder = _temporary_folder()
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        access = stack.enter_context(_own_access(shared))
+        stack.enter_context(_environment({**_QUIET, **(_LOOPBACK if alone else {}), **access}))
+        others = stack.enter_context(_RayNodes(shared))
+        resources = stack.enter_context(_connected(**offered, include_dashboard=False, _temp_dir=str(folder)))
+        if not alone:
+            others.start([node for node in nodes if node != this_node()], offered, folder)
+            resources = others.wait_until_joined()
+        yield resources
+
+
+class _RayNodes:
+    """Ray on the other nodes of a Slurm job, one job step each; ended with the context."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._steps: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> "_RayNodes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for step in self._steps.values():
+            step.terminate()
+        for step in self._steps.values():
+            step.wait()
+
+    def start(self, nodes: list[str], offered: Mapping[str, Any], folder: Path) -> None:
+        """Start Ray on `nodes`, each offering `offered`, joined to the cluster that this process is connected to.
+
+        folder: Ray's temporary folder, of the same name on every node, which this also removes there.
+        """
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        flags = {"num_cpus": "--num-cpus", "num_gpus": "--num-gpus", "resources": "--resources"}
+        arguments = [
+            f"{flags[name]}={json.dumps(value) if isinstance(value, dict) else value}"
+            for name, value in offered.items()
+        ]
+        ray_command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--block"]
+        script = 'trap : TERM; folder=$1; shift; "$@"; rm -rf "$folder"'
+        for node in nodes:
+            step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+            with (self._logs / f"ray_{node}.log").open("wb") as log:
+                self._steps[node] = subprocess.Popen(  # noqa: S603 - Slurm's own names of nodes
+                    [*step, "sh", "-c", script, "sh", str(folder), *ray_command, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**_without_step(os.environ), **environment_of_node(node)},
+                )
+
+    def wait_until_joined(self) -> dict[str, float]:
+        """Wait until every node is in the cluster; return what it then has."""
+        import ray
+
+        deadline = time.monotonic() + _SECONDS_TO_JOIN
+        while sum(node["Alive"] for node in ray.nodes()) < 1 + len(self._steps):
+            for node, step in self._steps.items():
+                late = time.monotonic() > deadline
+                if step.poll() is not None or late:
+                    why = f"not in the cluster after {_SECONDS_TO_JOIN} s" if late else f"ended with {step.returncode}"
+                    raise WorkerError(f"Ray on node {node}: {why}; log: {self._logs / f'ray_{node}.log'}")
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        found: dict[str, float] = ray.cluster_resources()
+        return found
+
+
+def _offer(kind: DeviceKind, num_devices: int) -> dict[str, Any]:
+    """What a node offers, by the names that `ray.init` has for it."""
+    devices: dict[DeviceKind, dict[str, Any]] = {
+        "cpu": {},
+        "cuda": {"num_gpus": num_devices},
+        "npu": {"resources": {"NPU": num_devices}},
+    }
+    return {"num_cpus": num_devices, **devices[kind]}
+
+
+def _without_step(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what Slurm says of this job step, which would bind another one."""
+    kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in kept or not name.startswith(("SLURM_", "SRUN_", "CUDA_VISIBLE_DEVICES"))
+    }
 
 
 @contextmanager
@@ -94,14 +185,18 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _own_access(folder: Path) -> dict[str, str]:
+@contextmanager
+def _own_access(shared: Path) -> Iterator[dict[str, str]]:
     """Give the cluster an access token that nobody else has; Ray's default is a file in the user's home."""
     if any(name in os.environ for name in _USERS_OWN_ACCESS):
-        return {}
-    path = folder / "token"
+        yield {}
+        return
+    path = shared / "ray_token"
+    path.unlink(missing_ok=True)
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
-    return {_TOKEN: str(path)}
+    yield {_TOKEN: str(path)}
+    path.unlink(missing_ok=True)
 
 
 def _temporary_folder() -> Path:

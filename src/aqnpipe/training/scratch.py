@@ -29,8 +29,12 @@ from aqnpipe.artifacts import Artifact, RunRecord
 from aqnpipe.errors import RunLockedError
 from aqnpipe.training.durable import damage, digests_of, rename, sync, sync_tree, write_durably
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What a scheduler sends before its time limit ends a job."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
+"""What a scheduler sends before its time limit ends a job.
+
+Slurm sends it to every process of the job. SIGURG is the one that all others ignore: Ray's would end on either other,
+and several workers could not write a resume point any more.
+"""
 
 
 class FinishedRun(Artifact):

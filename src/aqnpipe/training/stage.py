@@ -28,8 +28,8 @@ def train(
 
     Works in `scratch`, on the same file system, and goes on there where an earlier process of the same run was stopped,
     to the same bytes. `output_dir` appears only when everything, the receipt included, is in order. Raises ReceiptError
-    when measured and asked noise differ, TrainingError when the loss breaks, RunInterruptedError after SIGTERM or
-    SIGUSR1, RunLockedError when another process works on the run, StorageError on a full disk.
+    when measured and asked noise differ, TrainingError when the loss breaks, RunInterruptedError after one of
+    `STOP_SIGNALS`, RunLockedError when another process works on the run, StorageError on a full disk.
     """
     record = _run_record(spec, inputs)
     prepare_reporting(

@@ -18,11 +18,13 @@ from typing import NoReturn
 
 from torch import distributed
 
+from aqnpipe.allocation import nodes_of_job, this_node
 from aqnpipe.artifacts import read_json
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import COLLECTIVES, Device, DeviceKind, resolve_device
 from aqnpipe.errors import AqnpipeError, DeviceError, WorkerError
 from aqnpipe.noise.receipt import Receipt
+from aqnpipe.training.ranks import gathered
 from aqnpipe.training.ray_cluster import ADDRESS, RESOURCES, ray_cluster
 from aqnpipe.training.run import TrainingInputs, run_label, run_worker
 from aqnpipe.training.scratch import Workspace
@@ -68,7 +70,10 @@ def run_workers(
         run_worker(spec, inputs, workspace, resume_from, say)
         return
     device = resolve_device(spec.device)
-    if not os.environ.get(ADDRESS):
+    nodes = () if os.environ.get(ADDRESS) else nodes_of_job()
+    if len(nodes) > 1:
+        _check_devices(spec, device.kind, _devices_here(device) * len(nodes), f"on {len(nodes)} nodes")
+    elif not os.environ.get(ADDRESS):
         _check_devices(spec, device.kind, _devices_here(device), "on this machine")
     # Workers have a working directory of their own.
     share = _Share(
@@ -81,7 +86,7 @@ def run_workers(
         shutil.rmtree(left_over, ignore_errors=True)
     share.logs.mkdir()
     share.said.write_text("")
-    with ray_cluster(device.kind, spec.training.num_workers) as resources:
+    with ray_cluster(device.kind, spec.training.num_workers, nodes, share.logs) as resources:
         _check_devices(spec, device.kind, int(resources.get(RESOURCES[device.kind], 0)), "in the Ray cluster")
         with _relayed(share.said, say):
             _launch(share, device.kind)
@@ -141,8 +146,10 @@ def _work(config: dict[str, _Share]) -> None:
     _send_output_to(share.logs / f"worker{rank}.log")
     if started != asked:
         raise WorkerError(f"{run_label(share.spec)}: {started} workers started, {asked} were asked for")
+    say = _teller(share.said, rank)
+    say(f"{run_label(share.spec)}: {started} workers, on {', '.join(sorted(set(gathered(this_node()))))}")
     try:
-        run_worker(share.spec, share.inputs, share.workspace, share.resume_from, _teller(share.said, rank))
+        run_worker(share.spec, share.inputs, share.workspace, share.resume_from, say)
     except RuntimeError:
         time.sleep(_SECONDS_FOR_A_DEATH_TO_SHOW)
         raise
