@@ -29,12 +29,12 @@ SHAPE = {
 }
 
 
-def generation(model, noise, num_forwards=NUM_FORWARDS, inside=lambda: None):
+def generation(model, noise, num_forwards=NUM_FORWARDS, inside=lambda: None, key=KEY):
     """Return all logits of a prompt and the tokens after it, and the receipt."""
     recorder = ReceiptRecorder(operator_noise=noise, expected_phases=("rollout",), num_layers=2, num_norms=5)
     ids = torch.randint(2, 64, (4, 8 + num_forwards), generator=torch.Generator().manual_seed(1))
     cache, outputs = None, []
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", KEY):
+    with torch.no_grad(), phase_noise(model, recorder, "rollout", key):
         for step in range(num_forwards):
             tokens = ids[:, :8] if step == 0 else ids[:, 7 + step : 8 + step]
             output = model(tokens, past_key_values=cache, use_cache=True)
@@ -133,10 +133,11 @@ def test_a_linear_weight_used_without_its_module_is_noised(qwen2):
     assert calls["linear", 1] == 6 * NUM_FORWARDS
 
 
-def test_a_product_that_appears_only_later_where_the_mode_was_off_is_refused(qwen2):
-    """Forwards 0 and 1 are surveyed and see no product in this MLP; the next survey, forward 8, does."""
+@pytest.mark.parametrize("step", [5, 8, 10])
+def test_a_product_that_appears_only_later_where_the_mode_was_off_is_refused(step, qwen2):
+    """Forwards 0 and 1 are surveyed and see no product in this MLP; the next survey, of forward 16 - step, does."""
     qwen2.model.layers[1].mlp = MatmulInMlp(lambda hidden, weight, call: hidden @ weight if call >= 5 else hidden)
-    _, receipt = generation(qwen2, noise_on())
+    _, receipt = generation(qwen2, noise_on(), key=NoiseKey(seed=0, step=step))
     with pytest.raises(ReceiptError, match=r"rollout: 1 calls of (__matmul__|matmul) escaped the noise"):
         receipt.check()
 

@@ -17,7 +17,7 @@ from aqnpipe.noise.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
 _MEASURED_FROM_THE_FIRST = 2
-_MEASURE_STRIDE = 8
+_MEASURE_STRIDE = 16
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,12 @@ class PhaseState:
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether calls that repeat in every forward are measured in this one: the first two, then every 8th."""
-        return self.forward_index < _MEASURED_FROM_THE_FIRST or not self.forward_index % _MEASURE_STRIDE
+        """Tell whether calls that repeat in every forward are measured in this one.
+
+        The first two are, and every 16th, which are others at each step, so that in time all are.
+        """
+        offset = self.key.step + self.key.micro_step
+        return self.forward_index < _MEASURED_FROM_THE_FIRST or not (self.forward_index + offset) % _MEASURE_STRIDE
 
     def seed(self, stream: str, *counters: int) -> int:
         """Return the seed of `stream` in this forward: keyed by place, not by history, so that it can be replayed."""

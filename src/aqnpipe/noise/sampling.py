@@ -15,7 +15,7 @@ def sample(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     if flat.numel() <= MEASURED_ELEMENTS_PER_CALL:
         return flat.clone()
-    return flat[sample_positions(flat.numel(), flat.device)]
+    return flat.index_select(0, sample_positions(flat.numel(), flat.device))
 
 
 @lru_cache(maxsize=4096)
