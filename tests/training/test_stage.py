@@ -1,80 +1,25 @@
 """The train stage on a tiny random model: phases, receipts, checkpoints, determinism, refusals."""
 
-import polars as pl
 import pytest
 import torch
+from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 
-from aqnpipe.artifacts import ProblemTable, RunRecord, TrainingMetrics, read_json, read_table, write_table
+from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.noise.struck_sites import StruckSites
 from aqnpipe.provenance import sha256_of_file
-from aqnpipe.training import stage
-from aqnpipe.training.run import TrainingInputs
-
-NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
-AQN = {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.01}}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, make_model):
-    folder = tmp_path_factory.mktemp("inputs")
-    tokenizer = build_tokenizer()
-    model = make_model(
-        num_layers=2,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "model" / "aqnpipe_model.json").write_text("{}")
-    for split in ("train", "test"):
-        table = pl.DataFrame(
-            {
-                "question_id": [f"{split}-{i}" for i in range(8)],
-                "question": [f"What is {i} plus {i} ?" for i in range(8)],
-                "answer": [f"{i} + {i} = {2 * i}\n#### {2 * i}" for i in range(8)],
-                "gold_answer": [str(2 * i) for i in range(8)],
-            }
-        )
-        write_table(folder / f"{split}.parquet", table, ProblemTable)
-    return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
-
-
-def train(one_spec, inputs, output_dir, say):
-    stage.train(one_spec, inputs, output_dir, output_dir.with_name(f"{output_dir.name}_scratch"), say)
-
-
-def spec(operator_noise=None, aqn=None, **training):
-    settings = {
-        "epochs": 1,
-        "prompts_per_step": 4,
-        "rollouts_per_prompt": 2,
-        "micro_batch_size": 4,
-        "learning_rate": 1e-3,
-        "max_response_tokens": 6,
-        "checkpoint_every": 1,
-        "validation_questions": 3,
-    }
-    return TrainingSpec(
-        model_role="base",
-        arm_id="test",
-        arm={"description": "", "operator_noise": operator_noise, "aqn": aqn},
-        seed=0,
-        num_steps=2,
-        dtype="float32",
-        attention="eager",
-        prompt={},
-        training={**settings, **training},
-    )
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
 
 
 def test_a_run_leaves_its_artifacts_and_an_honest_receipt(inputs, tmp_path):
     said = []
-    train(spec(NOISE, AQN), inputs, tmp_path / "run", said.append)
+    run(training_spec(NOISE, AQN), inputs, tmp_path / "run", said.append)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
         "checkpoints", "metrics.parquet", "receipt.json", "run.json",
     ]  # fmt: skip
@@ -91,13 +36,15 @@ def test_a_run_leaves_its_artifacts_and_an_honest_receipt(inputs, tmp_path):
     assert metrics["validation_accuracy"].is_null().to_list() == [True, False]
     record = read_json(tmp_path / "run" / "run.json", RunRecord)
     assert record.identity["arm"] == "test"
+    assert record.device == "cpu"
+    assert record.config["training"]["learning_rate"] == 1e-3
     assert any("step 2/2" in line for line in said)
 
 
 def test_the_same_run_gives_the_same_bytes(inputs, tmp_path):
     for name in ("one", "two"):
         torch.randn(7)  # whatever happened before must not matter
-        train(spec(NOISE, AQN), inputs, tmp_path / name, lambda _: None)
+        run(training_spec(NOISE, AQN), inputs, tmp_path / name)
     files = [p.relative_to(tmp_path / "one") for p in sorted((tmp_path / "one").rglob("*")) if p.is_file()]
     assert len(files) > 6
     for file in files:
@@ -107,25 +54,25 @@ def test_the_same_run_gives_the_same_bytes(inputs, tmp_path):
 def test_arms_that_differ_in_noise_only_share_their_first_prompts_and_sampling(inputs, tmp_path):
     """Noise too small to change a token must leave the first rollout as it is."""
     small = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 1e-5}}
-    train(spec(), inputs, tmp_path / "clean", lambda _: None)
-    train(spec(small), inputs, tmp_path / "noisy", lambda _: None)
+    run(training_spec(), inputs, tmp_path / "clean")
+    run(training_spec(small), inputs, tmp_path / "noisy")
     clean, noisy = (read_table(tmp_path / n / "metrics.parquet", TrainingMetrics) for n in ("clean", "noisy"))
     assert clean["response_tokens_mean"][0] == noisy["response_tokens_mean"][0]
     assert clean["entropy"][0] == pytest.approx(noisy["entropy"][0], rel=1e-4)
 
 
 def test_a_seed_offset_gives_the_luck_of_another_seed_and_keeps_the_runs_name(inputs, tmp_path):
-    plain = spec(NOISE)
+    plain = training_spec(NOISE)
     offset = plain.model_copy(update={"arm": plain.arm.model_copy(update={"seed_offset": 7})})
     for name, one in (("offset", offset), ("other_seed", plain.model_copy(update={"seed": 7})), ("plain", plain)):
-        train(one, inputs, tmp_path / name, lambda _: None)
+        run(one, inputs, tmp_path / name)
     digests = {name: sha256_of_file(tmp_path / name / "metrics.parquet") for name in ("offset", "other_seed", "plain")}
     assert digests["offset"] == digests["other_seed"] != digests["plain"]
     assert read_json(tmp_path / "offset" / "run.json", RunRecord).identity["seed"] == 0
 
 
 def test_without_kl_there_is_no_reference_phase(inputs, tmp_path):
-    train(spec(kl_coefficient=0.0), inputs, tmp_path / "run", lambda _: None)
+    run(training_spec(kl_coefficient=0.0), inputs, tmp_path / "run")
     receipt = read_json(tmp_path / "run" / "receipt.json", Receipt)
     assert "reference" not in {record.phase for record in receipt.phases}
 
@@ -133,14 +80,14 @@ def test_without_kl_there_is_no_reference_phase(inputs, tmp_path):
 def test_noise_disabled_by_hand_fails_the_run_and_leaves_nothing(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor)
     with pytest.raises(ReceiptError, match="receipt refused"):
-        train(spec(NOISE), inputs, tmp_path / "run", lambda _: None)
+        run(training_spec(NOISE), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_aqn_forgotten_by_the_trainer_fails_the_run(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("aqnpipe.training.noise_plan.NoisePlan.sigma", lambda self, step: 0.0)
     with pytest.raises(ReceiptError, match="AQN"):
-        train(spec(aqn=AQN), inputs, tmp_path / "run", lambda _: None)
+        run(training_spec(aqn=AQN), inputs, tmp_path / "run")
 
 
 def test_broken_weights_stop_the_run(inputs, tmp_path, monkeypatch):
@@ -149,7 +96,7 @@ def test_broken_weights_stop_the_run(inputs, tmp_path, monkeypatch):
 
     monkeypatch.setattr("aqnpipe.training.run.reward_correct", alternating)
     with pytest.raises(TrainingError, match=r"base/test seed 0: \S+ is not finite after step 1, run stopped"):
-        train(spec(learning_rate=1e38, max_grad_norm=1e30), inputs, tmp_path / "run", lambda _: None)
+        run(training_spec(learning_rate=1e38, max_grad_norm=1e30), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -158,7 +105,7 @@ HIDDEN_AQN = {**AQN, "targets": "hidden_states"}
 
 
 def on_a_faulty_machine(*faults, **changes):
-    whole = spec(aqn=HIDDEN_AQN).model_dump() | {"faults": faults} | changes
+    whole = training_spec(aqn=HIDDEN_AQN).model_dump() | {"faults": faults} | changes
     return TrainingSpec.model_validate(whole)
 
 
@@ -169,7 +116,7 @@ def scattered_rewards(completions, **_):
 
 def test_the_machines_fault_is_in_every_phase_and_masks_the_gradient(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
-    train(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run", lambda _: None)
+    run(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run")
     receipt = read_json(tmp_path / "run" / "receipt.json", Receipt).check()
     assert receipt.faults[0].magnitude == 0.2
     cells = {cell.phase: cell for cell in receipt.fault_cells}
@@ -186,7 +133,7 @@ def test_the_machines_fault_is_in_every_phase_and_masks_the_gradient(inputs, tmp
 def test_the_fault_changes_what_is_learned(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
     for name, faults in (("healthy", ()), ("faulty", (DEAD_ZONE,))):
-        train(on_a_faulty_machine(*faults), inputs, tmp_path / name, lambda _: None)
+        run(on_a_faulty_machine(*faults), inputs, tmp_path / name)
     weights = "checkpoints/step2/model.safetensors"
     assert sha256_of_file(tmp_path / "healthy" / weights) != sha256_of_file(tmp_path / "faulty" / weights)
     assert read_json(tmp_path / "healthy" / "receipt.json", Receipt).fault_cells == ()
@@ -196,10 +143,10 @@ def test_a_fault_forgotten_in_one_phase_fails_the_run(inputs, tmp_path, monkeypa
     original = StruckSites._find
     monkeypatch.setattr(StruckSites, "_find", lambda self: [] if self.state.phase == "reference" else original(self))
     with pytest.raises(ReceiptError, match="reference: fault dead_zone in layer 1 \\(layer_output\\) did not run"):
-        train(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run", lambda _: None)
+        run(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_fault_that_changes_nothing_fails_the_run(inputs, tmp_path):
     with pytest.raises(ReceiptError, match="changed none of"):
-        train(on_a_faulty_machine({**DEAD_ZONE, "magnitude": 1e-12}), inputs, tmp_path / "run", lambda _: None)
+        run(on_a_faulty_machine({**DEAD_ZONE, "magnitude": 1e-12}), inputs, tmp_path / "run")
