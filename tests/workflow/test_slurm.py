@@ -178,12 +178,36 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(slurm_here, source, tmp_path_factory):
-    """The study on the GPU nodes, left alone."""
-    with Run(source, tmp_path_factory.mktemp("a100"), "a100") as run:
+def started(slurm_here, source, tmp_path_factory):
+    """The study on the GPU nodes, left alone; it runs while others are tested, as most of its time is waiting."""
+    with Run(source, tmp_path_factory.mktemp("a100"), "a100", site={"train_devices": 4}) as run:
         run.start()
+        yield run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(started):
+    """The study on the GPU nodes at its end."""
+    assert started.end() == 0, started.text()
+    return started
+
+
+def test_a_run_over_two_nodes_is_stopped_before_its_limit_and_goes_on(started, source, tmp_path):
+    with Run(source, tmp_path, "a100", site={"train_nodes": 2, "train_devices": 1}) as run:
+        study = tmp_path / "study.yaml"
+        settings = "num_workers: 2\n  resume_every: 2\n  micro_batch_size: 4"
+        study.write_text(study.read_text().replace("micro_batch_size: 8", settings).replace("epochs: 15", "epochs: 6"))
+        receipt = f"{RESULTS}/runs/base/baseline/seed0/receipt.json"
+        run.start(receipt)
+        job = wait_for("training on two nodes", run.training)
+        assert "base/baseline seed 0: 2 workers, on gpu01, gpu02\n" in run.train_log()
+        slurm("scancel", "--signal=URG", job)  # to every process of the job, as before its limit
+        wait_for("training to stop", lambda: "stopped by a signal" in run.train_log())
         assert run.end() == 0, run.text()
-    return run
+        assert "going on after step" in run.train_log()
+    assert json.loads((tmp_path / receipt).read_text())["num_workers"] == 2
+    left = subprocess.run(["ps", "-eo", "args"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert str(tmp_path) not in left
 
 
 def test_jobs_run_on_their_nodes_with_their_devices(undisturbed):
@@ -193,7 +217,7 @@ def test_jobs_run_on_their_nodes_with_their_devices(undisturbed):
     for rule in ("compare", "report"):
         assert places.pop(rule) <= {("gpu", None), ("npu", None)}
     assert places == {
-        "train": {("gpu", ("CUDA_VISIBLE_DEVICES", 8))},
+        "train": {("gpu", ("CUDA_VISIBLE_DEVICES", 4))},
         "evaluate": {("gpu", ("CUDA_VISIBLE_DEVICES", 1))},
         "srdd_diagnose": {("gpu", ("CUDA_VISIBLE_DEVICES", 1))},
     }
@@ -211,24 +235,6 @@ def test_a_study_disturbed_in_every_way_ends_with_the_same_bytes(source, undistu
     ours, theirs = run.artifacts(), undisturbed.artifacts()
     assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == set()
     assert not run.jobs("")
-
-
-def test_a_run_over_two_nodes_is_stopped_before_its_limit_and_goes_on(slurm_here, source, tmp_path):
-    with Run(source, tmp_path, "a100", site={"train_nodes": 2, "train_devices": 1}) as run:
-        study = tmp_path / "study.yaml"
-        settings = "num_workers: 2\n  resume_every: 2\n  micro_batch_size: 4"
-        study.write_text(study.read_text().replace("micro_batch_size: 8", settings).replace("epochs: 15", "epochs: 6"))
-        receipt = f"{RESULTS}/runs/base/baseline/seed0/receipt.json"
-        run.start(receipt)
-        job = wait_for("training on two nodes", run.training)
-        assert "base/baseline seed 0: 2 workers, on gpu01, gpu02\n" in run.train_log()
-        slurm("scancel", "--signal=URG", job)  # to every process of the job, as before its limit
-        wait_for("training to stop", lambda: "stopped by a signal" in run.train_log())
-        assert run.end() == 0, run.text()
-        assert "going on after step" in run.train_log()
-    assert json.loads((tmp_path / receipt).read_text())["num_workers"] == 2
-    left = subprocess.run(["ps", "-eo", "args"], check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert str(tmp_path) not in left
 
 
 def disturb(run):
