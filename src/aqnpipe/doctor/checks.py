@@ -26,10 +26,10 @@ MINIMUM_FREE_GB = 20
 """Below this a study of real models fills the disk: a checkpoint of 1.5B parameters is 3 GB."""
 
 OPTIONAL: dict[str, str] = {
-    "vllm": "pip install vllm (rollouts and evaluations of real models on GPUs)",
+    "vllm": "pip install 'aqnpipe[vllm]' (evaluations of real models on GPUs)",
     "ray": "pip install 'ray[default]' (several nodes)",
     "torch-npu": "pip install torch-npu, in the version made for this torch, beside CANN (Ascend)",
-    "vllm-ascend": "pip install vllm-ascend (vLLM on Ascend)",
+    "vllm-ascend": "pip install 'aqnpipe[vllm-ascend]' (vLLM on Ascend)",
     "snakemake-executor-plugin-slurm": "pip install -e '.[slurm]' (profiles a100 and ascend)",
     "triton": "comes with the CUDA build of torch (noise on GPUs)",
 }

@@ -3,7 +3,7 @@
 import fnmatch
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import Literal
 
 import torch
@@ -29,7 +29,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def output_projection(model: nn.Module) -> nn.Module:
     """Return the module that maps hidden states to logits; ModelError if there is none."""
     getter: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
-    head = getter() if getter is not None else None
+    # Models of vLLM have no such method.
+    head = getter() if getter is not None else getattr(model, "lm_head", None)
     if not isinstance(head, nn.Module):
         raise ModelError(f"{type(model).__name__}: no output projection (lm_head) found")
     return head
@@ -78,30 +79,46 @@ def select_modules(model: nn.Module, modules: ModuleScope | tuple[str, ...]) -> 
     Raises ModelError when a scope or any one pattern matches no module.
     """
     named = dict(model.named_modules())
+    linears = {name for name, module in named.items() if isinstance(module, nn.Linear)}
+    norms = {name for name, module in named.items() if is_rms_norm(module)}
+    chosen = select_names(list(named), linears, norms, modules, type(model).__name__)
+    return {name: named[name] for name in chosen}
+
+
+def select_names(
+    names: Sequence[str],
+    linears: Set[str],
+    norms: Set[str],
+    modules: ModuleScope | tuple[str, ...],
+    model_name: str,
+) -> list[str]:
+    """Return those of the qualified `names` that are in a scope or match any of the patterns, in their order.
+
+    Raises ModelError when a scope or any one pattern matches nothing.
+    """
     if isinstance(modules, tuple):
-        matches = [fnmatch.filter(named, pattern) for pattern in modules]
-        for pattern, names in zip(modules, matches, strict=True):
-            if not names:
-                raise ModelError(f"{type(model).__name__}: pattern {pattern!r} matches none of {len(named)} modules")
-        chosen = {name for names in matches for name in names}
+        matches = [fnmatch.filter(names, pattern) for pattern in modules]
+        for pattern, found in zip(modules, matches, strict=True):
+            if not found:
+                raise ModelError(f"{model_name}: pattern {pattern!r} matches none of {len(names)} modules")
+        chosen: Set[str] = {name for found in matches for name in found}
     else:
-        chosen = {name for name, module in named.items() if _in_scope(name, module, modules)}
+        chosen = _in_scope(linears, norms, modules)
         if not chosen:
-            raise ModelError(f"{type(model).__name__}: no module is in scope {modules!r}")
-    return {name: module for name, module in named.items() if name in chosen}
+            raise ModelError(f"{model_name}: no module is in scope {modules!r}")
+    return [name for name in names if name in chosen]
 
 
-def _in_scope(name: str, module: nn.Module, scope: ModuleScope) -> bool:
-    is_linear = isinstance(module, nn.Linear)
+def _in_scope(linears: Set[str], norms: Set[str], scope: ModuleScope) -> Set[str]:
     match scope:
         case "minimal":
-            return is_rms_norm(module)
+            return norms
         case "mlp":
-            return is_rms_norm(module) or (is_linear and name.endswith("down_proj"))
+            return norms | {name for name in linears if name.endswith("down_proj")}
         case "linear":
-            return is_linear
+            return linears
         case "all":
-            return is_linear or is_rms_norm(module)
+            return linears | norms
 
 
 def layer_of(module_name: str) -> int | None:

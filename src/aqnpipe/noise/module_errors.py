@@ -1,5 +1,6 @@
 """Noise by hooks on whole modules: on what goes into them, or on what comes out."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -16,12 +17,13 @@ _FIRST_MODULE = 16
 
 
 class ModuleErrors:
-    """The modules that `noise` selects, with its error."""
+    """The modules that `noise` selects, with its error; `names` are their qualified names where they are known."""
 
-    def __init__(self, state: PhaseState, noise: ModuleNoise) -> None:
+    def __init__(self, state: PhaseState, noise: ModuleNoise, names: Sequence[str] | None = None) -> None:
         self._state = state
         self._noise = noise
-        self._ordinals = {name: ordinal for ordinal, name in enumerate(select_modules(state.model, noise.modules))}
+        selected = select_modules(state.model, noise.modules) if names is None else names
+        self._ordinals = {name: ordinal for ordinal, name in enumerate(selected)}
         state.recorder.expect_modules(len(self._ordinals))
 
     def install(self, stack: ExitStack, module: nn.Module, name: str) -> None:

@@ -52,8 +52,8 @@ def layer_sites(layer: nn.Module) -> LayerSites:
             norms[name] = module
     return LayerSites(
         layer=layer,
-        attention=_child(layer, _ATTENTION_NAMES),
-        mlp=_child(layer, _MLP_NAMES),
+        attention=attention_of(layer),
+        mlp=mlp_of(layer),
         linears={name: module for name, module in linears.items() if name not in repeated},
         norms={name: module for name, module in norms.items() if name not in repeated},
     )
@@ -71,6 +71,16 @@ def site_module(model: nn.Module, layer_index: int, site: str) -> nn.Module:
     if site not in modules:
         raise ModelError(f"fault.site is {site!r}, {type(model).__name__} has {', '.join(modules)}")
     return modules[site]
+
+
+def attention_of(layer: nn.Module) -> nn.Module:
+    """Return the attention module of a decoder layer; ModelError if it has none that can be told by name."""
+    return _child(layer, _ATTENTION_NAMES)
+
+
+def mlp_of(layer: nn.Module) -> nn.Module:
+    """Return the MLP of a decoder layer; ModelError if it has none that can be told by name."""
+    return _child(layer, _MLP_NAMES)
 
 
 def _child(layer: nn.Module, names: tuple[str, ...]) -> nn.Module:

@@ -1,6 +1,6 @@
 """Simulated faults and AQN's noise on hidden states: what strikes the output of a site, last of all and in order."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +32,20 @@ class _Site:
 
 
 class StruckSites:
-    """The struck sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0."""
+    """The struck sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
 
-    def __init__(self, state: PhaseState, hidden_sigmas: Mapping[int, float]) -> None:
+    `find` gives the module whose output is a site (model, layer index, name); ModelError if there is no such place.
+    """
+
+    def __init__(
+        self,
+        state: PhaseState,
+        hidden_sigmas: Mapping[int, float],
+        find: Callable[[nn.Module, int, str], nn.Module] = site_module,
+    ) -> None:
         self.state = state
         self._hidden_sigmas = hidden_sigmas
+        self._site_module = find
         self._sites = self._find()
 
     def install(self, stack: ExitStack, layer: int) -> None:
@@ -54,7 +63,7 @@ class StruckSites:
         return [
             _Site(
                 layer,
-                site_module(self.state.model, layer, site),
+                self._site_module(self.state.model, layer, site),
                 struck,
                 self._hidden_sigmas.get(layer, 0.0) if site == "layer_output" else 0.0,
             )

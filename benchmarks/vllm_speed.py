@@ -1,0 +1,136 @@
+"""Throughput of evaluation on a CPU: transformers and vLLM, clean and noised, taken in turn in one run.
+
+`make vllm && OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_speed.py` prints tokens per second of wall time,
+CPU seconds of all processes of a backend, and ratios of CPU time per token: median, lowest and highest round.
+Every receipt is checked, so the noise was there.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from aqnpipe.config.dataset import GeneratedDataset
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
+from aqnpipe.data.generated import generate_problems
+from aqnpipe.generation.backend import Sampling
+from aqnpipe.generation.noisy import NoisyGenerator, PassNoise, TransformersPasses
+from aqnpipe.generation.vllm.engine import VllmEngine
+from aqnpipe.models.loading import load_model
+from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.noise.phase_state import NoiseKey
+
+CONSOLE = Console(width=200)
+NOISES = {
+    "clean": PassNoise(),
+    "matmul": PassNoise(
+        operator_noise=OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("evaluation",), attention="fused")
+    ),
+}
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and all that it started."""
+    process = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+
+
+def evaluation(
+    generator: NoisyGenerator, prompts: list[list[int]], batch_size: int, response_tokens: int, noise: PassNoise
+) -> tuple[float, float, int]:
+    """Answer all prompts by length as the evaluate stage does; return wall seconds, CPU seconds and tokens."""
+    prompts = sorted(prompts, key=len)
+    wall, cpu, tokens = time.perf_counter(), cpu_seconds(), 0
+    generator.begin_pass(noise)
+    for number, start in enumerate(range(0, len(prompts), batch_size)):
+        batch = prompts[start : start + batch_size]
+        answers = generator.generate(batch, Sampling(response_tokens), NoiseKey(seed=0, step=number))
+        tokens += sum(len(one.token_ids) for one in answers)
+    generator.end_pass().check()
+    return time.perf_counter() - wall, cpu_seconds() - cpu, tokens
+
+
+def save_wide_model(folder: Path) -> None:
+    """A model whose products cost more than the calls around them: 6 layers of 384 channels, random weights."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
+    """Print the rows of one model."""
+    tokenizer = build_tokenizer()
+    problems = generate_problems(GeneratedDataset(num_test=arguments.questions), "test")
+    prompts = [tokenizer(problem.question)["input_ids"] for problem in problems]
+    longest = max(map(len, prompts)) + arguments.tokens
+    engine = VllmEngine(
+        folder,
+        end_token=tokenizer.eos_token_id,
+        dtype="float32",
+        max_tokens=longest,
+        batch_size=arguments.batch_size,
+        device="cpu",
+    )
+    backends: dict[str, NoisyGenerator] = {
+        "transformers": TransformersPasses(load_model(folder, dtype="float32", attention="sdpa"), tokenizer),
+        "vllm": engine,
+    }
+    runs: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+    with engine:
+        for round_number in range(arguments.rounds + 1):
+            for noise_name, noise in NOISES.items():
+                for backend_name, backend in backends.items():
+                    one = evaluation(backend, prompts, arguments.batch_size, arguments.tokens, noise)
+                    if round_number:  # the first round warms up
+                        runs.setdefault((backend_name, noise_name), []).append(one)
+    for (backend_name, noise_name), taken in runs.items():
+        rate = statistics.median(tokens / wall for wall, _, tokens in taken)
+        cpu = statistics.median(seconds for _, seconds, _ in taken)
+        CONSOLE.print(f"| {name} | {backend_name} | {noise_name} | {rate:.0f} | {cpu:.2f} |")
+    for label, above, below in (
+        ("vLLM clean against transformers clean", ("vllm", "clean"), ("transformers", "clean")),
+        ("vLLM noised against transformers noised", ("vllm", "matmul"), ("transformers", "matmul")),
+        ("vLLM noised against clean", ("vllm", "matmul"), ("vllm", "clean")),
+        ("transformers noised against clean", ("transformers", "matmul"), ("transformers", "clean")),
+    ):
+        ratios = sorted((a[1] / a[2]) / (b[1] / b[2]) for a, b in zip(runs[above], runs[below], strict=True))
+        CONSOLE.print(f"| {name} | {label} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} | {ratios[-1]:.2f} |")
+
+
+def main() -> None:
+    """Measure the built-in model and a wider one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--questions", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=24)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    measure("tiny", builtin_folder("tiny"), arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        save_wide_model(Path(folder))
+        measure("wide", Path(folder), arguments)
+
+
+if __name__ == "__main__":
+    main()

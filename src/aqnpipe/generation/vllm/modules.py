@@ -1,0 +1,200 @@
+"""Where the operators and sites of a transformers model are in vLLM's, which merges some of them."""
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import ModuleScope
+from aqnpipe.errors import ModelError
+from aqnpipe.noise.layout import decoder_layers, is_rms_norm, output_projection, select_names
+from aqnpipe.noise.sites import attention_of, mlp_of
+
+
+class Tap(nn.Module):
+    """Passes a tensor on: a place for the hooks of what has no module of its own in vLLM."""
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`."""
+        return tensor
+
+
+@dataclass
+class Part:
+    """One projection of a linear module, by its name in transformers.
+
+    `input` sees what goes into it, `output` what comes out of it, with the bias.
+    """
+
+    name: str
+    width: int
+    input: Tap = field(default_factory=Tap)
+    output: Tap = field(default_factory=Tap)
+
+
+@dataclass
+class Linear:
+    """A linear module of vLLM and the projections that it computes, in the order of its output's columns.
+
+    Columns beyond the projections pad a vocabulary.
+    """
+
+    module: Any
+    parts: list[Part]
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the module computes more than one projection."""
+        return len(self.parts) > 1
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each projection."""
+        return [part.width for part in self.parts]
+
+    def split(self, output: Tensor) -> list[Tensor]:
+        """Return the output of each projection, dense; columns that only pad are one more item at the end."""
+        padding = output.shape[-1] - sum(self.widths)
+        pieces = output.split([*self.widths, padding] if padding else self.widths, dim=-1)
+        return [piece.contiguous() for piece in pieces]
+
+
+@dataclass
+class EngineLayer:
+    """The parts of one decoder layer; `output` sees the sum that transformers' layer would return."""
+
+    module: nn.Module
+    linears: list[Linear] = field(default_factory=list)
+    norms: dict[str, nn.Module] = field(default_factory=dict)
+    attentions: list[nn.Module] = field(default_factory=list)
+    activations: list[nn.Module] = field(default_factory=list)
+    out_of_reach: list[str] = field(default_factory=list)
+    output: Tap = field(default_factory=Tap)
+
+    @property
+    def sites(self) -> dict[str, nn.Module]:
+        """The modules whose output is a site of a fault, by name; names that occur twice are no site."""
+        named: list[tuple[str, nn.Module]] = [
+            ("layer_output", self.output),
+            ("attention_output", attention_of(self.module)),
+            ("mlp_output", mlp_of(self.module)),
+        ]
+        for linear in self.linears:
+            named += [(part.name, part.output if linear.is_merged else linear.module) for part in linear.parts]
+        named += [(path.rsplit(".", 1)[-1], norm) for path, norm in self.norms.items()]
+        names = [name for name, _ in named]
+        return {name: module for name, module in named if names.count(name) == 1}
+
+
+class EngineModel:
+    """What noise needs to know of a model that vLLM has loaded on one worker."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        self.model = model
+        packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self.layers = [_engine_layer(layer, packed) for layer in decoder_layers(model)]
+        head: Any = output_projection(model)
+        self.head = Linear(head, [Part("lm_head", head.org_vocab_size)])
+        self.logits = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+        self.out_of_reach = [
+            f"{name} of layer {index}" for index, layer in enumerate(self.layers) for name in layer.out_of_reach
+        ]
+        if len(self.logits) != 1:
+            self.out_of_reach.append(f"{len(self.logits)} logits processors")
+        self.head_is_plain = not _why_not_plain(head)
+        if not self.head_is_plain:
+            self.out_of_reach.append(f"lm_head ({_why_not_plain(head)})")
+
+        self.norm_inputs = {name: Tap() for name, module in model.named_modules() if is_rms_norm(module)}
+
+    def projections(self) -> dict[str, Part]:
+        """Return every projection by the qualified name that it has in transformers, in module order."""
+        linears = {id(linear.module): linear for layer in self.layers for linear in layer.linears}
+        linears[id(self.head.module)] = self.head
+        found = {}
+        for name, module in self.model.named_modules():
+            if id(module) in linears:
+                prefix = name.rpartition(".")[0]
+                for part in linears[id(module)].parts:
+                    found[f"{prefix}.{part.name}" if prefix else part.name] = part
+        return found
+
+    def select(self, modules: ModuleScope | tuple[str, ...]) -> list[str]:
+        """Return the names of projections and norms that module noise selects.
+
+        Raises ModelError if it selects nothing, or modules of vLLM that are neither.
+        """
+        projections, model_name = self.projections(), f"vLLM's {type(self.model).__name__}"
+        names = [*projections, *self.norm_inputs]
+        linears = {id(linear.module) for layer in self.layers for linear in layer.linears} | {id(self.head.module)}
+        others = [
+            name
+            for name, module in self.model.named_modules()
+            if name not in self.norm_inputs and id(module) not in linears
+        ]
+        for pattern in modules if isinstance(modules, tuple) else ():
+            for name in fnmatch.filter(others, pattern):
+                raise ModelError(f"{model_name}: pattern {pattern!r} matches {name}, no linear module or norm")
+        return select_names(names, projections.keys(), self.norm_inputs.keys(), modules, model_name)
+
+    def site_module(self, _: nn.Module, layer_index: int, site: str) -> nn.Module:
+        """Return the module whose output is `site` of a decoder layer; ModelError if there is no such place."""
+        if layer_index >= len(self.layers):
+            raise ModelError(f"fault.layer is {layer_index}, expected 0 to {len(self.layers) - 1} (vLLM)")
+        sites = self.layers[layer_index].sites
+        if site not in sites:
+            raise ModelError(f"fault.site is {site!r}, vLLM's {type(self.model).__name__} has {', '.join(sites)}")
+        return sites[site]
+
+
+def _engine_layer(layer: nn.Module, packed: Mapping[str, list[str]]) -> EngineLayer:
+    """Sort the modules of a decoder layer; whatever else holds parameters is out of reach."""
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found = EngineLayer(layer)
+    for path, module in layer.named_modules():
+        if isinstance(module, LinearBase):
+            reason = _why_not_plain(module)
+            if reason:
+                found.out_of_reach.append(f"{path} ({reason})")
+            else:
+                found.linears.append(_linear(path, module, packed))
+        elif is_rms_norm(module):
+            found.norms[path] = module
+        elif type(module) is Attention:
+            found.attentions.append(module)
+        elif isinstance(module, AttentionLayerBase) or list(module.parameters(recurse=False)):
+            found.out_of_reach.append(f"{path} ({type(module).__name__})")
+        elif path.rsplit(".", 1)[-1] in ("act_fn", "act") or type(module).__name__.endswith("AndMul"):
+            found.activations.append(module)
+    return found
+
+
+def _linear(path: str, module: Any, packed: Mapping[str, list[str]]) -> Linear:
+    name = path.rsplit(".", 1)[-1]
+    names = packed.get(name, [name])
+    sizes = module.output_sizes if len(names) > 1 else [module.output_size]
+    if len(sizes) != len(names):
+        raise ModelError(f"vLLM's {path} has {len(sizes)} outputs, its model names {', '.join(names)}")
+    return Linear(module, [Part(one, size) for one, size in zip(names, sizes, strict=True)])
+
+
+def _why_not_plain(module: Any) -> str:
+    """Return why a linear module is no plain product with its own weight; "" if it is one."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if not isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return type(module.quant_method).__name__
+    if module.tp_size > 1:
+        return f"{module.tp_size} tensor-parallel shares"
+    if not isinstance(module.weight, torch.Tensor) or module.weight.dim() != 2:
+        return "packed weights"
+    return ""

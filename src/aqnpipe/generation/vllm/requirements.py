@@ -1,0 +1,44 @@
+"""What vLLM needs, checked before it starts: its own messages come from other processes and are long."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aqnpipe.device import DeviceKind
+from aqnpipe.errors import ModelError
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
+
+_INSTALL = {
+    "cpu": "make vllm (an environment of its own for a CPU, .venv-vllm)",
+    "cuda": "pip install 'aqnpipe[vllm]'",
+    "npu": "pip install 'aqnpipe[vllm-ascend]'",
+}
+
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_vllm(device: DeviceKind) -> None:
+    """Raise ModelError, with the command that helps, if vLLM is not installed."""
+    if not is_vllm_installed():
+        raise ModelError(
+            f"generation.backend: vllm was asked for and is not installed here: {_INSTALL[device]}; "
+            "backend: transformers runs without"
+        )
+
+
+def check_model(folder: Path, config: Mapping[str, Any], device: DeviceKind) -> None:
+    """Raise ModelError if vLLM has no implementation of the model, or no attention kernel for its head size."""
+    from vllm import ModelRegistry
+
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in ModelRegistry.get_supported_archs():
+        raise ModelError(
+            f"{folder / 'config.json'}: vLLM has no model class {architecture}; generation.backend: transformers "
+            "runs without vLLM"
+        )
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if device == "cpu" and head_size not in _CPU_HEAD_SIZES:
+        raise ModelError(
+            f"{folder / 'config.json'}: head_dim is {head_size}, vLLM on a CPU supports "
+            f"{', '.join(map(str, _CPU_HEAD_SIZES))}; generation.backend: transformers takes any"
+        )

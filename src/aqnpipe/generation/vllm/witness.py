@@ -1,0 +1,70 @@
+"""Recomputes vLLM's linear modules by bare torch and compares. It knows nothing of how noise is put there."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.generation.vllm.modules import Linear
+from aqnpipe.noise.hooks import keep
+from aqnpipe.noise.phase_state import PhaseState
+from aqnpipe.noise.sampling import sample
+
+_BARE_LINEAR = torch.nn.functional.linear
+_STRIDE = 8
+_WITNESSED_FORWARDS = 2
+
+
+class EngineWitness:
+    """Compares linear modules in the first two forwards of a batch; `operator_noise` is what they should have."""
+
+    def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
+        self._state = state
+        self._operator_noise = operator_noise
+        self._offset = (state.key.step + state.key.micro_step) % _STRIDE
+        self._number = 0
+
+    def install(self, stack: ExitStack, linear: Linear) -> None:
+        """Compare what one linear module puts out, before the hooks of any fault behind it."""
+        number, self._number = self._number, self._number + 1
+        hook = partial(self._compare_linear, number % _STRIDE == self._offset)
+        keep(stack, linear.module.register_forward_hook(hook, prepend=True))
+
+    def install_on_head(self, stack: ExitStack, logits: Any) -> None:
+        """Compare the output projection, unless its logits are scaled or capped."""
+        noised = self._operator_noise is None or self._operator_noise.include_lm_head
+        if noised and logits.scale == 1.0 and logits.soft_cap is None:
+            keep(stack, logits.register_forward_hook(self._compare_head, prepend=True))
+
+    def _compare_linear(self, in_first_forward: bool, module: Any, args: tuple[Tensor, ...], output: Any) -> None:
+        # The first forward reads prompts and costs most, so an eighth is checked there, another eighth in each batch.
+        if self._state.forward_index == 0 and not in_first_forward:
+            return
+        used = output[0] if isinstance(output, tuple) else output
+        self.compare(args[0], module.weight, None if module.skip_bias_add else module.bias, used)
+
+    def _compare_head(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        head, hidden, *_ = args
+        self.compare(hidden, head.weight, None, output)
+
+    def compare(self, x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor) -> None:
+        """Compare the product of `x` and `weight` with what is used of it; `used` is with the bias where there is one.
+
+        To be called by what changes inputs or outputs within a linear module, where the module's own are no product.
+        """
+        state = self._state
+        if state.forward_index >= _WITNESSED_FORWARDS:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if self._operator_noise is None:
+                bare = _BARE_LINEAR(x, weight, bias)
+            else:
+                # The bias comes after the noise, so it must not dilute the relative error.
+                bare = _BARE_LINEAR(x, weight)
+                used = used if bias is None else used - bias
+            # Rows that pad a vocabulary are multiplied, as the order of a sum depends on the shape, but not compared.
+            bare = bare[..., : used.shape[-1]]
+            state.recorder.witness(state.phase, sample(bare), sample(used))

