@@ -21,6 +21,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.receipt import Receipt
+from aqnpipe.scoring import SCORERS
 from aqnpipe.statistics.evaluations import EvaluationInput
 from aqnpipe.statistics.stage import ComparisonOutputs, compare
 
@@ -80,11 +81,10 @@ def write_evaluation(
             "question_id": [f"q{index:05d}" for index in range(num_questions)] * len(LEVELS),
             "noise_level": np.repeat(LEVELS, num_questions),
             "noise_seed": np.zeros(number, dtype=np.int64),
+            "sample": np.zeros(number, dtype=np.int64),
             "response": [f"{arm} {seed} {index} " + "so many words " * 9 + a for index, a in enumerate(answers)],
-            "answer_strict": answers,
-            "answer_last_number": answers,
-            "correct_strict": correct,
-            "correct_last_number": correct,
+            **{f"answer_{scorer}": answers for scorer in SCORERS},
+            **{f"correct_{scorer}": correct for scorer in SCORERS},
             "response_tokens": draws.integers(9, 40, number),
             "finish_reason": ["stop"] * number,
         }

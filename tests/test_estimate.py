@@ -90,6 +90,17 @@ def test_what_is_not_given_is_counted_or_said_to_be_assumed(config):
     assert real.assumed[0] == "prompts of 150 tokens, assumed (--prompt-tokens)"
 
 
+def test_samples_and_examples_cost_what_they_add(config):
+    plain = costs(config)
+    config["evaluation"]["sampling"] = {"temperature": 1.0, "num_samples": 4}
+    assert costs(config)["evaluation"].tokens == 4 * plain["evaluation"].tokens
+    assert costs(config)["rollout"] == plain["rollout"]
+    config["dataset"] = {"source": "hub", "num_train": 32, "num_test": 10}
+    config["prompt"] = {"layout": "question_answer", "num_examples": 5}
+    source = estimate_study(plan_of(config), GIVEN.model_copy(update={"prompt_tokens": None})).assumed[0]
+    assert source == "prompts of 1050 tokens, assumed (--prompt-tokens)"
+
+
 def test_generated_prompts_are_as_long_as_the_tokenizer_makes_them(config):
     from aqnpipe.data.loader import load_problems
     from aqnpipe.models.tokenizer import build_tokenizer

@@ -201,24 +201,33 @@ class TrainingMetrics(pa.DataFrameModel):
 
 
 class EvaluationTable(pa.DataFrameModel):
-    """results/eval/.../step<N>.parquet: a row per question, noise level and noise seed."""
+    """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
+
+    `sample`: number of the response among those drawn for the question, 0 in greedy evaluations. `answer_<scorer>`:
+    what the scorer of `aqnpipe.scoring` found, null if it found no answer.
+    """
 
     question_id: str
     noise_level: float = pa.Field(ge=0, lt=1)
     noise_seed: int = pa.Field(ge=0)
+    sample: int = pa.Field(ge=0)
     response: str
     answer_strict: str = pa.Field(nullable=True)
     answer_last_number: str = pa.Field(nullable=True)
+    answer_harness_strict: str = pa.Field(nullable=True)
+    answer_harness_flexible: str = pa.Field(nullable=True)
     correct_strict: bool
     correct_last_number: bool
+    correct_harness_strict: bool
+    correct_harness_flexible: bool
     response_tokens: int = pa.Field(ge=0)
     finish_reason: str = pa.Field(isin=["stop", "length"])
 
     class Config:
-        """Columns as declared, one row per question and pass."""
+        """Columns as declared, one row per question, pass and sample."""
 
         strict = True
-        unique = ["question_id", "noise_level", "noise_seed"]  # noqa: RUF012 - pandera's own form
+        unique = ["question_id", "noise_level", "noise_seed", "sample"]  # noqa: RUF012 - pandera's own form
 
 
 class FaultLossTable(pa.DataFrameModel):
@@ -248,10 +257,11 @@ class FaultLossTable(pa.DataFrameModel):
 
 
 class AccuracyTable(pa.DataFrameModel):
-    """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, averaged over noise seeds.
+    """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
 
-    `ci_low` and `ci_high`: Wilson interval over the questions for the study's primary scorer, without the luck of
-    training. `parse_failure_fraction`: responses in which the primary scorer found no answer.
+    `accuracy`: of the study's primary scorer. `ci_low` and `ci_high`: its Wilson interval over the questions, without
+    the luck of training. `truncated_fraction`: responses that were cut off at the limit of tokens.
+    `parse_failure_fraction`: those in which the primary scorer found no answer; `parse_failure_<scorer>`: each scorer.
     """
 
     model: str
@@ -261,13 +271,20 @@ class AccuracyTable(pa.DataFrameModel):
     noise_level: float = pa.Field(ge=0, lt=1)
     num_questions: int = pa.Field(ge=1)
     num_noise_seeds: int = pa.Field(ge=1)
+    num_samples: int = pa.Field(ge=1)
     accuracy: float = pa.Field(ge=0, le=1)
     accuracy_strict: float = pa.Field(ge=0, le=1)
     accuracy_last_number: float = pa.Field(ge=0, le=1)
+    accuracy_harness_strict: float = pa.Field(ge=0, le=1)
+    accuracy_harness_flexible: float = pa.Field(ge=0, le=1)
     ci_low: float = pa.Field(ge=0, le=1)
     ci_high: float = pa.Field(ge=0, le=1)
     truncated_fraction: float = pa.Field(ge=0, le=1)
     parse_failure_fraction: float = pa.Field(ge=0, le=1)
+    parse_failure_strict: float = pa.Field(ge=0, le=1)
+    parse_failure_last_number: float = pa.Field(ge=0, le=1)
+    parse_failure_harness_strict: float = pa.Field(ge=0, le=1)
+    parse_failure_harness_flexible: float = pa.Field(ge=0, le=1)
 
     class Config:
         """Columns as declared, one row per checkpoint and level."""
@@ -383,8 +400,9 @@ RefusalKind = Literal[
 class SeedComparison(Artifact):
     """The paired 2x2 table of one seed: question counts by (treatment correct, control correct).
 
-    At noisy levels of the first noise seed alone, so that each question counts once. `ci_low`/`ci_high`: Newcombe's
-    method 10; `bootstrap_low`/`bootstrap_high`: percentile interval, questions resampled; both at 1 - alpha.
+    Of the first sample and at noisy levels of the first noise seed alone, so that each question counts once.
+    `ci_low`/`ci_high`: Newcombe's method 10; `bootstrap_low`/`bootstrap_high`: percentile interval, questions
+    resampled; both at 1 - alpha.
     """
 
     seed: int
@@ -654,6 +672,9 @@ class RunRecord(Artifact):
     inputs_sha256: dict[str, str]
     versions: dict[str, str]
     device: str
+    generation: dict[str, str | int | bool] = Field(
+        default_factory=dict, description="backend of an evaluation: its name, version and how it executed"
+    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from aqnpipe import check_command
+from aqnpipe import check_command, score_command
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.schema import study_schema
 from aqnpipe.config.study import load_study_file
@@ -54,6 +54,7 @@ app.command()(diagnosis_command.diagnose)
 app.command()(diagnosis_command.sigmas)
 app.command()(noise_command.noise_audit)
 app.command()(doctor_command.doctor)
+app.command()(score_command.score)
 
 
 def main() -> None:

@@ -30,6 +30,8 @@ _ADAM_MOMENTS = 2
 _RESUME_POINTS = 3
 # A GSM8K question with a chat template and an instruction; stated with the estimate, and an option sets another.
 _USUAL_PROMPT_TOKENS = 150.0
+# A GSM8K question with its worked answer: 235 and 287 characters in the mean.
+_USUAL_EXAMPLE_TOKENS = 180.0
 
 
 class Rates(FrozenModel):
@@ -162,14 +164,21 @@ def _prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, st
     """Return the mean length of a prompt and where it is from."""
     if assumptions.prompt_tokens is not None:
         return assumptions.prompt_tokens, f"prompts of {assumptions.prompt_tokens:g} tokens, as given"
-    dataset = plan.study.config.dataset
+    dataset, examples = plan.study.config.dataset, plan.study.config.prompt.num_examples
     if isinstance(dataset, GeneratedDataset):
         from aqnpipe.data.generated import generate_problems  # numpy takes its time, and only this needs it
 
-        # The tiny models' tokenizer has words whole, and digits and punctuation marks one by one.
-        lengths = [len(re.findall(r"[A-Za-z]+|\S", one.question)) for one in generate_problems(dataset, "train")]
-        return fmean(lengths), f"prompts of {fmean(lengths):.0f} tokens, counted in the generated questions"
-    return _USUAL_PROMPT_TOKENS, f"prompts of {_USUAL_PROMPT_TOKENS:g} tokens, assumed (--prompt-tokens)"
+        problems = generate_problems(dataset, "train")
+        length = fmean(_count_words(one.question) for one in problems)
+        length += examples * fmean(_count_words(f"{one.question} {one.answer}") for one in problems)
+        return length, f"prompts of {length:.0f} tokens, counted in the generated questions"
+    length = _USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
+    return length, f"prompts of {length:g} tokens, assumed (--prompt-tokens)"
+
+
+def _count_words(text: str) -> int:
+    """Tokens of the tiny models, which have words whole, and digits and punctuation marks one by one."""
+    return len(re.findall(r"[A-Za-z]+|\S", text))
 
 
 def _response_source(assumptions: Assumptions) -> str:
@@ -208,7 +217,7 @@ def _evaluation(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Ite
     questions = config.evaluation.num_questions or config.dataset.num_test
     if questions is None:
         raise ConfigError("how many questions are evaluated is not stated: set dataset.num_test")
-    sequences = questions * len(config.evaluation.passes())
+    sequences = questions * len(config.evaluation.passes()) * config.evaluation.num_samples
     response = assumptions.response_tokens or config.evaluation.max_response_tokens
     for role, _, _, _ in plan.evaluations():
         yield _Work(role=role, phase="evaluation", sequences=sequences, prompt=prompt, response=response)

@@ -1,42 +1,98 @@
-"""Answers from responses: the one scorer that reward and evaluation share."""
+"""Answers from responses: the scorers that reward, evaluation and `aqnpipe score` share."""
 
 import re
-from decimal import Decimal, InvalidOperation
-from typing import Literal
+from collections.abc import Sequence
+from decimal import Context, Decimal, InvalidOperation, Overflow
+from typing import Literal, NamedTuple, get_args
 
-Scorer = Literal["strict", "last_number"]
+Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible"]
+"""strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
+
+harness_strict, harness_flexible: the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k
+with its exact_match, which compares texts.
+"""
+SCORERS: tuple[Scorer, ...] = get_args(Scorer)
 
 # GSM8K writes thousands separators and currency signs; an answer after `####` may carry both.
 _NUMBER = r"-?\$?-?\d[\d,]*(?:\.\d+)?"
 _STRICT = re.compile(rf"####\s*({_NUMBER})")
 _ANY_NUMBER = re.compile(_NUMBER)
 
+# As published in lm_eval/tasks/gsm8k/gsm8k.yaml, version 3 of the task.
+_HARNESS_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_HARNESS_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_HARNESS_IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
+
+
+class Graded(NamedTuple):
+    """What a scorer found in one response (None: no answer), and whether it is right."""
+
+    answer: str | None
+    correct: bool
+
+
+class Tally(NamedTuple):
+    """Responses of one scorer: how many are right, and in how many it found no answer."""
+
+    correct: int
+    parse_failures: int
+
 
 def extract_answer(response: str, scorer: Scorer) -> str | None:
-    """Return the normalised number that `scorer` finds in `response`, or None.
+    """Return the answer that `scorer` finds in `response`, in the form in which it is compared; None if it finds none.
 
-    strict: the number after the first `####`. last_number: the last number anywhere in the text.
+    That is a canonical decimal for strict and last_number, and a text without commas, dollar signs and a final period
+    for the harness's two.
     """
-    if scorer == "strict":
-        match = _STRICT.search(response)
-        return normalise_number(match.group(1)) if match else None
-    numbers = _ANY_NUMBER.findall(response)
-    return normalise_number(numbers[-1]) if numbers else None
+    match scorer:
+        case "strict":
+            first = _STRICT.search(response)
+            return normalise_number(first.group(1)) if first else None
+        case "last_number":
+            numbers = _ANY_NUMBER.findall(response)
+            return normalise_number(numbers[-1]) if numbers else None
+        case "harness_strict":
+            first = _HARNESS_STRICT.search(response)
+            return _harness_text(first.group(1)) if first else None
+        case "harness_flexible":
+            pairs = _HARNESS_FLEXIBLE.findall(response)
+            return _harness_text(pairs[-1][0] or pairs[-1][1]) if pairs else None
 
 
 def normalise_number(text: str) -> str | None:
     """Return `text` as a canonical decimal ("1,000.50" -> "1000.5", "-0" -> "0"), or None if it is no number."""
+    digits = text.replace(",", "").replace("$", "").strip()
     try:
-        value = Decimal(text.replace(",", "").replace("$", "").strip())
-    except InvalidOperation:
+        # Precise enough for every digit: the default of 28 would make long numbers equal that differ.
+        value = Decimal(digits).normalize(Context(prec=len(digits) + 1))
+    except (InvalidOperation, Overflow):
         return None
     if not value.is_finite():
         return None
-    canonical = format(value.normalize() + 0, "f")
+    canonical = format(value, "f")
     return "0" if canonical == "-0" else canonical
 
 
-def is_correct(response: str, gold_answer: str, scorer: Scorer) -> bool:
-    """Tell whether the number that `scorer` finds equals the gold answer (compared as canonical decimals)."""
+def grade(response: str, gold_answer: str, scorer: Scorer) -> Graded:
+    """Return what `scorer` finds in `response` and whether it equals `gold_answer` as that scorer compares."""
     found = extract_answer(response, scorer)
-    return found is not None and found == normalise_number(gold_answer)
+    harness = scorer in ("harness_strict", "harness_flexible")
+    gold = _harness_text(gold_answer) if harness else normalise_number(gold_answer)
+    return Graded(found, found is not None and found == gold)
+
+
+def is_correct(response: str, gold_answer: str, scorer: Scorer) -> bool:
+    """Tell whether what `scorer` finds equals the gold answer."""
+    return grade(response, gold_answer, scorer).correct
+
+
+def tally(graded: Sequence[Graded]) -> Tally:
+    """Count right answers and parse failures."""
+    return Tally(sum(one.correct for one in graded), sum(one.answer is None for one in graded))
+
+
+def _harness_text(text: str) -> str:
+    """Return what the harness's exact_match compares; it also ignores case, which numbers do not have."""
+    for ignored in _HARNESS_IGNORED:
+        text = ignored.sub("", text)
+    return text

@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-import aqnpipe.evaluation.stage as stage
+import aqnpipe.generation.choice as choice
 from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_json, read_table, write_table
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
@@ -108,8 +108,8 @@ def test_the_subset_is_the_first_questions(tmp_path, model_dir, problems):
 
 def test_the_model_is_loaded_once(tmp_path, model_dir, problems, monkeypatch):
     loads = []
-    original = stage.load_model
-    monkeypatch.setattr(stage, "load_model", lambda *args, **kwargs: loads.append(1) or original(*args, **kwargs))
+    original = choice.load_model
+    monkeypatch.setattr(choice, "load_model", lambda *args, **kwargs: loads.append(1) or original(*args, **kwargs))
     run(tmp_path, model_dir, problems)
     assert loads == [1]
 
@@ -122,7 +122,7 @@ def test_noise_absent_in_the_evaluation_is_refused_and_nothing_is_written(tmp_pa
 
 
 def test_noise_left_on_in_the_clean_pass_is_refused(tmp_path, model_dir, problems, monkeypatch):
-    original = stage.load_model
+    original = choice.load_model
 
     def patched(*args, **kwargs):
         model = original(*args, **kwargs)
@@ -131,7 +131,7 @@ def test_noise_left_on_in_the_clean_pass_is_refused(tmp_path, model_dir, problem
         projection.forward = lambda x: clean(x) * 1.001
         return model
 
-    monkeypatch.setattr(stage, "load_model", patched)
+    monkeypatch.setattr(choice, "load_model", patched)
     with pytest.raises(ReceiptError, match="differ from bare torch"):
         run(tmp_path, model_dir, problems, noise_levels=(0.0,))
 

@@ -246,7 +246,8 @@ def test_every_accuracy_in_the_tables_is_the_artifacts(visit, built):
             "parse_failure_fraction",
         )
         assert all(shows(cell, row[name]) for cell, name in zip(cells[4:10], names, strict=True) if name)
-        assert [number(cell) for cell in cells[10:]] == [row["num_questions"], row["num_noise_seeds"]]
+        counts = [row[name] for name in ("num_questions", "num_noise_seeds", "num_samples")]
+        assert [number(cell) for cell in cells[10:]] == counts
 
 
 def test_every_comparison_in_the_tables_is_the_artifacts(visit, built):

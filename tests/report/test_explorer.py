@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
@@ -49,6 +51,22 @@ def test_a_pretrained_model_stands_against_every_seed(built, data):
     assert num_seeds == 2
     assert set(flipped["seed"]) == {0, 1}
     assert set(flipped["control_response"].str.head(12)) == {"pretrained 0"}
+
+
+def test_only_the_first_sample_is_shown(built, data):
+    pair = ArmPair(treatment="srdd_guided", control="E5b", noise_level=0.1)
+
+    class Sampled:
+        """An evaluation with a second sample of everything, in which every answer is right."""
+
+        def __init__(self, one):
+            self.source = one.source
+            first = one.answers()
+            second = first.with_columns(sample=pl.lit(1, pl.Int64), correct_strict=pl.lit(value=True))
+            self.answers = lambda: pl.concat([second, first])
+
+    sampled = replace(data, evaluations=[Sampled(one) for one in data.evaluations])
+    assert flips(pair, built.study, sampled)[0].equals(flips(pair, built.study, data)[0])
 
 
 def flip(question, seed, treatment_correct, response="answer"):

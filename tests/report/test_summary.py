@@ -6,6 +6,8 @@ import pytest
 from aqnpipe.artifacts import ClaimsFile, read_json
 from aqnpipe.report.summary import markdown
 
+SHARES = ("truncated_fraction", "parse_failure_fraction")
+
 
 @pytest.mark.parametrize(
     ("text", "escaped"),
@@ -40,6 +42,11 @@ def test_verdicts_and_numbers_are_the_artifacts(built):
         means = accuracy.filter(pl.col("arm") == arm).group_by("noise_level").agg(pl.col("accuracy").mean())
         shown = [float(re.match(r"[\d.]+", cell)[0]) for cell in cells[1:]]
         assert shown == pytest.approx(list(100 * means.sort("noise_level")["accuracy"]), abs=0.0500001)
+    truncated, missing = (
+        accuracy.group_by("arm", "noise_level").agg(pl.col(name).mean())[name].max() for name in SHARES
+    )
+    assert f"at most {100 * truncated:.1f} % of the responses" in text
+    assert f"counts as wrong: at most {100 * missing:.1f} %." in text
     arms = [line[0].strip("| ").replace("\\", "") for line in lines[-5:]]
     assert arms == ["pretrained", "baseline", "E5", "E5b", "srdd_guided"]
 

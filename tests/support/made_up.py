@@ -13,6 +13,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
 from aqnpipe.noise.schedule import sigma_at
+from aqnpipe.scoring import SCORERS
 from aqnpipe.seeding import derive_seed
 from aqnpipe.statistics.evaluations import EvaluationInput
 
@@ -53,18 +54,17 @@ def evaluation_pass(
             "question_id": [f"q{number:05d}" for number in range(num_questions)],
             "noise_level": level,
             "noise_seed": noise_seed,
+            "sample": 0,
             "response": [f"{arm} {seed} {level} {noise_seed} #### {answer}" for answer in answers],
-            "answer_strict": answers,
-            "answer_last_number": answers,
-            "correct_strict": correct,
-            "correct_last_number": correct,
+            **{f"answer_{scorer}": answers for scorer in SCORERS},
+            **{f"correct_{scorer}": correct for scorer in SCORERS},
             "response_tokens": draws.integers(9, 31, num_questions),
             "finish_reason": np.where(draws.random(num_questions) < 0.02, "length", "stop"),
         },
         schema_overrides={
             "noise_seed": pl.Int64,
-            "answer_strict": pl.String,
-            "answer_last_number": pl.String,
+            "sample": pl.Int64,
+            **{f"answer_{scorer}": pl.String for scorer in SCORERS},
             "finish_reason": pl.String,
         },
     )

@@ -5,10 +5,11 @@ Needs a checkpoint (or, for arm `pretrained`, the prepared model) and the test q
 
 
 rule evaluate:
-    """Greedy answers to every test question at every noise level and noise seed, with receipts."""
+    """Answers to every test question at every noise level and noise seed, greedy or sampled, with receipts."""
     input:
         model=lambda wildcards: PLAN.checkpoint_input(**wildcards),
         test_problems=f"{RESULTS}/data/test.parquet",
+        train_problems=PLAN.examples_input(),
     output:
         table=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.parquet",
         receipt=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.receipt.json",

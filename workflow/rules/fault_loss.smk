@@ -9,6 +9,7 @@ rule fault_loss:
     input:
         model=f"{RESULTS}/models/{{model}}/config.json",
         test_problems=f"{RESULTS}/data/test.parquet",
+        train_problems=PLAN.examples_input(),
     output:
         table=f"{RESULTS}/fault_loss/{{model}}/{{name}}.parquet",
         receipt=f"{RESULTS}/fault_loss/{{model}}/{{name}}.receipt.json",

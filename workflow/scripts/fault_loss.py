@@ -19,4 +19,5 @@ with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.
             record=Path(snakemake.output.record),
         ),
         say,
+        *map(Path, snakemake.input.train_problems),
     )

@@ -71,9 +71,35 @@ DatasetConfig = Annotated[GeneratedDataset | LocalDataset | HubDataset, Field(di
 class PromptFormat(FrozenModel):
     """How a question becomes a prompt, for reward and evaluation alike.
 
-    plain: instruction (if any) and question, each ended by a newline. chat: the tokenizer's chat template around
-    the question, the instruction after it.
+    style plain: instruction (if any) and question, each ended by a newline. chat: the tokenizer's chat template around
+    the question, the instruction after it. layout question_answer: `Question: ...` and, on the next line, `Answer:`, as
+    in lm-evaluation-harness's gsm8k; the instruction, if any, on a line before everything.
     """
 
     style: Literal["plain", "chat"] = "plain"
+    layout: Literal["bare", "question_answer"] = "bare"
     instruction: str = ""
+    num_examples: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="training questions with their worked answers that stand before every question (n-shot), with "
+        "blank lines between them or as turns of the chat",
+    )
+    example_seed: int | None = Field(
+        default=None, ge=0, description="draws the examples; null: the first rows of the training split"
+    )
+
+    @model_validator(mode="after")
+    def _a_response_has_an_end(self) -> Self:
+        if self.num_examples and self.style == "plain" and self.layout == "bare":
+            raise ValueError(
+                "num_examples in style plain needs layout question_answer: a model that goes on after its answer is "
+                "cut off at the next question"
+            )
+        return self
+
+    @property
+    def stop_text(self) -> str | None:
+        """Text at which a response ends if the model goes on with a question of its own; None: no such text."""
+        return "Question:" if self.layout == "question_answer" else None

@@ -1,15 +1,24 @@
 """How checkpoints are evaluated."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.noise import OperatorSet
+from aqnpipe.scoring import Scorer
+
+
+class EvaluationSampling(FrozenModel):
+    """Several responses per question, drawn at a temperature; accuracy is then pass@1, estimated from all of them."""
+
+    temperature: float = Field(gt=0, le=10)
+    num_samples: int = Field(ge=1, description="responses per question and pass")
+    seed: int = Field(default=0, ge=0, description="keys the draws, which are the same for all checkpoints")
 
 
 class EvaluationConfig(FrozenModel):
-    """Greedy robustness evaluation: every question at every noise level, noisy levels once per noise seed."""
+    """Robustness evaluation: every question at every noise level, noisy levels once per noise seed."""
 
     noise_levels: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         default=(0.0, 0.05, 0.10), min_length=1, description="relative scales s of operator noise at evaluation"
@@ -25,7 +34,10 @@ class EvaluationConfig(FrozenModel):
         description="machine of the study that the model before training is evaluated on; null: the device as it is. "
         "Checkpoints are evaluated on the machine of their arm",
     )
-    primary_scorer: Literal["strict", "last_number"] = "strict"
+    primary_scorer: Scorer = "strict"
+    sampling: EvaluationSampling | None = Field(
+        default=None, description="null: greedy, one response per question and pass"
+    )
     threads: int = Field(default=1, ge=1, description="torch threads per job; results on CPU depend on it")
 
     @model_validator(mode="after")
@@ -35,6 +47,11 @@ class EvaluationConfig(FrozenModel):
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must not repeat a value")
         return self
+
+    @property
+    def num_samples(self) -> int:
+        """Responses per question and pass."""
+        return 1 if self.sampling is None else self.sampling.num_samples
 
     def passes(self) -> list[tuple[float, int]]:
         """(noise level, noise seed) of every pass over the questions; the clean level needs only the first seed."""

@@ -111,6 +111,10 @@ class StudyPlan:
         """The per-layer sigmas that a strategy makes of the diagnosis of a machine."""
         return f"{self.results}/srdd/{model}/{machine}/{sigmas_name(strategy)}"
 
+    def examples_input(self) -> list[str]:
+        """The training questions, where prompts have examples from them, or nothing."""
+        return [f"{self.results}/data/train.parquet"] if self.study.config.prompt.num_examples else []
+
     def checkpoint_input(self, *, model: str, arm: str, seed: str, step: str) -> str:
         """The config.json of the model folder that an evaluation reads."""
         if arm == PRETRAINED:
@@ -160,6 +164,7 @@ class StudyPlan:
             dtype=config.models[model].dtype,
             attention=config.models[model].attention,
             prompt=config.prompt,
+            generation=config.generation,
             evaluation=config.evaluation,
         ).model_dump(mode="json")
 

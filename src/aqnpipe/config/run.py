@@ -5,6 +5,7 @@ from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.fault_loss import FaultLossConfig
+from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Fault
 from aqnpipe.config.training import TrainingConfig
@@ -47,6 +48,7 @@ class EvaluationSpec(FrozenModel):
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
+    generation: GenerationConfig = GenerationConfig()
     evaluation: EvaluationConfig
 
 

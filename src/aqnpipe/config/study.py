@@ -15,6 +15,7 @@ from aqnpipe.config.default_comparisons import default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.fault_loss import FaultLossConfig
+from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, Machine
 from aqnpipe.config.training import TrainingConfig
@@ -48,6 +49,7 @@ class StudyConfig(FrozenModel):
     training: TrainingConfig
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     sigma_rule: SigmaRule = SigmaRule()
+    generation: GenerationConfig = GenerationConfig()
     evaluation: EvaluationConfig
     fault_losses: tuple[FaultLossConfig, ...] = Field(
         default=(), description="loss studies of machines with simulated faults, without training"
@@ -150,6 +152,7 @@ def _cross_reference_problems(study: StudyConfig, arms: Mapping[str, Arm], sourc
     yield from _machine_problems(study, source)
     yield from _layers_out_of_range(study, arms, source)
     yield from _attention_that_escapes(study, arms, source)
+    yield from _attention_that_vllm_has_not(study, arms, source)
     yield from _schedules_that_do_not_fit(study, arms)
     yield from _comparison_problems(study, source)
     yield from _explore_problems(study, arms, source)
@@ -237,6 +240,18 @@ def _attention_that_escapes(study: StudyConfig, arms: Mapping[str, Arm], source:
             yield (
                 f"{source}: models.{arms[name].model}.attention: found {model.attention}, arm {name} has "
                 f"operator_noise.attention {noise.attention} and needs {needed[noise.attention]}"
+            )
+
+
+def _attention_that_vllm_has_not(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """vLLM computes attention as one operator, so that noise at evaluation has to mean that one."""
+    if study.generation.backend != "vllm" or not any(study.evaluation.noise_levels):
+        return
+    for role in dict.fromkeys(arms[name].model for name in study.arms):
+        if study.models[role].attention != "sdpa":
+            yield (
+                f"{source}: models.{role}.attention: found {study.models[role].attention}, generation.backend vllm "
+                "needs sdpa: noise on attention as one operator"
             )
 
 

@@ -20,6 +20,7 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Machine
+from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import AskedDevice, resolve_device, torch_device
 from aqnpipe.diagnosis.diagnose import diagnose_model
@@ -88,4 +89,5 @@ def read_prompts(
     questions = read_table(problems, ProblemTable)["question"].head(num_prompts).to_list()
     if len(questions) < num_prompts:
         raise DataError(f"{problems}: {len(questions)} questions, expected at least num_prompts = {num_prompts}")
-    return [torch.tensor(ids) for ids in prompt_token_ids(questions, prompt, tokenizer)]
+    examples = choose_examples(prompt, problems)
+    return [torch.tensor(ids) for ids in prompt_token_ids(questions, prompt, tokenizer, examples)]

@@ -1,6 +1,6 @@
 """The fault_loss stage: the loss of texts under simulated faults and hidden-state noise; nothing is trained."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from aqnpipe.artifacts import FaultLossTable, ProblemTable, RunRecord, read_tabl
 from aqnpipe.config.fault_loss import FaultLossConfig, LossCondition
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, Phase
 from aqnpipe.config.run import FaultLossSpec
+from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
@@ -62,6 +63,7 @@ def fault_loss(
     test_problems: Path,
     outputs: FaultLossOutputs,
     say: Callable[[str], None] = print,
+    train_problems: Path | None = None,
 ) -> None:
     """Compute the loss of every text under every condition and write table, receipts and record.
 
@@ -75,7 +77,7 @@ def fault_loss(
     # Gradients are wanted at the faulty sites only, so none of the weights needs one.
     model.requires_grad_(False)
     tokenizer = load_tokenizer(model_dir)
-    texts = read_texts(test_problems, spec, tokenizer)
+    texts = read_texts(test_problems, spec, tokenizer, choose_examples(spec.prompt, train_problems))
     tables, passes = [], []
     for one in loss_passes(settings):
         rows, receipt = run_pass(model, texts, one, spec)
@@ -96,7 +98,8 @@ def fault_loss(
         passes=tuple(passes),
     )
     write_json(outputs.receipt, receipts)
-    write_json(outputs.record, _record(spec, model_dir, test_problems, device.label))
+    inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
+    write_json(outputs.record, _record(spec, model_dir, inputs, device.label))
     write_table(outputs.table, pl.concat(tables), FaultLossTable)
 
 
@@ -121,12 +124,13 @@ def loss_passes(settings: FaultLossConfig) -> Iterator[LossPass]:
                         yield LossPass(condition, magnitude, order, seed, with_gradient=seed == first)
 
 
-def read_texts(problems: Path, spec: FaultLossSpec, tokenizer: Any) -> list[Text]:
+def read_texts(problems: Path, spec: FaultLossSpec, tokenizer: Any, examples: Sequence[Example] = ()) -> list[Text]:
     """Return the study's texts: prompt, gold solution and end token. DataError if the table has fewer."""
     table = read_table(problems, ProblemTable).head(spec.settings.num_texts)
     if len(table) < spec.settings.num_texts:
         raise DataError(f"{problems}: {len(table)} questions, expected at least num_texts = {spec.settings.num_texts}")
-    prompts = prompt_token_ids(table["question"], spec.prompt, tokenizer)
+    refuse_overlap(examples, table["question"])
+    prompts = prompt_token_ids(table["question"], spec.prompt, tokenizer, examples)
     return [
         Text(
             question_id,
@@ -259,14 +263,14 @@ def _faults(spec: FaultLossSpec, one: LossPass) -> tuple[Fault, ...]:
     return tuple(Fault.model_validate(fault.model_dump() | changes) for fault in spec.faults)
 
 
-def _record(spec: FaultLossSpec, model_dir: Path, test_problems: Path, device: str) -> RunRecord:
+def _record(spec: FaultLossSpec, model_dir: Path, inputs: Mapping[str, Path], device: str) -> RunRecord:
     return RunRecord(
         stage="fault_loss",
         identity={"model": spec.model_role, "name": spec.settings.name},
         config=spec.model_dump(mode="json"),
         code_digest=code_digest("aqnpipe.evaluation.fault_loss"),
         inputs_sha256={
-            "test_problems": sha256_of_file(test_problems),
+            **{name: sha256_of_file(path) for name, path in inputs.items()},
             "weights": sha256_of(sorted(model_dir.glob("*.safetensors"))),
         },
         versions=versions(),

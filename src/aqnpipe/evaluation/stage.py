@@ -1,6 +1,7 @@
-"""The evaluate stage: one checkpoint, every question at every noise level and noise seed."""
+"""The evaluate stage: one checkpoint, every question at every noise level, noise seed and sample."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,22 @@ import torch
 
 from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_table, write_json, write_table
 from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
+from aqnpipe.config.model import read_model_config
+from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.data.prompts import prompt_token_ids
-from aqnpipe.device import resolve_device, torch_device
+from aqnpipe.data.examples import choose_examples, refuse_overlap
+from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
+from aqnpipe.device import resolve_device
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.transformers_backend import TransformersBackend
-from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.generation.choice import open_generator
+from aqnpipe.generation.noisy import NoisyGenerator, PassNoise
+from aqnpipe.models.loading import load_tokenizer, sha256_of
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.injection import NoiseKey, phase_noise
-from aqnpipe.noise.layout import decoder_layers, rms_norms
+from aqnpipe.noise.injection import NoiseKey
 from aqnpipe.noise.receipt import Receipt
-from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.provenance import code_digest, sha256_of_file, versions
-from aqnpipe.scoring import extract_answer, normalise_number
+from aqnpipe.scoring import SCORERS, Scorer, grade
+from aqnpipe.seeding import derive_seed
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ def evaluate(
     test_problems: Path,
     outputs: EvaluationOutputs,
     say: Callable[[str], None] = print,
+    train_problems: Path | None = None,
 ) -> None:
-    """Evaluate the checkpoint in `model_dir` greedily and write table, receipts and record.
+    """Evaluate the checkpoint in `model_dir`, greedily or by samples, and write table, receipts and record.
 
-    The model is loaded once. Raises ReceiptError, before anything is written, when the noise measured in a pass is not
-    the noise of its level.
+    The model is loaded once. `train_problems`: where the examples of a few-shot prompt are from. Raises DataError if
+    there are too few, if one is a test question, or if prompt and response do not fit into the model; ReceiptError,
+    before anything is written, when the noise measured in a pass is not the noise of its level.
     """
     config = spec.evaluation
     torch.set_num_threads(config.threads)
@@ -53,104 +58,149 @@ def evaluate(
     if config.num_questions is not None:
         problems = problems.head(config.num_questions)
     device = resolve_device(spec.device)
-    model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention, device=torch_device(device.kind))
     tokenizer = load_tokenizer(model_dir)
-    prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer)
+    examples = choose_examples(spec.prompt, train_problems)
+    refuse_overlap(examples, problems["question"])
+    prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
+    check_context(prompts, config.max_response_tokens, read_model_config(model_dir).get("max_position_embeddings"))
+    generator = open_generator(
+        spec.generation,
+        model_dir,
+        tokenizer,
+        dtype=spec.dtype,
+        attention=spec.attention,
+        device=device,
+        max_tokens=max(map(len, prompts)) + config.max_response_tokens,
+        batch_size=config.batch_size,
+        threads=config.threads,
+    )
     tables, passes = [], []
-    for level, noise_seed in config.passes():
-        completions, receipt = run_pass(model, tokenizer, prompts, config, level, noise_seed, spec.faults)
-        passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=receipt.check()))
-        tables.append(score(problems, completions, tokenizer, level, noise_seed))
-        correct = int(tables[-1][f"correct_{config.primary_scorer}"].sum())
-        label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
-        say(f"{label}: noise {level:.0%} seed {noise_seed}: {correct}/{len(problems)} correct")
+    with closing(generator):
+        for level, noise_seed in config.passes():
+            samples, receipt = run_pass(generator, prompts, spec, level, noise_seed)
+            passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=receipt.check()))
+            tables.append(score(problems, samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
+            label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
+            say(f"{label}: noise {level:.0%} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes)))
-    write_json(outputs.record, _record(spec, model_dir, test_problems, device.label))
+    inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
+    write_json(outputs.record, _record(spec, model_dir, inputs, device.label, generator.description))
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
 
 
 def run_pass(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[list[int]],
-    config: EvaluationConfig,
-    noise_level: float,
-    noise_seed: int,
-    faults: Sequence[Fault] = (),
-) -> tuple[list[Completion], Receipt]:
-    """Generate a response to every prompt under one noise level and seed; return them in order, with the receipt.
+    generator: NoisyGenerator, prompts: list[list[int]], spec: EvaluationSpec, noise_level: float, noise_seed: int
+) -> tuple[list[list[Completion]], Receipt]:
+    """Generate every sample of a response to every prompt under one noise level and seed; return them with the receipt.
 
-    Prompts are batched by length (fewer padding tokens); the noise of a batch is keyed by its number, so it is the
-    same for every model that answers the same questions. `faults` strike throughout; a threshold that they take from
-    each call depends on the prompts of the batch.
+    A list per sample, responses in the order of the prompts. Prompts are batched by length (fewer padding tokens); the
+    noise of a batch is keyed by its number, which goes on counting from sample to sample, and its draws by noise seed,
+    sample and batch. So both are the same for every model that answers the same questions, and the draws also at every
+    level. The spec's faults strike throughout; a threshold that they take from each call depends on the prompts of the
+    batch.
     """
-    noise = (
-        OperatorNoise(
-            operators=config.operators,
-            error=RelativeGaussian(scale=noise_level),
-            phases=("evaluation",),
-            include_lm_head=config.include_lm_head,
-        )
-        if noise_level > 0
-        else None
-    )
-    recorder = ReceiptRecorder(
-        operator_noise=noise,
-        aqn=None,
-        faults=faults,
-        expected_phases=("evaluation",),
-        num_layers=len(decoder_layers(model)),
-        num_norms=len(rms_norms(model)),
-    )
-    backend = TransformersBackend(model, tokenizer)
-    sampling = Sampling(max_response_tokens=config.max_response_tokens)
+    config = spec.evaluation
+    generator.begin_pass(PassNoise(operator_noise=operator_noise(spec, noise_level), faults=spec.faults))
     order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index))
-    completions: dict[int, Completion] = {}
-    for number, start in enumerate(range(0, len(order), config.batch_size)):
-        batch = order[start : start + config.batch_size]
-        with phase_noise(model, recorder, "evaluation", NoiseKey(seed=noise_seed, step=number)):
-            answers = backend.generate([prompts[index] for index in batch], sampling)
-        completions.update(zip(batch, answers, strict=True))
-    return [completions[index] for index in range(len(prompts))], recorder.receipt()
+    batches = [order[start : start + config.batch_size] for start in range(0, len(order), config.batch_size)]
+    samples = []
+    for sample in range(config.num_samples):
+        completions: dict[int, Completion] = {}
+        for number, batch in enumerate(batches):
+            key = NoiseKey(seed=noise_seed, step=sample * len(batches) + number)
+            sampling = sampling_of(config, noise_seed, sample, number)
+            answers = generator.generate([prompts[index] for index in batch], sampling, key)
+            completions.update(zip(batch, answers, strict=True))
+        samples.append([completions[index] for index in range(len(prompts))])
+    return samples, generator.end_pass()
+
+
+def operator_noise(spec: EvaluationSpec, noise_level: float) -> OperatorNoise | None:
+    """Return the noise of a level, None for the clean one; on attention as the model's way to compute it has it."""
+    if noise_level == 0:
+        return None
+    return OperatorNoise(
+        operators=spec.evaluation.operators,
+        error=RelativeGaussian(scale=noise_level),
+        phases=("evaluation",),
+        include_lm_head=spec.evaluation.include_lm_head,
+        attention="decomposed" if spec.attention == "eager" else "fused",
+    )
+
+
+def sampling_of(config: EvaluationConfig, noise_seed: int, sample: int, batch: int) -> Sampling:
+    """Return how the responses of one sample of a batch are drawn; greedy without `sampling`."""
+    if config.sampling is None:
+        return Sampling(max_response_tokens=config.max_response_tokens)
+    return Sampling(
+        max_response_tokens=config.max_response_tokens,
+        temperature=config.sampling.temperature,
+        seed=derive_seed(config.sampling.seed, "evaluation_sampling", noise_seed, sample, batch),
+    )
 
 
 def score(
-    problems: pl.DataFrame, completions: list[Completion], tokenizer: Any, noise_level: float, noise_seed: int
+    problems: pl.DataFrame,
+    samples: list[list[Completion]],
+    tokenizer: Any,
+    noise_level: float,
+    noise_seed: int,
+    stop_text: str | None = None,
 ) -> pl.DataFrame:
-    """Return the rows of one pass as `artifacts.EvaluationTable` wants them."""
-    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    strict = [extract_answer(text, "strict") for text in texts]
-    last_number = [extract_answer(text, "last_number") for text in texts]
-    gold = [normalise_number(answer) for answer in problems["gold_answer"]]
+    """Return the rows of one pass as `artifacts.EvaluationTable` wants them, sample by sample.
+
+    A response ends at `stop_text`; one that reached it was not cut off.
+    """
+    completions = [one for sample in samples for one in sample]
+    whole = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    texts = [end_of_response(text, stop_text) for text in whole]
+    golds = problems["gold_answer"].to_list() * len(samples)
+    graded = {
+        scorer: [grade(text, gold, scorer) for text, gold in zip(texts, golds, strict=True)] for scorer in SCORERS
+    }
     return pl.DataFrame(
         {
-            "question_id": problems["question_id"],
+            "question_id": problems["question_id"].to_list() * len(samples),
             "noise_level": [noise_level] * len(texts),
             "noise_seed": [noise_seed] * len(texts),
+            "sample": [number for number in range(len(samples)) for _ in range(len(problems))],
             "response": texts,
-            "answer_strict": strict,
-            "answer_last_number": last_number,
-            "correct_strict": [found is not None and found == right for found, right in zip(strict, gold, strict=True)],
-            "correct_last_number": [
-                found is not None and found == right for found, right in zip(last_number, gold, strict=True)
-            ],
+            **{f"answer_{scorer}": [one.answer for one in found] for scorer, found in graded.items()},
+            **{f"correct_{scorer}": [one.correct for one in found] for scorer, found in graded.items()},
             "response_tokens": [len(c.token_ids) for c in completions],
-            "finish_reason": [c.finish_reason for c in completions],
+            "finish_reason": [
+                "stop" if len(text) < len(all_of_it) else one.finish_reason
+                for one, text, all_of_it in zip(completions, texts, whole, strict=True)
+            ],
         },
-        schema_overrides={"answer_strict": pl.String, "answer_last_number": pl.String},
+        schema_overrides={f"answer_{scorer}": pl.String for scorer in SCORERS},
     )
 
 
-def _record(spec: EvaluationSpec, model_dir: Path, test_problems: Path, device: str) -> RunRecord:
+def pass_summary(rows: pl.DataFrame, primary: Scorer) -> str:
+    """Return one line on a pass: right answers, and how many were cut off or held no answer for each scorer."""
+    correct, truncated = int(rows[f"correct_{primary}"].sum()), int((rows["finish_reason"] == "length").sum())
+    missing = ", ".join(f"{scorer} {rows[f'answer_{scorer}'].null_count()}" for scorer in SCORERS)
+    return f"{correct}/{len(rows)} correct, {truncated} cut off; without an answer: {missing}"
+
+
+def _record(
+    spec: EvaluationSpec,
+    model_dir: Path,
+    inputs: Mapping[str, Path],
+    device: str,
+    generation: dict[str, str | int | bool],
+) -> RunRecord:
     return RunRecord(
         stage="evaluate",
         identity={"model": spec.model_role, "arm": spec.arm_id, "seed": spec.seed, "step": spec.step},
         config=spec.model_dump(mode="json"),
         code_digest=code_digest("aqnpipe.evaluation.stage"),
         inputs_sha256={
-            "test_problems": sha256_of_file(test_problems),
+            **{name: sha256_of_file(path) for name, path in inputs.items()},
             "weights": sha256_of(sorted(model_dir.glob("*.safetensors"))),
         },
         versions=versions(),
         device=device,
+        generation=generation,
     )

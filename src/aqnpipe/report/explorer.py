@@ -93,7 +93,8 @@ def explored_pair(study: Study, comparisons: pl.DataFrame) -> ArmPair | None:
 def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, int, int]:
     """Return (a row per seed and question that one arm alone answers, questions compared, seeds compared).
 
-    After the last step; at noisy levels of the first noise seed. A pretrained model stands against every seed.
+    After the last step; of the first sample and, at noisy levels, the first noise seed. A pretrained model stands
+    against every seed.
     """
     model = next(study.arms[arm].model for arm in (pair.treatment, pair.control) if arm in study.arms)
     own = [one for one in data.evaluations if one.source.model == model]
@@ -174,7 +175,7 @@ def _last_by_seed(evaluations: Sequence[Evaluated], arm: str) -> dict[int | None
 
 def _answers(one: Evaluated, noise_level: float, scorer: str, side: str) -> pl.DataFrame:
     rows = one.answers().filter(pl.col("noise_level") == noise_level)
-    return rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min()).select(
+    return rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min(), pl.col("sample") == 0).select(
         "question_id",
         "noise_seed",
         pl.col(f"correct_{scorer}").alias(f"{side}_correct"),

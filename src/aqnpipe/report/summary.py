@@ -74,7 +74,12 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]
     rows = [
         [markdown(arm), *(cells.get((model, arm, level), numbers.MISSING) for level in levels)] for model, arm in arms
     ]
-    return [words("summary.accuracy"), "", *_table(header, rows)]
+    unanswered = words(
+        "summary.unanswered",
+        truncated=numbers.percent(float(max(means["truncated_fraction"]))),
+        no_answer=numbers.percent(float(max(means["parse_failure_fraction"]))),
+    )
+    return [words("summary.accuracy"), "", *_table(header, rows), unanswered, ""]
 
 
 def _mean_and_range(row: dict[str, float], words: Words) -> str:

@@ -94,6 +94,7 @@ def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> T
         ("no_answer", lambda row: numbers.percent(row["parse_failure_fraction"])),
         ("questions", lambda row: numbers.count(row["num_questions"])),
         ("noise_seeds", lambda row: str(row["num_noise_seeds"])),
+        ("samples", lambda row: str(row["num_samples"])),
     ]
     return table_of(
         "accuracy",
@@ -106,11 +107,16 @@ def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> T
 
 
 def mean_accuracy(last: pl.DataFrame) -> pl.DataFrame:
-    """Mean, lowest and highest accuracy over the seeds of every arm and level, in the order of `last`."""
+    """Mean, lowest and highest accuracy over the seeds of every arm and level, in the order of `last`.
+
+    With the mean shares of responses that were cut off and of those without an answer.
+    """
     return last.group_by("model", "arm", "noise_level", maintain_order=True).agg(
         pl.col("accuracy").mean().alias("mean"),
         pl.col("accuracy").min().alias("lowest"),
         pl.col("accuracy").max().alias("highest"),
+        pl.col("truncated_fraction").mean(),
+        pl.col("parse_failure_fraction").mean(),
         pl.len().alias("num_seeds"),
     )
 
@@ -123,6 +129,8 @@ def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
         ("mean", lambda row: numbers.percent(row["mean"])),
         ("lowest", lambda row: numbers.percent(row["lowest"])),
         ("highest", lambda row: numbers.percent(row["highest"])),
+        ("truncated", lambda row: numbers.percent(row["truncated_fraction"])),
+        ("no_answer", lambda row: numbers.percent(row["parse_failure_fraction"])),
         ("seeds", lambda row: str(row["num_seeds"])),
     ]
     return table_of("robustness-means", words("robustness.means"), columns, mean_accuracy(last), words)

@@ -41,7 +41,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores[seed, question] of both sides, averaged over noise seeds.
+    """Scores[seed, question] of both sides, averaged over samples and noise seeds.
 
     Correctness in [0, 1]; in a degradation comparison what the noise level changes, in [-1, 1]. A control of one row
     (the pretrained model) stands against every treatment seed. The accuracies are those at the sides' noise levels.
@@ -208,8 +208,8 @@ class Contrasts:
         self, pairs: Sequence[tuple[LoadedEvaluation, LoadedEvaluation]], treatment: Side, control: Side
     ) -> tuple[SeedComparison, ...]:
         alpha = self._study.config.statistics.alpha
-        ours = np.stack([pair[0].levels[treatment.noise_level].correct[0] for pair in pairs])
-        theirs = np.stack([pair[1].levels[control.noise_level].correct[0] for pair in pairs])
+        ours = np.stack([pair[0].levels[treatment.noise_level].first_correct for pair in pairs])
+        theirs = np.stack([pair[1].levels[control.noise_level].first_correct for pair in pairs])
         intervals = self._resampler.interval_per_seed(ours.astype(np.float64) - theirs, 1 - alpha)
         tables = []
         for number, (first, second) in enumerate(pairs):
@@ -262,6 +262,12 @@ def _refuse_bad_pair(
             "noise_seeds",
             f"noise seeds differ: {ours.noise_seeds} for {first.source.name}, "
             f"{theirs.noise_seeds} for {second.source.name}",
+        )
+    if ours.num_samples != theirs.num_samples:
+        raise RefusedError(
+            "setting",
+            f"samples per question differ: {ours.num_samples} for {first.source.name}, "
+            f"{theirs.num_samples} for {second.source.name}",
         )
     if treatment.arm != control.arm and first.weights is not None and first.weights == second.weights:
         raise RefusedError("model", f"{first.source.name} and {second.source.name} are the same weights")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,10 @@ from statsmodels.stats.proportion import proportion_confint
 from aqnpipe.artifacts import EvaluationTable, RefusalKind, RunRecord, read_json, read_table
 from aqnpipe.errors import DataError
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
+from aqnpipe.scoring import SCORERS, Scorer
 
-Scorer = Literal["strict", "last_number"]
 PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
+ROW_KEYS = [*PASS_KEYS, "sample"]
 _IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
 _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
 
@@ -41,14 +42,17 @@ class EvaluationInput:
 
 @dataclass(frozen=True)
 class LevelScores:
-    """Correctness at one noise level: correct[noise seed, question], question ids sorted.
+    """Correctness at one noise level: correct[noise seed, question], the share of right samples; question ids sorted.
 
-    `same_responses_as`: a lower level at which every response is the same, in every noise seed; null: none.
+    `first_correct`[question]: of the first sample under the first noise seed, yes or no. `same_responses_as`: a lower
+    level at which every response is the same, in every noise seed; null: none.
     """
 
     question_ids: tuple[str, ...]
     noise_seeds: tuple[int, ...]
-    correct: npt.NDArray[np.bool_]
+    num_samples: int
+    correct: npt.NDArray[np.float64]
+    first_correct: npt.NDArray[np.bool_]
     same_responses_as: float | None
 
 
@@ -101,11 +105,12 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, a
         .agg(
             pl.col("question_id").n_unique().cast(pl.Int64).alias("num_questions"),
             pl.col("noise_seed").n_unique().cast(pl.Int64).alias("num_noise_seeds"),
+            pl.col("sample").n_unique().cast(pl.Int64).alias("num_samples"),
             pl.col(f"correct_{scorer}").mean().alias("accuracy"),
-            pl.col("correct_strict").mean().alias("accuracy_strict"),
-            pl.col("correct_last_number").mean().alias("accuracy_last_number"),
+            *(pl.col(f"correct_{one}").mean().alias(f"accuracy_{one}") for one in SCORERS),
             (pl.col("finish_reason") == "length").mean().alias("truncated_fraction"),
             pl.col(f"answer_{scorer}").is_null().mean().alias("parse_failure_fraction"),
+            *(pl.col(f"answer_{one}").is_null().mean().alias(f"parse_failure_{one}") for one in SCORERS),
         )
         .sort("noise_level")
     )
@@ -117,13 +122,14 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, a
         "noise_level",
         "num_questions",
         "num_noise_seeds",
+        "num_samples",
         "accuracy",
-        "accuracy_strict",
-        "accuracy_last_number",
+        *(f"accuracy_{one}" for one in SCORERS),
         pl.Series("ci_low", np.clip(low, 0, 1)),
         pl.Series("ci_high", np.clip(high, 0, 1)),
         "truncated_fraction",
         "parse_failure_fraction",
+        *(f"parse_failure_{one}" for one in SCORERS),
     ).with_columns(pl.col("seed", "step").cast(pl.Int64))
 
 
@@ -144,25 +150,40 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
         if not isinstance(cause, pa.errors.SchemaError) or cause.reason_code != pa.errors.SchemaErrorReason.DUPLICATES:
             raise
     rows = pl.read_parquet(path)
-    unique = rows.unique(PASS_KEYS, keep="first", maintain_order=True)
+    unique = rows.unique(ROW_KEYS, keep="first", maintain_order=True)
     return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
 
 
 def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
-    """Split the rows by noise level. Passes with other questions than the first leave an empty level, see problems."""
-    ordered = rows.select("noise_level", "noise_seed", "question_id", f"correct_{scorer}").sort(PASS_KEYS[::-1])
+    """Split the rows by noise level. Passes with other questions than the first leave an empty level, see problems.
+
+    So do passes in which the questions do not have the same samples.
+    """
+    asked = (
+        rows.sort(ROW_KEYS)
+        .group_by(PASS_KEYS, maintain_order=True)
+        .agg(
+            pl.col("sample"),
+            pl.col(f"correct_{scorer}").mean().alias("correct"),
+            pl.col(f"correct_{scorer}").first().alias("first"),
+        )
+        .sort(PASS_KEYS[::-1])
+    )
     twins = _identical_levels(rows)
     levels = {}
-    for (level,), part in ordered.group_by("noise_level", maintain_order=True):
+    for (level,), part in asked.group_by("noise_level", maintain_order=True):
         passes = {seed: one for (seed,), one in part.group_by("noise_seed", maintain_order=True)}
-        question_ids = next(iter(passes.values()))["question_id"]
-        whole = all(one["question_id"].equals(question_ids) for one in passes.values())
+        first = next(iter(passes.values()))
+        whole = part["sample"].n_unique() == 1 and all(
+            one["question_id"].equals(first["question_id"]) for one in passes.values()
+        )
+        shown = part if whole else part.clear()
         levels[float(level)] = LevelScores(
-            question_ids=tuple(question_ids.to_list()) if whole else (),
+            question_ids=tuple(first["question_id"].to_list()) if whole else (),
             noise_seeds=tuple(int(seed) for seed in passes),
-            correct=np.stack([one[f"correct_{scorer}"].to_numpy() for one in passes.values()])
-            if whole
-            else np.zeros((len(passes), 0), dtype=np.bool_),
+            num_samples=len(first["sample"][0]),
+            correct=shown["correct"].to_numpy().reshape(len(passes), -1),
+            first_correct=first["first"].to_numpy(),
             same_responses_as=twins.get(float(level)),
         )
     return levels
@@ -172,7 +193,7 @@ def _identical_levels(rows: pl.DataFrame) -> dict[float, float]:
     """Return levels whose every pass holds the same responses as every pass of a lower level, with that level."""
     digests = (
         rows.group_by("noise_level", "noise_seed")
-        .agg(pl.struct("question_id", "response").hash(seed=0).bitwise_xor().alias("digest"))
+        .agg(pl.struct("question_id", "sample", "response").hash(seed=0).bitwise_xor().alias("digest"))
         .group_by("noise_level")
         .agg(pl.col("digest").unique())
         .sort("noise_level")

@@ -37,7 +37,8 @@ def robustness_row(
     slopes = slope_per_question(levels, means)
     estimate = estimate_difference(slopes, np.zeros_like(slopes), luck)
     low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
-    binary = all(one.shape[:2] == (1, 1) for one in outcomes)
+    # Shares of several samples are neither yes nor no.
+    binary = all(one.shape[:2] == (1, 1) and np.isin(one, (0.0, 1.0)).all() for one in outcomes)
     return {
         "num_seeds": means.shape[1],
         "num_questions": means.shape[2],

@@ -311,7 +311,7 @@ def _outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> list
         raise RefusedError("questions", "seeds answered different questions")
     if len({run.levels[level].noise_seeds for level in levels for run in runs if level > 0}) > 1:
         raise RefusedError("noise_seeds", "seeds were evaluated with different noise seeds")
-    return [np.stack([run.levels[level].correct for run in runs]).astype(np.float64) for level in levels]
+    return [np.stack([run.levels[level].correct for run in runs]) for level in levels]
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: type[pa.DataFrameModel]) -> pl.DataFrame:

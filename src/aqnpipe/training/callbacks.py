@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from aqnpipe.data.prompts import end_of_response
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.noise.injection import NoiseKey, phase_noise
@@ -69,6 +70,7 @@ class ValidationCallback(TrainerCallback):
         recorder: ReceiptRecorder,
         max_response_tokens: int,
         seed: int,
+        stop_text: str | None = None,
     ) -> None:
         self.accuracy: dict[int, float] = {}
         self._steps = frozenset(steps)
@@ -78,6 +80,7 @@ class ValidationCallback(TrainerCallback):
         self._recorder = recorder
         self._sampling = Sampling(max_response_tokens=max_response_tokens)
         self._seed = seed
+        self._stop_text = stop_text
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Validate if this step is declared."""
@@ -89,7 +92,8 @@ class ValidationCallback(TrainerCallback):
         key = NoiseKey(seed=self._seed, step=state.global_step, rank=rank)
         with phase_noise(model, self._recorder, "validation", key):
             completions = TransformersBackend(model, self._tokenizer).generate(self._prompts[share], self._sampling)
-        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        whole = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        texts = [end_of_response(text, self._stop_text) for text in whole]
         golds = self._gold_answers[share]
         correct = sum(is_correct(text, gold, "strict") for text, gold in zip(texts, golds, strict=True))
         self.accuracy[state.global_step] = sum(gathered(correct)) / len(self._prompts)

@@ -11,7 +11,14 @@ from transformers import PrinterCallback
 
 from aqnpipe.artifacts import ProblemTable, TrainingMetrics, read_table, write_json, write_table
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.data.prompts import check_prompt_lengths, format_prompt, prompt_token_ids, tokenize_prompts
+from aqnpipe.data.examples import choose_examples, refuse_overlap
+from aqnpipe.data.prompts import (
+    check_prompt_lengths,
+    end_of_response,
+    format_prompt,
+    prompt_token_ids,
+    tokenize_prompts,
+)
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import RunInterruptedError, WorkerError
 from aqnpipe.models.loading import load_tokenizer
@@ -99,9 +106,14 @@ def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt 
     return merged_receipt(recorder, accounts, routed=is_mixture_of_experts(trainer.policy))
 
 
-def reward_correct(completions: list[str], gold_answer: list[str], **_: Any) -> list[float]:
-    """Reward 1 if the number after `####` equals the gold answer, else 0."""
-    return [float(is_correct(text, gold, "strict")) for text, gold in zip(completions, gold_answer, strict=True)]
+def reward_correct(
+    completions: list[str], gold_answer: list[str], stop_text: list[str | None], **_: Any
+) -> list[float]:
+    """Reward 1 if the number after `####`, before `stop_text`, equals the gold answer, else 0."""
+    return [
+        float(is_correct(end_of_response(text, stop), gold, "strict"))
+        for text, gold, stop in zip(completions, gold_answer, stop_text, strict=True)
+    ]
 
 
 def _build_trainer(
@@ -145,23 +157,33 @@ def run_label(spec: TrainingSpec) -> str:
 
 def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -> Dataset:
     problems = read_table(inputs.train_problems, ProblemTable)
-    prompts = [format_prompt(question, spec.prompt, tokenizer) for question in problems["question"]]
+    examples = choose_examples(spec.prompt, inputs.train_problems)
+    prompts = [format_prompt(question, spec.prompt, tokenizer, examples) for question in problems["question"]]
     if spec.training.max_prompt_tokens is not None:
         token_ids = tokenize_prompts(prompts, spec.prompt, tokenizer)
         check_prompt_lengths(problems["question_id"], token_ids, spec.training.max_prompt_tokens)
-    return Dataset.from_dict({"prompt": prompts, "gold_answer": problems["gold_answer"].to_list()})
+    return Dataset.from_dict(
+        {
+            "prompt": prompts,
+            "gold_answer": problems["gold_answer"].to_list(),
+            "stop_text": [spec.prompt.stop_text] * len(prompts),
+        }
+    )
 
 
 def _validation(
     spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, recorder: ReceiptRecorder
 ) -> ValidationCallback:
     problems = read_table(inputs.test_problems, ProblemTable).head(spec.training.validation_questions)
+    examples = choose_examples(spec.prompt, inputs.train_problems)
+    refuse_overlap(examples, problems["question"])
     return ValidationCallback(
         spec.training.validation_steps(spec.num_steps),
-        prompt_token_ids(problems["question"], spec.prompt, tokenizer),
+        prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples),
         problems["gold_answer"].to_list(),
         tokenizer=tokenizer,
         recorder=recorder,
         max_response_tokens=spec.training.max_response_tokens,
         seed=spec.random_seed,
+        stop_text=spec.prompt.stop_text,
     )

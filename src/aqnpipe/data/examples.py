@@ -1,0 +1,65 @@
+"""Worked examples before a question (few-shot): which training questions they are, chosen once for a study."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from aqnpipe.artifacts import ProblemTable, read_table
+from aqnpipe.config.dataset import PromptFormat
+from aqnpipe.data.generated import normalise_question
+from aqnpipe.errors import DataError
+from aqnpipe.seeding import derive_seed
+
+
+class Example(NamedTuple):
+    """A training question with its worked answer."""
+
+    question: str
+    answer: str
+
+
+def choose_examples(prompt_format: PromptFormat, train_problems: Path | None) -> tuple[Example, ...]:
+    """Return the examples of a study in their order and one to spare, for a question that is an example itself.
+
+    The first different questions of the training split, or those that `example_seed` draws. Raises DataError if there
+    are too few, or if `train_problems` is needed and None.
+    """
+    wanted = prompt_format.num_examples
+    if wanted == 0:
+        return ()
+    if train_problems is None:
+        raise DataError(f"prompt.num_examples is {wanted}, but no training questions were given to take examples from")
+    table = read_table(train_problems, ProblemTable)
+    order: Sequence[int] = range(table.height)
+    seed = prompt_format.example_seed
+    if seed is not None:
+        order = sorted(order, key=lambda row: derive_seed(seed, "few_shot_examples", row))
+    found: dict[str, Example] = {}
+    for row in order:
+        question, answer = table["question"][row], table["answer"][row]
+        found.setdefault(normalise_question(question), Example(question, answer))
+        if len(found) > wanted:
+            return tuple(found.values())
+    raise DataError(
+        f"{train_problems}: {len(found)} different questions, expected at least {wanted + 1} for prompt.num_examples "
+        f"{wanted}"
+    )
+
+
+def examples_for(question: str, examples: Sequence[Example], number: int) -> list[Example]:
+    """Return the first `number` examples that do not ask `question` itself; DataError if there are fewer."""
+    if number == 0:
+        return []
+    asked = normalise_question(question)
+    others = [one for one in examples if normalise_question(one.question) != asked]
+    if len(others) < number:
+        raise DataError(f"prompt.num_examples is {number}, but there are {len(others)} examples for a question")
+    return others[:number]
+
+
+def refuse_overlap(examples: Sequence[Example], questions: Iterable[str]) -> None:
+    """Raise DataError if a test question is among the examples."""
+    known = {normalise_question(one.question) for one in examples}
+    for question in questions:
+        if normalise_question(question) in known:
+            raise DataError(f"test question {question[:80]!r} is an example of the prompt, expected none to be")
