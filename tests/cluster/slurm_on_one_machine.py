@@ -135,14 +135,24 @@ def start_node(node: str) -> None:
 
 def kill(daemon: str, how: signal.Signals = signal.SIGTERM) -> None:
     """End slurmctld or the slurmd of a node (by the node's name), and wait until it is gone."""
-    pid_file = STATE / f"{daemon}.pid"
+    end(STATE / f"{daemon}.pid", "slurmctld" if daemon == "slurmctld" else "slurmd", how)
+
+
+def end(pid_file: Path, program: str, how: signal.Signals = signal.SIGTERM) -> None:
+    """End the process whose number `pid_file` holds, wait until it is gone, and remove the file.
+
+    The file of a machine that went down, or of a copied disk, names a process that is gone or by now another program:
+    nothing but `program` is ever signalled.
+    """
     try:
         pid = int(pid_file.read_text(encoding="utf-8"))
-        os.kill(pid, how)
+        ours = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == program
+        if ours:
+            os.kill(pid, how)
     except (FileNotFoundError, ProcessLookupError):
-        return
+        ours = False
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    while ours and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     pid_file.unlink(missing_ok=True)
 
@@ -163,16 +173,14 @@ def stop() -> None:
     """Cancel all jobs, end what `start` started, and remove what it wrote."""
     if not STATE.exists():
         return
-    if (STATE / "slurmctld.pid").exists():
+    if subprocess.run(["scontrol", "ping"], capture_output=True, check=False).returncode == 0:
         subprocess.run(["scancel", "--user=root"], capture_output=True, check=False, timeout=60)
         time.sleep(1)
     for node in NODES:
         kill(node)
     kill("slurmctld")
     if (STATE / "munge.mine").exists():
-        munged = Path("/run/munge/munged.pid")
-        if munged.exists():
-            os.kill(int(munged.read_text(encoding="utf-8")), signal.SIGTERM)
+        end(Path("/run/munge/munged.pid"), "munged")
     for name in ("slurm.conf", "gres.conf"):
         path = CONFIGURATION / name
         if path.exists() and MARK in path.read_text(encoding="utf-8"):
