@@ -31,7 +31,7 @@ from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.noise.stream import NoiseStream
 
-ROUNDS = 41
+ROUNDS = 21
 SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 36, 24
 """A rollout of the default study: 16 prompts with 8 answers each, as long as its longest ones."""
 
