@@ -17,9 +17,9 @@ from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = (
-    SlurmPartition("gpu", "gpu:a100:8", None, 128, 1_000_000),
-    SlurmPartition("npu", "npu:910c:16(S:0-1)", 2880, 320, 2_000_000),
-    SlurmPartition("cpu", "", None, 64, 256_000),
+    SlurmPartition("gpu", "gpu:a100:8", None, 128, 1_000_000, 2),
+    SlurmPartition("npu", "npu:910c:16(S:0-1)", 2880, 320, 2_000_000, 1),
+    SlurmPartition("cpu", "", None, 64, 256_000, 4),
 )
 
 
@@ -43,12 +43,12 @@ def profile(name, **site):
 
 def test_partitions_are_read_as_sinfo_prints_them():
     gpu, batch = parse_partitions(
-        "gpu*|gpu:a100:8(S:0-1),nvme:1|1-12:30:00|128+|1000000+\nbatch|(null)|infinite|4|8000\n"
+        "gpu*|gpu:a100:8(S:0-1),nvme:1|1-12:30:00|128+|1000000+|3\nbatch|(null)|infinite|4|8000|1\n"
     )
-    assert gpu == SlurmPartition("gpu", "gpu:a100:8(S:0-1),nvme:1", 2190, 128, 1_000_000)
-    assert batch == SlurmPartition("batch", "", None, 4, 8000)
+    assert gpu == SlurmPartition("gpu", "gpu:a100:8(S:0-1),nvme:1", 2190, 128, 1_000_000, 3)
+    assert batch == SlurmPartition("batch", "", None, 4, 8000, 1)
     assert [gpu.num_devices(gres) for gres in ("gpu:a100", "gpu", "gpu:h100", "nvme")] == [8, 8, 0, 1]
-    assert parse_partitions("short|(null)|45:00|1|1")[0].minutes == 45
+    assert parse_partitions("short|(null)|45:00|1|1|1")[0].minutes == 45
 
 
 @pytest.mark.parametrize("name", ["a100", "ascend"])
@@ -63,6 +63,7 @@ def test_a_cluster_that_has_what_a_profile_asks_for(name):
     [
         ({"device_partition": "big"}, "no partition big the cluster has cpu, gpu, npu"),
         ({"device_gres": "gpu:h100"}, "0 gpu:h100 per node (gpu:a100:8)"),
+        ({"train_nodes": 3}, "partition gpu has 2 nodes for the 3 of a job"),
         ({"train_devices": 16}, "8 gpu:a100 per node"),
         ({"cpus_per_device": 32}, "128 CPUs per node"),
         ({"mem_mb_per_device": 200_000}, "1000000 MB per node"),

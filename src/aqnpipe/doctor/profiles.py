@@ -82,10 +82,12 @@ def _job_check(job: str, asked: Mapping[str, Any], partitions: tuple[SlurmPartit
     if not nodes:
         known = ", ".join(sorted({one.name for one in partitions}))
         return Check(name=job, status="problem", found=f"no partition {name}", advice=f"the cluster has {known}")
-    reasons = [_why_not(asked, one) for one in nodes]
-    if "" in reasons:
+    reasons = {one: _why_not(asked, one) for one in nodes}
+    fitting = sum(one.nodes for one, reason in reasons.items() if not reason)
+    if fitting >= int(asked.get("nodes", 1)):
         return Check(name=job, status="ok", found=shown)
-    return Check(name=job, status="problem", found=shown, advice=f"partition {name} has {reasons[0]}")
+    lacks = f"{fitting} nodes for the {asked['nodes']} of a job" if fitting else reasons[nodes[0]]
+    return Check(name=job, status="problem", found=shown, advice=f"partition {name} has {lacks}")
 
 
 def _why_not(asked: Mapping[str, Any], partition: SlurmPartition) -> str:

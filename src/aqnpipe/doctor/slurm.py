@@ -10,13 +10,14 @@ _SECONDS_TO_ANSWER = 20
 
 @dataclass(frozen=True)
 class SlurmPartition:
-    """One partition with the nodes of one make: gres, CPUs and memory per node; minutes None means no limit."""
+    """The nodes of one make in a partition: gres, CPUs and memory per node; minutes None means no limit."""
 
     name: str
     gres: str
     minutes: int | None
     cpus: int
     memory_mb: int
+    nodes: int
 
     def num_devices(self, gres: str) -> int:
         """Return how many devices `gres` (name, or name:type) a node has: 8 of `gpu:a100` in `gpu:a100:8(S:0-1)`."""
@@ -33,7 +34,7 @@ def read_partitions() -> tuple[SlurmPartition, ...] | None:
     if shutil.which("sinfo") is None or shutil.which("sbatch") is None:
         return None
     try:
-        command = ["sinfo", "--noheader", "--format=%P|%G|%l|%c|%m"]
+        command = ["sinfo", "--noheader", "--format=%P|%G|%l|%c|%m|%D"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=True)  # noqa: S603
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return ()
@@ -41,10 +42,10 @@ def read_partitions() -> tuple[SlurmPartition, ...] | None:
 
 
 def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
-    """Return the partitions of lines `gpu*|gpu:a100:8|1-00:00:00|128|1000000`."""
+    """Return the partitions of lines `gpu*|gpu:a100:8|1-00:00:00|128|1000000|4`."""
     found = []
     for line in text.splitlines():
-        name, gres, limit, cpus, memory = line.split("|")
+        name, gres, limit, cpus, memory, nodes = line.split("|")
         found.append(
             SlurmPartition(
                 name=name.rstrip("*"),
@@ -52,6 +53,7 @@ def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
                 minutes=_minutes(limit),
                 cpus=int(cpus.rstrip("+")),
                 memory_mb=int(memory.rstrip("+")),
+                nodes=int(nodes),
             )
         )
     return tuple(found)
