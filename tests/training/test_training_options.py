@@ -195,3 +195,21 @@ def test_the_number_of_steps_follows_whole_rollouts():
     spec: TrainingSpec = training_spec(prompts_per_step=32, steps_per_rollout=4, rollouts_per_prompt=5, epochs=2)
     # The published 1.5B runs: batches of 128 prompts, 58 of them in 7,473 questions, 4 updates each.
     assert spec.training.num_steps(7473) == 2 * 58 * 4
+
+
+def test_wandb_writes_a_run_offline_and_changes_nothing_in_it(inputs, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name in ("PROJECT", "MODE", "NAME", "DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", "")
+        monkeypatch.delenv(f"WANDB_{name}")
+    plain = run(training_spec(aqn=AQN), inputs, tmp_path / "plain")
+    tracked = run(training_spec(aqn=AQN, report_to=("wandb",)), inputs, tmp_path / "tracked")
+    logged = dict(wandb.run.summary)
+    assert wandb.run.offline
+    wandb.finish()
+    for file in ("metrics.parquet", "receipt.json", "checkpoints/step2/model.safetensors"):
+        assert sha256_of_file(plain / file) == sha256_of_file(tracked / file)
+    assert logged["train/sigma_asked"] == pytest.approx(0.03)
+    assert logged["train/sigma_measured"] == pytest.approx(metrics(plain)["sigma_measured"].to_list()[-1])
+    (folder,) = (tmp_path / "tracked.logs" / "wandb").glob("offline-run-*")
+    assert list(folder.glob("*.wandb"))
