@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup browser cluster vllm run test test-vllm lint format clean
+.PHONY: setup browser cluster vllm run test test-vllm attacks lint format clean
 
 setup: $(STAMP)
 
@@ -53,7 +53,12 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	touch $(VLLM_STAMP)
 
 test-vllm: vllm
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py \
+	    tests/training/test_training_on_vllm.py
+
+# Tries every sabotage on a small study and writes what caught it into docs/attacks.md; some minutes.
+attacks: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/attacks:tests/support $(BIN)/python tests/attacks/table.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,8 +10,15 @@ from typer.testing import CliRunner
 
 from aqnpipe.artifacts import AuditFile, ClaimsFile, read_json
 from aqnpipe.cli import app
+from aqnpipe.statistics import stage
 
 PUBLISHED = Path(__file__).parents[1] / "config" / "published.yaml"
+
+
+@pytest.fixture
+def vouched_for(monkeypatch):
+    """The stages before would have left what the made-up evaluations do not have."""
+    monkeypatch.setattr(stage, "broken_links", lambda plan: dict.fromkeys(plan.evaluations(), ()))
 
 
 @pytest.fixture
@@ -26,7 +33,14 @@ def unfinished(tmp_path, monkeypatch):
     Path("arms.yaml").write_text(yaml.safe_dump({"arms": synthetic.ARMS}))
 
 
-def test_what_exists_is_reported_and_what_misses_is_named(unfinished):
+def test_evaluations_without_what_they_come_from_prove_nothing(unfinished):
+    CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    claims = read_json(Path("results/claims.json"), ClaimsFile).claims
+    assert {claim.verdict for claim in claims} == {"invalid"}
+    assert any("is not what the record's stage wrote" in (claim.invalid_reason or "") for claim in claims)
+
+
+def test_what_exists_is_reported_and_what_misses_is_named(unfinished, vouched_for):
     result = CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
     assert result.stdout.splitlines() == ["compare: 8 of 9 evaluations exist", "report: results/report.html"]
     claims = read_json(Path("results/claims.json"), ClaimsFile)

@@ -1,10 +1,11 @@
 """What the stages hand each other: table schemas, JSON models, and writes that never leave half a file."""
 
+import io
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,6 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import DataError
+from aqnpipe.seal import UNSEALED, read_sealed, sealed
+
+_JSON_END = "\n}"
+_JSON_SEAL = ',\n  "seal": "'
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -101,6 +106,15 @@ class LocatedFault(Artifact):
     evidence: str
 
 
+class DiagnosisOrigin(Artifact):
+    """What a verdict is of: names in the study, digests of the model's weights and of the layers.parquet beside it."""
+
+    model: str
+    machine: str
+    weights_sha256: str
+    layers_sha256: str
+
+
 class Verdict(Artifact):
     """results/srdd/<model>/<machine>/verdict.json: what the diagnosis found.
 
@@ -133,6 +147,7 @@ class Verdict(Artifact):
     simulated_faults: tuple[dict[str, object], ...] = Field(
         default=(), description="the faults of the machine with their measured reach, for judging the verdict"
     )
+    origin: DiagnosisOrigin | None = Field(default=None, description="null outside a study")
 
 
 class LayerMetrics(Artifact):
@@ -177,7 +192,11 @@ class SigmaFile(Artifact):
 
 
 class TrainingMetrics(pa.DataFrameModel):
-    """metrics.parquet of a run: one optimiser step per row. No wall times: the table is reproducible byte for byte."""
+    """metrics.parquet of a run: one optimiser step per row. No wall times: the table is reproducible byte for byte.
+
+    `logp_difference_*`, `sampler_kl`: between the policy that rolled out and the one that learns, of drawn tokens, in
+    the first step after the rollout; `importance_ratio_mean` only for arms with importance sampling.
+    """
 
     step: int = pa.Field(ge=1, unique=True)
     epoch: float
@@ -190,6 +209,10 @@ class TrainingMetrics(pa.DataFrameModel):
     clip_fraction: float
     response_tokens_mean: float
     truncated_fraction: float = pa.Field(ge=0, le=1)
+    logp_difference_mean: float = pa.Field(ge=0)
+    logp_difference_max: float = pa.Field(ge=0)
+    sampler_kl: float = pa.Field(ge=0)
+    importance_ratio_mean: float = pa.Field(ge=0, nullable=True)
     sigma_asked: float = pa.Field(ge=0)
     sigma_measured: float = pa.Field(ge=0)
     validation_accuracy: float = pa.Field(nullable=True)
@@ -467,6 +490,7 @@ class ClaimsFile(Artifact):
     """results/claims.json. `family_size`: tested comparisons in all families together.
 
     `missing`: evaluations that the study asks for and that were not there, as `model/arm seed S step N`.
+    `tables_sha256`: the tables written with it, by file name.
     """
 
     alpha: float
@@ -476,6 +500,7 @@ class ClaimsFile(Artifact):
     claims: tuple[Claim, ...]
     sham_rates: tuple[ShamRate, ...] = ()
     missing: tuple[str, ...] = ()
+    tables_sha256: dict[str, str] = {}
 
 
 class FaultLossCondition(Artifact):
@@ -672,8 +697,12 @@ class RunRecord(Artifact):
     inputs_sha256: dict[str, str]
     versions: dict[str, str]
     device: str
+    outputs_sha256: dict[str, str] = Field(
+        default_factory=dict, description="SHA-256 of what was written beside this record, by name"
+    )
     generation: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="backend of an evaluation: its name, version and how it executed"
+        default_factory=dict,
+        description="backend of an evaluation, or of rollouts: its name, version and how it executes",
     )
 
 
@@ -702,42 +731,46 @@ def write_text(target: Path, text: str) -> None:
 
 
 def write_json(target: Path, model: BaseModel) -> None:
-    """Write a pydantic model as indented JSON, atomically."""
-    write_text(target, model.model_dump_json(indent=2) + "\n")
+    """Write a pydantic model as indented, sealed JSON, atomically."""
+    text = model.model_dump_json(indent=2)
+    _write_sealed(target, f'{text.removesuffix(_JSON_END)}{_JSON_SEAL}{UNSEALED}"{_JSON_END}\n'.encode())
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
     """Read and validate a JSON artifact; DataError naming the file and the first problem."""
-    try:
-        return model.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except ValidationError as error:
-        raise DataError(f"{path}: {describe_validation_error(error)}") from error
+    content, seal, _ = read_sealed(path).decode().rpartition(_JSON_SEAL)
+    if not seal:
+        raise DataError(f"{path}: its seal is not where write_json puts it; make it again")
+    return _valid(path, lambda: model.model_validate_json(content + _JSON_END))
 
 
 def write_yaml(target: Path, model: BaseModel) -> None:
-    """Write a pydantic model as YAML, atomically."""
-    write_text(target, yaml.safe_dump(json.loads(model.model_dump_json()), sort_keys=False, allow_unicode=True))
+    """Write a pydantic model as YAML, atomically; the seal is its last line."""
+    text = yaml.safe_dump(json.loads(model.model_dump_json()), sort_keys=False, allow_unicode=True)
+    _write_sealed(target, f"{text}# {UNSEALED}\n".encode())
 
 
 def read_yaml(path: Path, model: type[Model]) -> Model:
     """Read and validate a YAML artifact; DataError naming the file and the first problem."""
+    return _valid(path, lambda: model.model_validate(yaml.safe_load(read_sealed(path).decode())))
+
+
+def read_users_yaml(path: Path, model: type[Model]) -> Model:
+    """Read and validate a YAML file that a person wrote, which has no seal; DataError as `read_yaml`."""
     try:
-        return model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except yaml.YAMLError as error:
-        raise DataError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
-    except ValidationError as error:
-        raise DataError(f"{path}: {describe_validation_error(error)}") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise DataError(f"{path}: {'no such file' if missing else f'cannot be read ({error})'}") from error
+    return _valid(path, lambda: model.model_validate(yaml.safe_load(text)))
 
 
 def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
-    """Validate `table` against `schema` and write it as parquet, atomically."""
+    """Validate `table` against `schema` and write it as parquet with a seal in its metadata, atomically."""
     validated = _validated(target, table, schema)
-    with atomic_path(target) as temporary:
-        validated.write_parquet(temporary, compression="zstd", statistics=True)
+    buffer = io.BytesIO()
+    validated.write_parquet(buffer, compression="zstd", statistics=True, metadata={"seal": UNSEALED})
+    _write_sealed(target, buffer.getvalue())
 
 
 def write_csv(target: Path, table: pl.DataFrame) -> None:
@@ -748,13 +781,30 @@ def write_csv(target: Path, table: pl.DataFrame) -> None:
 
 def read_table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
     """Read a parquet artifact and validate it; DataError naming the file and the first problem."""
+    return _validated(path, read_unchecked_table(path), schema)
+
+
+def read_unchecked_table(path: Path) -> pl.DataFrame:
+    """Read a parquet artifact whole, whatever its columns; DataError as `read_table`."""
+    content = read_sealed(path)
     try:
-        table = pl.read_parquet(path)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except pl.exceptions.ComputeError as error:
+        return pl.read_parquet(io.BytesIO(content))
+    except pl.exceptions.PolarsError as error:
         raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
-    return _validated(path, table, schema)
+
+
+def _write_sealed(target: Path, content: bytes) -> None:
+    with atomic_path(target) as temporary:
+        temporary.write_bytes(sealed(content))
+
+
+def _valid(path: Path, read: Callable[[], Model]) -> Model:
+    try:
+        return read()
+    except yaml.YAMLError as error:
+        raise DataError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
+    except ValidationError as error:
+        raise DataError(f"{path}: {describe_validation_error(error)}") from error
 
 
 def _validated(path: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> pl.DataFrame:

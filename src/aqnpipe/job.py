@@ -37,6 +37,7 @@ def logged_job(log: Path) -> Iterator[Say]:
             yield say
         except AqnpipeError as error:
             say(f"ERROR: {error}")
+            say(f"next: {error.advice}")
             say(f"log: {log}")
             sys.exit(error.exit_code)
         finally:

@@ -20,6 +20,7 @@ from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.noise import Fault, Machine
 from aqnpipe.diagnosis.stage import diagnose, generate_layer_sigmas
 from aqnpipe.errors import DataError, ModelError, ReceiptError
+from aqnpipe.provenance import sha256_of_file
 
 CONFIG = DiagnosisConfig(num_prompts=2, num_repeats=2, gain_trials=2)
 TEXT = "Tom has many red apples and gives some to his friend . How are left ?"
@@ -53,8 +54,8 @@ def problems(tmp_path_factory):
     return path
 
 
-def run(model_dir, problems, output_dir, machine=None, config=CONFIG):
-    diagnose(model_dir, problems, PromptFormat(), machine or Machine(), config, output_dir)
+def run(model_dir, problems, output_dir, machine=None, config=CONFIG, name="cpu"):
+    diagnose(model_dir, problems, PromptFormat(), machine or Machine(), config, output_dir, names=("tiny", name))
     return read_table(output_dir / "layers.parquet", LayerTable), read_json(output_dir / "verdict.json", Verdict)
 
 
@@ -88,7 +89,7 @@ def test_faulty_machine_is_found_and_its_reach_recorded(model_dir, problems, tmp
 def test_same_inputs_give_the_same_bytes(model_dir, problems, tmp_path):
     machine = Machine(faults=[Fault(type="spike", layer=1, magnitude=1.0)])
     for name in ("first", "second"):
-        run(model_dir, problems, tmp_path / name, machine)
+        run(model_dir, problems, tmp_path / name, machine, name="spiky")
         folder = tmp_path / name
         generate_layer_sigmas(
             folder / "layers.parquet", folder / "verdict.json", SigmaRule(), folder / "sigmas.yaml", "tiny", "spiky"
@@ -116,7 +117,13 @@ def test_fault_that_changes_nothing_is_refused(model_dir, problems, tmp_path):
 
 
 def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path):
-    run(model_dir, problems, tmp_path, Machine(faults=[Fault(type="noise", layer=2, magnitude=0.5)]))
+    run(
+        model_dir,
+        problems,
+        tmp_path,
+        Machine(faults=[Fault(type="noise", layer=2, magnitude=0.5)]),
+        name="noisy_layer_2",
+    )
     output = tmp_path / "sigmas.yaml"
     generate_layer_sigmas(
         tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), output, "tiny", "noisy_layer_2"
@@ -128,6 +135,7 @@ def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path
         "total_noise_energy": pytest.approx(sum(sigma**2 for sigma in sigmas.aqn.layer_sigmas.values())),
         "model": "tiny",
         "machine": "noisy_layer_2",
+        "weights_sha256": sha256_of_file(model_dir / "model.safetensors"),
         "verdict": "fault",
         "fault_layer": 2,
         "fault_type": "noise",
@@ -141,4 +149,12 @@ def test_sigmas_of_mixed_up_diagnoses_are_refused(model_dir, problems, tmp_path)
     shorter = tmp_path / "shorter.parquet"
     write_table(shorter, table.head(3), LayerTable)
     with pytest.raises(DataError, match=r"num_layers is 4, but .* has 3 rows"):
+        generate_layer_sigmas(shorter, tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")
+    for model, machine in (("tiny", "other"), ("other", "cpu")):
+        with pytest.raises(DataError, match="this is of model tiny on machine cpu"):
+            generate_layer_sigmas(
+                tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", model, machine
+            )
+    write_table(shorter, table.with_columns(gain=table["gain"] * 2), LayerTable)
+    with pytest.raises(DataError, match="not of the same diagnosis"):
         generate_layer_sigmas(shorter, tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")

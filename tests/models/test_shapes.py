@@ -34,7 +34,7 @@ def test_counted_parameters_are_those_of_the_files(name):
     config = ModelConfig(source=name)
     shape = shape_of(config)
     assert shape is not None
-    assert shape.num_parameters == describe_model(source_folder(config), config).num_parameters
+    assert shape.num_parameters == describe_model(source_folder(config), config.source).num_parameters
 
 
 def test_known_hub_models_have_the_sizes_that_their_cards_state():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from aqnpipe.artifacts import read_json
 from aqnpipe.cli import app
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import (
@@ -55,7 +56,7 @@ def test_the_command_shows_what_was_reached(tmp_path):
     assert "100.0%" in result.output
     assert "restored bit for bit" in " ".join(result.output.split())
     assert "every phase has what was asked for" in result.output
-    receipt = Receipt.model_validate_json((tmp_path / "receipt.json").read_text())
+    receipt = read_json(tmp_path / "receipt.json", Receipt)
     assert receipt.problems() == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import synthetic_study
+from sealed_files import write_sealed_parquet
 
 from aqnpipe.artifacts import ClaimsFile, RunRecord, Verdict, read_json, write_json
 from aqnpipe.config.study import Study
@@ -82,7 +83,7 @@ def hostile(synthetic, tmp_path_factory):
     built = make(synthetic, folder, synthetic.study(arms=["baseline", "E5"], seeds=[0], comparisons=[]), 60)
     claims = read_json(folder / "claims.json", ClaimsFile)
     changed = [one.model_copy(update={"claim": HOSTILE, "sentence": HOSTILE}) for one in claims.claims]
-    write_json(folder / "claims.json", claims.model_copy(update={"claims": tuple(changed)}))
+    write_json(folder / "claims.json", claims.model_copy(update={"claims": tuple(changed), "tables_sha256": {}}))
     _overwrite(folder / "comparisons.parquet", method=HOSTILE, family=HOSTILE)
     _overwrite(folder / "robustness.parquet", problem=HOSTILE)
     _overwrite(built.made.test_problems, question=HOSTILE * 30, gold_answer=HOSTILE)
@@ -103,7 +104,7 @@ def hostile(synthetic, tmp_path_factory):
 
 def _overwrite(path, **texts):
     table = pl.read_parquet(path)
-    table.with_columns(pl.lit(text).alias(name) for name, text in texts.items()).write_parquet(path)
+    write_sealed_parquet(path, table.with_columns(pl.lit(text).alias(name) for name, text in texts.items()))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import altair as alt
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import ClaimsFile, read_json, write_json
+from aqnpipe.artifacts import AccuracyTable, ClaimsFile, read_json, write_json, write_table
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError
@@ -244,7 +244,10 @@ def test_arms_of_two_models_get_figures_each(built, tmp_path):
     for path in built.folder.iterdir():
         if path.is_file():
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    pl.concat([accuracy, accuracy.with_columns(model=pl.lit("large"))]).write_parquet(tmp_path / "accuracy.parquet")
+    both = pl.concat([accuracy, accuracy.with_columns(model=pl.lit("large"))])
+    write_table(tmp_path / "accuracy.parquet", both, AccuracyTable)
+    claims = read_json(tmp_path / "claims.json", ClaimsFile)
+    write_json(tmp_path / "claims.json", claims.model_copy(update={"tables_sha256": {}}))
     inputs = built.made.report_inputs(tmp_path)
     page = Page(built.build(study=Study.model_validate(content), inputs=inputs, into=tmp_path).html)
     assert "Model large (other/model)" in page.whole_text

@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 import pytest
 from made_up import evaluation_receipt
+from sealed_files import write_sealed_parquet
 
 from aqnpipe.artifacts import (
     AccuracyTable,
@@ -149,7 +150,7 @@ def test_other_questions_are_not_compared(artifacts, run):
 def test_duplicated_rows_are_not_compared(artifacts, run):
     source = find(artifacts, "E5")
     table = pl.read_parquet(source.table)
-    pl.concat([table, table.head(2)]).write_parquet(source.table)
+    write_sealed_parquet(source.table, pl.concat([table, table.head(2)]))
     _, _, claims = run(artifacts.study, artifacts.evaluations)
     assert "2 rows repeat" in reason(claims, "E5b-vs-E5@0")
 

@@ -10,6 +10,7 @@ from scipy import stats
 from aqnpipe.artifacts import FaultLossFile, FaultLossTable, RunRecord, read_json, write_json, write_table
 from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
+from aqnpipe.custody import digests_of_outputs
 from aqnpipe.errors import DataError
 from aqnpipe.noise.fault_loss_receipt import FaultLossPass, FaultLossReceipts
 from aqnpipe.noise.receipt import FaultCell, GradientFlow, PhaseRecord, Receipt, WeightCell, WeightSync
@@ -132,7 +133,15 @@ def write_losses(folder, means=MEANS, seed=0):
         stage="fault_loss", identity=identity, config={}, code_digest="", inputs_sha256={}, versions={}, device="cpu"
     )
     write_json(inputs.record, record)
+    vouch(inputs)
     return inputs
+
+
+def vouch(inputs):
+    """Let the record speak of table and receipt as they are now."""
+    record = read_json(inputs.record, RunRecord)
+    written = digests_of_outputs({"table": inputs.table, "receipt": inputs.receipt})
+    write_json(inputs.record, record.model_copy(update={"outputs_sha256": written}))
 
 
 def compared(folder, **changes):
@@ -228,6 +237,7 @@ def test_rows_without_a_receipt_are_refused(tmp_path):
     inputs = write_losses(tmp_path)
     receipts = read_json(inputs.receipt, FaultLossReceipts)
     write_json(inputs.receipt, receipts.model_copy(update={"passes": receipts.passes[:-1]}))
+    vouch(inputs)
     with pytest.raises(DataError, match="no receipt for pass"):
         compare_losses(inputs, StatisticsConfig(), tmp_path / "claims.json")
 
@@ -237,5 +247,6 @@ def test_a_pass_whose_noise_went_elsewhere_is_refused(tmp_path):
     receipts = read_json(inputs.receipt, FaultLossReceipts)
     wrong = receipts.passes[-1].model_copy(update={"noised_layers": (0,)})
     write_json(inputs.receipt, receipts.model_copy(update={"passes": (*receipts.passes[:-1], wrong)}))
+    vouch(inputs)
     with pytest.raises(DataError, match=r"noise was measured in layers \[3\]"):
         compare_losses(inputs, StatisticsConfig(), tmp_path / "claims.json")

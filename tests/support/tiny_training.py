@@ -6,6 +6,8 @@ import polars as pl
 
 from aqnpipe.artifacts import ProblemTable, write_table
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.models.loading import describe_model
+from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.training.run import TrainingInputs
 from aqnpipe.training.stage import train
@@ -25,12 +27,12 @@ def write_inputs(folder: Path, make_model, num_problems: int = 8, **model_settin
     }
     make_model(**{**settings, **model_settings}).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "model" / "aqnpipe_model.json").write_text("{}")
-    for split in ("train", "test"):
+    write_prepared_model(folder / "model", describe_model(folder / "model", "made/up"))
+    for split, sum_of in (("train", "plus"), ("test", "and")):
         table = pl.DataFrame(
             {
                 "question_id": [f"{split}-{i}" for i in range(num_problems)],
-                "question": [f"What is {i} plus {i} ?" for i in range(num_problems)],
+                "question": [f"What is {i} {sum_of} {i} ?" for i in range(num_problems)],
                 "answer": [f"{i} + {i} = {2 * i}\n#### {2 * i}" for i in range(num_problems)],
                 "gold_answer": [str(2 * i) for i in range(num_problems)],
             }

@@ -10,6 +10,8 @@ from torch import nn
 from transformers import TrainerState
 
 from aqnpipe.errors import AqnpipeError, TrainingError
+from aqnpipe.models.loading import describe_model
+from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.training.breakdown import BreakdownGuard
 
 
@@ -60,6 +62,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_optimiser(inputs, tmp
     weights = load_file(broken.model / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][0, 0] = math.nan
     save_file(weights, broken.model / "model.safetensors", metadata={"format": "pt"})
+    write_prepared_model(broken.model, describe_model(broken.model, "made/up"))
     with pytest.raises(TrainingError, match=r"^base/test seed 0: loss is nan at step 1, run stopped"):
         run(training_spec(), broken, tmp_path / "out" / "run")
     assert updates == []

@@ -11,6 +11,7 @@ import pytest
 from kill_server import POINTS, RESUME_EVERY, KillServer, random_kill, tree, whole_spec
 from tiny_training import scattered_rewards, training_spec, write_inputs
 
+from aqnpipe.artifacts import ProblemTable, read_table, write_table
 from aqnpipe.training import run, stage
 from aqnpipe.training.resume import resume_interval
 
@@ -203,7 +204,9 @@ def test_a_changed_config_code_or_input_starts_from_the_beginning(change, killed
     spec = whole_spec(learning_rate=2e-3) if change == "config" else whole_spec()
     how = {"code": "other"} if change == "code" else {}
     if change == "data":
-        inputs = dataclasses.replace(inputs, test_problems=inputs.train_problems)
+        fewer = read_table(inputs.test_problems, ProblemTable).head(5)
+        write_table(tmp_path / "fewer.parquet", fewer, ProblemTable)
+        inputs = dataclasses.replace(inputs, test_problems=tmp_path / "fewer.parquet")
     again = server.train(spec, inputs, tmp_path / "run", tmp_path / "scratch", kill=NO_FURTHER, **how)
     assert again.steps == [0]
     (new,) = (path for path in (tmp_path / "scratch").iterdir() if path.is_dir())

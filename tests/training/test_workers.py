@@ -26,6 +26,8 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.loader import load_problems
 from aqnpipe.errors import DeviceError, TrainingError, WorkerError
+from aqnpipe.models.loading import describe_model
+from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.provenance import sha256_of_file
 from aqnpipe.training import stage, workers
@@ -68,7 +70,7 @@ def inputs(tmp_path_factory):
     """The tiny model, which solves enough problems for some rollouts of a prompt to be right and some wrong."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(builtin_folder("tiny"), folder / "model")
-    (folder / "model" / "aqnpipe_model.json").write_text("{}")
+    write_prepared_model(folder / "model", describe_model(folder / "model", "tiny"))
     for split in ("train", "test"):
         problems = load_problems(GeneratedDataset(num_train=16, num_test=8), split)
         write_table(folder / f"{split}.parquet", problems, ProblemTable)

@@ -11,6 +11,12 @@ rule compare:
         evaluations=PLAN.evaluation_files("parquet"),
         receipts=PLAN.evaluation_files("receipt.json"),
         records=PLAN.evaluation_files("run.json"),
+        run_metrics=PLAN.run_files("metrics.parquet"),
+        run_receipts=PLAN.run_files("receipt.json"),
+        run_records=PLAN.run_files("run.json"),
+        sigmas=PLAN.all_sigmas_files(),
+        problems=expand(f"{RESULTS}/data/{{split}}.parquet", split=("train", "test")),
+        models=expand(f"{RESULTS}/models/{{model}}/aqnpipe_model.json", model=STUDY.model_roles()),
     output:
         accuracy=f"{RESULTS}/accuracy.parquet",
         accuracy_csv=report(f"{RESULTS}/accuracy.csv", caption="../report/accuracy.rst", category="Tables"),
@@ -76,6 +82,7 @@ rule report:
     output:
         html=report(f"{RESULTS}/report.html", caption="../report/page.rst", category="Answer"),
         summary=report(f"{RESULTS}/summary.md", caption="../report/summary.rst", category="Answer"),
+        readme=f"{RESULTS}/README.md",
         training=f"{RESULTS}/training.parquet",
         training_csv=report(f"{RESULTS}/training.csv", caption="../report/training.rst", category="Tables"),
         layers=f"{RESULTS}/layers.parquet",

@@ -22,4 +22,5 @@ with logged_device_job(Path(snakemake.log[0]), snakemake.params.device, snakemak
         dtype=model.dtype,
         attention=model.attention,
         device=snakemake.params.device,
+        names=(snakemake.wildcards.model, snakemake.wildcards.machine),
     )

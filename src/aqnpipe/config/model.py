@@ -75,7 +75,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; raises ModelError if the file holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: found {type(content).__name__}, expected a JSON object")

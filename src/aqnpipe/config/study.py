@@ -18,6 +18,7 @@ from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, Machine
+from aqnpipe.config.rollouts import what_vllm_cannot_roll_out
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.device import AskedDevice
 from aqnpipe.errors import ConfigError, ModelError
@@ -69,6 +70,12 @@ class StudyConfig(FrozenModel):
         names = [(one.model, one.name) for one in self.fault_losses]
         if len(set(names)) != len(names):
             raise ValueError("fault_losses must not repeat a name")
+        return self
+
+    @model_validator(mode="after")
+    def _results_stay_here(self) -> Self:
+        if ".." in self.results_dir.split("/"):
+            raise ValueError(f"results_dir {self.results_dir!r} leaves the working directory, expected a folder in it")
         return self
 
     @model_validator(mode="after")
@@ -131,12 +138,28 @@ def read_arms(path: Path) -> dict[str, Arm]:
     return arms
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping: the first one would be dropped silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+                seen.add(key.value)
+        return node
+
+
 def _read_yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
-    except yaml.YAMLError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
@@ -152,7 +175,7 @@ def _cross_reference_problems(study: StudyConfig, arms: Mapping[str, Arm], sourc
     yield from _machine_problems(study, source)
     yield from _layers_out_of_range(study, arms, source)
     yield from _attention_that_escapes(study, arms, source)
-    yield from _attention_that_vllm_has_not(study, arms, source)
+    yield from _what_vllm_cannot_compute(study, arms, source)
     yield from _schedules_that_do_not_fit(study, arms)
     yield from _comparison_problems(study, source)
     yield from _explore_problems(study, arms, source)
@@ -243,15 +266,21 @@ def _attention_that_escapes(study: StudyConfig, arms: Mapping[str, Arm], source:
             )
 
 
-def _attention_that_vllm_has_not(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """vLLM computes attention as one operator, so that noise at evaluation has to mean that one."""
-    if study.generation.backend != "vllm" or not any(study.evaluation.noise_levels):
-        return
+def _what_vllm_cannot_compute(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """vLLM computes attention as one operator, so that noise at evaluation has to mean that one, and so on."""
+    on_vllm = study.generation.backend == "vllm" and any(study.evaluation.noise_levels)
     for role in dict.fromkeys(arms[name].model for name in study.arms):
-        if study.models[role].attention != "sdpa":
+        if on_vllm and study.models[role].attention != "sdpa":
             yield (
                 f"{source}: models.{role}.attention: found {study.models[role].attention}, generation.backend vllm "
                 "needs sdpa: noise on attention as one operator"
+            )
+    for name in study.arms if study.generation.asked_for_rollouts == "vllm" else ():
+        reason = what_vllm_cannot_roll_out(arms[name], study.training.num_workers)
+        if reason is not None:
+            yield (
+                f"{source}: arm {name}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: "
+                "transformers trains without"
             )
 
 

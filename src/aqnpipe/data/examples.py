@@ -57,6 +57,16 @@ def examples_for(question: str, examples: Sequence[Example], number: int) -> lis
     return others[:number]
 
 
+def refuse_leak(train: Iterable[str], test: Iterable[str]) -> None:
+    """Raise DataError if a question to test on is among those to train on (in lower case with single spaces)."""
+    known = {normalise_question(question) for question in train}
+    leaked = [question for question in test if normalise_question(question) in known]
+    if leaked:
+        raise DataError(
+            f"{len(leaked)} test question(s) are also training questions, expected none; first {leaked[0][:80]!r}"
+        )
+
+
 def refuse_overlap(examples: Sequence[Example], questions: Iterable[str]) -> None:
     """Raise DataError if a test question is among the examples."""
     known = {normalise_question(one.question) for one in examples}

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from jinja2 import TemplateError
+
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.data.examples import Example, examples_for
 from aqnpipe.errors import DataError, ModelError
@@ -40,7 +42,10 @@ def format_prompt(
         turns.append({"role": "user", "content": content})
         if number < len(shown):
             turns.append({"role": "assistant", "content": shown[number].answer})
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError) as error:
+        raise ModelError(f"chat template of {tokenizer.name_or_path!r} cannot be used: {error}") from error
 
 
 def prompt_token_ids(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from aqnpipe.artifacts import (
+    DiagnosisOrigin,
     LayerTable,
     ProblemTable,
     Verdict,
@@ -20,13 +21,15 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Machine
+from aqnpipe.custody import is_file_of
 from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import AskedDevice, resolve_device, torch_device
 from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
-from aqnpipe.models.loading import load_model, load_tokenizer
+from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.provenance import sha256_of_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,9 +49,11 @@ def diagnose(
     dtype: Dtype = "float32",
     attention: Attention = "eager",
     device: AskedDevice = "auto",
+    names: tuple[str, str] = ("", ""),
 ) -> None:
     """Diagnose the model on `machine`, scans on the first num_prompts questions; write layers.parquet and verdict.json.
 
+    `names`: what the study calls model and machine, for the verdict to say of what it is.
     Each file is written whole or not at all. Raises DataError if there are too few questions, ModelError if a fault's
     place does not exist or a layer puts out no numbers, ReceiptError if a simulated fault changed nothing.
     """
@@ -61,7 +66,13 @@ def diagnose(
     if diagnosed.table is None:
         raise ModelError("a diagnosis by all methods has no table of layers; this is a bug")
     write_table(output_dir / LAYERS_FILE, diagnosed.table, LayerTable)
-    write_json(output_dir / VERDICT_FILE, diagnosed.verdict)
+    origin = DiagnosisOrigin(
+        model=names[0],
+        machine=names[1],
+        weights_sha256=sha256_of(sorted(model_dir.glob("*.safetensors"))),
+        layers_sha256=sha256_of_file(output_dir / LAYERS_FILE),
+    )
+    write_json(output_dir / VERDICT_FILE, diagnosed.verdict.model_copy(update={"origin": origin}))
 
 
 def generate_layer_sigmas(
@@ -73,12 +84,25 @@ def generate_layer_sigmas(
     machine: str,
     strategy: SigmaStrategy = "published",
 ) -> None:
-    """Turn a diagnosis into a sigmas file by `strategy`; DataError if the two files are not of one diagnosis."""
+    """Turn a diagnosis into a sigmas file by `strategy`.
+
+    DataError if the two files are not of one diagnosis, or not of `model` on `machine`.
+    """
     table = read_table(layers, LayerTable)
     judged = read_json(verdict, Verdict)
     if judged.num_layers != table.height:
         raise DataError(f"{verdict}: num_layers is {judged.num_layers}, but {layers} has {table.height} rows")
-    metadata: dict[str, int | float | str] = {"model": model, "machine": machine}
+    origin = judged.origin
+    if origin is None or (origin.model, origin.machine) != (model, machine):
+        found = f"model {origin.model} on machine {origin.machine}" if origin else "an unnamed diagnosis"
+        raise DataError(f"{verdict}: this is of {found}, expected model {model} on machine {machine}")
+    if not is_file_of(layers, origin.layers_sha256):
+        raise DataError(f"{layers}: not of the same diagnosis as {verdict} (SHA-256 differs)")
+    metadata: dict[str, int | float | str] = {
+        "model": model,
+        "machine": machine,
+        "weights_sha256": origin.weights_sha256,
+    }
     write_yaml(output, layer_sigmas(table, judged, rule, strategy, metadata=metadata))
 
 

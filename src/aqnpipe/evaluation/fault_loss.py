@@ -14,11 +14,12 @@ from aqnpipe.artifacts import FaultLossTable, ProblemTable, RunRecord, read_tabl
 from aqnpipe.config.fault_loss import FaultLossConfig, LossCondition
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, Phase
 from aqnpipe.config.run import FaultLossSpec
+from aqnpipe.custody import digests_of_outputs
 from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
-from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_model, load_tokenizer, refuse_other_weights, sha256_of
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.fault_loss_receipt import FaultLossPass, FaultLossReceipts
 from aqnpipe.noise.injection import NoiseKey, phase_noise
@@ -90,6 +91,7 @@ def fault_loss(
             order = f" {one.order}" if one.order else ""
             mean = float(rows["loss"].to_numpy().mean())
             say(f"{settings.name}: {one.condition} {one.magnitude:g}{order}: loss {mean:.4f}")
+    refuse_other_weights(model, model_dir, spec.dtype)
     receipts = FaultLossReceipts(
         vocabulary_size=model.get_input_embeddings().weight.shape[0],
         num_layers=len(decoder_layers(model)),
@@ -99,8 +101,10 @@ def fault_loss(
     )
     write_json(outputs.receipt, receipts)
     inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
-    write_json(outputs.record, _record(spec, model_dir, inputs, device.label))
     write_table(outputs.table, pl.concat(tables), FaultLossTable)
+    record = _record(spec, model_dir, inputs, device.label)
+    written = digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
+    write_json(outputs.record, record.model_copy(update={"outputs_sha256": written}))
 
 
 def loss_passes(settings: FaultLossConfig) -> Iterator[LossPass]:

@@ -3,9 +3,13 @@
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import (
     Attention,
     Dtype,
@@ -16,7 +20,8 @@ from aqnpipe.config.model import (
     source_kind,
 )
 from aqnpipe.errors import ModelError
-from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel
+from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
+from aqnpipe.provenance import sha256_of_file
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +50,8 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
         staging.mkdir()
         for path in _model_files(source_folder(config)):
             shutil.copyfile(path, staging / path.name)
-        prepared = describe_model(staging, config)
-        (staging / PREPARED_MODEL_FILE).write_text(prepared.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        prepared = describe_model(staging, config.source, config.revision)
+        write_prepared_model(staging, prepared)
         if output_dir.exists():
             output_dir.rename(Path(staging_name) / "replaced")
         staging.rename(output_dir)
@@ -91,10 +96,22 @@ def _model_files(folder: Path) -> list[Path]:
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
         found = f"pickle weights ({', '.join(pickles[:3])}), which are never loaded" if pickles else "no weights"
         raise ModelError(f"model {str(folder)!r}: found {found}, expected *.safetensors")
+    for index in (path for path in weights if path.name.endswith(".index.json")):
+        _refuse_paths_outside(index)
     if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
         raise ModelError(f"model {str(folder)!r}: found no tokenizer, expected tokenizer.json")
     others = [folder / name for name in (*_CONFIG, *_TOKENIZER) if (folder / name).is_file()]
     return weights + others
+
+
+def _refuse_paths_outside(index: Path) -> None:
+    """Raise ModelError if an index of weights names anything but files beside it."""
+    shards = read_json_object(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelError(f"{index}: no weight_map, expected an index of safetensors files")
+    for shard in shards.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
+            raise ModelError(f"{index}: names the weights {shard!r}, expected files in the same folder")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -102,24 +119,82 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
-def describe_model(folder: Path, config: ModelConfig) -> PreparedModel:
+def describe_model(folder: Path, source: str, revision: str | None = None) -> PreparedModel:
     """Return the record of a model folder, read from its files without loading it."""
     model_config = read_model_config(folder)
     missing = [key for key in ("architectures", "num_hidden_layers", "hidden_size") if not model_config.get(key)]
     if missing:
-        raise ModelError(f"model {config.source!r}: config.json has no {', '.join(missing)}")
+        raise ModelError(f"model {source!r}: config.json has no {', '.join(missing)}")
+    if not isinstance(model_config["architectures"], list):
+        raise ModelError(f"model {source!r}: architectures in config.json is no list")
     weights = sorted(folder.glob("*.safetensors"))
-    tokenizer_files = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
+    try:
+        return _described(folder, source, revision, model_config, weights)
+    except ValidationError as error:
+        raise ModelError(f"model {source!r}: config.json: {describe_validation_error(error)}") from error
+
+
+def _described(
+    folder: Path, source: str, revision: str | None, model_config: Mapping[str, Any], weights: list[Path]
+) -> PreparedModel:
     return PreparedModel(
-        source=config.source,
-        revision=config.revision,
+        source=source,
+        revision=revision,
         architecture=model_config["architectures"][0],
         num_layers=model_config["num_hidden_layers"],
         hidden_size=model_config["hidden_size"],
         num_parameters=sum(_count_parameters(path) for path in weights),
-        weights_sha256=sha256_of(weights),
-        tokenizer_sha256=sha256_of(sorted(tokenizer_files)),
+        **_digests(folder),
     )
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the digests of a model folder's files, by the names that its record has for them."""
+    tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
+    config = [folder / name for name in _CONFIG if (folder / name).is_file()]
+    return {
+        "weights_sha256": sha256_of(sorted(folder.glob("*.safetensors"))),
+        "tokenizer_sha256": sha256_of(sorted(tokenizer)),
+        "config_sha256": sha256_of(sorted(config)),
+    }
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Raise ModelError if the files of a model folder are not those that its record speaks of, where it has one."""
+    if not (folder / PREPARED_MODEL_FILE).is_file():
+        return
+    record, found = read_prepared_model(folder).model_dump(), _digests(folder)
+    for name, digest in found.items():
+        if record[name] != digest:
+            raise ModelError(
+                f"model {str(folder)!r}: its {name.split('_')[0]} files are not what was written (SHA-256 differs): "
+                "damaged, edited or of another model; make it again"
+            )
+
+
+def refuse_other_weights(model: "PreTrainedModel", folder: Path, dtype: Dtype) -> None:
+    """Raise ModelError unless every weight in memory is bit for bit the one in `folder`, in the number format `dtype`.
+
+    Weights that the loader renames or fuses are left out; at least one must be comparable.
+    """
+    import torch
+    from safetensors import safe_open
+
+    own, wanted, compared = model.state_dict(), getattr(torch, dtype), 0
+    mixed = bool(getattr(model, "_keep_in_fp32_modules", None))
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name not in own:
+                    continue
+                compared += 1
+                mine = own[name]
+                if mine.dtype != wanted and not mixed:
+                    raise ModelError(f"model {str(folder)!r}: {name} is computed in {mine.dtype}, asked {wanted}")
+                if not torch.equal(mine, tensors.get_tensor(name).to(mine)):
+                    raise ModelError(f"model {str(folder)!r}: {name} in memory is not the weight of this checkpoint")
+    if not compared:
+        raise ModelError(f"model {str(folder)!r}: none of its weights is in memory under its name")
 
 
 def _count_parameters(path: Path) -> int:
@@ -142,13 +217,14 @@ def _count_parameters(path: Path) -> int:
 
 def sha256_of(paths: list[Path]) -> str:
     """Return the SHA-256 of one file, or of the names and digests of several."""
-    digests = []
-    for path in paths:
-        with path.open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return sha256_of_digests({path.name: sha256_of_file(path) for path in paths})
+
+
+def sha256_of_digests(digests: Mapping[str, str]) -> str:
+    """Return what `sha256_of` returns for files of these names and digests."""
     if len(digests) == 1:
-        return digests[0]
-    lines = "".join(f"{digest}  {path.name}\n" for path, digest in zip(paths, digests, strict=True))
+        return next(iter(digests.values()))
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
@@ -161,9 +237,11 @@ def load_model(
     alone would fill such weights with random numbers and go on.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     read_model_config(folder)
+    refuse_damaged(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -174,8 +252,8 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {str(folder)!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"model {str(folder)!r} cannot be loaded: {_first_line(error)}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             names = sorted(str(key) for key in info[problem])
@@ -183,6 +261,10 @@ def load_model(
                 f"model {str(folder)!r}: {problem.replace('_', ' ')} in its weights: {', '.join(names[:3])}"
             )
     return model.to(device).eval()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -200,9 +282,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, padding_side="left"
         )
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {first_line}") from error
+    except Exception as error:
+        # The tokenizers library raises bare Exceptions for malformed files.
+        raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(f"tokenizer of {str(folder)!r} has neither pad nor eos token, expected one")

@@ -2,16 +2,21 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from aqnpipe.artifacts import read_json, write_json
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.errors import ModelError
+from aqnpipe.errors import DataError, ModelError
 
 PREPARED_MODEL_FILE = "aqnpipe_model.json"
 
 
 class PreparedModel(FrozenModel):
-    """Provenance and shape of a prepared model; `num_parameters` counts the tensors stored (tied ones once)."""
+    """Provenance and shape of a prepared model or of a checkpoint, and the digests of its files.
+
+    `source` of a checkpoint says of which run and step it is. `num_parameters` counts the tensors stored (tied ones
+    once).
+    """
 
     source: str
     revision: str | None
@@ -21,6 +26,7 @@ class PreparedModel(FrozenModel):
     num_parameters: int = Field(ge=1)
     weights_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     tokenizer_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    config_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 def read_prepared_model(folder: Path) -> PreparedModel:
@@ -29,6 +35,11 @@ def read_prepared_model(folder: Path) -> PreparedModel:
     if not path.is_file():
         raise ModelError(f"{folder}: no {PREPARED_MODEL_FILE} there, expected a folder made by prepare_model")
     try:
-        return PreparedModel.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ModelError(f"{path}: malformed, {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+        return read_json(path, PreparedModel)
+    except DataError as error:
+        raise ModelError(str(error)) from error
+
+
+def write_prepared_model(folder: Path, record: PreparedModel) -> None:
+    """Leave the record of a model folder in it."""
+    write_json(folder / PREPARED_MODEL_FILE, record)

@@ -15,6 +15,7 @@ from aqnpipe.errors import ModelError
 _EXPERT_MARKS = ("experts", "shared_expert", "num_experts", "expert_")
 """Parts of module names that only mixtures of experts have; never plain "gate", which matches `gate_proj`."""
 
+_SAMPLED_VALUES = 64
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -71,6 +72,16 @@ def norms_sha256(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(weight_of(norm).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def matrices_sha256(model: nn.Module) -> str:
+    """Return the SHA-256 of some 64 values, evenly spread, of every matrix of `model`: cheap, another at each step."""
+    samples = []
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            values = parameter.detach().reshape(-1)
+            samples.append(values[:: max(1, values.numel() // _SAMPLED_VALUES)].float())
+    return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
 
 def select_modules(model: nn.Module, modules: ModuleScope | tuple[str, ...]) -> dict[str, nn.Module]:

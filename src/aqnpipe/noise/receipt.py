@@ -116,9 +116,11 @@ class PhaseRecord(ReceiptModel):
     witness_scale: float
     escaped: dict[str, int] = Field(description="calls that hold a matrix product which the noise does not reach")
     forward_flops: int = Field(
-        default=0, description="operations of one forward pass (of one on each worker), from the shapes; 0: not counted"
+        default=0,
+        description="operations of one forward pass, or of one on each worker or in each batch of an evaluation, from "
+        "the shapes; 0: not counted",
     )
-    noised_flops: int = Field(default=0, description="operations of that pass whose result operator noise reached")
+    noised_flops: int = Field(default=0, description="of those, operations whose result operator noise reached")
     modules_noised: int = Field(default=0, description="different modules that module noise reached")
     norms_checked: int = Field(
         default=0, description="passes of a phase before which the norm weights were compared with the clean ones"

@@ -19,7 +19,7 @@ from aqnpipe.config.noise import (
 )
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.faults import ActiveFault
-from aqnpipe.noise.layout import norms_sha256
+from aqnpipe.noise.layout import matrices_sha256, norms_sha256
 from aqnpipe.noise.receipt import FaultCell, GradientFlow, NoiseCell, PhaseRecord, Receipt, WeightCell, WeightSync
 from aqnpipe.noise.recorder_state import (
     CellSums,
@@ -71,6 +71,7 @@ class ReceiptRecorder:
         self._steps_per_rollout = steps_per_rollout
         self._watch_norms = watch_norms
         self._clean_norms: str | None = None
+        self._clean_matrices: str | None = None
         self._layer_factors = dict(layer_factors) if layer_factors is not None else None
         self._num_noised_modules = 0
         self._hidden: list[tuple[int, Tensor, Tensor]] = []
@@ -92,17 +93,25 @@ class ReceiptRecorder:
         """Note the policy's norm weights as they are now as the clean ones: of the start, or of an optimiser step."""
         if self._watch_norms:
             self._clean_norms = norms_sha256(model)
+            self._clean_matrices = matrices_sha256(model)
+
+    def expect_clean_norms(self, sha256: str) -> None:
+        """Note the SHA-256 that the norm weights must have, as another process has them."""
+        self._clean_norms = sha256
 
     def watch_norms(self, phase: Phase, model: nn.Module) -> None:
         """Compare the norm weights that `model` is about to compute with to the clean ones, which only AQN may change.
 
-        The reference has those of the start, known from the first redraw of AQN noise.
+        The reference has those of the start, known from the first redraw of AQN noise. Raises ReceiptError if a sample
+        of the matrices is not what the optimiser left.
         """
         clean = self._clean_norms
         if phase == "reference":
             clean = self._weight_syncs[0].clean_sha256_before if self._weight_syncs else None
         if not self._watch_norms or clean is None:
             return
+        if phase != "reference" and self._clean_matrices not in (None, matrices_sha256(model)):
+            raise ReceiptError(f"receipt refused: {phase}: it computes with other matrices than the optimiser left")
         sums = self._phase(phase)
         sums.norms_checked += 1
         sums.norms_noised += norms_sha256(model) != clean

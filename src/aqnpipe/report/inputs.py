@@ -29,6 +29,8 @@ from aqnpipe.artifacts import (
     read_yaml,
 )
 from aqnpipe.config.plan import StudyPlan, sigmas_name
+from aqnpipe.custody import is_file_of, record_problems
+from aqnpipe.errors import DataError
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.report.costs import Cost, read_cost
@@ -227,7 +229,10 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
 
 
 def read_inputs(inputs: ReportInputs) -> ReportData:
-    """Read and validate every artifact that exists; DataError names the first one that is malformed."""
+    """Read and validate every artifact that exists.
+
+    DataError names the first one that is malformed, not what its record or the claims speak of, or of another job.
+    """
     missing: list[Path] = []
 
     def read(paths: Sequence[Path], reader: Callable[[], Content]) -> Content | None:
@@ -251,11 +256,17 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         for one in inputs.diagnoses
     ]
     fault_losses = [json(path, FaultLossFile) for path in inputs.fault_losses]
+    claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
+    for path in (inputs.accuracy, inputs.comparisons, inputs.robustness):
+        if path.name in claims.tables_sha256 and not is_file_of(path, claims.tables_sha256[path.name]):
+            raise DataError(f"{path}: not what was written with {inputs.claims} (SHA-256 differs); compare again")
+    compared = table(inputs.comparisons, ComparisonTable)
+    _refuse_other_verdicts(inputs.claims, claims, compared)
     return ReportData(
         accuracy=table(inputs.accuracy, AccuracyTable),
-        comparisons=table(inputs.comparisons, ComparisonTable),
+        comparisons=compared,
         robustness=table(inputs.robustness, RobustnessTable),
-        claims=json(inputs.claims, ClaimsFile) or _NO_CLAIMS,
+        claims=claims,
         audit=json(inputs.audit, AuditFile) if inputs.audit else None,
         test_problems=table(inputs.test_problems, ProblemTable),
         runs=tuple(run for _, run in runs if run),
@@ -269,11 +280,23 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     )
 
 
+def _refuse_other_verdicts(path: Path, claims: ClaimsFile, compared: pl.DataFrame) -> None:
+    """Raise DataError if a claim has another verdict than its row of the comparisons."""
+    verdicts = dict(compared.select("comparison_id", "verdict").iter_rows())
+    for claim in claims.claims:
+        if verdicts.get(claim.comparison_id, claim.verdict) != claim.verdict:
+            raise DataError(
+                f"{path}: {claim.comparison_id} is {claim.verdict}, comparisons.parquet says "
+                f"{verdicts[claim.comparison_id]}; compare again"
+            )
+
+
 def _empty(schema: type[pa.DataFrameModel]) -> pl.DataFrame:
     return pl.DataFrame(schema={name: column.dtype.type for name, column in schema.to_schema().columns.items()})
 
 
 def _read_run(run: RunInput) -> Run:
+    _refuse_foreign(run.record, {"model": run.model, "arm": run.arm, "seed": run.seed}, run.metrics, run.receipt)
     return Run(
         source=run,
         metrics=read_table(run.metrics, TrainingMetrics),
@@ -283,7 +306,16 @@ def _read_run(run: RunInput) -> Run:
     )
 
 
+def _refuse_foreign(path: Path, identity: Mapping[str, str | int], *outputs: Path) -> None:
+    """Raise DataError if a record is not of `identity`, or a file that it names is not what was written with it."""
+    record = read_json(path, RunRecord)
+    written = {output.name: output for output in outputs if output.name in record.outputs_sha256}
+    for problem in record_problems(record, identity, written, {}):
+        raise DataError(f"{path}: {problem}")
+
+
 def _read_evaluated(one: EvaluatedInput) -> Evaluated:
+    _refuse_foreign(one.record, {"model": one.model, "arm": one.arm, "seed": one.seed, "step": one.step})
     return Evaluated(
         source=one,
         receipts=read_json(one.receipt, EvaluationReceipts),
@@ -293,10 +325,17 @@ def _read_evaluated(one: EvaluatedInput) -> Evaluated:
 
 
 def _read_diagnosis(one: DiagnosisInput) -> Diagnosis:
+    verdict = read_json(one.verdict, Verdict)
+    origin = verdict.origin
+    if origin is not None and (origin.model, origin.machine) != (one.model, one.machine):
+        raise DataError(
+            f"{one.verdict}: this is of model {origin.model} on machine {origin.machine}, expected model {one.model} "
+            f"on machine {one.machine}"
+        )
     return Diagnosis(
         model=one.model,
         machine=one.machine,
         layers=read_table(one.layers, LayerTable),
-        verdict=read_json(one.verdict, Verdict),
+        verdict=verdict,
         strategies={name: read_yaml(path, SigmaFile) for name, path in one.strategies.items()},
     )

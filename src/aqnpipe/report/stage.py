@@ -1,4 +1,4 @@
-"""The report stage: one self-contained HTML page, a summary in Markdown, and tables, from the artifacts of a study."""
+"""The report stage: one self-contained HTML page, a summary and a README in Markdown, and tables, from artifacts."""
 
 import base64
 import hashlib
@@ -24,6 +24,7 @@ from aqnpipe.report import (
     verdicts,
 )
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
+from aqnpipe.report.readme import readme
 from aqnpipe.report.summary import render_summary
 from aqnpipe.report.text import visible
 from aqnpipe.report.words import Words, load_words
@@ -38,6 +39,11 @@ class ReportOutputs:
     html: Path
     summary: Path
     tables: Path
+
+    @property
+    def readme(self) -> Path:
+        """What the folder of results holds."""
+        return self.tables / "README.md"
 
     @classmethod
     def in_folder(cls, results: Path) -> Self:
@@ -57,6 +63,7 @@ def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> 
     explored = explorer.explorer(pair, flipped, num_questions, num_seeds) if pair and num_seeds else None
     answer = verdicts.answer(study, data, words)
     html = _render(study, data, words, answer, explored)
+    write_text(outputs.readme, readme(study))
     write_text(outputs.html, html)
     write_text(outputs.summary, render_summary(study, data, answer, page.last_steps(data.accuracy), words))
     export.write_pair(outputs.tables, "training", page.training_table(data.runs))

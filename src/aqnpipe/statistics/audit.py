@@ -15,7 +15,7 @@ from aqnpipe.artifacts import (
     AuditedSeries,
     AuditFile,
     ClaimVerdict,
-    read_yaml,
+    read_users_yaml,
 )
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import (
@@ -67,7 +67,7 @@ class _Tested:
 
 def audit_file(path: Path) -> AuditFile:
     """Read a file of published figures and audit it; DataError in one line where the file is broken."""
-    return audit(read_yaml(path, PublishedFile))
+    return audit(read_users_yaml(path, PublishedFile))
 
 
 def audit(published: PublishedFile) -> AuditFile:

@@ -11,7 +11,7 @@ import pandera.polars as pa
 import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
-from aqnpipe.artifacts import EvaluationTable, RefusalKind, RunRecord, read_json, read_table
+from aqnpipe.artifacts import EvaluationTable, RefusalKind, RunRecord, read_json, read_table, read_unchecked_table
 from aqnpipe.errors import DataError
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 from aqnpipe.scoring import SCORERS, Scorer
@@ -24,7 +24,10 @@ _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
 
 @dataclass(frozen=True)
 class EvaluationInput:
-    """One evaluated checkpoint and the files that the evaluate stage wrote for it; step 0 is the pretrained model."""
+    """One evaluated checkpoint and the files that the evaluate stage wrote for it; step 0 is the pretrained model.
+
+    `broken_links`: what speaks against these files being what the study asked for, see `statistics.chain`.
+    """
 
     model: str
     arm: str
@@ -33,6 +36,7 @@ class EvaluationInput:
     table: Path
     receipt: Path
     record: Path
+    broken_links: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -87,6 +91,7 @@ def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> Lo
         ("receipt", [f"receipt refused: {problem}" for problem in receipts.problems()]),
         ("receipt", _pass_problems(rows, receipts)),
         ("record", _identity_problems(source, record)),
+        ("record", list(source.broken_links)),
     ]
     return LoadedEvaluation(
         source=source,
@@ -149,7 +154,7 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
         cause = error.__cause__
         if not isinstance(cause, pa.errors.SchemaError) or cause.reason_code != pa.errors.SchemaErrorReason.DUPLICATES:
             raise
-    rows = pl.read_parquet(path)
+    rows = read_unchecked_table(path)
     unique = rows.unique(ROW_KEYS, keep="first", maintain_order=True)
     return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
 

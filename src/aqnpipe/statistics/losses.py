@@ -29,6 +29,7 @@ from aqnpipe.artifacts import (
 )
 from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.custody import record_problems
 from aqnpipe.errors import DataError
 from aqnpipe.noise.fault_loss_receipt import FaultLossPass, FaultLossReceipts
 from aqnpipe.statistics import audit_wording
@@ -117,6 +118,8 @@ def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path)
     record = read_json(inputs.record, RunRecord)
     for problem in [*_mismatches(table, receipts), *receipts.problems()]:
         raise DataError(f"{inputs.receipt}: {problem}")
+    for problem in record_problems(record, {}, {"table": inputs.table, "receipt": inputs.receipt}, {}):
+        raise DataError(f"{inputs.record}: {problem}")
     write_json(output, loss_file(table, receipts, record, settings))
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from aqnpipe.artifacts import (
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
+from aqnpipe.custody import digests_of_outputs
+from aqnpipe.statistics.chain import broken_links
 from aqnpipe.statistics.claims import refusal_sentence, sentence_of
 from aqnpipe.statistics.contrasts import (
     Checkpoint,
@@ -79,14 +81,20 @@ class _Tested:
 
 
 def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
-    """Return the evaluations of a study of which table, receipt and record exist."""
+    """Return the evaluations of a study of which table, receipt and record exist, with what speaks against them.
+
+    Raises DataError where a file is damaged.
+    """
     files = zip(
         plan.evaluations(),
         *(map(Path, plan.evaluation_files(suffix)) for suffix in ("parquet", "receipt.json", "run.json")),
         strict=True,
     )
+    broken = broken_links(plan)
     return [
-        EvaluationInput(*checkpoint, *paths) for checkpoint, *paths in files if all(path.is_file() for path in paths)
+        replace(EvaluationInput(*checkpoint, *paths), broken_links=broken[checkpoint])
+        for checkpoint, *paths in files
+        if all(path.is_file() for path in paths)
     ]
 
 
@@ -118,6 +126,9 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
             claims=tuple(claims),
             sham_rates=sham_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
+            tables_sha256=digests_of_outputs(
+                {path.name: path for path in (outputs.accuracy, outputs.comparisons, outputs.robustness)}
+            ),
         ),
     )
 

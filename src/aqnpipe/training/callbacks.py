@@ -10,6 +10,8 @@ from transformers import TrainerCallback
 from aqnpipe.data.prompts import end_of_response
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.models.loading import describe_model
+from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.scoring import is_correct
@@ -37,11 +39,14 @@ class CleanWeightsCallback(TrainerCallback):
 class CheckpointCallback(TrainerCallback):
     """Saves weights and tokenizer as `<folder>/step<N>` after the declared steps; adapters merged into the weights.
 
+    Beside them a record of what they are, with their digests; `label` names the run in it.
+
     Of several workers, all of which have the same weights, the first one does it.
     """
 
-    def __init__(self, folder: Path, steps: Sequence[int], tokenizer: Any) -> None:
+    def __init__(self, folder: Path, steps: Sequence[int], tokenizer: Any, label: str) -> None:
         self._folder = folder
+        self._label = label
         self._steps = frozenset(steps)
         self._tokenizer = tokenizer
 
@@ -52,6 +57,7 @@ class CheckpointCallback(TrainerCallback):
             model = kwargs["model"]
             model.save_pretrained(target, state_dict=merged_weights(model) if has_adapters(model) else None)
             self._tokenizer.save_pretrained(target)
+            write_prepared_model(target, describe_model(target, f"{self._label} step {state.global_step}"))
 
 
 class ValidationCallback(TrainerCallback):

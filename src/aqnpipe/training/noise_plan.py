@@ -35,10 +35,15 @@ class NoisePlan:
         return sigma_at(noise.schedule, step, self.num_steps, self.num_epochs) if noise else 0.0
 
 
-def build_noise_plan(spec: TrainingSpec, model: Any, sigmas_file: Path | None) -> NoisePlan:
-    """Return the plan of a run on `model`. Raises ConfigError when the sigmas are missing or of something else."""
+def build_noise_plan(
+    spec: TrainingSpec, model: Any, sigmas_file: Path | None, weights_sha256: str | None = None
+) -> NoisePlan:
+    """Return the plan of a run on `model`, whose weights have the digest `weights_sha256` on the disk.
+
+    Raises ConfigError when the sigmas are missing or of something else.
+    """
     aqn = spec.arm.aqn
-    layer_factors = _layer_factors(spec, sigmas_file)
+    layer_factors = _layer_factors(spec, sigmas_file, weights_sha256)
     recorder = ReceiptRecorder(
         operator_noise=spec.arm.operator_noise,
         module_noise=spec.arm.module_noise,
@@ -62,7 +67,7 @@ def build_noise_plan(spec: TrainingSpec, model: Any, sigmas_file: Path | None) -
     )
 
 
-def _layer_factors(spec: TrainingSpec, sigmas_file: Path | None) -> dict[int, float] | None:
+def _layer_factors(spec: TrainingSpec, sigmas_file: Path | None, weights_sha256: str | None) -> dict[int, float] | None:
     aqn = spec.arm.aqn
     machine = aqn.layer_sigmas_from if aqn else None
     if (machine is None) != (sigmas_file is None):
@@ -76,6 +81,11 @@ def _layer_factors(spec: TrainingSpec, sigmas_file: Path | None) -> dict[int, fl
     if found != needed:
         raise ConfigError(
             f"{sigmas_file}: these sigmas are of (model, machine, strategy) {found}, arm {spec.arm_id} needs {needed}"
+        )
+    if weights_sha256 is not None and metadata.get("weights_sha256") != weights_sha256:
+        raise ConfigError(
+            f"{sigmas_file}: these sigmas are of a diagnosis of another model (SHA-256 of the weights differs from "
+            f"that of {spec.model_role})"
         )
     return {layer: sigma / sigmas.aqn.base_sigma for layer, sigma in sigmas.aqn.layer_sigmas.items()}
 

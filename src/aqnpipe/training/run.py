@@ -1,6 +1,7 @@
 """One training run in this process: the trainer with its data, noise and callbacks, from its start to its files."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import PrinterCallback
 
 from aqnpipe.artifacts import ProblemTable, TrainingMetrics, read_table, write_json, write_table
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.data.examples import choose_examples, refuse_overlap
+from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
 from aqnpipe.data.prompts import (
     check_prompt_lengths,
     end_of_response,
@@ -20,8 +21,9 @@ from aqnpipe.data.prompts import (
     tokenize_prompts,
 )
 from aqnpipe.device import resolve_device
-from aqnpipe.errors import RunInterruptedError, WorkerError
-from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.errors import ReceiptError, RunInterruptedError, WorkerError
+from aqnpipe.generation.rollouts import RolloutEngine
+from aqnpipe.models.loading import load_tokenizer, sha256_of
 from aqnpipe.noise.layout import is_mixture_of_experts
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.noise.receipt_merge import WorkerAccount, merged_receipt, read_accounts
@@ -35,6 +37,7 @@ from aqnpipe.training.noise_plan import build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.ranks import rank_and_size
 from aqnpipe.training.resume import ResumeCallback
+from aqnpipe.training.rollouts import open_rollouts
 from aqnpipe.training.scratch import Workspace
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 
@@ -73,7 +76,23 @@ def run_worker(
     asked noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was asked for.
     """
     torch.set_num_threads(spec.training.threads)
-    trainer = _build_trainer(spec, inputs, workspace, say)
+    tokenizer = load_tokenizer(inputs.model)
+    dataset = _train_dataset(spec, inputs, tokenizer)
+    with closing(open_rollouts(spec, inputs.model, dataset["prompt"], tokenizer, workspace.folder)) as rollouts:
+        trainer = _build_trainer(spec, inputs, workspace, tokenizer, dataset, rollouts, say)
+        _train(spec, trainer, resume_from)
+    receipt = _receipt_of_all(trainer, workspace)
+    if receipt is None:
+        return
+    if spec.num_steps not in trainer.validation_accuracy:
+        raise ReceiptError(f"receipt refused: {run_label(spec)}: the last step, {spec.num_steps}, was not validated")
+    write_json(workspace.run / "receipt.json", receipt)
+    table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
+    write_table(workspace.run / "metrics.parquet", table, TrainingMetrics)
+
+
+def _train(spec: TrainingSpec, trainer: NoisyGRPOTrainer, resume_from: Path | None) -> None:
+    """Train to the last step, or raise what kept it from there."""
     if trainer.accelerator.num_processes != spec.training.num_workers:
         raise WorkerError(
             f"{run_label(spec)}: {trainer.accelerator.num_processes} workers train, training.num_workers asks for "
@@ -85,12 +104,6 @@ def run_worker(
             f"{run_label(spec)}: stopped by a signal after step {trainer.state.global_step} of {spec.num_steps}; the "
             "same command goes on from there"
         )
-    receipt = _receipt_of_all(trainer, workspace)
-    if receipt is None:
-        return
-    write_json(workspace.run / "receipt.json", receipt)
-    table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
-    write_table(workspace.run / "metrics.parquet", table, TrainingMetrics)
 
 
 def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt | None:
@@ -117,20 +130,27 @@ def reward_correct(
 
 
 def _build_trainer(
-    spec: TrainingSpec, inputs: TrainingInputs, workspace: Workspace, say: Callable[[str], None]
+    spec: TrainingSpec,
+    inputs: TrainingInputs,
+    workspace: Workspace,
+    tokenizer: Any,
+    dataset: Dataset,
+    rollouts: RolloutEngine,
+    say: Callable[[str], None],
 ) -> NoisyGRPOTrainer:
     model = load_policy(spec, inputs.model)
-    tokenizer = load_tokenizer(inputs.model)
-    plan = build_noise_plan(spec, model, inputs.sigmas)
+    weights = sha256_of(sorted(inputs.model.glob("*.safetensors"))) if inputs.sigmas else None
+    plan = build_noise_plan(spec, model, inputs.sigmas, weights)
     guard = BreakdownGuard(run_label(spec), spec.training)
     validation = _validation(spec, inputs, tokenizer, plan.recorder)
     trainer = NoisyGRPOTrainer(
         noise_plan=plan,
+        rollouts=rollouts,
         prompt_format=spec.prompt,
         model=model,
         reward_funcs=reward_correct,
         args=grpo_arguments(spec, workspace.folder, resolve_device(spec.device).kind),
-        train_dataset=_train_dataset(spec, inputs, tokenizer),
+        train_dataset=dataset,
         processing_class=tokenizer,
         guard=guard,
         workspace=workspace,
@@ -139,7 +159,10 @@ def _build_trainer(
             guard,
             CleanWeightsCallback(plan.recorder),
             CheckpointCallback(
-                workspace.run / "checkpoints", spec.training.checkpoint_steps(spec.num_steps), tokenizer
+                workspace.run / "checkpoints",
+                spec.training.checkpoint_steps(spec.num_steps),
+                tokenizer,
+                run_label(spec),
             ),
             validation,
             ProgressCallback(run_label(spec), spec.num_steps, say),
@@ -174,9 +197,11 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
 def _validation(
     spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, recorder: ReceiptRecorder
 ) -> ValidationCallback:
-    problems = read_table(inputs.test_problems, ProblemTable).head(spec.training.validation_questions)
+    tests = read_table(inputs.test_problems, ProblemTable)
+    problems = tests.head(spec.training.validation_questions)
     examples = choose_examples(spec.prompt, inputs.train_problems)
     refuse_overlap(examples, problems["question"])
+    refuse_leak(read_table(inputs.train_problems, ProblemTable)["question"], tests["question"])
     return ValidationCallback(
         spec.training.validation_steps(spec.num_steps),
         prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples),

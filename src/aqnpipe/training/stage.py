@@ -1,18 +1,19 @@
 """The train stage: one arm, one seed, from prepared model and problems to checkpoints, metrics and receipt."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from aqnpipe.artifacts import RunRecord, write_json
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
-from aqnpipe.errors import ReceiptError
+from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.provenance import code_digest, sha256_of_file, versions
-from aqnpipe.training.durable import full_disk_is_clear
+from aqnpipe.training.durable import digests_of, full_disk_is_clear
 from aqnpipe.training.reporting import prepare_reporting
 from aqnpipe.training.resume import prepare_resume
-from aqnpipe.training.run import TrainingInputs
+from aqnpipe.training.rollouts import describe_rollouts
+from aqnpipe.training.run import TrainingInputs, run_label
 from aqnpipe.training.scratch import Workspace, locked, open_workspace, promote, stopping_on_signals
 from aqnpipe.training.workers import run_workers
 
@@ -51,12 +52,21 @@ def _finish(
     try:
         with stopping_on_signals(workspace):
             run_workers(spec, inputs, workspace, resume_from, say)
-    except ReceiptError:
+    except ReceiptError as error:
         # Its resume points carry what was wrong; the next start is a new try.
         workspace.discard()
-        raise
-    write_json(workspace.run / "run.json", record)
+        raise ReceiptError(f"{error} (run {run_label(spec)})") from error
+    outputs = digests_of(workspace.run)
+    _refuse_incomplete(spec, outputs)
+    write_json(workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs}))
     workspace.finish()
+
+
+def _refuse_incomplete(spec: TrainingSpec, outputs: Mapping[str, str]) -> None:
+    """Raise TrainingError if a declared checkpoint was not written."""
+    for step in spec.training.checkpoint_steps(spec.num_steps):
+        if not any(name.startswith(f"checkpoints/step{step}/") and name.endswith(".safetensors") for name in outputs):
+            raise TrainingError(f"{run_label(spec)}: the checkpoint after step {step} was not written")
 
 
 def _run_record(spec: TrainingSpec, inputs: TrainingInputs) -> RunRecord:
@@ -75,4 +85,5 @@ def _run_record(spec: TrainingSpec, inputs: TrainingInputs) -> RunRecord:
         inputs_sha256={name: sha256_of_file(path) for name, path in files.items()},
         versions=versions(),
         device=resolve_device(spec.device).label,
+        generation=describe_rollouts(spec),
     )

@@ -1,0 +1,304 @@
+"""Sabotage of the noise, of AQN and of the trainer: what runs is not what was asked for."""
+
+import copy
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, patched
+from torch.nn import functional
+
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.config.training import TrainingConfig
+from aqnpipe.evaluation.pieces import noise_of
+from aqnpipe.generation import rollouts
+from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.models import loading
+from aqnpipe.noise import aqn, error_models
+from aqnpipe.noise.injection import phase_noise
+from aqnpipe.noise.layout import rms_norms, weight_of
+from aqnpipe.noise.operator_errors import OperatorErrors
+from aqnpipe.noise.operator_watch import OperatorWatch
+from aqnpipe.noise.schedule import sigma_at
+from aqnpipe.training import callbacks
+from aqnpipe.training.noise_plan import NoisePlan
+
+_ADD = "aqnpipe.noise.error_models.add_relative_gaussian_"
+
+
+def _half(tensor: Any, scale: float, source: Any) -> Any:
+    return _original_add(tensor, scale / 2, source)
+
+
+_original_add = error_models.add_relative_gaussian_
+_original_linear = functional.linear
+
+
+def _noisy_linear(*args: Any, **kwargs: Any) -> Any:
+    output = _original_linear(*args, **kwargs)
+    return output + 0.05 * output.abs() * torch.randn_like(output)
+
+
+_enter_layer = OperatorWatch.enter_layer
+
+
+def _not_in_layer_5(self: OperatorWatch, index: int) -> None:
+    if index != 5:
+        _enter_layer(self, index)
+
+
+def _rollout_noise_in_validation(model: Any, recorder: Any, phase: Any, key: Any) -> Any:
+    return phase_noise(model, recorder, "rollout", key)
+
+
+@contextmanager
+def _left_on_in_validation(_: Any) -> Any:
+    """The patch of an operator is put there in the rollout and stays on."""
+    whole = callbacks.ValidationCallback.on_step_end
+
+    def on_step_end(self: Any, *args: Any, **kwargs: Any) -> None:
+        with mock.patch("torch.nn.functional.linear", _noisy_linear):
+            whole(self, *args, **kwargs)
+
+    with mock.patch.object(callbacks.ValidationCallback, "on_step_end", on_step_end):
+        yield
+
+
+def _epoch_later(self: NoisePlan, step: int) -> float:
+    noise = self.recorder.aqn
+    assert noise is not None
+    later = min(step + self.num_steps // self.num_epochs, self.num_steps)
+    return sigma_at(noise.schedule, later, self.num_steps, self.num_epochs)
+
+
+def _always_first(self: NoisePlan, step: int) -> float:
+    noise = self.recorder.aqn
+    assert noise is not None
+    return sigma_at(noise.schedule, 0, self.num_steps, self.num_epochs)
+
+
+_factors = aqn.target_factors
+
+
+def _equal_factors(model: Any, noise: Any, layer_factors: Any) -> dict[str, float]:
+    return dict.fromkeys(_factors(model, noise, layer_factors), 1.0)
+
+
+def _next_layers_factors(model: Any, noise: Any, layer_factors: Any) -> dict[str, float]:
+    count = len(layer_factors)
+    return _factors(model, noise, {layer: layer_factors[(layer + 1) % count] for layer in layer_factors})
+
+
+_noised_norms = aqn._noised_norm_weights
+
+
+@contextmanager
+def _never_restored(model: Any, *args: Any) -> Any:
+    with _noised_norms(model, *args):
+        yield
+    with torch.no_grad():
+        for norm in rms_norms(model).values():
+            weight_of(norm).add_(0.02)
+
+
+class _StaleBackend(TransformersBackend):
+    """Generates with a copy of the policy as it was when the first of its kind was made."""
+
+    first: Any = None
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        if _StaleBackend.first is None:
+            _StaleBackend.first = copy.deepcopy(model)
+        super().__init__(_StaleBackend.first, tokenizer)
+
+
+@contextmanager
+def _stale_engine(_: Any) -> Any:
+    _StaleBackend.first = None
+    with mock.patch.object(rollouts, "TransformersBackend", _StaleBackend):
+        yield
+
+
+@contextmanager
+def _stale_weights(_: Any) -> Any:
+    """The policy itself rolls out, with the linear weights of the start put in for the time."""
+    whole, start = rollouts.TransformersRollouts.roll_out, {}
+
+    def roll_out(self: Any, policy: Any, *args: Any) -> Any:
+        now = {name: value.clone() for name, value in policy.state_dict().items() if "norm" not in name}
+        if not start:
+            start.update(now)
+        policy.load_state_dict(start, strict=False)
+        try:
+            return whole(self, policy, *args)
+        finally:
+            policy.load_state_dict(now, strict=False)
+
+    with mock.patch.object(rollouts.TransformersRollouts, "roll_out", roll_out):
+        yield
+
+
+def _without_last(self: TrainingConfig, num_steps: int) -> list[int]:
+    return list(range(1, num_steps))
+
+
+def _of_seed_0(self: TrainingSpec) -> int:
+    return 0
+
+
+_load = loading.load_model
+
+
+def _as_bfloat16(folder: Any, **settings: Any) -> Any:
+    return _load(folder, **{**settings, "dtype": "bfloat16"})
+
+
+def _retouched(folder: Any, **settings: Any) -> Any:
+    model = _load(folder, **settings)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if name.endswith("down_proj.weight")).mul_(1.01)
+    return model
+
+
+def _as_bfloat16_and_back(folder: Any, **settings: Any) -> Any:
+    return _load(folder, **{**settings, "dtype": "bfloat16"}).float()
+
+
+def training(name: str, what: str, apply: Any, facts: int | None = None) -> Sabotage:
+    """A sabotage of one training run."""
+    return Sabotage(name, what, apply, TRAIN, AFTER_TRAINING, facts)
+
+
+def evaluating(name: str, what: str, apply: Any, facts: int | None = None) -> Sabotage:
+    """A sabotage of one evaluation."""
+    return Sabotage(name, what, apply, EVALUATE, END, facts)
+
+
+SABOTAGES = (
+    training("noise not installed", "the function that adds it does nothing", patched(_ADD, lambda t, s, r: t), 2),
+    training("noise at half the scale", "half of the asked scale is added", patched(_ADD, _half)),
+    training(
+        "noise only in forward",
+        "gradients get none",
+        patched("aqnpipe.noise.injection.OperatorErrors", lambda state, _: OperatorErrors(state, False)),
+    ),
+    training(
+        "a layer left out",
+        "the noise is never switched on in layer 5",
+        patched("aqnpipe.noise.operator_watch.OperatorWatch.enter_layer", _not_in_layer_5),
+    ),
+    training("noise left on in validation", "a patched operator stays patched", _left_on_in_validation, 5),
+    training(
+        "the rollout's noise in validation",
+        "the validation computes as a rollout",
+        patched("aqnpipe.training.callbacks.phase_noise", _rollout_noise_in_validation),
+    ),
+    training(
+        "sigma logged, not applied",
+        "the schedule's sigma is recorded, the injector adds nothing",
+        patched("aqnpipe.noise.aqn.add_absolute_gaussian_", lambda t, s, r: t),
+        1,
+    ),
+    training(
+        "the injector gets step 0 of 1",
+        "sigma 0 whatever the schedule says",
+        patched("aqnpipe.training.noise_plan.NoisePlan.sigma", lambda self, step: 0.0),
+        1,
+    ),
+    training(
+        "step counter not advanced",
+        "sigma stays that of step 0",
+        patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _always_first),
+        4,
+    ),
+    training(
+        "schedule off by one epoch",
+        "sigma is that of the next epoch",
+        patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _epoch_later),
+    ),
+    training(
+        "per-layer sigmas ignored",
+        "every norm gets the same sigma",
+        patched("aqnpipe.training.noise_plan.target_factors", _equal_factors),
+        3,
+    ),
+    training(
+        "wrong layer",
+        "every layer gets the sigma of the next one",
+        patched("aqnpipe.training.noise_plan.target_factors", _next_layers_factors),
+    ),
+    training(
+        "a class check that matches nothing",
+        "no module is taken for a norm",
+        patched("aqnpipe.noise.layout.is_rms_norm", lambda module: False),
+        2,
+    ),
+    training(
+        "AQN not restored",
+        "the norm weights keep what the rollout put there",
+        patched("aqnpipe.noise.aqn._noised_norm_weights", _never_restored),
+    ),
+    training("stale rollout engine", "rollouts by a copy of the policy made at the start", _stale_engine),
+    training("stale weights in the rollout", "rollouts by the linear weights of the start", _stale_weights),
+    training(
+        "last step never validated",
+        "the steps to validate after end before the last",
+        patched("aqnpipe.config.training.TrainingConfig.validation_steps", _without_last),
+        6,
+    ),
+    training(
+        "checkpoints not saved",
+        "the callback that saves them does nothing",
+        patched("aqnpipe.training.callbacks.CheckpointCallback.on_step_end", lambda self, *args, **kwargs: None),
+        8,
+    ),
+    Sabotage(
+        "a seed used twice",
+        "the run of seed 1 draws what seed 0 draws",
+        patched("aqnpipe.config.run.TrainingSpec.random_seed", property(_of_seed_0)),
+        (("train", "guided", 1),),
+        (("evaluate", "guided", 1, 1), ("evaluate", "guided", 1), *END),
+        9,
+    ),
+    evaluating(
+        "noise absent in the evaluation",
+        "the evaluation runs without the injection",
+        patched("aqnpipe.generation.noisy.phase_noise", lambda *args, **kwargs: nullcontext()),
+        5,
+    ),
+    evaluating(
+        "noise in the evaluation does nothing",
+        "the function that adds it does nothing",
+        patched(_ADD, lambda t, s, r: t),
+    ),
+    evaluating(
+        "noise left on in the evaluation",
+        "torch's linear is still patched by what ran before",
+        lambda _: mock.patch("torch.nn.functional.linear", _noisy_linear),
+        10,
+    ),
+    evaluating(
+        "noise at the level without noise",
+        "level 0 is evaluated at the noise of level 10 %",
+        patched("aqnpipe.evaluation.pieces.noise_of", lambda spec, level: noise_of(spec, 0.1)),
+    ),
+    evaluating(
+        "other number format evaluated",
+        "the checkpoint is loaded as bfloat16",
+        patched("aqnpipe.generation.choice.load_model", _as_bfloat16),
+        7,
+    ),
+    evaluating(
+        "weights rounded on the way",
+        "the checkpoint is loaded as bfloat16 and computed in float32",
+        patched("aqnpipe.generation.choice.load_model", _as_bfloat16_and_back),
+        7,
+    ),
+    evaluating(
+        "other weights evaluated",
+        "one matrix is 1 % larger in memory than in the checkpoint",
+        patched("aqnpipe.generation.choice.load_model", _retouched),
+        7,
+    ),
+)

@@ -1,0 +1,152 @@
+"""Hostile models, data and environments: nothing runs, nothing escapes its folder, messages and logs stay inert."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aqnpipe.config.dataset import LocalDataset, PromptFormat
+from aqnpipe.config.model import ModelConfig, builtin_folder
+from aqnpipe.config.study import load_study_file
+from aqnpipe.data.loader import load_problems
+from aqnpipe.data.prompts import format_prompt
+from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, printable
+from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
+
+ROOT = Path(__file__).parents[2]
+
+
+class Bomb:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = str(trace)
+
+    def __reduce__(self):
+        return (Path.touch, (Path(self.trace),))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the built-in model, to be made hostile."""
+    return Path(shutil.copytree(builtin_folder("tiny"), tmp_path / "hostile"))
+
+
+def edit(path, **changes):
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**content, **changes}), encoding="utf-8")
+
+
+def test_a_pickle_is_neither_loaded_nor_taken(folder, tmp_path):
+    trace = tmp_path / "it_ran"
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(trace)))
+    prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    load_model(tmp_path / "prepared", dtype="float32", attention="eager")
+    assert not {path.suffix for path in (tmp_path / "prepared").iterdir()} & {".bin", ".pt", ".py"}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="pickle weights"):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "again")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_code_of_the_model_is_refused(folder, tmp_path, name):
+    (folder / "modeling_evil.py").write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w')")
+    edit(folder / name, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil", "AutoTokenizer": "modeling_evil.Evil"})
+    with pytest.raises(ModelError, match="auto_map asks for code"):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    assert not (tmp_path / "it_ran").exists()
+    assert not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/../../x.safetensors", "missing", 5])
+def test_an_index_must_stay_in_its_folder(folder, tmp_path, shard):
+    (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    edit(folder / "model.safetensors.index.json", weight_map={"model.norm.weight": shard})
+    with pytest.raises(ModelError, match="expected files in the same folder"):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_a_chat_template_cannot_reach_python(folder, tmp_path):
+    trace = tmp_path / "it_ran"
+    reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    write = f"{{{{ cycler.__init__.__globals__.os.system('touch {trace}') }}}}"
+    for template in (reach, write, "{% include '/etc/passwd' %}"):
+        edit(folder / "tokenizer_config.json", chat_template=template)
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        tokenizer = load_tokenizer(folder)
+        with pytest.raises(ModelError, match=r"chat template of .* cannot be used") as caught:
+            format_prompt("What is 1 plus 1 ?", PromptFormat(style="chat"), tokenizer, ())
+        assert "root:" not in str(caught.value)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("results", ["a/../../elsewhere", "results/..", "a/.."])
+def test_results_stay_in_the_working_directory(tmp_path, monkeypatch, results):
+    monkeypatch.chdir(ROOT)
+    content = yaml.safe_load(Path("config/smoke.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump({**content, "results_dir": results}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="leaves the working directory"):
+        load_study_file(tmp_path / "study.yaml")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    (tmp_path / "study.yaml").write_text("study: a\nseeds: [0]\nseeds: [1]\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="key 'seeds' stands twice"):
+        load_study_file(tmp_path / "study.yaml")
+
+
+def test_text_of_a_data_set_cannot_forge_or_colour_a_message(tmp_path):
+    evil = "\x1b[2K\x1b[31mERROR: forged\r\nsecond line \u202e" + "x" * 1_000_000
+    for split in ("train", "test"):
+        line = json.dumps({"question": f"{split} {evil}", "answer": "no number " + evil})
+        (tmp_path / f"{split}.jsonl").write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        load_problems(LocalDataset(source="local", path=str(tmp_path)), "train")
+    text = str(caught.value)
+    assert text.isprintable()
+    assert len(text) < 1000
+
+
+def test_messages_are_one_printable_line_whatever_they_hold():
+    assert str(AqnpipeError("a\nb\x1b[0m\u202e\ud800")) == r"a\nb\x1b[0m\u202e\ud800"
+    assert str(AqnpipeError("σ × 温度 é")) == "σ × 温度 é"
+    assert printable("x" * 5000).endswith("(1000 characters more)")
+
+
+def test_a_hostile_environment_runs_nothing(tmp_path):
+    """Variables that ask for remote code, another hub, another place or colours change nothing."""
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "TRUST_REMOTE_CODE": "1",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "AQNPIPE_RESULTS": "../..",
+        "LANG": "xx_YY.no-such",
+        "COLUMNS": "-5",
+        "NO_COLOR": "\x1b[31m",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "from aqnpipe.cli import main; main()", "check", "config/smoke.yaml"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("config/smoke.yaml: valid.")
+    assert "\x1b" not in done.stdout + done.stderr
+    assert list(home.iterdir()) == []
