@@ -27,8 +27,17 @@ def test_clean_evaluations_may_use_either_attention_and_reach_the_job(config):
     config["evaluation"]["noise_levels"] = [0.0]
     config["comparisons"] = []
     config["report"].pop("explore", None)
+    config["generation"]["rollout_backend"] = "transformers"
     spec = StudyPlan(load_study(config)).evaluation_spec(model="base", arm="pretrained", seed="0", step="0")
     assert spec["generation"]["backend"] == "vllm"
+
+
+def test_noise_that_vllm_cannot_roll_out_under_is_refused(config):
+    config["evaluation"]["noise_levels"] = [0.0]
+    config["comparisons"] = []
+    config["report"].pop("explore", None)
+    with pytest.raises(ConfigError, match=r"arm E5: vLLM cannot draw its rollouts: operator_noise.attention is dec"):
+        load_study(config)
 
 
 def test_an_unknown_backend_is_refused(config):

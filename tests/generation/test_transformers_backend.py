@@ -110,3 +110,20 @@ def test_what_a_models_folder_suggests_for_generation_has_no_part(make_model):
         assert backend.generate(PROMPTS, sampling) == plain
         assert model.generation_config.repetition_penalty == 5.0
         model.generation_config.update(repetition_penalty=1.0)
+
+
+def test_log_probabilities_are_those_of_the_drawn_tokens(model):
+    """Against one forward over prompt and response; greedy completions have none."""
+    sampling = Sampling(max_response_tokens=8, temperature=0.7, seed=4, log_probabilities=True)
+    completions = TransformersBackend(model, TOKENIZER).generate(PROMPTS, sampling)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.log_probabilities), expected, atol=1e-5, rtol=0)
+    without = Sampling(max_response_tokens=8, temperature=0.7, seed=4)
+    plain = TransformersBackend(model, TOKENIZER).generate(PROMPTS, without)
+    assert plain == completions
+    assert {one.log_probabilities for one in plain} == {None}
+    with pytest.raises(ValueError, match="found temperature None"):
+        Sampling(max_response_tokens=8, log_probabilities=True)

@@ -22,7 +22,7 @@ from aqnpipe.config.noise import (
 )
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.noisy import PassNoise, TransformersPasses
+from aqnpipe.generation.noisy import PassNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
@@ -53,7 +53,7 @@ def modules(chosen, point="input", error=None):
 def run(generator, asked, prompts, *keys):
     generator.begin_pass(asked)
     completions = [generator.generate(prompts, SAMPLING, key) for key in keys or (KEY,)]
-    return completions if keys else completions[0], generator.end_pass()
+    return completions if keys else completions[0], pass_receipt(asked, [generator.end_pass()])
 
 
 def tokens(completions):
@@ -184,7 +184,7 @@ def test_a_deterministic_fault_gives_the_answers_that_it_gives_in_transformers(e
     for generator in (engine, reference):
         generator.begin_pass(asked)
         answers = [generator.generate([prompt], SAMPLING, KEY)[0] for prompt in prompts]
-        accounts.append((answers, generator.end_pass().check().fault_cells))
+        accounts.append((answers, pass_receipt(asked, [generator.end_pass()]).check().fault_cells))
     (ours, (our_cell,)), (theirs, (their_cell,)) = accounts
     assert ours == theirs
     assert (our_cell.calls, our_cell.elements) == (their_cell.calls, their_cell.elements)
@@ -272,7 +272,7 @@ def test_noise_that_silently_does_not_happen_is_refused(engine, prompts, monkeyp
         return [{}] if method == "aqnpipe_begin_batch" else rpc(method, **rest)
 
     monkeypatch.setattr(engine._llm, "collective_rpc", without_noise)
-    with pytest.raises(ReceiptError, match="evaluation never ran"):
+    with pytest.raises(ReceiptError, match="accounts for 0 forward passes, the responses took at least"):
         run(engine, noise(), prompts)
 
 

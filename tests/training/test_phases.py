@@ -7,6 +7,7 @@ from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 
 from aqnpipe.artifacts import read_json
 from aqnpipe.errors import ReceiptError
+from aqnpipe.generation import rollouts
 from aqnpipe.noise.layout import rms_norms
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.training import callbacks, trainer
@@ -61,14 +62,14 @@ def test_noise_on_the_norms_outside_the_rollout_fails_the_run(inputs, tmp_path, 
 
 
 def test_noise_on_the_norms_of_a_run_without_aqn_fails_it(inputs, tmp_path, monkeypatch):
-    with_noise_in(monkeypatch, trainer, "rollout")
+    with_noise_in(monkeypatch, rollouts, "rollout")
     with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 2 of 2 passes, asked"):
         run(training_spec(), inputs, tmp_path / "run")
 
 
 def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
     """Drawn, measured, logged, and gone by the time the model computes."""
-    original = trainer.noised_rollout
+    original = rollouts.noised_rollout
 
     @contextmanager
     def early(*args, **kwargs):
@@ -76,7 +77,7 @@ def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_pat
             pass
         yield sigmas
 
-    monkeypatch.setattr(trainer, "noised_rollout", early)
+    monkeypatch.setattr(rollouts, "noised_rollout", early)
     with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 0 of 2 passes, asked"):
         run(training_spec(aqn=AQN), inputs, tmp_path / "run")
 

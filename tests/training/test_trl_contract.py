@@ -88,6 +88,13 @@ def test_all_that_is_overridden_is_pinned_here():
         "if self.args.gradient_accumulation_steps % generate_every != 0 or (",
         "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies( self.model,",
         "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        # The correction goes by these attributes; who sampled has no other part in it.
+        "self.use_vllm = args.use_vllm",
+        "self.use_vllm and self.vllm_importance_sampling_correction",
+        "per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask",
+        'per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]',
+        'output["sampling_per_token_logps"] = sampling_per_token_logps',
+        'self._metrics[mode]["sampling/importance_sampling_ratio/mean"].append(',
         # The reference goes by the attribute, whatever stands there.
         "if self.ref_model is not None: ref_per_token_logps, _, _ = self._get_per_token_logps_and_entropies( "
         "self.ref_model,",

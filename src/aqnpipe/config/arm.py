@@ -9,6 +9,31 @@ from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, ModuleNoise, Op
 
 ModelRole = Literal["base", "large"]
 
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+class ImportanceSampling(FrozenModel):
+    """Weighs what was rolled out by p(actor)/p(sampler): rollouts come from other noise, weights or kernels.
+
+    TRL's `vllm_importance_sampling_correction`, for the rollouts of either backend.
+    """
+
+    mode: Correction = Field(
+        default="sequence_mask",
+        description="ratio of each token or of the whole response; beyond the limits it is truncated to them, or the "
+        "token or response is masked",
+    )
+    clip_max: float | None = Field(default=3.0, gt=0, description="upper limit of the ratio; null: none")
+    clip_min: float | None = Field(default=None, gt=0, description="lower limit of the ratio; null: none")
+
+    @model_validator(mode="after")
+    def _limits_are_in_order(self) -> Self:
+        if self.clip_max is None and self.clip_min is None:
+            raise ValueError(f"mode {self.mode} needs a clip_max, a clip_min, or both")
+        if self.clip_max is not None and self.clip_min is not None and self.clip_min >= self.clip_max:
+            raise ValueError(f"clip_min {self.clip_min:g} must be below clip_max {self.clip_max:g}")
+        return self
+
 
 class Arm(FrozenModel):
     """One experimental condition: the noise during training, on top of the study's shared settings."""
@@ -18,6 +43,9 @@ class Arm(FrozenModel):
     operator_noise: OperatorNoise | None = None
     module_noise: ModuleNoise | None = None
     aqn: AdaptiveNoise | None = None
+    importance_sampling: ImportanceSampling | None = Field(
+        default=None, description="correct for how far rollouts are from the policy that learns; null: not at all"
+    )
     machine: str | None = Field(
         default=None,
         description="name of a machine of the study whose simulated faults the policy has in all of training and in "

@@ -146,6 +146,7 @@ class StudyPlan:
             dtype=config.models[role].dtype,
             attention=config.models[role].attention,
             prompt=config.prompt,
+            generation=config.generation,
             training=config.training,
         ).model_dump(mode="json")
 

@@ -28,6 +28,7 @@ class TrainingSpec(FrozenModel):
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
+    generation: GenerationConfig = GenerationConfig()
     training: TrainingConfig
 
     @property

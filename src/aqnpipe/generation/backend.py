@@ -1,7 +1,7 @@
 """Generation as the stages see it: prompts in, completions out, the same for rollouts and evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 
@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 class Sampling:
     """How tokens are chosen. `temperature` None is greedy; otherwise `seed` keys the draws.
 
+    `log_probabilities`: completions say how probable each drawn token was, at this temperature; greedy ones cannot.
     The prompts are rows `first_row` and on of a batch of `num_rows` (None: they are the batch). Every row has draws of
     its own in it, so that however a batch is shared out over processes, each prompt has the same luck.
     """
@@ -18,14 +19,23 @@ class Sampling:
     seed: int = 0
     first_row: int = 0
     num_rows: int | None = None
+    log_probabilities: bool = False
+
+    def __post_init__(self) -> None:
+        if self.log_probabilities and self.temperature is None:
+            raise ValueError("log-probabilities are of drawn tokens, found temperature None; this is a bug")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Response tokens up to and including the end token, and why generation ended."""
+    """Response tokens up to and including the end token, and why generation ended.
+
+    `log_probabilities` of the tokens, where they were asked for; not compared, as backends round differently.
+    """
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"]
+    log_probabilities: list[float] | None = field(default=None, compare=False)
 
 
 class GenerationBackend(Protocol):

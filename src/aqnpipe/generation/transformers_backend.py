@@ -1,6 +1,7 @@
 """Generation with transformers, in this process and on the given model object itself."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class TransformersBackend:
         if not prompts:
             return []
         input_ids, attention_mask = self._left_padded(prompts)
+        draws = self._draws(sampling, len(prompts))
         was_training, preferences = self._model.training, self._model.generation_config
         self._model.eval()
         # What a model's folder suggests (Qwen2.5: a repetition penalty) would fill in what `Sampling` leaves open.
@@ -36,12 +38,19 @@ class TransformersBackend:
                     input_ids=input_ids,
                     attention_mask=attention_mask,
                     generation_config=self._generation_config(sampling),
-                    logits_processor=self._draws(sampling, len(prompts)),
+                    logits_processor=LogitsProcessorList([] if draws is None else [draws]),
                 )
         finally:
             self._model.generation_config = preferences
             self._model.train(was_training)
-        return [self._completion(row) for row in output[:, input_ids.shape[1] :].tolist()]
+        completions = [self._completion(row) for row in output[:, input_ids.shape[1] :].tolist()]
+        if draws is None or not sampling.log_probabilities:
+            return completions
+        rows = draws.log_probabilities()
+        return [
+            replace(one, log_probabilities=row[: len(one.token_ids)])
+            for one, row in zip(completions, rows, strict=True)
+        ]
 
     def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         longest = max(map(len, prompts))
@@ -64,11 +73,11 @@ class TransformersBackend:
             do_sample=False,
         )
 
-    def _draws(self, sampling: Sampling, rows: int) -> LogitsProcessorList:
+    def _draws(self, sampling: Sampling, rows: int) -> "_ShareOfDraws | None":
         if sampling.temperature is None:
-            return LogitsProcessorList()
+            return None
         generator = torch.Generator(device=self._model.device).manual_seed(sampling.seed)
-        return LogitsProcessorList([_ShareOfDraws(sampling, rows, sampling.temperature, generator)])
+        return _ShareOfDraws(sampling, rows, sampling.temperature, generator)
 
     def _completion(self, token_ids: list[int]) -> Completion:
         if self._end_token in token_ids:
@@ -87,9 +96,20 @@ class _ShareOfDraws(LogitsProcessor):
         self._num_rows = rows if sampling.num_rows is None else sampling.num_rows
         self._share = slice(sampling.first_row, sampling.first_row + rows)
         self._generator = generator
+        self._keeps_log_probabilities = sampling.log_probabilities
+        self._chosen: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores [rows, vocabulary] of the next token; `input_ids` are those so far."""
         draws = torch.empty(self._num_rows, scores.shape[-1], dtype=scores.dtype, device=scores.device)
         draws.exponential_(generator=self._generator)
-        return torch.softmax(scores / self._temperature, dim=-1) / draws[self._share]
+        probabilities = torch.softmax(scores / self._temperature, dim=-1)
+        races = probabilities / draws[self._share]
+        if self._keeps_log_probabilities:
+            self._chosen.append(probabilities.gather(-1, races.argmax(dim=-1, keepdim=True)).log())
+        return races
+
+    def log_probabilities(self) -> list[list[float]]:
+        """Return those of the drawn tokens, row by row; those behind a row's end have no meaning."""
+        rows: list[list[float]] = torch.cat(self._chosen, dim=-1).tolist()
+        return rows

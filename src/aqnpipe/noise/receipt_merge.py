@@ -121,6 +121,22 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
     )
 
 
+def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
+    """Add to the recorder of a run what an engine recorded since in a rollout of its own.
+
+    `state` goes on where the recorder's faults were.
+    """
+    before = recorder.state()
+    merged = merge_states([before, state], per_worker_draws=False)
+    merged.active_faults = state.active_faults
+    merged.weight_syncs = before.weight_syncs + state.weight_syncs
+    merged.weight_factors = _grouped(
+        (before.weight_factors, state.weight_factors), lambda one: one.layer, _merged_factor
+    )
+    merged.num_noised_modules = max(before.num_noised_modules, state.num_noised_modules)
+    recorder.restore(merged)
+
+
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"worker{rank}.json"
 

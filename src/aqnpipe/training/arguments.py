@@ -15,7 +15,7 @@ def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu")
 
     Raises ConfigError for float16, which training would need a loss scaler for.
     """
-    training = spec.training
+    training, correction = spec.training, spec.arm.importance_sampling
     if spec.dtype == "float16":
         raise ConfigError(
             f"models.{spec.model_role}.dtype: training computes in float32 or bfloat16, found float16 (its small "
@@ -42,6 +42,10 @@ def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu")
         temperature=training.temperature,
         beta=training.kl_coefficient,
         epsilon=training.clip_ratio,
+        vllm_importance_sampling_correction=correction is not None,
+        vllm_importance_sampling_mode=correction.mode if correction else "sequence_mask",
+        vllm_importance_sampling_clip_max=correction.clip_max if correction else 3.0,
+        vllm_importance_sampling_clip_min=correction.clip_min if correction else None,
         loss_type="dapo",
         scale_rewards="group",
         use_bias_correction_kl=False,

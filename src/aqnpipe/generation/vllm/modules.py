@@ -124,6 +124,29 @@ class EngineModel:
                     found[f"{prefix}.{part.name}" if prefix else part.name] = part
         return found
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return every parameter by the name that it has in transformers; those of merged modules in their parts.
+
+        They are views of the parameters themselves, without the rows that pad a vocabulary. One that several modules
+        share (tied embeddings) has the name of the first.
+        """
+        merged = {id(linear.module): linear for layer in self.layers for linear in layer.linears if linear.is_merged}
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, module in self.model.named_modules():
+            linear = merged.get(id(module))
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter.data_ptr() in seen:
+                    continue
+                seen.add(parameter.data_ptr())
+                if linear is None:
+                    found[f"{name}.{key}"] = parameter[: getattr(module, "org_vocab_size", None)]
+                else:
+                    prefix = name.rpartition(".")[0]
+                    pieces = zip(linear.parts, parameter.split(linear.widths), strict=True)
+                    found |= {f"{prefix}.{part.name}.{key}": piece for part, piece in pieces}
+        return found
+
     def select(self, modules: ModuleScope | tuple[str, ...]) -> list[str]:
         """Return the names of projections and norms that module noise selects.
 

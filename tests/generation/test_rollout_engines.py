@@ -1,0 +1,154 @@
+"""What passes between a run and the engine that draws its rollouts, without vLLM: order, weights, accounts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from aqnpipe.config.noise import AdaptiveNoise, Fault
+from aqnpipe.errors import ReceiptError
+from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.rollouts import Rollout, VllmRollouts
+from aqnpipe.generation.vllm.weights import send_weights, take_weights
+from aqnpipe.noise.layout import norms_sha256
+from aqnpipe.noise.phase_state import NoiseKey
+from aqnpipe.noise.receipt import WeightSync
+from aqnpipe.noise.receipt_merge import add_rollout
+from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.recorder_state import ActiveFaultState
+
+AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
+FAULT = Fault(type="saturation", layer=0, magnitude=0.5, threshold="cached")
+
+
+def recorder(aqn=None, faults=()):
+    return ReceiptRecorder(
+        operator_noise=None, aqn=aqn, faults=faults, expected_phases=("rollout",), num_layers=3, num_norms=7
+    )
+
+
+def sync(before="clean", after="clean", step=0):
+    return WeightSync(
+        step=step,
+        sigma_scheduled=0.05,
+        sigma_asked=0.05,
+        sigma_measured=0.05,
+        targets=7,
+        elements=224,
+        squared_error_ratio=1.0,
+        clean_sha256_before=before,
+        clean_sha256_after=after,
+    )
+
+
+class FakeEngine:
+    """Notes what it is asked to do, and accounts for AQN on norms with the hash `held`."""
+
+    def __init__(self, held=None):
+        self.calls, self.held = [], held
+
+    def load_weights(self, path, sha256):
+        self.calls.append("load" if load_file(path) else "nothing")
+
+    def begin_rollout(self, noise):
+        self.noise = noise
+        self.calls.append("begin")
+
+    def generate(self, prompts, sampling, key):
+        self.calls.append("generate")
+        return [Completion([1], "stop", [0.0]) for _ in prompts]
+
+    def end_rollout(self):
+        state = recorder().state()
+        if self.noise.aqn is not None:
+            state.weight_syncs = [sync(self.noise.clean_norms, self.held or self.noise.clean_norms)]
+        return state
+
+    def fall_asleep(self):
+        self.calls.append("sleep")
+
+    def wake_up(self, what):
+        self.calls.append(f"wake {what}")
+
+
+def rollouts(engine, folder, sleeps=False):
+    return VllmRollouts(engine, folder, weights=lambda model: model.state_dict(), dtype=torch.float32, sleeps=sleeps)
+
+
+ASKED = Rollout([[1, 2]], Sampling(4, temperature=1.0), NoiseKey(seed=0, step=0), 0.05, {"model.norm": 1.0})
+
+
+def test_an_engine_that_sleeps_is_awake_for_weights_before_they_come_and_for_the_cache_after(model, tmp_path):
+    engine = FakeEngine()
+    drawn_by = rollouts(engine, tmp_path, sleeps=True)
+    for _ in range(2):
+        drawn_by.roll_out(model, recorder(), ASKED)
+    once = ["begin", "generate", "sleep"]
+    assert engine.calls == ["load", *once, "wake weights", "load", "wake kv_cache", *once]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_norms_that_are_not_the_trainers_are_refused(model, tmp_path):
+    for engine in (FakeEngine(), FakeEngine(held="other")):
+        recorded = recorder(aqn=AQN)
+        if engine.held is None:
+            rollouts(engine, tmp_path).roll_out(model, recorded, ASKED)
+            assert recorded.last_weight_sync.clean_sha256_before == norms_sha256(model)
+            continue
+        with pytest.raises(ReceiptError, match="AQN step 0: the clean norm weights in vLLM's worker are not"):
+            rollouts(engine, tmp_path).roll_out(model, recorded, ASKED)
+
+
+def test_weights_are_sent_once_in_the_format_of_the_engine_and_norms_in_their_own(model, tmp_path):
+    norms = {"model.norm.weight"}
+    send_weights(model.state_dict(), norms, torch.bfloat16, tmp_path / "weights")
+    sent = load_file(tmp_path / "weights")
+    assert "lm_head.weight" not in sent
+    assert {name for name, tensor in sent.items() if tensor.dtype == torch.float32} == norms
+    assert len(sent) == len(model.state_dict()) - 1
+
+
+class Stubborn(nn.Module):
+    """A model that does not take one of the weights that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(2)
+        self.head = nn.Linear(2, 2, bias=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name != "head.weight":
+                self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_weight_that_the_model_did_not_take_is_refused(tmp_path):
+    model = Stubborn()
+    engine = SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters()))
+    path = tmp_path / "weights"
+    same = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    take_weights(engine, path, send_weights(same, set(), torch.float32, path))
+    digest = send_weights(same | {"head.weight": same["head.weight"] + 1}, set(), torch.float32, path)
+    with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn are not .* sent: head\.weight"):
+        take_weights(engine, path, digest)
+
+
+def test_what_an_engine_recorded_is_added_to_the_run():
+    run, engine = recorder(AQN, (FAULT,)), recorder(AQN, (FAULT,))
+    run.add_weight_sync(sync(step=0))
+    run.measure_sigma_factor(0, 3.0, 4)
+    run.count_forward("rollout")
+    run.count_forward("actor_forward")
+    engine.add_weight_sync(sync(step=1))
+    engine.measure_sigma_factor(0, 5.0, 4)
+    engine.count_forward("rollout")
+    state = engine.state()
+    state.active_faults = [ActiveFaultState(num_channels=8, threshold=2.5)]
+    add_rollout(run, state)
+    after = run.state()
+    assert [one.step for one in after.weight_syncs] == [0, 1]
+    assert [(one.layer, one.squares, one.elements) for one in after.weight_factors] == [(0, 8.0, 8)]
+    assert {one.phase: one.forwards for one in after.phases} == {"rollout": 2, "actor_forward": 1}
+    assert after.active_faults == state.active_faults

@@ -1,0 +1,252 @@
+"""Rollouts by vLLM against those of the policy itself, on a CPU: weights, noise, faults, log-probabilities."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.noise import AdaptiveNoise, Fault, OperatorNoise, RelativeGaussian
+from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.generation.backend import Sampling
+from aqnpipe.generation.rollouts import Rollout, TransformersRollouts, VllmRollouts
+from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.generation.vllm.weights import send_weights
+from aqnpipe.models.loading import load_model
+from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.layout import norms_sha256, rms_norms
+from aqnpipe.noise.phase_state import NoiseKey
+from aqnpipe.noise.recorder import ReceiptRecorder
+
+pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
+
+QUESTIONS = (
+    "Tom has 5 apples . He buys 7 more . How many apples now ?",
+    "Ann has 12 pens . She gives 3 pens to Bob . How many pens does Ann have ?",
+    "What is 1 plus 1 ?",
+    "Ben has 4 boxes with 6 pens each . How many pens are there ?",
+)
+GREEDY = Sampling(max_response_tokens=24)
+DRAWN = Sampling(max_response_tokens=24, temperature=1.2, seed=11, log_probabilities=True)
+KEY = NoiseKey(seed=3, step=2)
+AQN = AdaptiveNoise(schedule={"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.05})
+TOKENIZER = build_tokenizer()
+PROMPTS = [TOKENIZER(question)["input_ids"] for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def start():
+    from aqnpipe.generation.vllm.engine import VllmEngine
+
+    def start(folder, **changes):
+        settings = {"dtype": "float32", "max_tokens": 128, "batch_size": 4, "device": "cpu"}
+        return VllmEngine(folder, end_token=TOKENIZER.eos_token_id, **(settings | changes))
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def engine(start):
+    with start(builtin_folder("tiny")) as engine:
+        yield engine
+
+
+@pytest.fixture
+def rollouts(engine, tmp_path):
+    return VllmRollouts(engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.float32)
+
+
+@pytest.fixture
+def policy():
+    """The built-in model as some optimiser steps might leave it: every weight has moved."""
+    model = load_model(builtin_folder("tiny"), dtype="float32", attention="sdpa")
+    return moved(model)
+
+
+def moved(model, seed=0, by=0.05):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for weight in model.parameters():
+            weight.add_(weight.std() * by * torch.randn_like(weight) if weight.std() > 0 else 0.01)
+    return model
+
+
+def recorder(model, **noise):
+    made = ReceiptRecorder(
+        **({"operator_noise": None} | noise),
+        expected_phases=("rollout",),
+        num_layers=len(model.model.layers),
+        num_norms=len(rms_norms(model)),
+        watch_norms=True,
+    )
+    made.note_clean_norms(model)
+    return made
+
+
+def rollout(model, sigma=0.0, sampling=DRAWN):
+    return Rollout(PROMPTS, sampling, KEY, sigma, target_factors(model, AQN, None))
+
+
+def log_probabilities(model, completion, prompt):
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / DRAWN.temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+def assert_drawn_by(model, completions):
+    """The sampler's log-probabilities are those of `model`, to rounding."""
+    for completion, prompt in zip(completions, PROMPTS, strict=True):
+        expected = log_probabilities(model, completion, prompt)
+        torch.testing.assert_close(torch.tensor(completion.log_probabilities), expected, atol=2e-4, rtol=0)
+
+
+def test_after_a_sync_the_engine_computes_what_the_policy_does(engine, rollouts, policy):
+    """Tied embeddings; the second sync replaces the first, and nothing of the prompts read before is kept."""
+    before = TransformersBackend(policy, TOKENIZER).generate(PROMPTS, GREEDY)
+    recorded = recorder(policy)
+    assert_drawn_by(policy, rollouts.roll_out(policy, recorded, rollout(policy)))
+    assert engine.generate(PROMPTS, GREEDY) == before
+    moved(policy, seed=1, by=0.3)
+    recorded.note_clean_norms(policy)
+    assert_drawn_by(policy, rollouts.roll_out(policy, recorded, rollout(policy)))
+    after = TransformersBackend(policy, TOKENIZER).generate(PROMPTS, GREEDY)
+    assert engine.generate(PROMPTS, GREEDY) == after != before
+    (record,) = recorded.receipt().check().phases
+    assert (record.phase, record.norms_checked, record.norms_noised) == ("rollout", 2, 0)
+
+
+def test_draws_are_keyed_by_seed_and_row(rollouts, policy):
+    first, again = (rollouts.roll_out(policy, recorder(policy), rollout(policy)) for _ in range(2))
+    other = Sampling(max_response_tokens=24, temperature=1.2, seed=12, log_probabilities=True)
+    assert first == again != rollouts.roll_out(policy, recorder(policy), rollout(policy, sampling=other))
+    assert [one.log_probabilities for one in first] == [one.log_probabilities for one in again]
+
+
+def test_aqn_is_on_the_norms_of_the_engine_alone(engine, rollouts, policy):
+    """The same numbers as in transformers: a policy with that noise would have drawn with the same probabilities."""
+    clean = norms_sha256(policy)
+    recorded = recorder(policy, aqn=AQN)
+    completions = rollouts.roll_out(policy, recorded, rollout(policy, sigma=0.05))
+    assert norms_sha256(policy) == clean
+    twin, spare = copy.deepcopy(policy), recorder(policy, aqn=AQN)
+    with noised_rollout(twin, spare, target_factors(twin, AQN, None), sigma=0.05, seed=KEY.seed, step=KEY.step):
+        assert_drawn_by(twin, completions)
+    (ours,), (theirs,) = recorded.receipt().weight_syncs, spare.receipt().weight_syncs
+    assert ours == theirs
+    assert (ours.sigma_scheduled, ours.targets, ours.clean_sha256_before) == (0.05, 13, clean)
+    (record,) = recorded.receipt().phases
+    assert (record.norms_checked, record.norms_noised) == (1, 1)
+    assert engine.generate(PROMPTS, GREEDY) == TransformersBackend(policy, TOKENIZER).generate(PROMPTS, GREEDY)
+
+
+def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
+    """Two rollouts, with a sync between: hooks survive it, and a cached threshold stays that of the first call."""
+    noise = OperatorNoise(error=RelativeGaussian(scale=0.2), phases=("rollout",), attention="fused")
+    fault = Fault(type="saturation", layer=2, magnitude=0.5, threshold="cached")
+    accounts = []
+    for drawn_by in (rollouts, TransformersRollouts(TOKENIZER)):
+        recorded = recorder(policy, operator_noise=noise, faults=(fault,))
+        for step in range(2):
+            one = Rollout(PROMPTS, DRAWN, NoiseKey(seed=3, step=step), 0.0, {})
+            drawn_by.roll_out(policy, recorded, one)
+            if step == 0:
+                (threshold,) = recorded.state().active_faults
+        receipt = recorded.receipt().check()
+        assert recorded.state().active_faults == [threshold]
+        assert receipt.fault_cells[0].affected_elements > 0
+        accounts.append(receipt)
+    (ours, n), (theirs, m) = (receipt.measured_scale("rollout") for receipt in accounts)
+    assert abs(ours / 0.2 - 1) < 5 / (2 * n) ** 0.5
+    assert abs(ours / theirs - 1) < 5 * (1 / (2 * n) + 1 / (2 * m)) ** 0.5
+
+
+def test_noise_shows_in_the_log_probabilities(rollouts, policy):
+    """What was drawn under noise was not drawn by the clean policy: what training records as mismatch."""
+    noise = OperatorNoise(error=RelativeGaussian(scale=0.2), phases=("rollout",), attention="fused")
+    completions = rollouts.roll_out(policy, recorder(policy, operator_noise=noise), rollout(policy))
+    differences = [
+        (torch.tensor(one.log_probabilities) - log_probabilities(policy, one, prompt)).abs().mean()
+        for one, prompt in zip(completions, PROMPTS, strict=True)
+    ]
+    assert min(differences) > 0.01
+
+
+def test_aqn_on_hidden_states_is_refused(rollouts, policy):
+    asked = AQN.model_copy(update={"targets": "hidden_states"})
+    with pytest.raises(ModelError, match="hidden_states is not mapped to vLLM"):
+        rollouts.roll_out(policy, recorder(policy, aqn=asked), rollout(policy, sigma=0.05))
+
+
+@pytest.mark.parametrize("flaw", ["changed", "missing", "stranger"])
+def test_weights_that_are_not_those_sent_are_refused(engine, policy, tmp_path, flaw):
+    path = tmp_path / "weights.safetensors"
+    norms = {f"{name}.weight" for name in rms_norms(policy)}
+    digest = send_weights(policy.state_dict(), norms, torch.float32, path)
+    tensors = load_file(path)
+    if flaw == "changed":
+        tensors["model.norm.weight"] += 1e-3
+        save_file(tensors, path)
+        with pytest.raises(ReceiptError, match=r"has SHA-256 \w{12}, the trainer sent"):
+            engine.load_weights(path, digest)
+        return
+    if flaw == "missing":
+        del tensors["model.layers.3.mlp.up_proj.weight"]
+        message = "on one side only: model.layers.3.mlp.up_proj.weight"
+    else:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+        message = "on one side only: lm_head.weight"
+    with pytest.raises(ReceiptError, match=message):
+        engine.load_weights(path, send_weights(tensors, norms, torch.float32, path))
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        ("aqnpipe_load_weights", "not every one of 1 vLLM workers took the weights"),
+        ("aqnpipe_begin_batch", "accounts for 0 forward passes, the responses took at least"),
+        ("aqnpipe_end_pass", r"accounts of workers \[\], expected 1"),
+    ],
+)
+def test_a_worker_that_does_not_do_its_part_fails_the_rollout(engine, rollouts, policy, monkeypatch, dropped, message):
+    rpc = engine._llm.collective_rpc
+    answer = [] if dropped == "aqnpipe_end_pass" else [{}]
+    monkeypatch.setattr(
+        engine._llm, "collective_rpc", lambda method, **rest: answer if method == dropped else rpc(method, **rest)
+    )
+    recorded = recorder(policy, aqn=AQN)
+    with pytest.raises(ReceiptError, match=message):
+        rollouts.roll_out(policy, recorded, rollout(policy, sigma=0.05))
+
+
+def test_untied_embeddings_and_norms_finer_than_what_is_computed_in(start, tmp_path, make_model):
+    """A float32 policy in a bfloat16 engine: norms are not rounded, or AQN of 0.0005 would be lost."""
+    make_model(
+        num_layers=2,
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=len(TOKENIZER),
+        tie_word_embeddings=False,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+    ).save_pretrained(tmp_path / "model")
+    policy = moved(load_model(tmp_path / "model", dtype="float32", attention="sdpa"))
+    recorded = recorder(policy, aqn=AQN)
+    with start(tmp_path / "model", dtype="bfloat16") as engine:
+        rollouts = VllmRollouts(
+            engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.bfloat16
+        )
+        completions = rollouts.roll_out(policy, recorded, rollout(policy, sigma=0.0005))
+        (sync,) = recorded.receipt().weight_syncs
+        assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5
+        assert sync.clean_sha256_before == norms_sha256(policy)
+        rounded = copy.deepcopy(policy).bfloat16()
+        for completion, prompt in zip(completions, PROMPTS, strict=True):
+            expected = log_probabilities(rounded, completion, prompt).float()
+            torch.testing.assert_close(torch.tensor(completion.log_probabilities), expected, atol=0.1, rtol=0)
+    with pytest.raises(ModelError, match="no sleep mode on a CPU"):
+        start(tmp_path / "model", sleeps=True)

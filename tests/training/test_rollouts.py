@@ -1,0 +1,148 @@
+"""Who draws the rollouts, how far they are from the policy that learns, and the correction for it."""
+
+import pytest
+import torch
+from tiny_training import AQN, run, scattered_rewards, training_spec, write_inputs
+
+import aqnpipe.generation.choice as choice
+import aqnpipe.training.rollouts as rollouts
+from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.device import Device
+from aqnpipe.errors import ConfigError
+from aqnpipe.training.arguments import grpo_arguments
+from aqnpipe.training.mismatch import Mismatch
+from aqnpipe.training.rollouts import describe_rollouts
+
+FUSED = {"attention": "fused", "error": {"kind": "relative_gaussian", "scale": 0.05}}
+HIDDEN = {**AQN, "targets": "hidden_states"}
+MXFP4 = {"phases": ["rollout"], "error": {"kind": "fake_quantization", "format": "mxfp4"}}
+
+
+def changed(spec, **changes) -> TrainingSpec:
+    data = spec.model_dump()
+    arm = data["arm"] | changes.pop("arm", {})
+    return TrainingSpec.model_validate(data | changes | {"arm": arm})
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
+
+
+@pytest.fixture(autouse=True)
+def _rewards_that_teach(monkeypatch):
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+
+
+def metrics(folder):
+    return read_table(folder / "metrics.parquet", TrainingMetrics)
+
+
+def test_the_distance_of_two_policies_by_hand():
+    """Three tokens with p(actor)/p(sampler) of 2, 1/2 and 1; a fourth is behind the end of its row."""
+    sampler = torch.tensor([[-1.0, -2.0], [-3.0, -9.0]])
+    actor = sampler + torch.tensor([[2.0, 0.5], [1.0, 7.0]]).log()
+    mismatch = Mismatch()
+    mismatch.add(sampler[:1], actor[:1], torch.tensor([[1, 1]]))
+    mismatch.add(sampler[1:], actor[1:], torch.tensor([[1, 0]]))
+    found = mismatch.settle()
+    ln2 = 0.6931471805599453
+    assert found["sampler/logp_difference_mean"] == pytest.approx(2 * ln2 / 3, rel=1e-6)
+    assert found["sampler/logp_difference_max"] == pytest.approx(ln2, rel=1e-6)
+    assert found["sampler/kl"] == pytest.approx(((2 - 1 - ln2) + (0.5 - 1 + ln2)) / 3, rel=1e-6)
+    mismatch.add(sampler[:1], sampler[:1], torch.tensor([[1, 1]]))
+    assert set(mismatch.settle().values()) == {0.0}
+
+
+def test_without_noise_sampler_and_actor_are_one_policy_and_with_aqn_they_are_not(inputs, tmp_path):
+    clean, noisy = (metrics(run(training_spec(aqn=aqn), inputs, tmp_path / str(bool(aqn)))) for aqn in (None, AQN))
+    assert clean["logp_difference_max"].max() < 1e-4
+    assert clean["sampler_kl"].max() < 1e-8
+    assert noisy["logp_difference_mean"].min() > 10 * clean["logp_difference_max"].max()
+    assert noisy["sampler_kl"].min() > 1e-7
+    assert clean["importance_ratio_mean"].null_count() == len(clean)
+
+
+def test_the_correction_weighs_by_the_distance(inputs, tmp_path):
+    """Ratios near 1 without noise leave the gradient as it was; those under AQN change it."""
+    found = {}
+    for name, aqn in (("clean", None), ("noisy", AQN)):
+        for mode in (None, "token_truncate"):
+            arm = {"importance_sampling": {"mode": mode, "clip_max": 2.0} if mode else None}
+            spec = changed(training_spec(aqn=aqn, num_steps=1), arm=arm)
+            found[name, mode is not None] = metrics(run(spec, inputs, tmp_path / f"{name}{mode}")).row(0, named=True)
+    assert found["clean", True]["importance_ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert found["noisy", True]["importance_ratio_mean"] != pytest.approx(1, abs=1e-4)
+    assert found["clean", True]["grad_norm"] == pytest.approx(found["clean", False]["grad_norm"], rel=1e-5)
+    assert found["noisy", True]["grad_norm"] != pytest.approx(found["noisy", False]["grad_norm"], rel=1e-4)
+
+
+def test_several_steps_share_the_distance_of_their_rollout(inputs, tmp_path):
+    """A correction goes with mini-batches too, and the distance stays that of the rollout's own weights."""
+    spec = changed(
+        training_spec(prompts_per_step=2, micro_batch_size=2, steps_per_rollout=2, checkpoint_every=None),
+        arm={"importance_sampling": {"mode": "token_truncate"}},
+    )
+    table = metrics(run(spec, inputs, tmp_path / "run"))
+    assert table["logp_difference_mean"].n_unique() == table["importance_ratio_mean"].n_unique() == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"clip_min": 4.0}, r"clip_min 4 must be below clip_max 3"),
+        ({"clip_max": None}, "mode sequence_mask needs a clip_max, a clip_min, or both"),
+        ({"mode": "sequence"}, "token_truncate"),
+        ({"cap": 2.0}, "Extra inputs are not permitted"),
+    ],
+)
+def test_a_correction_that_makes_no_sense_is_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        changed(training_spec(), arm={"importance_sampling": asked})
+
+
+def test_the_correction_reaches_trl(tmp_path):
+    asked = {"mode": "token_mask", "clip_max": 2.5, "clip_min": 0.5}
+    found = grpo_arguments(changed(training_spec(), arm={"importance_sampling": asked}), tmp_path)
+    assert found.vllm_importance_sampling_correction is True
+    assert found.vllm_importance_sampling_mode == "token_mask"
+    assert (found.vllm_importance_sampling_clip_max, found.vllm_importance_sampling_clip_min) == (2.5, 0.5)
+    assert found.use_vllm is False
+    assert grpo_arguments(training_spec(), tmp_path).vllm_importance_sampling_correction is False
+
+
+def test_the_record_says_who_drew_the_rollouts(inputs, tmp_path):
+    record = read_json(run(training_spec(num_steps=1), inputs, tmp_path / "run") / "run.json", RunRecord)
+    assert record.generation == {"backend": "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("arm", "training", "message"),
+    [
+        ({"aqn": HIDDEN}, {}, "aqn.targets is hidden_states, expected norms"),
+        ({"operator_noise": MXFP4}, {}, "operator_noise.error is fake_quantization in the rollout"),
+        ({"operator_noise": {**FUSED, "attention": "decomposed"}}, {}, "operator_noise.attention is decomposed"),
+        ({}, {"num_workers": 2, "validation_questions": 4}, "training.num_workers is 2, expected 1"),
+    ],
+)
+def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatch, arm, training, message):
+    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 2, ("some GPU",)))
+    monkeypatch.setattr(choice, "is_vllm_installed", lambda: True)
+    spec = changed(training_spec(**training), arm=arm, attention="sdpa")
+    assert describe_rollouts(spec) == {"backend": "transformers"}
+    with pytest.raises(ConfigError, match=f"arm test: vLLM cannot draw its rollouts: {message}") as refused:
+        describe_rollouts(changed(spec, generation={"backend": "vllm"}))
+    assert "\n" not in str(refused.value)
+    without = {"backend": "vllm", "rollout_backend": "transformers"}
+    assert describe_rollouts(changed(spec, generation=without)) == {"backend": "transformers"}
+
+
+def test_noise_outside_the_rollout_keeps_nobody_from_vllm(monkeypatch):
+    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
+    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
+    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
+    monkeypatch.setattr(choice, "is_vllm_installed", lambda: True)
+    noise = {**FUSED, "attention": "decomposed", "phases": ["actor_forward", "backward"]}
+    spec = changed(training_spec(aqn=AQN), arm={"operator_noise": noise}, attention="sdpa")
+    assert describe_rollouts(spec) == {"backend": "vllm", "vllm": "vllm 0.32.0", "enforce_eager": True}

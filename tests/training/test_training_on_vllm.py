@@ -1,0 +1,111 @@
+"""GRPO whose rollouts vLLM draws, on a CPU: noise, AQN and faults in its worker, the same bytes after a kill.
+
+`make test-vllm` runs these in an environment of their own.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_training import AQN, run, scattered_rewards, training_spec, write_inputs
+
+from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.errors import ReceiptError
+from aqnpipe.generation.rollouts import VllmRollouts
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.noise.receipt import Receipt
+from aqnpipe.provenance import sha256_of_file
+
+pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
+
+NOISE = {"attention": "fused", "phases": ["rollout"], "error": {"kind": "relative_gaussian", "scale": 0.05}}
+FAULT = {"type": "saturation", "layer": 1, "magnitude": 0.3, "threshold": "cached"}
+LORA = {"rank": 4, "alpha": 64.0, "target_modules": ["q_proj", "up_proj"]}
+
+
+def spec(backend="vllm", num_steps=3, arm=None, faults=(), **training):
+    made = training_spec(num_steps=num_steps, prompts_per_step=4, resume_every=1, **training)
+    data = made.model_dump() | {"attention": "sdpa", "generation": {"backend": backend}, "faults": faults}
+    return TrainingSpec.model_validate(data | {"arm": made.arm.model_dump() | (arm or {})})
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16, **shape)
+
+
+@pytest.fixture(autouse=True)
+def _rewards_that_teach(monkeypatch):
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+
+
+def metrics(folder):
+    return read_table(folder / "metrics.parquet", TrainingMetrics)
+
+
+def digests(folder):
+    return {str(path.relative_to(folder)): sha256_of_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class KilledError(Exception):
+    """Stands for a kill: nothing of ours catches it."""
+
+
+def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs, tmp_path, monkeypatch):
+    asked = spec(
+        arm={"operator_noise": NOISE, "aqn": AQN, "importance_sampling": {"mode": "token_truncate"}}, faults=[FAULT]
+    )
+    whole = run(asked, inputs, tmp_path / "whole")
+    original, rolled_out = VllmRollouts.roll_out, []
+
+    def killed(self, policy, recorder, rollout):
+        if len(rolled_out) == 2:
+            raise KilledError
+        rolled_out.append(rollout.key.step)
+        return original(self, policy, recorder, rollout)
+
+    monkeypatch.setattr(VllmRollouts, "roll_out", killed)
+    with pytest.raises(KilledError):
+        run(asked, inputs, tmp_path / "resumed")
+    monkeypatch.undo()
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    said = []
+    resumed = run(asked, inputs, tmp_path / "resumed", said.append)
+    assert "going on after step 2" in said[0]
+    assert digests(whole) == digests(resumed)
+
+    record = read_json(whole / "run.json", RunRecord)
+    assert record.generation["backend"] == "vllm"
+    assert record.generation["enforce_eager"] is True
+    receipt = read_json(whole / "receipt.json", Receipt).check()
+    assert [sync.step for sync in receipt.weight_syncs] == [0, 1, 2]
+    scale, elements = receipt.measured_scale("rollout")
+    assert abs(scale / 0.05 - 1) < 5 / (2 * elements) ** 0.5
+    assert {cell.phase for cell in receipt.cells} == {"rollout"}
+    assert {cell.phase for cell in receipt.fault_cells} >= {"rollout", "actor_forward", "validation"}
+    assert metrics(whole)["importance_ratio_mean"].null_count() == 0
+
+
+def test_without_noise_vllm_draws_by_the_weights_that_learn(inputs, tmp_path):
+    """Adapters too, merged at each sync: a sync left out would show as a distance that grows."""
+    table = metrics(run(spec(lora=LORA, learning_rate=0.05, kl_coefficient=0.0), inputs, tmp_path / "run"))
+    assert table["logp_difference_max"].max() < 1e-4
+    assert table["sampler_kl"].max() < 1e-8
+    steps = [load_file(tmp_path / "run" / f"checkpoints/step{step}/model.safetensors") for step in (1, 3)]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.allclose(steps[0][name], steps[1][name], atol=1e-3)
+
+
+def test_an_engine_that_loses_the_noise_fails_the_run(inputs, tmp_path, monkeypatch):
+    from aqnpipe.generation.vllm.engine import VllmEngine
+
+    original = VllmEngine._call
+    monkeypatch.setattr(
+        VllmEngine,
+        "_call",
+        lambda self, name, *args: [{}] if name == "aqnpipe_begin_batch" else original(self, name, *args),
+    )
+    with pytest.raises(ReceiptError, match="accounts for 0 forward passes, the responses took at least"):
+        run(spec(num_steps=1, arm={"operator_noise": NOISE}), inputs, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
