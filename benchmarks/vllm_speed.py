@@ -21,7 +21,7 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.data.generated import generate_problems
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.noisy import NoisyGenerator, PassNoise, TransformersPasses
+from aqnpipe.generation.noisy import NoisyGenerator, PassNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
@@ -53,7 +53,7 @@ def evaluation(
         batch = prompts[start : start + batch_size]
         answers = generator.generate(batch, Sampling(response_tokens), NoiseKey(seed=0, step=number))
         tokens += sum(len(one.token_ids) for one in answers)
-    generator.end_pass().check()
+    pass_receipt(noise, [generator.end_pass()]).check()
     return time.perf_counter() - wall, cpu_seconds() - cpu, tokens
 
 

@@ -1,5 +1,7 @@
 """The evaluate stage with vLLM: as with transformers where nothing is noised, proven or refused where something is."""
 
+import os
+
 import polars as pl
 import pytest
 
@@ -32,7 +34,7 @@ def problems(tmp_path_factory):
     return path
 
 
-def run(folder, problems, backend):
+def run(folder, problems, backend, say=lambda _: None, **workers):
     spec = EvaluationSpec(
         model_role="base",
         arm_id="test",
@@ -47,7 +49,7 @@ def run(folder, problems, backend):
     )
     folder.mkdir()
     outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
-    evaluate(spec, builtin_folder("tiny"), problems, outputs, lambda _: None)
+    evaluate(spec, builtin_folder("tiny"), problems, outputs, say, **workers)
     return outputs
 
 
@@ -90,3 +92,12 @@ def test_a_worker_without_the_plugin_fails_the_stage_and_nothing_is_written(tmp_
     with pytest.raises(ReceiptError, match=r"without aqnpipe's plugin \(found None, VLLM_PLUGINS is another_plugin\)"):
         run(tmp_path / "three", problems, "vllm")
     assert list((tmp_path / "three").iterdir()) == []
+
+
+def test_two_actors_with_an_engine_each_give_the_same_bytes(tmp_path, problems, on_vllm, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    said = []
+    shared = run(tmp_path / "shared", problems, "vllm", workers=2, say=said.append)
+    assert said[0].startswith("2 evaluation workers, on ")
+    for name in ("table", "receipt", "record"):
+        assert sha256_of_file(getattr(on_vllm, name)) == sha256_of_file(getattr(shared, name)), name

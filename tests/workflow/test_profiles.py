@@ -43,7 +43,7 @@ def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, part
     jobs = dry_run(profile, *arguments)
     asked = {
         "train": f"slurm_partition {partition}, nodes 1, gres {gres}:8, runtime 2880",
-        "evaluate": f"slurm_partition {partition}, gres {gres}:1, runtime 240",
+        "evaluate": f"slurm_partition {partition}, nodes 1, gres {gres}:1, workers 1, runtime 240",
         "diagnose": f"slurm_partition {partition}, gres {gres}:1, runtime 240",
     }
     assert set(jobs) == set(asked.items())
@@ -54,7 +54,7 @@ def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, part
 def test_jobs_on_a_workstation_lease_devices_and_others_need_none():
     assert set(dry_run("workstation")) == {
         ("train", "devices 1"),
-        ("evaluate", "devices 1"),
+        ("evaluate", "devices 1, workers 1"),
         ("diagnose", "devices 1"),
     }
     assert {given for _, given in dry_run("profiles/default", "--configfile", "config/smoke.yaml")} == {""}

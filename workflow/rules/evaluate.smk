@@ -20,7 +20,7 @@ rule evaluate:
         f"{RESULTS}/benchmarks/evaluate/{{model}}_{{arm}}_seed{{seed}}_step{{step}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
-    threads: STUDY.config.evaluation.threads
+    threads: STUDY.config.evaluation.threads * workers("evaluate")
     resources:
         mem_mb=4000,
     params:

@@ -20,4 +20,5 @@ with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.
         ),
         say,
         *map(Path, snakemake.input.train_problems),
+        workers=int(snakemake.resources.get("workers", 1)),
     )

@@ -38,7 +38,7 @@ class EvaluationConfig(FrozenModel):
     sampling: EvaluationSampling | None = Field(
         default=None, description="null: greedy, one response per question and pass"
     )
-    threads: int = Field(default=1, ge=1, description="torch threads per job; results on CPU depend on it")
+    threads: int = Field(default=1, ge=1, description="torch threads per worker; results on CPU depend on it")
 
     @model_validator(mode="after")
     def _no_repeats(self) -> Self:

@@ -1,7 +1,7 @@
 """The evaluate stage: one checkpoint, every question at every noise level, noise seed and sample."""
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,23 +10,19 @@ import polars as pl
 import torch
 
 from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_table, write_json, write_table
-from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.model import read_model_config
-from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.custody import digests_of_outputs
 from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
 from aqnpipe.device import resolve_device
-from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.choice import open_generator
-from aqnpipe.generation.noisy import NoisyGenerator, PassNoise
+from aqnpipe.evaluation.actors import Answering, answering_actors, answering_here
+from aqnpipe.evaluation.pieces import answered_passes, pieces_of
+from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import load_tokenizer, sha256_of
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.injection import NoiseKey
-from aqnpipe.noise.receipt import Receipt
 from aqnpipe.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.scoring import SCORERS, Scorer, grade
-from aqnpipe.seeding import derive_seed
 
 
 @dataclass(frozen=True)
@@ -45,12 +41,15 @@ def evaluate(
     outputs: EvaluationOutputs,
     say: Callable[[str], None] = print,
     train_problems: Path | None = None,
+    workers: int = 1,
 ) -> None:
     """Evaluate the checkpoint in `model_dir`, greedily or by samples, and write table, receipts and record.
 
-    The model is loaded once. `train_problems`: where the examples of a few-shot prompt are from. Raises DataError if
-    there are too few, if one is a test question, or if prompt and response do not fit into the model; ReceiptError,
-    before anything is written, when the noise measured in a pass is not the noise of its level.
+    The model is loaded once, by each of the `workers`: this process, or Ray actors with a device each; the results are
+    the same. `train_problems`: where the examples of a few-shot prompt are from. Raises DataError if there are too few,
+    if one is a test question, or if prompt and response do not fit into the model; ReceiptError, before anything is
+    written, when the noise measured in a pass is not the noise of its level; WorkerError if a worker did not start or
+    all have died.
     """
     config = spec.evaluation
     torch.set_num_threads(config.threads)
@@ -63,80 +62,36 @@ def evaluate(
     refuse_overlap(examples, problems["question"])
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
     check_context(prompts, config.max_response_tokens, read_model_config(model_dir).get("max_position_embeddings"))
-    generator = open_generator(
-        spec.generation,
-        model_dir,
-        tokenizer,
-        dtype=spec.dtype,
-        attention=spec.attention,
-        device=device,
-        max_tokens=max(map(len, prompts)) + config.max_response_tokens,
-        batch_size=config.batch_size,
-        threads=config.threads,
-    )
+    pieces = pieces_of(spec, prompts)
     tables, passes = [], []
-    with closing(generator):
-        for level, noise_seed in config.passes():
-            samples, receipt = run_pass(generator, prompts, spec, level, noise_seed)
-            passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=receipt.check()))
-            tables.append(score(problems, samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
+    with _answering(spec, model_dir, prompts, workers, outputs, say) as answering:
+        for one in answered_passes(spec, pieces, answering.answers(pieces)):
+            level, noise_seed = one.noise_level, one.noise_seed
+            passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=one.receipt.check()))
+            tables.append(score(problems, one.samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             say(f"{label}: noise {level:.0%} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes)))
     inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
-    write_json(outputs.record, _record(spec, model_dir, inputs, device.label, generator.description))
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
+    record = _record(spec, model_dir, inputs, device.label, answering.description)
+    written = digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
+    write_json(outputs.record, record.model_copy(update={"outputs_sha256": written}))
 
 
-def run_pass(
-    generator: NoisyGenerator, prompts: list[list[int]], spec: EvaluationSpec, noise_level: float, noise_seed: int
-) -> tuple[list[list[Completion]], Receipt]:
-    """Generate every sample of a response to every prompt under one noise level and seed; return them with the receipt.
-
-    A list per sample, responses in the order of the prompts. Prompts are batched by length (fewer padding tokens); the
-    noise of a batch is keyed by its number, which goes on counting from sample to sample, and its draws by noise seed,
-    sample and batch. So both are the same for every model that answers the same questions, and the draws also at every
-    level. The spec's faults strike throughout; a threshold that they take from each call depends on the prompts of the
-    batch.
-    """
-    config = spec.evaluation
-    generator.begin_pass(PassNoise(operator_noise=operator_noise(spec, noise_level), faults=spec.faults))
-    order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index))
-    batches = [order[start : start + config.batch_size] for start in range(0, len(order), config.batch_size)]
-    samples = []
-    for sample in range(config.num_samples):
-        completions: dict[int, Completion] = {}
-        for number, batch in enumerate(batches):
-            key = NoiseKey(seed=noise_seed, step=sample * len(batches) + number)
-            sampling = sampling_of(config, noise_seed, sample, number)
-            answers = generator.generate([prompts[index] for index in batch], sampling, key)
-            completions.update(zip(batch, answers, strict=True))
-        samples.append([completions[index] for index in range(len(prompts))])
-    return samples, generator.end_pass()
-
-
-def operator_noise(spec: EvaluationSpec, noise_level: float) -> OperatorNoise | None:
-    """Return the noise of a level, None for the clean one; on attention as the model's way to compute it has it."""
-    if noise_level == 0:
-        return None
-    return OperatorNoise(
-        operators=spec.evaluation.operators,
-        error=RelativeGaussian(scale=noise_level),
-        phases=("evaluation",),
-        include_lm_head=spec.evaluation.include_lm_head,
-        attention="decomposed" if spec.attention == "eager" else "fused",
-    )
-
-
-def sampling_of(config: EvaluationConfig, noise_seed: int, sample: int, batch: int) -> Sampling:
-    """Return how the responses of one sample of a batch are drawn; greedy without `sampling`."""
-    if config.sampling is None:
-        return Sampling(max_response_tokens=config.max_response_tokens)
-    return Sampling(
-        max_response_tokens=config.max_response_tokens,
-        temperature=config.sampling.temperature,
-        seed=derive_seed(config.sampling.seed, "evaluation_sampling", noise_seed, sample, batch),
-    )
+def _answering(
+    spec: EvaluationSpec,
+    model_dir: Path,
+    prompts: list[list[int]],
+    workers: int,
+    outputs: EvaluationOutputs,
+    say: Callable[[str], None],
+) -> AbstractContextManager[Answering]:
+    max_tokens = max(map(len, prompts)) + spec.evaluation.max_response_tokens
+    if workers == 1:
+        return answering_here(spec, model_dir, max_tokens)
+    folder = outputs.record.with_name(f"{outputs.table.stem}.workers")
+    return answering_actors(spec, model_dir, max_tokens, workers, folder, say)
 
 
 def score(

@@ -1,17 +1,23 @@
 """Generation under noise as the evaluate stage sees it: passes over prompts, each with a receipt of what was done."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from pydantic import ConfigDict, Field
 
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.noise import Fault, ModuleNoise, OperatorNoise, Phase
+from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNoise, Phase
+from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.noise.injection import phase_noise
-from aqnpipe.noise.layout import decoder_layers, rms_norms
+from aqnpipe.noise.layout import decoder_layers, norms_sha256, rms_norms
 from aqnpipe.noise.phase_state import NoiseKey
 from aqnpipe.noise.receipt import Receipt
+from aqnpipe.noise.receipt_merge import WorkerAccount, merge_states, merged_receipt
 from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.recorder_state import ActiveFaultState, RecorderState
 
 
 class PassNoise(FrozenModel):
@@ -46,6 +52,63 @@ class PassNoise(FrozenModel):
         )
 
 
+class RolloutNoise(PassNoise):
+    """What the policy of a training run rolls out under: a pass of one batch, on weights that the trainer has sent.
+
+    `factors` maps the names of AQN's targets to factors on `sigma`. `clean_norms` is the SHA-256 of the trainer's own
+    norm weights; `fault_states` go on from what the run's faults have done before.
+    """
+
+    phase: Phase = "rollout"
+    aqn: AdaptiveNoise | None = None
+    sigma: float = 0.0
+    factors: dict[str, float] = Field(default_factory=dict)
+    clean_norms: str
+    fault_states: tuple[ActiveFaultState, ...]
+
+    def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
+        """Return a recorder for one rollout, as far along as that of the run."""
+        recorder = ReceiptRecorder(
+            operator_noise=self.operator_noise,
+            module_noise=self.module_noise,
+            aqn=self.aqn,
+            faults=self.faults,
+            expected_phases=(self.phase,),
+            num_layers=num_layers,
+            num_norms=num_norms,
+            watch_norms=True,
+        )
+        recorder.expect_clean_norms(self.clean_norms)
+        for active, state in zip(recorder.active_faults, self.fault_states, strict=True):
+            active.restore(state)
+        return recorder
+
+
+@dataclass(frozen=True)
+class PassAccount:
+    """What was recorded in a pass, or in a part of one, by each of the backend's own workers; not yet checked."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    num_layers: int
+    num_norms: int
+    states: tuple[RecorderState, ...]
+
+
+def pass_receipt(noise: PassNoise, parts: Sequence[PassAccount]) -> Receipt:
+    """Return the receipt of a pass under `noise` from the accounts of its parts, in their order; not yet checked.
+
+    Workers of one backend are checked against each other: ReceiptError where they do not fit.
+    """
+    first = parts[0]
+    recorder = noise.recorder(first.num_layers, first.num_norms)
+    states = [merge_states(ranks, per_worker_draws=False) for ranks in zip(*(p.states for p in parts), strict=True)]
+    if len(states) > 1:
+        return merged_receipt(recorder, [WorkerAccount(rank, len(states), one) for rank, one in enumerate(states)])
+    recorder.restore(states[0])
+    return recorder.receipt()
+
+
 class NoisyGenerator(Protocol):
     """A loaded model that generates in passes, one at a time."""
 
@@ -62,8 +125,8 @@ class NoisyGenerator(Protocol):
         """Return one completion per prompt, in order; the noise of this batch is named by `key`."""
         ...
 
-    def end_pass(self) -> Receipt:
-        """Return the account of the pass, not yet checked; the model is clean again."""
+    def end_pass(self) -> PassAccount:
+        """Return the account of the pass; the model is clean again."""
         ...
 
     def close(self) -> None:
@@ -72,10 +135,16 @@ class NoisyGenerator(Protocol):
 
 
 class TransformersPasses:
-    """Passes on a transformers model in this process."""
+    """Passes on a transformers model in this process.
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    `verify` raises if the model's weights are not those that were asked for; it is called at the end of the first pass,
+    and the norm weights must be the same after every other.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, verify: Callable[[], None] | None = None) -> None:
         self._model = model
+        self._verify = verify
+        self._norms: str | None = None
         self._backend = TransformersBackend(model, tokenizer)
         self._noise: PassNoise | None = None
         self._recorder: ReceiptRecorder | None = None
@@ -97,12 +166,18 @@ class TransformersPasses:
         with phase_noise(self._model, self._recorder, self._noise.phase, key):
             return self._backend.generate(prompts, sampling)
 
-    def end_pass(self) -> Receipt:
+    def end_pass(self) -> PassAccount:
         """Return the account of the pass."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             raise RuntimeError("no pass has begun; this is a bug")
-        return recorder.receipt()
+        norms = norms_sha256(self._model)
+        if self._norms is None and self._verify is not None:
+            self._verify()
+        if self._norms not in (None, norms):
+            raise ReceiptError("receipt refused: the norm weights changed between two passes over the questions")
+        self._norms = norms
+        return PassAccount(len(decoder_layers(self._model)), len(rms_norms(self._model)), (recorder.state(),))
 
     def close(self) -> None:
         """Nothing is held but the model itself."""

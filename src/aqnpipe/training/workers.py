@@ -5,9 +5,7 @@ single process does (`run_worker`) with its share of every batch. They share the
 has to be on a file system that all of them see.
 """
 
-import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +16,14 @@ from typing import NoReturn
 
 from torch import distributed
 
-from aqnpipe.allocation import nodes_of_job, this_node
+from aqnpipe.allocation import this_node
 from aqnpipe.artifacts import read_json
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.device import COLLECTIVES, Device, DeviceKind, resolve_device
-from aqnpipe.errors import AqnpipeError, DeviceError, WorkerError
+from aqnpipe.device import COLLECTIVES, DeviceKind, resolve_device
+from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.noise.receipt import Receipt
+from aqnpipe.ray_cluster import RESOURCES, ray_cluster, send_output_to
 from aqnpipe.training.ranks import gathered
-from aqnpipe.training.ray_cluster import ADDRESS, RESOURCES, ray_cluster
 from aqnpipe.training.run import TrainingInputs, run_label, run_worker
 from aqnpipe.training.scratch import Workspace
 
@@ -70,11 +68,6 @@ def run_workers(
         run_worker(spec, inputs, workspace, resume_from, say)
         return
     device = resolve_device(spec.device)
-    nodes = () if os.environ.get(ADDRESS) else nodes_of_job()
-    if len(nodes) > 1:
-        _check_devices(spec, device.kind, _devices_here(device) * len(nodes), f"on {len(nodes)} nodes")
-    elif not os.environ.get(ADDRESS):
-        _check_devices(spec, device.kind, _devices_here(device), "on this machine")
     # Workers have a working directory of their own.
     share = _Share(
         spec,
@@ -86,26 +79,12 @@ def run_workers(
         shutil.rmtree(left_over, ignore_errors=True)
     share.logs.mkdir()
     share.said.write_text("")
-    with ray_cluster(device.kind, spec.training.num_workers, nodes, share.logs) as resources:
-        _check_devices(spec, device.kind, int(resources.get(RESOURCES[device.kind], 0)), "in the Ray cluster")
-        with _relayed(share.said, say):
-            _launch(share, device.kind)
+    with ray_cluster(device, spec.training.num_workers, "training.num_workers", share.logs), _relayed(share.said, say):
+        _launch(share, device.kind)
     receipt = read_json(workspace.run / "receipt.json", Receipt)
     if receipt.num_workers != spec.training.num_workers:
         raise WorkerError(
             f"{run_label(spec)}: {receipt.num_workers} workers trained, {spec.training.num_workers} were asked for"
-        )
-
-
-def _devices_here(device: Device) -> int:
-    return len(os.sched_getaffinity(0)) if device.kind == "cpu" else device.count
-
-
-def _check_devices(spec: TrainingSpec, kind: DeviceKind, found: int, where: str) -> None:
-    if found < spec.training.num_workers:
-        what = "CPU cores" if kind == "cpu" else f"{kind} devices"
-        raise DeviceError(
-            f"training.num_workers is {spec.training.num_workers}, found {found} {what} {where}; every worker needs one"
         )
 
 
@@ -143,7 +122,7 @@ def _work(config: dict[str, _Share]) -> None:
     share = config["share"]
     asked, started = share.spec.training.num_workers, distributed.get_world_size()
     rank = distributed.get_rank()
-    _send_output_to(share.logs / f"worker{rank}.log")
+    send_output_to(share.logs / f"worker{rank}.log")
     if started != asked:
         raise WorkerError(f"{run_label(share.spec)}: {started} workers started, {asked} were asked for")
     say = _teller(share.said, rank)
@@ -153,15 +132,6 @@ def _work(config: dict[str, _Share]) -> None:
     except RuntimeError:
         time.sleep(_SECONDS_FOR_A_DEATH_TO_SHOW)
         raise
-
-
-def _send_output_to(path: Path) -> None:
-    """Send all that this process prints from now on (C libraries too) to the file at `path`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with path.open("w", encoding="utf-8", buffering=1) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 def _teller(path: Path, rank: int) -> Callable[[str], None]:

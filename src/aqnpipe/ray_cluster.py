@@ -1,4 +1,4 @@
-"""The Ray cluster that a launch runs on: its own, on this machine or the nodes of its Slurm job, or one that exists.
+"""The Ray cluster that the workers of a job run on: its own, on this machine or the nodes of its Slurm job, or another.
 
 A cluster of its own has no dashboard, reports nothing to anyone, lets in only who has its token, and is gone with all
 its processes when the launch ends, also when the launching process is killed (the kernel ends its children, Slurm the
@@ -22,9 +22,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.allocation import environment_of_node, this_node
-from aqnpipe.device import DeviceKind
-from aqnpipe.errors import WorkerError
+from aqnpipe.allocation import environment_of_node, nodes_of_job, this_node
+from aqnpipe.device import Device, DeviceKind
+from aqnpipe.errors import DeviceError, WorkerError
 
 ADDRESS = "RAY_ADDRESS"
 """Names a cluster that exists already (`auto`, or host and port of its head node)."""
@@ -53,18 +53,49 @@ _LONGEST_TEMPORARY_FOLDER = 40
 
 
 @contextmanager
-def ray_cluster(kind: DeviceKind, num_devices: int, nodes: tuple[str, ...], shared: Path) -> Iterator[dict[str, float]]:
-    """Connect to a Ray cluster while the body runs; yield its resources, by Ray's names.
+def ray_cluster(device: Device, num_workers: int, asked_by: str, shared: Path) -> Iterator[None]:
+    """Connect to a Ray cluster with a device for each worker while the body runs.
 
-    kind, num_devices: what a cluster of its own offers, over all its nodes; nothing is asked of the one that
-    RAY_ADDRESS names. nodes: those of the Slurm job that this process runs in, itself on one of them; with fewer than
-    two the cluster is this machine. shared: a folder that all nodes see, for the token and the nodes' logs. Raises
-    WorkerError if Ray does not start on a node.
+    The cluster that RAY_ADDRESS names is taken as it is; one of our own has so many devices of this kind, on the nodes
+    of the Slurm job that this process runs in, or on this machine. asked_by: what `num_workers` is called where it was
+    set, for messages. shared: a folder that all nodes see, for the token and the nodes' logs. Raises DeviceError if
+    there are too few devices, WorkerError if Ray does not start on a node.
     """
-    if os.environ.get(ADDRESS):
-        with _environment(_QUIET), _connected(address=os.environ[ADDRESS]) as resources:
-            yield resources
-        return
+    with ExitStack() as stack:
+        if os.environ.get(ADDRESS):
+            stack.enter_context(_environment(_QUIET))
+            resources = stack.enter_context(_connected(address=os.environ[ADDRESS]))
+        else:
+            nodes = nodes_of_job()
+            here = len(os.sched_getaffinity(0)) if device.kind == "cpu" else device.count
+            where = "on this machine" if len(nodes) < 2 else f"on {len(nodes)} nodes"
+            _check_devices(asked_by, num_workers, device.kind, here * max(1, len(nodes)), where)
+            resources = stack.enter_context(_own_cluster(device.kind, num_workers, nodes, shared))
+        found = int(resources.get(RESOURCES[device.kind], 0))
+        _check_devices(asked_by, num_workers, device.kind, found, "in the Ray cluster")
+        yield
+
+
+def send_output_to(path: Path) -> None:
+    """Send all that this process prints from now on (C libraries too) to the file at `path`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _check_devices(asked_by: str, num_workers: int, kind: DeviceKind, found: int, where: str) -> None:
+    if found < num_workers:
+        what = "CPU cores" if kind == "cpu" else f"{kind} devices"
+        raise DeviceError(f"{asked_by} is {num_workers}, found {found} {what} {where}; every worker needs one")
+
+
+@contextmanager
+def _own_cluster(
+    kind: DeviceKind, num_devices: int, nodes: tuple[str, ...], shared: Path
+) -> Iterator[dict[str, float]]:
+    """Start a cluster that offers so many devices over all nodes; yield its resources, by Ray's names."""
     alone = len(nodes) < 2
     offered = _offer(kind, num_devices if alone else math.ceil(num_devices / len(nodes)))
     with ExitStack() as stack:
@@ -73,7 +104,10 @@ def ray_cluster(kind: DeviceKind, num_devices: int, nodes: tuple[str, ...], shar
         access = stack.enter_context(_own_access(shared))
         stack.enter_context(_environment({**_QUIET, **(_LOOPBACK if alone else {}), **access}))
         others = stack.enter_context(_RayNodes(shared))
-        resources = stack.enter_context(_connected(**offered, include_dashboard=False, _temp_dir=str(folder)))
+        address = {"_node_ip_address": "127.0.0.1"} if alone else {}
+        resources = stack.enter_context(
+            _connected(**offered, **address, include_dashboard=False, _temp_dir=str(folder))
+        )
         if not alone:
             others.start([node for node in nodes if node != this_node()], offered, folder)
             resources = others.wait_until_joined()
