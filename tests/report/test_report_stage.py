@@ -225,7 +225,10 @@ def test_kl_gets_decades_where_a_peak_would_hide_the_rest(peak, labels):
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
-    [("claims.json", "{}", r"claims\.json: alpha"), ("accuracy.parquet", "no table", r"accuracy\.parquet: not a read")],
+    [
+        ("claims.json", "{}", r"claims\.json: no seal in it"),
+        ("accuracy.parquet", "no table", r"accuracy\.parquet: not what was written with \S*claims\.json"),
+    ],
 )
 def test_a_damaged_artifact_is_one_clear_error(make_report, synthetic, tmp_path, name, text, message):
     built = make_report(tmp_path, synthetic.study(arms=["baseline"], seeds=[0], comparisons=[]))

@@ -140,7 +140,7 @@ def test_a_sample_that_repeats_the_first_changes_nothing_but_its_count(artifacts
     assert two[0].drop("num_samples").equals(one[0].drop("num_samples"))
     assert two[1].equals(one[1])
     assert two[2].equals(one[2])
-    assert two[3] == one[3]
+    assert two[3].model_copy(update={"tables_sha256": one[3].tables_sha256}) == one[3]
 
 
 def test_a_second_sample_enters_comparisons_by_half(artifacts, tmp_path):
