@@ -3,7 +3,9 @@
 from contextlib import contextmanager, nullcontext
 
 import pytest
+import torch
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
+from torch import nn
 
 from aqnpipe.artifacts import read_json
 from aqnpipe.errors import ReceiptError
@@ -83,7 +85,10 @@ def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_pat
 
 
 def test_aqn_that_stays_on_after_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.aqn.Tensor.copy_", lambda self, other: self, raising=False)
+    copy_ = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, *args: self if isinstance(self, nn.Parameter) else copy_(self, *args)
+    )
     with pytest.raises(ReceiptError, match="AQN step 0: norm weights were not restored"):
         run(training_spec(aqn=AQN), inputs, tmp_path / "run")
 
