@@ -34,6 +34,8 @@ _TOKENIZER = (
 )
 _CONFIG = ("config.json", "generation_config.json")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+"""What transformers raises for files that are not what they should be."""
 # Classes that stand for "tokenizer.json as it is written".
 _VERBATIM_TOKENIZERS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 
@@ -252,7 +254,7 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
+    except (*_UNREADABLE, SafetensorError) as error:
         raise ModelError(f"model {str(folder)!r} cannot be loaded: {_first_line(error)}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
@@ -284,6 +286,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         )
     except Exception as error:
         # The tokenizers library raises bare Exceptions for malformed files.
+        if type(error) is not Exception and not isinstance(error, _UNREADABLE):
+            raise
         raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

@@ -265,6 +265,8 @@ def _described(call: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str,
     try:
         return call()
     except Exception as error:
-        # vLLM passes on what fails in another process as a bare Exception.
+        # vLLM passes on what fails in another process as a bare Exception; anything else is not about the extension.
+        if type(error) is not Exception:
+            raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ReceiptError(f"vLLM's workers run without aqnpipe's extension ({reason[:200]})") from error
