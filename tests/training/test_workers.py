@@ -4,13 +4,11 @@ Ray takes some ten seconds to start, so the tests share one cluster and the runs
 """
 
 import os
-import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 from pydantic import ValidationError
+from ray_nodes import two_ray_nodes
 from safetensors.torch import load_file
 
 from aqnpipe.artifacts import ProblemTable, TrainingMetrics, read_json, read_table, write_table
@@ -79,22 +78,8 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray cluster of two nodes with one core each, as a Slurm job would start it, named by RAY_ADDRESS."""
-    folder = Path(tempfile.mkdtemp(prefix="aqn-", dir="/tmp"))
-    (folder / "token").write_text(secrets.token_hex(32))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(folder / "token"))
-        patch.setenv("RAY_TMPDIR", str(folder))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        from ray.cluster_utils import Cluster
-
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        nodes.add_node(num_cpus=1)
-        patch.setenv("RAY_ADDRESS", nodes.address)
+    with two_ray_nodes() as nodes:
         yield nodes
-        nodes.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
