@@ -18,6 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.study import load_study_file
 from aqnpipe.data.prompts import format_prompt
 from aqnpipe.data.stage import prepare_data
+from aqnpipe.generation.rollouts import TransformersRollouts
 from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.breakdown import BreakdownGuard
@@ -57,16 +59,25 @@ class Turns:
     def __init__(self, count: int) -> None:
         self._lock = threading.Condition()
         self._count, self._next = count, 0
+        self._is_over = False
 
     def wait(self, place: int) -> None:
         """Return when it is the turn of `place`."""
         with self._lock:
-            self._lock.wait_for(lambda: self._next == place)
+            self._lock.wait_for(lambda: self._next == place or self._is_over)
+        if self._is_over:
+            raise RuntimeError("the other trainer has failed")
 
     def pass_on(self, place: int) -> None:
         """Let the next one go on."""
         with self._lock:
             self._next = (place + 1) % self._count
+            self._lock.notify_all()
+
+    def end(self) -> None:
+        """Let nobody wait for one who will never pass on."""
+        with self._lock:
+            self._is_over = True
             self._lock.notify_all()
 
 
@@ -173,20 +184,29 @@ class Bench:
             prompt_format=spec.prompt,
             guard=guard,
             workspace=Workspace(self.folder / "scratch"),
+            rollouts=TransformersRollouts(self._tokenizer()),
             validation_accuracy={},
         )
         return trainer
 
-    def _trainer(self, kind: Any, spec: TrainingSpec, **kwargs: Any) -> Any:
+    def _tokenizer(self) -> Any:
         tokenizer = load_tokenizer(self.folder / "model")
         tokenizer.eos_token = tokenizer.pad_token
+        return tokenizer
+
+    def _trainer(self, kind: Any, spec: TrainingSpec, **kwargs: Any) -> Any:
+        tokenizer = self._tokenizer()
         kwargs["model"].generation_config.eos_token_id = tokenizer.eos_token_id
         prompts = [format_prompt(question, spec.prompt, tokenizer) for question in self._problems["question"]]
         trainer = kind(
             args=grpo_arguments(spec, self.folder),
             reward_funcs=reward_correct,
             train_dataset=Dataset.from_dict(
-                {"prompt": prompts, "gold_answer": self._problems["gold_answer"].to_list()}
+                {
+                    "prompt": prompts,
+                    "gold_answer": self._problems["gold_answer"].to_list(),
+                    "stop_text": [spec.prompt.stop_text] * len(prompts),
+                }
             ),
             processing_class=tokenizer,
             **kwargs,
@@ -201,11 +221,12 @@ def overhead(bench: Bench, rounds: int) -> dict[str, list[float]]:
     turns = Turns(2)
     watches = [Stopwatch(turns, place) for place in range(2)]
     trainers = [bench.plain(spec, watches[0]), bench.ours(spec, NoisyGRPOTrainer, watches[1])]
-    threads = [threading.Thread(target=trainer.train) for trainer in trainers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as threads:
+        trainings = [threads.submit(trainer.train) for trainer in trainers]
+        for training in as_completed(trainings):
+            if training.exception():
+                turns.end()
+            training.result()
     if any(watch.lengths != {spec.training.max_response_tokens} for watch in watches):
         raise RuntimeError(f"answers of other lengths were drawn: {[watch.lengths for watch in watches]}")
     plain, ours = (watch.seconds[WARM_UP:] for watch in watches)

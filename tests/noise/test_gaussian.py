@@ -146,6 +146,16 @@ def test_a_tensor_with_gaps_is_noised_and_its_surroundings_are_not():
     assert (base[:, 1::2] == 1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("start", "numel"), [(0, 1), (3, 1023), (1, 1024), (17, 1025), (1024, 4096), (5, 5000)])
+def test_nothing_beside_a_part_of_a_buffer_is_touched(dtype, start, numel):
+    buffer = torch.ones(8192, dtype=dtype)
+    add_relative_gaussian_(buffer[start : start + numel], 0.5, NoiseStream(4))
+    assert (buffer[start : start + numel] != 1).float().mean() > 0.95
+    assert (buffer[:start] == 1).all()
+    assert (buffer[start + numel :] == 1).all()
+
+
 def test_nan_and_infinity_stay_visible():
     y = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     noised = add_relative_gaussian_(y.clone(), 0.05, NoiseStream(1))

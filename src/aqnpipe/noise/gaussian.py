@@ -12,7 +12,11 @@ import numba
 import numpy as np
 import torch
 from llvmlite import binding as llvm
-from numpy.typing import NDArray
+from llvmlite import ir
+from numba.core import types
+from numba.core.cgutils import get_or_insert_function
+from numba.core.types.misc import CPointer
+from numba.extending import intrinsic
 from torch import Tensor
 
 from aqnpipe.noise.stream import GROUP, ROUNDS, NoiseStream
@@ -20,6 +24,7 @@ from aqnpipe.seeding import derive_seed
 
 _QUARTER = GROUP // 4
 _CPU_BLOCK_ELEMENTS = 64 * GROUP
+_CACHE_LINE_BYTES = 64
 
 
 def _use_wide_vectors() -> None:
@@ -59,7 +64,7 @@ def standard_normal(numel: int, source: NoiseStream, device: torch.device | str 
 def _apply_(tensor: Tensor, scale: float, source: NoiseStream, relative: bool) -> Tensor:
     if tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous():
         # Small tensors come by the thousand, so the usual way is short.
-        _add_gaussian(tensor.detach().numpy().reshape(-1), scale, relative, 0, *source)
+        _add_gaussian(tensor.data_ptr(), tensor.numel(), False, scale, relative, 0, *source)
         return tensor
     flat = in_memory_order(tensor)
     if flat is None:
@@ -90,12 +95,13 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
 def _apply_cpu_(flat: Tensor, scale: float, source: NoiseStream, relative: bool) -> None:
     values = flat.detach()
     if values.dtype in (torch.float32, torch.float64):
-        _add_gaussian(values.numpy(), scale, relative, 0, *source)
+        is_double = values.dtype == torch.float64
+        _add_gaussian(values.data_ptr(), values.numel(), is_double, scale, relative, 0, *source)
         return
     for block, part in enumerate(values.split(_CPU_BLOCK_ELEMENTS)):
         wide = part.float()
         first_counter = block * (_CPU_BLOCK_ELEMENTS // 4)
-        _add_gaussian(wide.numpy(), scale, relative, first_counter, *source)
+        _add_gaussian(wide.data_ptr(), wide.numel(), False, scale, relative, first_counter, *source)
         part.copy_(wide)
 
 
@@ -183,17 +189,70 @@ def _change_group(
             group[j + 3 * _QUARTER] += factor * z3
 
 
+@intrinsic
+def _float_pointer(typing: Any, address: Any) -> Any:
+    return CPointer(types.float32)(types.int64), _pointer
+
+
+@intrinsic
+def _double_pointer(typing: Any, address: Any) -> Any:
+    return CPointer(types.float64)(types.int64), _pointer
+
+
+def _pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+
+@intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    """Ask for the cache line at `address`, to be read soon; no address is a wrong one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        # To be read, into the second-level cache, as data.
+        options = [ir.Constant(number, option) for option in (0, 2, 1)]
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), *options])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def _add_gaussian(
-    values: NDArray[Any], scale: float, relative: bool, first_counter: int, key: int, call: int, stream: int
-) -> None:
+def _change(values: Any, address: Any, scale: Any, relative: Any, first_counter: Any, words: Any) -> None:
     factor = values.dtype.type(scale)
-    words = (_u32(call), _u32(stream), _u32(key), _u32(key >> 32))
     whole = values.size - values.size % GROUP
     for start in range(0, whole, GROUP):
+        # A group is a page of memory or so, and what feeds the caches by itself begins anew at each page.
+        next_group = address + (start + GROUP) * values.itemsize
+        for offset in range(0, GROUP * values.itemsize, _CACHE_LINE_BYTES):
+            _prefetch(next_group + offset)
         _change_group(values[start : start + GROUP], factor, relative, _u32(first_counter + start // 4), *words)
     if whole < values.size:
         rest = np.zeros(GROUP, values.dtype)
         rest[: values.size - whole] = values[whole:]
         _change_group(rest, factor, relative, _u32(first_counter + whole // 4), *words)
         values[whole:] = rest[: values.size - whole]
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+def _add_gaussian(
+    address: int,
+    numel: int,
+    is_double: bool,
+    scale: float,
+    relative: bool,
+    first_counter: int,
+    key: int,
+    call: int,
+    stream: int,
+) -> None:
+    """Put the noise on `numel` numbers from `address` on: an array of a small tensor takes longer to make than that."""
+    words = (_u32(call), _u32(stream), _u32(key), _u32(key >> 32))
+    if is_double:
+        doubles = numba.carray(_double_pointer(address), numel, np.float64)
+        _change(doubles, address, scale, relative, first_counter, words)
+    else:
+        floats = numba.carray(_float_pointer(address), numel, np.float32)
+        _change(floats, address, scale, relative, first_counter, words)
