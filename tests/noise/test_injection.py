@@ -278,6 +278,20 @@ def test_noise_at_half_the_scale_is_refused(model, monkeypatch):
         receipt.check()
 
 
+@pytest.mark.parametrize("bias", [0.1, 3.0, 100.0])
+def test_rounding_of_biases_is_not_taken_for_noise(model, bias):
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=bias, generator=torch.Generator().manual_seed(0))
+    faint = OperatorNoise(operators="matmul", error=RelativeGaussian(scale=1e-4))
+    recorder = recorder_for(faint)
+    # Each step compares another eighth of the modules.
+    for step in range(8):
+        with torch.no_grad(), phase_noise(model, recorder, "actor_forward", NoiseKey(seed=0, step=step)):
+            model(token_ids())
+    assert recorder.receipt().check().phases[0].witness_scale == pytest.approx(1e-4, rel=0.05)
+
+
 def test_a_mode_that_is_never_activated_is_refused(model, monkeypatch):
     monkeypatch.setattr("aqnpipe.noise.operator_watch._OperatorMode.activate", lambda self: None)
     _, receipt = logits(model, MATMUL)

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.config.noise import ErrorModel, OperatorNoise, RelativeGaussian
 from aqnpipe.noise.hooks import keep
 from aqnpipe.noise.phase_state import PhaseState
 from aqnpipe.noise.sampling import sample
 
 _BARE_LINEAR = torch.nn.functional.linear
+_ROUNDING_TO_ERROR = 0.05
+"""How large the rounding of a sum may be against the error that is looked for in one of its terms."""
+
 _STRIDE = 8
 _WITNESSED_FORWARDS = 2
 
@@ -52,9 +55,26 @@ class Witness:
             return
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             if self._operator_noise is None:
-                bare, used = _BARE_LINEAR(args[0], module.weight, module.bias), output
+                bare, used = sample(_BARE_LINEAR(args[0], module.weight, module.bias)), sample(output)
             else:
-                # The bias comes after the noise, so it must not dilute the relative error.
-                bare = _BARE_LINEAR(args[0], module.weight)
-                used = output if module.bias is None else output - module.bias
-            state.recorder.witness(state.phase, sample(bare), sample(used))
+                product = _BARE_LINEAR(args[0], module.weight)
+                bare, used = sample(product), sample(output)
+                if module.bias is not None:
+                    bare, used = without_bias(
+                        bare, used, sample(module.bias.expand_as(output)), self._operator_noise.error
+                    )
+            state.recorder.witness(state.phase, bare, used)
+
+
+def without_bias(bare: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor]:
+    """Return products and what was used of them, where both can be told: `used` had the bias added (same flat shapes).
+
+    The bias comes after the noise, so it must not dilute the relative error. Of a product much smaller than its bias
+    the sum keeps few digits, and their rounding would pass for relative noise; those are left out.
+    """
+    used = used - bias
+    if not isinstance(error, RelativeGaussian) or not error.scale:
+        return bare, used
+    rounding = torch.finfo(used.dtype).eps * bias.abs()
+    told = rounding <= _ROUNDING_TO_ERROR * error.scale * bare.abs()
+    return bare[told], used[told]

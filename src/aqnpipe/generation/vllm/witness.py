@@ -12,6 +12,7 @@ from aqnpipe.generation.vllm.modules import Linear
 from aqnpipe.noise.hooks import keep
 from aqnpipe.noise.phase_state import PhaseState
 from aqnpipe.noise.sampling import sample
+from aqnpipe.noise.witness import without_bias
 
 _BARE_LINEAR = torch.nn.functional.linear
 _STRIDE = 8
@@ -59,12 +60,11 @@ class EngineWitness:
         if state.forward_index >= _WITNESSED_FORWARDS:
             return
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            if self._operator_noise is None:
-                bare = _BARE_LINEAR(x, weight, bias)
-            else:
-                # The bias comes after the noise, so it must not dilute the relative error.
-                bare = _BARE_LINEAR(x, weight)
-                used = used if bias is None else used - bias
+            product = _BARE_LINEAR(x, weight, bias if self._operator_noise is None else None)
             # Rows that pad a vocabulary are multiplied, as the order of a sum depends on the shape, but not compared.
-            bare = bare[..., : used.shape[-1]]
-            state.recorder.witness(state.phase, sample(bare), sample(used))
+            product = product[..., : used.shape[-1]]
+            compared, sampled = sample(product), sample(used)
+            if self._operator_noise is not None and bias is not None:
+                its_bias = sample(bias.expand_as(used))
+                compared, sampled = without_bias(compared, sampled, its_bias, self._operator_noise.error)
+            state.recorder.witness(state.phase, compared, sampled)
