@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup browser cluster vllm run test test-vllm attacks lint format clean
+.PHONY: setup browser cluster vllm run test test-vllm attacks faults audit lint format clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,18 @@ test-vllm: vllm
 # Tries every sabotage on a small study and writes what caught it into docs/attacks.md; some minutes.
 attacks: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/attacks:tests/support $(BIN)/python tests/attacks/table.py
+
+# Faults of the machine at random in whole studies, for so many minutes; goes on from what FAULTS holds. As root, with
+# libfaketime (`apt-get install faketime`). Writes docs/machine-faults.md.
+FAULTS ?= /var/tmp/aqnpipe-faults
+MINUTES ?= 60
+faults: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python benchmarks/pipeline_faults.py --folder $(FAULTS) --minutes $(MINUTES)
+
+# Known holes in what this stands on. Asks a database on the network, so it is no part of `make lint`.
+audit: setup
+	test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet pip-audit; }
+	$(VENV)/audit/bin/pip-audit --requirement constraints.txt --no-deps
 
 lint: setup
 	$(BIN)/ruff check .

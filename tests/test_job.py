@@ -1,5 +1,6 @@
 """Jobs at the edge of Snakemake: what their logs say, and how they end without their device."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -62,3 +63,34 @@ def test_a_job_that_does_not_get_its_device_ends_in_one_line(tmp_path, device, n
     assert done.stderr.startswith(said)
     assert "Traceback" not in done.stderr + (tmp_path / "job.log").read_text()
     assert "computing" not in (tmp_path / "job.log").read_text()
+
+
+STORAGE_JOB = """
+import os, sys
+from pathlib import Path
+from aqnpipe.job import logged_job
+with logged_job(Path(sys.argv[1])) as say:
+    say("computing")
+    if sys.argv[2] != "0":
+        raise OSError(int(sys.argv[2]), os.strerror(int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "number", "said"),
+    [
+        ("/dev/full", 0, ["ERROR: no space left on device for what this job writes", "next: free space, or"]),
+        ("job.log", errno.ENOSPC, ["computing", "ERROR: no space left on device for", "next: free", "log: job.log"]),
+        ("job.log", errno.EROFS, ["computing", "ERROR: read-only file system for", "next: free", "log: job.log"]),
+        ("file/job.log", 0, ["ERROR: file/job.log: cannot be written (", "next: free space"]),
+    ],
+)
+def test_a_disk_that_cannot_be_written_ends_a_job_in_clear_lines(tmp_path, log, number, said):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-c", STORAGE_JOB, log, str(number)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
+    for expected in said:
+        assert any(line.startswith(expected) for line in lines), done.stderr

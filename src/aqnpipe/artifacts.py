@@ -18,11 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import DataError
 from aqnpipe.seal import UNSEALED, read_sealed, sealed
+from aqnpipe.study_lock import FOLDERS
 
 _JSON_END = "\n}"
 _JSON_SEAL = ',\n  "seal": "'
 
 Model = TypeVar("Model", bound=BaseModel)
+
+STAGED = ".staged"
+"""End of the names of hidden folders in which artifacts are written; a killed job leaves its own behind."""
 
 
 class Artifact(BaseModel):
@@ -713,7 +717,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
     The body may create a file or a folder at the yielded path. An existing target is replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=STAGED, dir=target.parent))
     temporary = staging / target.name
     try:
         yield temporary
@@ -722,6 +726,14 @@ def atomic_path(target: Path) -> Iterator[Path]:
         os.replace(temporary, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def remove_staged(results: Path) -> None:
+    """Remove the folders in `results` in which killed jobs were writing; for when no job of the study runs."""
+    name = f".*{STAGED}"
+    deeper = (path for folder in FOLDERS for path in (results / folder).rglob(name))
+    for path in [*results.glob(name), *deeper]:
+        shutil.rmtree(path)
 
 
 def write_text(target: Path, text: str) -> None:

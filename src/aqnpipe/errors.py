@@ -58,9 +58,9 @@ class TrainingError(AqnpipeError):
 
 
 class StorageError(AqnpipeError):
-    """The disk is full."""
+    """The disk is full, or cannot be written."""
 
-    advice = "free space and give the same command; finished jobs and resume points are kept"
+    advice = "free space, or make it writable, and give the same command; finished jobs and resume points are kept"
 
 
 class WorkerError(AqnpipeError):

@@ -3,12 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from aqnpipe.allocation import allocated_devices, place_of_job
 from aqnpipe.device import AskedDevice, resolve_device
-from aqnpipe.errors import AqnpipeError
+from aqnpipe.errors import AqnpipeError, StorageError
+from aqnpipe.storage import clear_storage_errors
 
 Say = Callable[[str], None]
 
@@ -20,29 +22,43 @@ def logged_job(log: Path) -> Iterator[Say]:
     An AqnpipeError ends the process with its one line and its exit code (2 for most). Any other exception is a bug: its
     traceback goes to the log, which Snakemake names and shows.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
     terminal = os.dup(sys.stderr.fileno())
-    with log.open("w", encoding="utf-8", buffering=1) as file:
+    with _opened(log) as file:
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
 
         def say(line: str) -> None:
-            print(line, flush=True)  # noqa: T201 - goes to the log file
             os.write(terminal, f"{line}\n".encode())
+            print(line, flush=True)  # noqa: T201 - goes to the log file
 
-        print(place_of_job(), flush=True)  # noqa: T201
         try:
-            yield say
+            with clear_storage_errors("what this job writes"):
+                print(place_of_job(), flush=True)  # noqa: T201
+                yield say
         except AqnpipeError as error:
-            say(f"ERROR: {error}")
-            say(f"next: {error.advice}")
-            say(f"log: {log}")
+            for line in (f"ERROR: {error}", f"next: {error.advice}", f"log: {log}"):
+                # The log may be on the disk that is full.
+                with suppress(OSError):
+                    say(line)
             sys.exit(error.exit_code)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with suppress(OSError):
+                sys.stdout.flush()
+            with suppress(OSError):
+                sys.stderr.flush()
+
+
+def _opened(log: Path) -> TextIO:
+    """Open the log of a job; ends the process with one line where that cannot be done."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        failure = StorageError(f"{log}: cannot be written ({error.strerror})")
+        sys.stderr.write(f"ERROR: {failure}\nnext: {failure.advice}\n")
+        sys.exit(failure.exit_code)
 
 
 @contextmanager

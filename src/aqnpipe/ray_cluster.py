@@ -195,7 +195,10 @@ def _without_step(environment: Mapping[str, str]) -> dict[str, str]:
 @contextmanager
 def _connected(**arguments: Any) -> Iterator[dict[str, float]]:
     import ray
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+    # Ray keeps the first token that a process used, which may be that of an earlier cluster.
+    AuthenticationTokenLoader.instance().reset_cache()
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
     try:

@@ -2,6 +2,7 @@
 
 import file_sabotages
 import noise_sabotages
+import worker_sabotages
 
 TEN_WAYS = {
     1: "a sigma was logged and nothing added",
@@ -15,9 +16,12 @@ TEN_WAYS = {
     9: "arms differed in more than the named factor, single runs were unseeded",
     10: "a patch was left on",
 }
-SABOTAGES = noise_sabotages.SABOTAGES + file_sabotages.SABOTAGES
+SABOTAGES = noise_sabotages.SABOTAGES + worker_sabotages.SABOTAGES + file_sabotages.SABOTAGES
 ACCEPTED = {
     "answers rewritten and vouched for": "who rewrites responses, answers, grades and every digest alike leaves a "
     "study that is sound in itself; only evaluating the checkpoint again, which gives the same bytes, shows it",
 }
 """What is not caught, and why."""
+
+ONLY_IN_THE_TABLE = {"noise not installed in one trainer"}
+"""What the tests leave to `make attacks`: Ray Train takes a minute of processor time to launch trainers."""

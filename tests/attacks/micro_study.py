@@ -185,7 +185,19 @@ class MicroStudy:
         )
         shutil.rmtree("scratch")
 
-    def evaluate(self, arm: str, seed: int, step: int = LAST_STEP, spec: EvaluationSpec | None = None) -> None:
+    def train_by_two(self, arm: str, seed: int) -> None:
+        """Train one run on two workers, each a process of its own."""
+        settings = self.plan.training_spec(arm, seed)
+        settings["training"] |= {"num_workers": 2, "micro_batch_size": 8}
+        self.train(arm, seed, TrainingSpec.model_validate(settings))
+
+    def evaluate_by_two(self, arm: str, seed: int) -> None:
+        """Evaluate the last checkpoint by two workers, each a process of its own."""
+        self.evaluate(arm, seed, workers=2)
+
+    def evaluate(
+        self, arm: str, seed: int, step: int = LAST_STEP, spec: EvaluationSpec | None = None, workers: int = 1
+    ) -> None:
         """Evaluate one checkpoint, by the study's settings or by others."""
         names = {"model": "base", "arm": arm, "seed": str(seed), "step": str(step)}
         folder = Path(f"results/eval/base/{arm}/seed{seed}")
@@ -197,6 +209,7 @@ class MicroStudy:
                 folder / f"step{step}.parquet", folder / f"step{step}.receipt.json", folder / f"step{step}.run.json"
             ),
             lambda _: None,
+            workers=workers,
         )
 
     def compare(self) -> None:

@@ -7,6 +7,8 @@ import copy
 import json
 import os
 import shutil
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,6 +63,26 @@ hostile = st.sampled_from(
         "\ud800",
     ]
 ) | st.text(max_size=40)
+
+
+_MEMORY_BOUND = 512 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory():
+    """No input makes the process grow by more than 512 MiB at any moment of a test."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        yield
+        return
+
+    def kilobytes(name):
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(name)).split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from here.
+    before = kilobytes("VmRSS")
+    yield
+    assert (kilobytes("VmHWM") - before) * 1024 < _MEMORY_BOUND
 
 
 @contextmanager
@@ -313,3 +335,31 @@ def test_any_fault_is_parsed_or_refused(spec):
 def test_any_response_is_graded(text):
     for scorer in SCORERS:
         grade(text, "5", scorer)
+
+
+REFUSED_AS_COMMANDS = {
+    "a study with a misspelt key": (["check", "study.yaml"], "study.yaml", b"seeeds: [0]\n"),
+    "a study that is no YAML": (["check", "study.yaml"], "study.yaml", b"a: [\x1b[31m\n"),
+    "figures that are no text": (["audit", "figures.yaml"], "figures.yaml", b"\xff\xfe\x00"),
+    "a transcript without responses": (["score", "t.jsonl"], "t.jsonl", b'{"gold_answer": "5"}\n'),
+    "a fault of no known type": (["diagnose", "tiny", "--fault", "type=x,layer=1"], "none", b""),
+    "a model folder with nothing in it": (["diagnose", "./model"], "model/notes", b"x"),
+    "a diagnosis cut in two": (["sigmas", "diagnosis.json"], "diagnosis.json", b'{"verdict": "heal'),
+    "an arm that nobody declared": (["noise-audit", "tiny", "--arm", "E99"], "none", b""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AS_COMMANDS)
+def test_a_command_ends_with_exit_code_2_and_one_line(tmp_path, name):
+    """A process of its own, as users start it."""
+    arguments, file, content = REFUSED_AS_COMMANDS[name]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    command = [Path(sys.executable).with_name("aqnpipe"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == EXIT_USER_ERROR, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert line.isprintable()
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()) == [file]

@@ -21,8 +21,10 @@ def two_ray_nodes() -> Iterator[Any]:
         patch.setenv("RAY_TMPDIR", str(folder))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        from ray._raylet import AuthenticationTokenLoader
         from ray.cluster_utils import Cluster
 
+        AuthenticationTokenLoader.instance().reset_cache()
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         nodes.add_node(num_cpus=1)
         patch.setenv("RAY_ADDRESS", nodes.address)

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 
 from aqnpipe.artifacts import RunRecord
 from aqnpipe.errors import RunLockedError, StorageError
-from aqnpipe.training.durable import damage, digests_of, full_disk_is_clear
+from aqnpipe.storage import clear_storage_errors
+from aqnpipe.training.durable import damage, digests_of
 from aqnpipe.training.scratch import locked, open_workspace, promote, remove_scratch
 
 
@@ -171,12 +172,12 @@ def test_a_full_disk_is_known_by_what_each_library_says(tmp_path):
     for writer in (torch_save, polars, safetensors):
         with (
             pytest.raises(StorageError, match=r"^no space left on device for the checkpoint$"),
-            full_disk_is_clear("the checkpoint"),
+            clear_storage_errors("the checkpoint"),
         ):
             writer()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.EACCES, "Permission denied")])
 def test_other_errors_stay_what_they_are(error):
-    with pytest.raises(type(error), match=str(error.args[-1])), full_disk_is_clear("x"):
+    with pytest.raises(type(error), match=str(error.args[-1])), clear_storage_errors("x"):
         raise error

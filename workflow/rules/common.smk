@@ -10,6 +10,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
 from aqnpipe.provenance import code_digest
+from aqnpipe.study_lock import hold_study, mend_study
 
 STUDY_FILE = ", ".join(map(str, workflow.overwrite_configfiles)) or "config/config.yaml"
 
@@ -23,6 +24,27 @@ validate(config, "../../config/schema.json", set_default=False)
 
 PLAN = StudyPlan(STUDY)
 RESULTS = PLAN.results
+
+# Before Snakemake looks at locks and times of files: one that was killed has left its locks behind.
+if workflow.is_main_process and not workflow.output_settings.dryrun:
+    try:
+        WORKING = mend_study(RESULTS)
+    except AqnpipeError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    if WORKING:
+        print(WORKING, file=sys.stderr)
+
+
+# Snakemake's locks are not taken in one act, so two that start together may both get here.
+onstart:
+    if workflow.is_main_process:
+        try:
+            hold_study(RESULTS)
+        except AqnpipeError as error:
+            print(f"ERROR: {error}", file=sys.stderr)
+            sys.exit(EXIT_USER_ERROR)
+
 
 # Before a large study starts, and in its dry run; every job reads this file again and says nothing.
 if workflow.is_main_process and (COST := announcement(PLAN)):

@@ -42,6 +42,8 @@ rule train:
 onsuccess:
     if workflow.is_main_process:
         from pathlib import Path
+        from aqnpipe.artifacts import remove_staged
         from aqnpipe.training.scratch import remove_scratch
 
         remove_scratch(Path(RESULTS, "scratch"))
+        remove_staged(Path(RESULTS))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from aqnpipe.artifacts import STAGED
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import (
     Attention,
@@ -47,7 +48,7 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
     its weights as pickle only, or needs remote code. Nothing is left behind on failure.
     """
     output_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as staging_name:
+    with tempfile.TemporaryDirectory(STAGED, f".{output_dir.name}.", output_dir.parent) as staging_name:
         staging = Path(staging_name) / output_dir.name
         staging.mkdir()
         for path in _model_files(source_folder(config)):

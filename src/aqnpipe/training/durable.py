@@ -1,19 +1,10 @@
-"""Files that are there after a crash, and known to be whole: fsync, digests, and a full disk told in one line."""
+"""Files that are there after a crash, and known to be whole: fsync and digests."""
 
-import errno
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from aqnpipe.errors import StorageError
 from aqnpipe.provenance import sha256_of_file
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_SAID_OF_A_FULL_DISK = ("No space left on device", "Disk quota exceeded", "iostream error")
-"""How other libraries' writers report it, which do not raise OSError; the last is all that torch.save has to say."""
 
 
 def digests_of(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -62,27 +53,3 @@ def write_durably(target: Path, text: str) -> None:
     staged.write_text(text, encoding="utf-8")
     sync(staged)
     rename(staged, target)
-
-
-@contextmanager
-def full_disk_is_clear(what: str) -> Iterator[None]:
-    """Turn what the body raises on a full disk into a StorageError of one line; `what` says what was written where."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if any(_tells_of_a_full_disk(cause) for cause in _with_causes(error)):
-            raise StorageError(f"no space left on device for {what}") from error
-        raise
-
-
-def _tells_of_a_full_disk(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _FULL
-    return any(words in str(error) for words in _SAID_OF_A_FULL_DISK)
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error` and what it was raised from, or while handling what."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

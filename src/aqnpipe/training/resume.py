@@ -22,7 +22,8 @@ from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import StorageError
 from aqnpipe.noise.recorder import ReceiptRecorder
 from aqnpipe.noise.recorder_state import RecorderState
-from aqnpipe.training.durable import damage, digests_of, full_disk_is_clear, rename, sync_tree, write_durably
+from aqnpipe.storage import clear_storage_errors
+from aqnpipe.training.durable import damage, digests_of, rename, sync_tree, write_durably
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.scratch import Workspace
 
@@ -92,7 +93,7 @@ class ResumePoints:
             staged.mkdir(parents=True)
         self._wait_for_all()
         try:
-            with full_disk_is_clear(f"the resume point after step {step} in {self._workspace.folder}"):
+            with clear_storage_errors(f"the resume point after step {step} in {self._workspace.folder}"):
                 save(staged)
                 self._wait_for_all()
                 if self._is_main_process:

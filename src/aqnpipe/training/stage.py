@@ -9,7 +9,8 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.provenance import code_digest, sha256_of_file, versions
-from aqnpipe.training.durable import digests_of, full_disk_is_clear
+from aqnpipe.storage import clear_storage_errors
+from aqnpipe.training.durable import digests_of
 from aqnpipe.training.reporting import prepare_reporting
 from aqnpipe.training.resume import prepare_resume
 from aqnpipe.training.rollouts import describe_rollouts
@@ -36,7 +37,7 @@ def train(
     prepare_reporting(
         spec.training.report_to, output_dir.with_name(f"{output_dir.name}.logs"), f"{spec.arm_id} seed {spec.seed}"
     )
-    with locked(scratch), full_disk_is_clear(f"{scratch}; free some and start again, the last resume point is kept"):
+    with locked(scratch), clear_storage_errors(f"{scratch}; free some and start again, the last resume point is kept"):
         workspace = open_workspace(scratch, record)
         if not workspace.is_finished():
             # What an earlier run left there must not stand beside a failed one.

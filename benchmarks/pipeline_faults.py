@@ -1,0 +1,332 @@
+"""Faults of the machine at random in whole studies: afterwards a plain `snakemake` must finish with the same bytes.
+
+Each trial is the smallest study with every stage in a folder of its own, with one kind of fault, one or several times,
+then the command `snakemake` without any argument, then a comparison of every byte of the results with those of an
+undisturbed study. Needs the rights of root (memory file systems, memory limits) and libfaketime. A run that is stopped
+goes on from what its folder holds. Writes docs/machine-faults.md.
+
+    PYTHONPATH=tests/support python benchmarks/pipeline_faults.py --folder /var/tmp/faults --minutes 60
+"""
+
+import argparse
+import collections
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from faulted_study import FaultedStudy, Run, WarmPython, differences
+
+PAGE = Path(__file__).parents[1] / "docs" / "machine-faults.md"
+MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+SHARES = {
+    "kills": 16,
+    "full disk": 3,
+    "read-only": 2,
+    "two at once": 2,
+    "out of memory": 2,
+    "clock": 3,
+}
+"""Trials of each kind in one round."""
+Faults = list[list[str]]
+"""What was done to a study, in order: fault, and where it struck."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The undisturbed study: its bytes, how long it took, and the bytes on the disk before and after."""
+
+    expected: dict[str, bytes]
+    seconds: float
+    least: int
+    most: int
+
+
+class BrokenError(Exception):
+    """A study did not come out as the undisturbed one did."""
+
+
+def kills(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
+    """Kill up to nine times in a row: a job, Snakemake with its jobs, or Snakemake alone."""
+    faults: Faults = []
+    for _ in range(generator.randint(4, 9)):
+        run = study.start()
+        what = generator.choice(["a job", "Snakemake and its jobs", "Snakemake and its jobs", "Snakemake alone"])
+        place = _struck(run, what, generator, whole)
+        if place is None:
+            break
+        faults.append([f"SIGKILL of {what}", place])
+        orphans = run.jobs()
+        if orphans and generator.random() < 0.5:
+            _wait_until(lambda run=run: not run.jobs())
+    _wait_until_ended(study)
+    return faults
+
+
+def full_disk(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
+    """Run on a disk that is too small, twice, then on a larger one."""
+    faults: Faults = []
+    for size in sorted(generator.uniform(whole.least, whole.most) for _ in range(2)):
+        study.disk(f"size={int(size)}")
+        run = study.start()
+        if run.wait() == 0:
+            break
+        faults.append(["full disk", _failed_rules(run)])
+        _refuse_traceback(run)
+    study.disk("size=1g")
+    return faults
+
+
+def read_only(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
+    """Kill a study, then run it on what became a read-only disk."""
+    run = study.start()
+    if generator.random() < 0.75:
+        _struck(run, "Snakemake and its jobs", generator, whole)
+    run.kill_all()
+    study.disk("ro")
+    refused = study.start()
+    if refused.wait() == 0:
+        raise BrokenError("a read-only disk was no hindrance")
+    study.disk("rw")
+    return [["read-only disk", "whole folder"]]
+
+
+def two_at_once(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
+    """Start a second Snakemake while the first runs, or nearly together."""
+    delay = generator.choice([0.0, generator.uniform(0, 2), generator.uniform(0, whole.seconds)])
+    first = study.start()
+    time.sleep(delay)
+    second = study.start()
+    codes = sorted([first.wait(), second.wait()])
+    if codes[0] != 0:
+        raise BrokenError(f"both ended with an error: {first.said()} {second.said()}")
+    return [["two Snakemakes at once", "one refused" if codes[1] else "one after the other"]]
+
+
+def out_of_memory(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
+    """Give the jobs so little memory that the kernel kills one; then as much as they need."""
+    group = MEMORY_CGROUPS / f"aqnpipe-{study.folder.name}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(int(generator.uniform(16, 160) * 2**20)))
+        run = study.start(AQNPIPE_WARM_CGROUP=str(group / "cgroup.procs"))
+        code = run.wait()
+        control = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+    finally:
+        _wait_until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+    if int(control["oom_kill"]) == 0:
+        return []
+    if code == 0:
+        raise BrokenError("a job was killed and nothing was said of it")
+    return [["a job killed by the kernel, out of memory", _failed_rules(run)]]
+
+
+def clock(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
+    """Let the clock jump by minutes to weeks, ahead or back, while the study runs; kill it, and set the clock right."""
+    jump = generator.choice([-1, 1]) * int(60 * 10 ** generator.uniform(0, 4))
+    run = study.start(python=study.python.set_clock(0))
+    time.sleep(generator.uniform(0, whole.seconds / 2))
+    jumped = time.time()
+    study.python.set_clock(jump)
+    if generator.random() < 0.5:
+        _struck(run, "Snakemake and its jobs", generator, whole)
+        run.kill_all()
+    elif run.wait():
+        raise BrokenError(f"the clock jumped: {run.said()}")
+    study.shift_times(jump, jumped)
+    return [[f"clock {'ahead' if jump > 0 else 'back'}, and right again", "a study under way"]]
+
+
+KINDS: dict[str, Callable[[FaultedStudy, random.Random, Reference], Faults]] = {
+    "kills": kills,
+    "full disk": full_disk,
+    "read-only": read_only,
+    "two at once": two_at_once,
+    "out of memory": out_of_memory,
+    "clock": clock,
+}
+ON_A_DISK_OF_ITS_OWN = ("full disk", "read-only")
+
+
+def main() -> int:
+    """Run the trials, note each in the folder, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="for studies and the tally; goes on from what is there"
+    )
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--faults", type=int, default=1000, help="stop after so many")
+    parser.add_argument("--cold", action="store_true", help="first hold the study to one without shared imports")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only these")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tally = folder / "tally.jsonl"
+    rows = [json.loads(line) for line in tally.read_text().splitlines()] if tally.exists() else []
+    python = WarmPython(folder)
+    whole = _reference(python, folder)
+    if arguments.cold:
+        _refuse_other_bytes_cold(python, folder, whole)
+    kinds = [kind for kind, share in SHARES.items() for _ in range(share) if kind in (arguments.kind or KINDS)]
+    while time.monotonic() < deadline and sum(len(row["faults"]) for row in rows) < arguments.faults:
+        seed = len(rows)
+        kind = _generator(seed // len(kinds)).sample(kinds, len(kinds))[seed % len(kinds)]
+        row = _trial(python, folder / f"study{seed}", kind, seed, whole)
+        rows.append(row)
+        with tally.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        sys.stderr.write(f"{sum(len(one['faults']) for one in rows)} faults; {row}\n")
+        PAGE.write_text(page(rows, whole.seconds), encoding="utf-8")
+    python.close()
+    return int(any(row["wrong"] for row in rows))
+
+
+def _generator(seed: int) -> random.Random:
+    return random.Random(seed)  # noqa: S311 - picks what to do when
+
+
+def _reference(python: WarmPython, folder: Path) -> Reference:
+    """Run the undisturbed study."""
+    shutil.rmtree(folder / "reference", ignore_errors=True)
+    study = FaultedStudy(python, folder / "reference", disk=True)
+    least, began = shutil.disk_usage(study.folder).used, time.monotonic()
+    code, said = study.run()
+    if code:
+        raise BrokenError(said)
+    seconds, most = time.monotonic() - began, shutil.disk_usage(study.folder).used
+    expected = study.bytes_of_results()
+    study.close()
+    return Reference(expected, seconds, least, most)
+
+
+def _refuse_other_bytes_cold(python: WarmPython, folder: Path, whole: Reference) -> None:
+    """Run the study as users start it, each process with its own imports; raise BrokenError if its bytes differ."""
+    shutil.rmtree(folder / "cold", ignore_errors=True)
+    cold = FaultedStudy(python, folder / "cold")
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake"], cwd=cold.folder, env=python.environment, capture_output=True, check=False
+    )
+    found = differences(cold.bytes_of_results(), whole.expected)
+    if done.returncode or found:
+        raise BrokenError(f"the study as users start it ended with {done.returncode} and differs in {found}")
+
+
+def _trial(python: WarmPython, folder: Path, kind: str, seed: int, whole: Reference) -> dict[str, Any]:
+    shutil.rmtree(folder, ignore_errors=True)
+    generator = _generator(seed)
+    faults: Faults = []
+    wrong = ""
+    study = FaultedStudy(python, folder, disk=kind in ON_A_DISK_OF_ITS_OWN)
+    try:
+        faults = KINDS[kind](study, generator, whole)
+        code, said = study.run()
+        if code:
+            raise BrokenError(f"`snakemake` ended with {code}: {said}")
+        if found := differences(study.bytes_of_results(), whole.expected):
+            raise BrokenError(f"other bytes: {', '.join(found)}")
+        if kind == "clock" and "Nothing to be done" not in (said := study.run("--dry-run")[1]):
+            raise BrokenError(f"after the clock was set right, jobs are left: {said}")
+    except (BrokenError, subprocess.TimeoutExpired) as error:
+        wrong = str(error)[-4000:]
+    finally:
+        study.close()
+    if not wrong:
+        shutil.rmtree(folder)
+    return {"seed": seed, "kind": kind, "faults": faults, "wrong": wrong}
+
+
+def _struck(run: Run, what: str, generator: random.Random, whole: Reference) -> str | None:
+    """Strike at a random moment; where it did, in words, or None if the run ended before."""
+    if what == "a job":
+        count = generator.randint(1, 3)
+        seen: set[int] = set()
+        while len(seen) < count:
+            if run.process.poll() is not None:
+                return None
+            seen |= set(run.jobs())
+            time.sleep(0.01)
+        time.sleep(generator.expovariate(3))
+        running = run.jobs()
+        if not running:
+            return None if run.wait() == 0 else "after its end"
+        pid = generator.choice(sorted(running))
+        run.kill(pid)
+        run.wait()
+        return running[pid]
+    time.sleep(generator.uniform(0, whole.seconds / 2))
+    if run.process.poll() is not None:
+        return None
+    running = run.jobs()
+    (run.kill_snakemake if what == "Snakemake alone" else run.kill_all)()
+    return " and ".join(sorted(running.values())) or "no job"
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BrokenError("a process did not end")
+        time.sleep(0.05)
+
+
+def _wait_until_ended(study: FaultedStudy) -> None:
+    _wait_until(lambda: not any(run.processes() for run in study.runs))
+
+
+def _failed_rules(run: Run) -> str:
+    lines = run.said().splitlines()
+    names = {line.split()[3].strip(":,") for line in lines if line.startswith("Error in rule")}
+    return " and ".join(sorted(names)) or "Snakemake"
+
+
+def _refuse_traceback(run: Run) -> None:
+    """Raise BrokenError if a job's log or the terminal has a traceback of this package."""
+    said = run.said()
+    if "Traceback" in said and "aqnpipe" in said.split("Traceback")[1]:
+        raise BrokenError(f"a traceback: {said}")
+
+
+def page(rows: list[dict[str, Any]], seconds: float) -> str:
+    """Return the tally as Markdown."""
+    counts = collections.Counter((fault, where) for row in rows for fault, where in row["faults"])
+    total = counts.total()
+    wrong = [row for row in rows if row["wrong"]]
+    outcome = (
+        "After every one of them `snakemake`, without any argument, ended well, and every file of the results had the\n"
+        "same bytes as in an undisturbed study, none was missing and none too much."
+        if not wrong
+        else f"{len(wrong)} studies did not end as they should: {', '.join(str(row['seed']) for row in wrong)}."
+    )
+    table = "".join(f"| {fault} | {where} | {count} |\n" for (fault, where), count in sorted(counts.items()))
+    kinds = ", ".join(f"{kind} {sum(row['kind'] == kind for row in rows)}" for kind in KINDS)
+    return f"""# Faults of the machine
+
+`make faults MINUTES=60`: {total} faults in {len(rows)} whole studies
+(every rule of the workflow; {seconds:.0f} s undisturbed). {outcome}
+
+Studies: {kinds}. The command goes on from what its folder holds; more of it adds to this tally.
+
+| fault | what ran then | times |
+|---|---|---|
+{table}
+Snakemake and its jobs are processes of their own, started by the same commands as ever, forked from one that has their
+imports made (`tests/support/warm_python.py`), or most of the time would go into imports; `--cold` holds the bytes to
+those of a study without that. Where Snakemake was killed alone, its jobs went on as orphans, half of the time beside
+those of the next one; the last `snakemake` was given when they had ended. Bytes are compared of all results but logs,
+Snakemake's benchmarks and the page's section that shows these.
+
+Not tried: a power cut, which takes what was not yet on the disk (training flushes its resume points, other artifacts
+are known by their seals), and several machines at once (`tests/workflow/test_slurm.py` has a Slurm of two nodes).
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

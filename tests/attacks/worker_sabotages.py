@@ -1,0 +1,64 @@
+"""Sabotage of one process of several: the others do what was asked for."""
+
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from sabotage import END, Sabotage
+
+from aqnpipe.evaluation import actors
+from aqnpipe.training import workers
+
+
+@contextmanager
+def _not_in_the_second_trainer(_: Any) -> Any:
+    """Functions made here are sent to Ray's workers as they are, so what they replace is replaced there."""
+    work = workers._work
+
+    def sabotaged(config: Any) -> None:
+        from torch import distributed
+
+        from aqnpipe.noise import error_models
+
+        if distributed.get_rank() == 1:
+            error_models.add_relative_gaussian_ = lambda tensor, scale, source: tensor
+        work(config)
+
+    with mock.patch.object(workers, "_work", sabotaged):
+        yield
+
+
+@contextmanager
+def _not_in_the_second_evaluator(_: Any) -> Any:
+    whole = actors.EvaluationActor
+
+    class Sabotaged(whole):  # type: ignore[misc, valid-type]
+        def __init__(self, log: str) -> None:
+            super().__init__(log)
+            from aqnpipe.noise import error_models
+
+            if "worker1" in log:
+                error_models.add_relative_gaussian_ = lambda tensor, scale, source: tensor
+
+    with mock.patch.object(actors, "EvaluationActor", Sabotaged):
+        yield
+
+
+SABOTAGES = (
+    Sabotage(
+        "noise not installed in one trainer",
+        "the function that adds it does nothing in the second of two workers",
+        _not_in_the_second_trainer,
+        (("train_by_two", "guided", 0),),
+        (),
+        2,
+    ),
+    Sabotage(
+        "noise not installed in one evaluator",
+        "the function that adds it does nothing in the second of two actors",
+        _not_in_the_second_evaluator,
+        (("evaluate_by_two", "guided", 0),),
+        END,
+        5,
+    ),
+)
