@@ -4,7 +4,8 @@
 the same questions by the same model, greedily and with the same limit, and compares the answers. Each runs in a process
 of its own, in its own environment, and they take turns, round by round. What is timed goes from the texts of prompts to
 the texts of responses: tokens, batches, generation, end of response. Ours is the code of the evaluate stage, receipts
-included, without noise, which the harness has not. Every backend gets the batch size that is fastest for it.
+included, without noise, which the harness has not. Every backend gets the batch size that is fastest for it; the
+harness is also measured at that of the others, and at 1, which is its default.
 
 `tiny` is the built-in model; `widened` is the same with zero channels added to its MLPs: the same answers, at the cost
 of a larger model, whose products weigh more than the calls around them. Needs lm_eval (extra dev), no network.
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,15 @@ from aqnpipe.evaluation.pieces import answer, answered_passes, pieces_of
 from aqnpipe.models.loading import load_tokenizer
 
 CONSOLE = Console(width=200)
-HARNESS, OURS = "lm-evaluation-harness (hf)", ("transformers", "vllm")
-BATCH_SIZES = (16, 32, 64, 128)
+HARNESS = "lm-evaluation-harness (hf)"
+OURS = {
+    "transformers": ("transformers", "sdpa"),
+    "transformers, eager attention": ("transformers", "eager"),
+    "vllm": ("vllm", "sdpa"),
+}
+"""What is asked of `generation.backend` and a model's `attention`; the harness attends by sdpa."""
+BATCH_SIZES = (64, 128, 256, 512)
+DEFAULT_BATCH_SIZE = 1
 MAX_CONTEXT = 1024
 
 
@@ -65,15 +73,16 @@ def harness_answers(folder: Path, questions: list[str], response_tokens: int) ->
     return answers
 
 
-def our_answers(backend: str, folder: Path, questions: list[str], response_tokens: int) -> Callable[[int], list[str]]:
+def our_answers(name: str, folder: Path, questions: list[str], response_tokens: int) -> Callable[[int], list[str]]:
     """Return a function that answers all questions as the evaluate stage does, in batches of a given size."""
+    backend, attention = OURS[name]
     tokenizer = load_tokenizer(folder)
 
     def spec(batch_size: int) -> EvaluationSpec:
         return EvaluationSpec.model_validate(
             {
                 **{"model_role": "base", "arm_id": "speed", "seed": 0, "step": 0, "device": "cpu", "prompt": {}},
-                **{"dtype": "float32", "attention": "sdpa", "generation": {"backend": backend}},
+                **{"dtype": "float32", "attention": attention, "generation": {"backend": backend}},
                 "evaluation": {
                     "noise_levels": (0.0,),
                     "max_response_tokens": response_tokens,
@@ -167,6 +176,12 @@ def save_widened(folder: Path, intermediate_size: int) -> None:
     load_tokenizer(source).save_pretrained(folder)
 
 
+def ratios(rounds: Sequence[Mapping[tuple[str, int], Any]], of: tuple[str, int], to: tuple[str, int], what: str) -> str:
+    """Return the median ratio of two runs over the rounds that had both, with the lowest and the highest."""
+    found = sorted(one[of][what] / one[to][what] for one in rounds if of in one and to in one)
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+
+
 def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     """Print the rows of one model."""
     questions = [
@@ -177,34 +192,40 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
         json.dump(questions, file)
         file.flush()
         rest = ["--model", str(folder), "--texts", file.name, "--tokens", str(arguments.tokens)]
-        pythons = {HARNESS: sys.executable, "transformers": sys.executable, "vllm": arguments.vllm_python}
-        backends = [Served(backend, python, rest) for backend, python in pythons.items() if python]
-        tried = {one.backend: {size: one.run(size)["cpu"] for size in (16, *BATCH_SIZES)} for one in backends}
-        fastest = {backend: min(sizes, key=lambda size: sizes[size]) for backend, sizes in tried.items()}
-        rounds = [{one.backend: one.run(fastest[one.backend]) for one in backends} for _ in range(arguments.rounds)]
-        for one in backends:
+        pythons = {one: arguments.vllm_python if one == "vllm" else sys.executable for one in (HARNESS, *OURS)}
+        served = {backend: Served(backend, python, rest) for backend, python in pythons.items() if python}
+        fastest = {}
+        for backend, one in served.items():
+            one.run(BATCH_SIZES[0])  # what is only done once
+            seconds = {size: min(one.run(size)["cpu"] for _ in range(2)) for size in BATCH_SIZES}
+            fastest[backend] = min(seconds, key=lambda size: seconds[size])
+        runs = sorted({(HARNESS, size) for size in fastest.values()} | set(fastest.items()))
+        rounds = [{run: served[run[0]].run(run[1]) for run in runs} for _ in range(arguments.rounds)]
+        default = (HARNESS, DEFAULT_BATCH_SIZE)
+        rounds[-1][default] = served[HARNESS].run(DEFAULT_BATCH_SIZE)  # once: it takes longer than all others
+        for one in served.values():
             one.close()
-    reference = rounds[0][HARNESS]["answers"]
+    best = (HARNESS, fastest[HARNESS])
+    reference = rounds[0][best]["answers"]
     tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in reference)
-    for backend in pythons:
-        taken = [one[backend] for one in rounds if backend in one]
-        if not taken:
-            CONSOLE.print(f"| {name} | {backend} | not measured: no --vllm-python |")
-            continue
-        equal = sum(ours == theirs for ours, theirs in zip(taken[0]["answers"], reference, strict=True))
-        cells = [name, backend, fastest[backend], f"{equal} of {len(reference)}"]
-        cells += [f"{tokens / statistics.median(one['wall'] for one in taken):.0f}"]
-        for what in ("cpu", "wall"):
-            ratios = sorted(one[HARNESS][what] / one[backend][what] for one in rounds)
-            cells += [f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"]
+    for run in (default, *runs):
+        same_size = (HARNESS, run[1])
+        equal = sum(ours == theirs for ours, theirs in zip(rounds[-1][run]["answers"], reference, strict=True))
+        wall = statistics.median(one[run]["wall"] for one in rounds if run in one)
+        cells = [name, *run, f"{equal} of {len(reference)}", f"{tokens / wall:.0f}"]
+        cells += [ratios(rounds, best, run, "cpu"), ratios(rounds, best, run, "wall")]
+        cells += [ratios(rounds, other, run, "cpu") for other in (same_size, default)]
         CONSOLE.print(f"| {' | '.join(map(str, cells))} |")
+    for backend in pythons.keys() - served.keys():
+        CONSOLE.print(f"| {name} | {backend} | not measured: no --vllm-python |")
 
 
 def main() -> None:
     """Measure the tiny model and a widened one, or be one of the backends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--questions", type=int, default=256)
+    parser.add_argument("--models", nargs="+", choices=("tiny", "widened"), default=("tiny", "widened"))
+    parser.add_argument("--questions", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=48, help="limit of a response")
     parser.add_argument("--intermediate-size", type=int, default=4096, help="of the widened model's MLPs")
     parser.add_argument("--vllm-python", help="python of the environment that `make vllm` makes")
@@ -216,13 +237,16 @@ def main() -> None:
         serve(arguments.serve, arguments.model, json.loads(arguments.texts.read_text()), arguments.tokens)
         return
     CONSOLE.print(
-        "| model | backend | batch size | same answers | tokens/s | CPU time, harness/this | wall, harness/this |"
+        "| model | backend | batch size | same answers | tokens/s | CPU time, harness at its fastest / this "
+        "| wall, the same | CPU time, harness at this batch size / this | CPU time, harness at 1 / this |"
     )
-    CONSOLE.print("|---|---|---|---|---|---|---|")
-    measure("tiny", builtin_folder("tiny"), arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        save_widened(Path(folder), arguments.intermediate_size)
-        measure("widened", Path(folder), arguments)
+    CONSOLE.print("|---|---|---|---|---|---|---|---|---|")
+    if "tiny" in arguments.models:
+        measure("tiny", builtin_folder("tiny"), arguments)
+    if "widened" in arguments.models:
+        with tempfile.TemporaryDirectory() as folder:
+            save_widened(Path(folder), arguments.intermediate_size)
+            measure("widened", Path(folder), arguments)
     CONSOLE.print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
 
 

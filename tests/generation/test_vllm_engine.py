@@ -103,6 +103,18 @@ def test_the_worker_is_a_process_of_its_own_behind_that_of_the_engine(engine):
     assert engine.description["vllm"].startswith("vllm")
 
 
+def test_its_processes_listen_on_the_loopback_interface_alone(engine):
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    assert {*engine.worker_processes} < {process.pid for process in processes}
+    listening = {
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
 def test_greedy_tokens_equal_those_of_transformers(engine, reference, prompts):
     clean, receipt = run(engine, PassNoise(), prompts)
     assert clean == run(reference, PassNoise(), prompts)[0]

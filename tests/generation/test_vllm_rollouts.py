@@ -175,10 +175,31 @@ def test_noise_shows_in_the_log_probabilities(rollouts, policy):
     assert min(differences) > 0.01
 
 
-def test_aqn_on_hidden_states_is_refused(rollouts, policy):
+def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults(rollouts, policy):
+    """As with transformers: per-layer sigmas, none where the factor is 0, and a fault on the same sum."""
     asked = AQN.model_copy(update={"targets": "hidden_states"})
-    with pytest.raises(ModelError, match="hidden_states is not mapped to vLLM"):
-        rollouts.roll_out(policy, recorder(policy, aqn=asked), rollout(policy, sigma=0.05))
+    factors = target_factors(policy, asked, {0: 1.0, 1: 0.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0})
+    fault = Fault(type="saturation", layer=2, magnitude=0.5, order="around_noise")
+    accounts = []
+    for drawn_by in (rollouts, TransformersRollouts(TOKENIZER)):
+        recorded = recorder(policy, aqn=asked, faults=(fault,))
+        completions = drawn_by.roll_out(policy, recorded, Rollout(PROMPTS, DRAWN, KEY, 0.05, factors))
+        state = recorded.state()
+        assert recorded.receipt().fault_cells[0].affected_elements > 0
+        accounts.append((state, completions))
+    for state, completions in accounts:
+        (sync,) = state.weight_syncs
+        assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5
+        assert sync.clean_sha256_before == sync.clean_sha256_after == norms_sha256(policy)
+        measured = {one.layer: (one.squares / one.elements) ** 0.5 for one in state.weight_factors}
+        assert measured == pytest.approx({0: 1.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0}, rel=0.05)
+        differences = [
+            (torch.tensor(one.log_probabilities) - log_probabilities(policy, one, prompt)).abs().mean()
+            for one, prompt in zip(completions, PROMPTS, strict=True)
+        ]
+        assert min(differences) > 0.001
+    ours, theirs = (state.weight_syncs[0] for state, _ in accounts)
+    assert (ours.sigma_asked, ours.targets) == (theirs.sigma_asked, theirs.targets)
 
 
 @pytest.mark.parametrize("flaw", ["changed", "missing", "stranger"])

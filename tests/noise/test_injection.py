@@ -292,6 +292,21 @@ def test_rounding_of_biases_is_not_taken_for_noise(model, bias):
     assert recorder.receipt().check().phases[0].witness_scale == pytest.approx(1e-4, rel=0.05)
 
 
+def test_the_first_forward_of_a_single_token_is_compared_in_full_however_many_came_before(model):
+    def witnessed(lengths):
+        recorder = recorder_for(MATMUL)
+        with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+            for length in lengths:
+                model(token_ids(shape=(8, length)))
+        return recorder.receipt().check().phases[0].witnessed_elements
+
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    every_one = sum(min(MEASURED_ELEMENTS_PER_CALL, 8 * linear.out_features) for linear in linears)
+    before = witnessed([16, 16, 16])
+    assert 0 < before < every_one
+    assert witnessed([16, 16, 16, 1, 1, 16]) - before == every_one
+
+
 def test_a_mode_that_is_never_activated_is_refused(model, monkeypatch):
     monkeypatch.setattr("aqnpipe.noise.operator_watch._OperatorMode.activate", lambda self: None)
     _, receipt = logits(model, MATMUL)

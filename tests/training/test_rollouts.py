@@ -15,7 +15,6 @@ from aqnpipe.training.mismatch import Mismatch
 from aqnpipe.training.rollouts import describe_rollouts
 
 FUSED = {"attention": "fused", "error": {"kind": "relative_gaussian", "scale": 0.05}}
-HIDDEN = {**AQN, "targets": "hidden_states"}
 MXFP4 = {"phases": ["rollout"], "error": {"kind": "fake_quantization", "format": "mxfp4"}}
 
 
@@ -120,7 +119,6 @@ def test_the_record_says_who_drew_the_rollouts(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("arm", "training", "message"),
     [
-        ({"aqn": HIDDEN}, {}, "aqn.targets is hidden_states, expected norms"),
         ({"operator_noise": MXFP4}, {}, "operator_noise.error is fake_quantization in the rollout"),
         ({"operator_noise": {**FUSED, "attention": "decomposed"}}, {}, "operator_noise.attention is decomposed"),
         ({}, {"num_workers": 2, "validation_questions": 4}, "training.num_workers is 2, expected 1"),

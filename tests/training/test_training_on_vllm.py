@@ -3,6 +3,12 @@
 `make test-vllm` runs these in an environment of their own.
 """
 
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +17,6 @@ from tiny_training import AQN, run, scattered_rewards, training_spec, write_inpu
 from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError
-from aqnpipe.generation.rollouts import VllmRollouts
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.provenance import sha256_of_file
@@ -48,28 +53,64 @@ def digests(folder):
     return {str(path.relative_to(folder)): sha256_of_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-class KilledError(Exception):
-    """Stands for a kill: nothing of ours catches it."""
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+import psutil
+from tiny_training import run, scattered_rewards
+
+import aqnpipe.training.run
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.generation.vllm.engine import VllmEngine
+from aqnpipe.training.run import TrainingInputs
+
+end_rollout, ended = VllmEngine.end_rollout, []
 
 
-def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs, tmp_path, monkeypatch):
+def killed(engine):
+    if len(ended) == 2:
+        print("processes", *(one.pid for one in psutil.Process().children(recursive=True)), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ended.append(None)
+    return end_rollout(engine)
+
+
+VllmEngine.end_rollout = killed
+aqnpipe.training.run.reward_correct = scattered_rewards
+spec, folder, *inputs = sys.argv[1:]
+run(TrainingSpec.model_validate_json(spec), TrainingInputs(*map(Path, inputs)), Path(folder))
+"""
+"""A training run that dies by SIGKILL in its third rollout, while its engine's workers hold the noise of it."""
+
+
+def kill_in_third_rollout(asked, inputs, folder, tmp_path):
+    """Return the processes that its engine had."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    paths = [str(path) for path in (inputs.model, inputs.train_problems, inputs.test_problems)]
+    found = subprocess.run(
+        [sys.executable, str(script), asked.model_dump_json(), str(folder), *paths],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == -signal.SIGKILL
+    (line,) = (line for line in found.stdout.splitlines() if line.startswith("processes"))
+    return [int(pid) for pid in line.split()[1:]]
+
+
+def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs, tmp_path):
     asked = spec(
         arm={"operator_noise": NOISE, "aqn": AQN, "importance_sampling": {"mode": "token_truncate"}}, faults=[FAULT]
     )
     whole = run(asked, inputs, tmp_path / "whole")
-    original, rolled_out = VllmRollouts.roll_out, []
-
-    def killed(self, policy, recorder, rollout):
-        if len(rolled_out) == 2:
-            raise KilledError
-        rolled_out.append(rollout.key.step)
-        return original(self, policy, recorder, rollout)
-
-    monkeypatch.setattr(VllmRollouts, "roll_out", killed)
-    with pytest.raises(KilledError):
-        run(asked, inputs, tmp_path / "resumed")
-    monkeypatch.undo()
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    orphans = kill_in_third_rollout(asked, inputs, tmp_path / "resumed", tmp_path)
+    assert len(orphans) >= 2
+    alive = [psutil.Process(pid) for pid in orphans if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(alive, timeout=30)[1] == []
     said = []
     resumed = run(asked, inputs, tmp_path / "resumed", said.append)
     assert "going on after step 2" in said[0]

@@ -8,8 +8,6 @@ def what_vllm_cannot_roll_out(arm: Arm, num_workers: int) -> str | None:
     """Return which setting keeps vLLM from drawing the rollouts of a run, with what was found; None if nothing does."""
     if num_workers > 1:
         return f"training.num_workers is {num_workers}, expected 1: each worker would need an engine on its own device"
-    if arm.aqn is not None and arm.aqn.targets == "hidden_states":
-        return "aqn.targets is hidden_states, expected norms"
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None

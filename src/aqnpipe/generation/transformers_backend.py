@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.decoding import decode
 
 
 class TransformersBackend:
-    """Batched generation by `model.generate`; prompts are left-padded, global random state is left alone."""
+    """Batched generation by the model's own forward; nothing of the model or of global random state is changed."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
@@ -26,90 +26,65 @@ class TransformersBackend:
         """Return one completion per prompt, in order."""
         if not prompts:
             return []
-        input_ids, attention_mask = self._left_padded(prompts)
-        draws = self._draws(sampling, len(prompts))
-        was_training, preferences = self._model.training, self._model.generation_config
+        draws = None if sampling.temperature is None else _Draws(sampling, len(prompts), self._model.device)
+        was_training = self._model.training
         self._model.eval()
-        # What a model's folder suggests (Qwen2.5: a repetition penalty) would fill in what `Sampling` leaves open.
-        self._model.generation_config = GenerationConfig()
         try:
-            with torch.no_grad():
-                output = self._model.generate(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    generation_config=self._generation_config(sampling),
-                    logits_processor=LogitsProcessorList([] if draws is None else [draws]),
-                )
+            responses = decode(
+                self._model,
+                prompts,
+                _most_probable if draws is None else draws,
+                padding_token=self._padding_token,
+                end_token=self._end_token,
+                limit=sampling.max_response_tokens,
+            )
         finally:
-            self._model.generation_config = preferences
             self._model.train(was_training)
-        completions = [self._completion(row) for row in output[:, input_ids.shape[1] :].tolist()]
+        completions = [Completion(one, "stop" if one[-1] == self._end_token else "length") for one in responses]
         if draws is None or not sampling.log_probabilities:
             return completions
-        rows = draws.log_probabilities()
         return [
-            replace(one, log_probabilities=row[: len(one.token_ids)])
-            for one, row in zip(completions, rows, strict=True)
+            replace(one, log_probabilities=row) for one, row in zip(completions, draws.log_probabilities(), strict=True)
         ]
 
-    def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        longest = max(map(len, prompts))
-        device = self._model.device
-        ids = torch.full((len(prompts), longest), self._padding_token, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
-            mask[row, longest - len(prompt) :] = 1
-        return ids.to(device), mask.to(device)
 
-    def _generation_config(self, sampling: Sampling) -> GenerationConfig:
-        return GenerationConfig(
-            max_new_tokens=sampling.max_response_tokens,
-            pad_token_id=self._padding_token,
-            eos_token_id=self._end_token,
-            use_cache=True,
-            disable_compile=True,
-            # `_ShareOfDraws` decides where tokens are sampled.
-            do_sample=False,
-        )
-
-    def _draws(self, sampling: Sampling, rows: int) -> "_ShareOfDraws | None":
-        if sampling.temperature is None:
-            return None
-        generator = torch.Generator(device=self._model.device).manual_seed(sampling.seed)
-        return _ShareOfDraws(sampling, rows, sampling.temperature, generator)
-
-    def _completion(self, token_ids: list[int]) -> Completion:
-        if self._end_token in token_ids:
-            return Completion(token_ids[: token_ids.index(self._end_token) + 1], "stop")
-        return Completion(token_ids, "length")
+def _most_probable(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    return logits.argmax(dim=-1)
 
 
-class _ShareOfDraws(LogitsProcessor):
-    """Turns logits into scores whose largest is a draw from their softmax: `argmax_i p_i/e_i`, e_i ~ Exp(1).
+class _Draws:
+    """Draws tokens from the softmax of logits: `argmax_i p_i/e_i`, e_i ~ Exp(1).
 
-    That is what torch.multinomial computes for one draw, here for a share of the rows of a larger batch.
+    That is what torch.multinomial computes for one draw, here for some rows of a batch, each of which has numbers of
+    its own in it, whatever other rows there are.
     """
 
-    def __init__(self, sampling: Sampling, rows: int, temperature: float, generator: torch.Generator) -> None:
-        self._temperature = temperature
+    def __init__(self, sampling: Sampling, rows: int, device: torch.device) -> None:
+        if sampling.temperature is None:
+            raise ValueError("tokens are drawn at a temperature, found None; this is a bug")
+        self._temperature = sampling.temperature
         self._num_rows = rows if sampling.num_rows is None else sampling.num_rows
-        self._share = slice(sampling.first_row, sampling.first_row + rows)
-        self._generator = generator
+        self._first_row = sampling.first_row
+        self._generator = torch.Generator(device=device).manual_seed(sampling.seed)
         self._keeps_log_probabilities = sampling.log_probabilities
-        self._chosen: list[Tensor] = []
+        self._chosen: list[tuple[Sequence[int], Tensor]] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [rows, vocabulary] of the next token; `input_ids` are those so far."""
-        draws = torch.empty(self._num_rows, scores.shape[-1], dtype=scores.dtype, device=scores.device)
+    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return a token for each of the rows, by their logits [rows, vocabulary]."""
+        logits = logits.float()
+        draws = torch.empty(self._num_rows, logits.shape[-1], device=logits.device)
         draws.exponential_(generator=self._generator)
-        probabilities = torch.softmax(scores / self._temperature, dim=-1)
-        races = probabilities / draws[self._share]
+        probabilities = torch.softmax(logits / self._temperature, dim=-1)
+        places = torch.tensor(rows, device=logits.device) + self._first_row
+        tokens = (probabilities / draws[places]).argmax(dim=-1)
         if self._keeps_log_probabilities:
-            self._chosen.append(probabilities.gather(-1, races.argmax(dim=-1, keepdim=True)).log())
-        return races
+            self._chosen.append((list(rows), probabilities.gather(-1, tokens[:, None])[:, 0].log()))
+        return tokens
 
     def log_probabilities(self) -> list[list[float]]:
-        """Return those of the drawn tokens, row by row; those behind a row's end have no meaning."""
-        rows: list[list[float]] = torch.cat(self._chosen, dim=-1).tolist()
-        return rows
+        """Return those of the drawn tokens, row by row."""
+        found: dict[int, list[float]] = {}
+        for rows, values in self._chosen:
+            for row, value in zip(rows, values.tolist(), strict=True):
+                found.setdefault(row, []).append(value)
+        return [found[row] for row in sorted(found)]

@@ -92,7 +92,7 @@ class _Injection:
         stack.callback(state.stop_counting_flops)
         if self.watch is not None:
             self.watch.install(stack)
-        keep(stack, state.model.register_forward_pre_hook(self._enter_model))
+        keep(stack, state.model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
         keep(stack, state.model.register_forward_hook(self._leave_model, always_call=True))
         for index, layer in enumerate([*state.layers, state.head]):
             self._install_place(stack, index, layer)
@@ -126,11 +126,11 @@ class _Injection:
             if self.module_errors is not None:
                 self.module_errors.install(stack, module, name)
 
-    def _enter_model(self, module: nn.Module, args: Any) -> None:
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         state = self.state
         if torch.compiler.is_compiling():
             raise ModelError(f"{type(state.model).__name__} is being compiled; noise and torch.compile do not combine")
-        state.forward_index += 1
+        state.start_forward(_num_tokens(args, kwargs))
         state.recorder.count_forward(state.phase)
         self.witness.enter_model()
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)
@@ -163,3 +163,9 @@ class _Injection:
         if error is None and self.module_errors is None:
             return Place(layer)
         return Place(layer, self.state.seed(self.state.phase, index), error)
+
+
+def _num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Return how many tokens per row a forward reads, given as ids or embeddings [rows, tokens, ...]."""
+    given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((one.shape[1] for one in given if one is not None), None)

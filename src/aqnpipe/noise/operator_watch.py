@@ -30,13 +30,13 @@ from aqnpipe.noise.operator_errors import OperatorErrors
 from aqnpipe.noise.operators import TorchFunction, escaping_functions, noised_functions
 from aqnpipe.noise.phase_state import PhaseState
 
-_SURVEYS_NEEDED = 2
-"""The first forward of a generation reads the prompt, the second has a cache: both ways are to be known."""
-
 
 @dataclass
 class _Survey:
-    """What is known of a layer: its linear modules in order, and which other operators come after how many of them."""
+    """What is known of a layer: its linear modules in order, and which other operators come after how many of them.
+
+    Forwards that read prompts and those that read one more token are surveyed apart: they may take other ways.
+    """
 
     linears: tuple[nn.Module, ...] = ()
     calls: int = 0
@@ -48,7 +48,7 @@ class _Survey:
 
     @property
     def is_reliable(self) -> bool:
-        return self.is_regular and self.surveys >= _SURVEYS_NEEDED
+        return self.is_regular and self.surveys > 0
 
     @property
     def allows_copies(self) -> bool:
@@ -74,7 +74,7 @@ class OperatorWatch:
             **{function: partial(errors.escaping_call, name) for function, name in escaping_functions(noise).items()},
         }
         self._mode = _OperatorMode(handlers, self._note_operator)
-        self._surveys = [_Survey() for _ in [*state.layers, state.head]]
+        self._surveys = {one_token: [_Survey() for _ in [*state.layers, state.head]] for one_token in (False, True)}
         self._survey: _Survey | None = None
         self._thread = get_ident()
         self._linears: list[nn.Module] = []
@@ -100,7 +100,7 @@ class OperatorWatch:
 
     def enter_layer(self, index: int) -> None:
         """Start to see the operators of the layer `index`; the output projection comes after the last one."""
-        self._survey = None if torch.is_grad_enabled() else self._surveys[index]
+        self._survey = None if torch.is_grad_enabled() else self._surveys[self._state.reads_one_token][index]
         self._thread = get_ident()
         self._linears.clear()
         self._deviates = self._in_copy = False

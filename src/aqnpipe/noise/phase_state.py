@@ -47,8 +47,9 @@ class Place:
 class PhaseState:
     """One phase on one model: the place of the computation, which hooks keep up to date, and how errors are put there.
 
-    `forward_index` counts the model's forwards in this phase; `recomputing` is true while a checkpointed layer is
-    computed again, which counts and measures nothing twice.
+    `forward_index` counts the model's forwards in this phase; `reads_one_token` says that this one reads a token per
+    row, `is_first_of_one_token` that it is the first such. `recomputing` is true while a checkpointed layer is computed
+    again, which counts and measures nothing twice.
     """
 
     def __init__(self, model: nn.Module, recorder: ReceiptRecorder, phase: Phase, key: NoiseKey) -> None:
@@ -59,18 +60,29 @@ class PhaseState:
         self.layers = decoder_layers(model)
         self.head = output_projection(model)
         self.forward_index = -1
+        self.reads_one_token = self.is_first_of_one_token = False
+        self._has_read_one_token = False
         self.recomputing = False
         self.outside = self.place = Place()
         self.flops: FlopCounter | None = None
+
+    def start_forward(self, num_tokens: int | None = None) -> None:
+        """Note the start of a forward that reads so many tokens per row; None if rows differ."""
+        self.forward_index += 1
+        self.reads_one_token = num_tokens == 1
+        self.is_first_of_one_token = self.reads_one_token and not self._has_read_one_token
+        self._has_read_one_token |= self.reads_one_token
 
     @property
     def is_measured(self) -> bool:
         """Tell whether calls that repeat in every forward are measured in this one.
 
-        The first two are, and every 16th, which are others at each step, so that in time all are.
+        The first two are, the first that reads a single token, and every 16th: others at each step, so that in time all
+        are.
         """
         offset = self.key.step + self.key.micro_step
-        return self.forward_index < _MEASURED_FROM_THE_FIRST or not (self.forward_index + offset) % _MEASURE_STRIDE
+        is_first = self.forward_index < _MEASURED_FROM_THE_FIRST or self.is_first_of_one_token
+        return is_first or not (self.forward_index + offset) % _MEASURE_STRIDE
 
     def seed(self, stream: str, *counters: int) -> int:
         """Return the seed of `stream` in this forward: keyed by place, not by history, so that it can be replayed."""

@@ -21,7 +21,11 @@ _WITNESSED_FORWARDS = 2
 
 
 class Witness:
-    """Compares linear modules in the first two forwards of a phase; `operator_noise` is what they should have."""
+    """Compares linear modules in the first forwards of a phase; `operator_noise` is what they should have.
+
+    All of them in the first forward of a single token per row, where that is cheap; an eighth of them in each of the
+    first two others, another eighth at each step.
+    """
 
     def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
         self._state = state
@@ -36,22 +40,22 @@ class Witness:
             linears.append(state.head)
         offset = (state.key.step + state.key.micro_step) % _STRIDE
         for index, module in enumerate(linears):
-            hook = partial(self._compare, index % _STRIDE == offset)
+            hook = partial(self._compare, (index - offset) % _STRIDE)
             self._handles.append(module.register_forward_hook(hook, prepend=True))
             keep(stack, self._handles[-1])
 
     def enter_model(self) -> None:
         """Note the start of a forward."""
-        if self._state.forward_index == _WITNESSED_FORWARDS:
+        if self._state.reads_one_token and not self._state.is_first_of_one_token:
             # A hook costs time even if it has nothing left to do.
             for handle in self._handles:
                 handle.remove()
+            self._handles.clear()
 
-    def _compare(self, in_first_forward: bool, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        # The second forward of a generation is one token long, so all modules are cheap to check there; in the first
-        # one an eighth of them is checked, another eighth at each step.
+    def _compare(self, turn: int, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
         state = self._state
-        if state.recomputing or (state.forward_index == 0 and not in_first_forward):
+        is_due = state.forward_index < _WITNESSED_FORWARDS and turn == state.forward_index
+        if state.recomputing or not (state.is_first_of_one_token or is_due):
             return
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             if self._operator_noise is None:

@@ -9,10 +9,11 @@ strike). vLLM's operators are no torch functions but modules of known classes, s
 - RMSNorm, with or without the addition that vLLM fuses into it, on the normalised output.
 - the activation, which vLLM fuses with the product that follows it, by computing both apart.
 
-A decoder layer returns (hidden, residual) whose sum is what transformers' layer returns; faults strike the sum.
+A decoder layer returns (hidden, residual) whose sum is what transformers' layer returns; faults strike the sum, which
+is also what AQN on hidden states is put on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OutputErrorModel
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.noisy import PassNoise, RolloutNoise
+from aqnpipe.generation.noisy import PassNoise
 from aqnpipe.generation.vllm.modules import EngineModel, Linear
 from aqnpipe.generation.vllm.witness import EngineWitness
 from aqnpipe.noise.checkpoint_replay import ACTIVE_MARK
@@ -43,8 +44,6 @@ def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
     """Raise ModelError if any part of `noise` has no counterpart in vLLM's model."""
     name = f"vLLM's {type(engine.model).__name__}"
     advice = "generation.backend: transformers computes it"
-    if isinstance(noise, RolloutNoise) and noise.aqn is not None and noise.aqn.targets == "hidden_states":
-        raise ModelError(f"{name}: AQN on hidden_states is not mapped to vLLM, its norms are; {advice}")
     modules = noise.modules_at_work
     if modules is not None:
         engine.select(modules.modules)
@@ -73,10 +72,17 @@ def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
 
 
 @contextmanager
-def engine_noise(engine: EngineModel, recorder: ReceiptRecorder, noise: PassNoise, key: NoiseKey) -> Iterator[None]:
+def engine_noise(
+    engine: EngineModel,
+    recorder: ReceiptRecorder,
+    noise: PassNoise,
+    key: NoiseKey,
+    hidden_sigmas: Mapping[int, float] | None = None,
+) -> Iterator[None]:
     """Let the model compute under exactly `noise` for the duration of the body, which no one may nest.
 
-    Raises ModelError for what vLLM's modules cannot be given.
+    `hidden_sigmas` is AQN on hidden states: relative noise on the sum that each decoder layer puts out. Raises
+    ModelError for what vLLM's modules cannot be given.
     """
     refuse_what_cannot_be_mapped(engine, noise)
     if hasattr(engine.model, ACTIVE_MARK):
@@ -85,7 +91,7 @@ def engine_noise(engine: EngineModel, recorder: ReceiptRecorder, noise: PassNois
     with ExitStack() as stack:
         setattr(engine.model, ACTIVE_MARK, state)
         stack.callback(delattr, engine.model, ACTIVE_MARK)
-        _EngineInjection(engine, state, noise).install(stack)
+        _EngineInjection(engine, state, noise, hidden_sigmas or {}).install(stack)
         yield
     recorder.settle()
 
@@ -93,7 +99,9 @@ def engine_noise(engine: EngineModel, recorder: ReceiptRecorder, noise: PassNois
 class _EngineInjection:
     """One batch on one worker's model: registers the hooks and keeps the place of the computation up to date."""
 
-    def __init__(self, engine: EngineModel, state: PhaseState, noise: PassNoise) -> None:
+    def __init__(
+        self, engine: EngineModel, state: PhaseState, noise: PassNoise, hidden_sigmas: Mapping[int, float]
+    ) -> None:
         self._engine = engine
         self._state = state
         self._noise: OperatorNoise | None = noise.operators_at_work
@@ -102,7 +110,9 @@ class _EngineInjection:
         self._module_errors = ModuleErrors(state, modules, self._selected) if modules is not None else None
         self._noises_inputs = modules is not None and modules.point == "input"
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}
-        self._struck = StruckSites(state, {}, engine.site_module)
+        self._sums = {layer for layer, site in self._faulty if site == "layer_output"}
+        self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
+        self._struck = StruckSites(state, hidden_sigmas, engine.site_module)
         self._witness = EngineWitness(state, self._noise)
 
     def install(self, stack: ExitStack) -> None:
@@ -115,7 +125,7 @@ class _EngineInjection:
             self._install_on_linears(stack, index, layer.linears)
             if self._noise is not None and self._noise.error_in(index) is not None:
                 self._install_on_operators(stack, index)
-            if (index, "layer_output") in self._faulty:
+            if index in self._sums:
                 keep(stack, layer.module.register_forward_hook(partial(_through_sum, layer.output)))
             self._struck.install(stack, index)
         for logits in engine.logits:
@@ -181,7 +191,7 @@ class _EngineInjection:
         state = self._state
         if torch.compiler.is_compiling():
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
-        state.forward_index += 1
+        state.start_forward()
         state.recorder.count_forward(state.phase)
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)

@@ -16,6 +16,8 @@ from aqnpipe.generation.vllm.plugin import LAUNCHER
 _BLOCK_TOKENS = 128
 """Tokens per block of the KV cache on a CPU; a GPU has smaller ones."""
 
+_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
 
 def vllm_version() -> str:
     """Return the distribution of vLLM that is installed, with its version."""
@@ -66,6 +68,8 @@ def _environment_of_workers(threads: int) -> Iterator[None]:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # Processes of one machine: unless the user says otherwise, nobody outside it reaches their ports.
+        **{name: os.environ.get(name, place) for name, place in _LOOPBACK.items()},
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -81,9 +81,10 @@ class NoiseExtension:
         current: _WorkerPass = self._aqnpipe_pass
         noise, named = current.noise, NoiseKey(**key)
         with ExitStack() as stack:
+            hidden_sigmas: dict[int, float] = {}
             try:
                 if isinstance(noise, RolloutNoise):
-                    stack.enter_context(
+                    hidden_sigmas = stack.enter_context(
                         noised_rollout(
                             current.engine.model,
                             current.recorder,
@@ -93,7 +94,7 @@ class NoiseExtension:
                             step=named.step,
                         )
                     )
-                stack.enter_context(engine_noise(current.engine, current.recorder, noise, named))
+                stack.enter_context(engine_noise(current.engine, current.recorder, noise, named, hidden_sigmas))
             except AqnpipeError as error:
                 return {"refused": str(error)}
             current.batch = stack.pop_all()

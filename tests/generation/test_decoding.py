@@ -1,0 +1,165 @@
+"""Decoding against transformers' own `generate`, and what a step computes once rows have ended."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.cache_utils import DynamicLayer
+
+from aqnpipe.generation.decoding import decode, without_gaps
+from aqnpipe.generation.grouped_attention import grouped_attention
+from aqnpipe.generation.kv_cache import InPlaceLayer
+
+PADDING, LIMIT = 0, 16
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": PADDING,
+}
+# Large weights, so that an untrained model has opinions and answers differ in length.
+OPINIONATED = {"initializer_range": 0.4}
+
+
+def most_probable(logits, rows):
+    return logits.argmax(dim=-1)
+
+
+def prompts(num_rows=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 12, (num_rows,), generator=generator).tolist()
+    return [torch.randint(2, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+
+
+def llama(attention, **changes):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | OPINIONATED | changes), attn_implementation=attention)).eval()
+
+
+def mistral(attention):
+    """Its layers see the last 4 tokens alone."""
+    torch.manual_seed(0)
+    sizes = SIZES | OPINIONATED
+    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=4, attn_implementation=attention)).eval()
+
+
+def library_answers(model, asked, end_token):
+    """What transformers' `generate` gives for left-padded prompts, cut after the end token."""
+    width = max(map(len, asked))
+    ids = torch.tensor([[PADDING] * (width - len(one)) + one for one in asked])
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in asked])
+    settings = GenerationConfig(
+        max_new_tokens=LIMIT, pad_token_id=PADDING, eos_token_id=end_token, do_sample=False, disable_compile=True
+    )
+    found = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)[:, width:].tolist()
+    return [one[: one.index(end_token) + 1] if end_token in one else one for one in found]
+
+
+def answers(model, asked, end_token, limit=LIMIT):
+    return decode(model, asked, most_probable, padding_token=PADDING, end_token=end_token, limit=limit)
+
+
+def an_end_token(model, asked):
+    """A token that ends some answers early, not all, and not all at once."""
+    free = library_answers(model, asked, end_token=SIZES["vocab_size"] + 1)
+    for token in range(2, SIZES["vocab_size"]):
+        ends = {one.index(token) for one in free if token in one}
+        if len(ends) > 2 and any(token not in one for one in free):
+            return token
+    raise AssertionError("no token ends answers of different length")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(llama, "sdpa"),
+        partial(llama, "eager"),
+        partial(llama, "sdpa", num_key_value_heads=4),
+        partial(mistral, "sdpa"),
+        partial(mistral, "eager"),
+    ],
+    ids=["grouped", "eager", "no shared heads", "window", "window, eager"],
+)
+def test_tokens_are_those_of_transformers_generate(make):
+    model, asked = make(), prompts()
+    end_token = an_end_token(model, asked)
+    found = answers(model, asked, end_token)
+    assert found == library_answers(model, asked, end_token)
+    assert len({len(one) for one in found}) > 2
+
+
+def test_a_step_computes_the_rows_that_go_on_and_no_others(monkeypatch):
+    model, asked = llama("sdpa"), prompts()
+    end_token = an_end_token(model, asked)
+    found = answers(model, asked, end_token)
+    monkeypatch.setattr("aqnpipe.generation.decoding._PROMPT_TOKENS_AT_ONCE", 24)
+    read, steps = [], []
+    with_hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: (read if kwargs["position_ids"] is None else steps).append(kwargs["input_ids"]),
+        with_kwargs=True,
+    )
+    assert answers(model, asked, end_token) == found
+    with_hook.remove()
+    # The forward that gives token t has the rows whose answers have a token t.
+    assert [len(ids) for ids in steps] == [sum(len(one) > step for one in found) for step in range(1, LIMIT)]
+    # Prompts are read by length, all of them, in portions with little padding.
+    portions = [[ids[ids != PADDING].tolist() for ids in portion] for portion in read]
+    assert [len(one) for portion in portions for one in portion] == sorted(map(len, asked))
+    assert sorted(one for portion in portions for one in portion) == sorted(asked)
+    assert len(portions) > 2
+    assert all(ids.numel() <= 24 for ids in read)
+
+
+def test_all_at_the_limit_and_all_at_once():
+    model, asked = llama("sdpa"), prompts(3)
+    assert [len(one) for one in answers(model, asked, end_token=-1, limit=5)] == [5, 5, 5]
+    first = answers(model, asked[:1], end_token=-1, limit=1)
+    assert answers(model, asked[:1], end_token=first[0][0]) == first
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_gaps_are_filled_from_the_end(lives):
+    found = without_gaps(lives)
+    living = [place for place, lives_on in enumerate(lives) if lives_on]
+    assert sorted(found) == living
+    assert all(place == found[place] for place in living if place < len(living))
+
+
+def test_memory_holds_what_transformers_own_cache_does():
+    """Prompts of 4 and 2 tokens, then one token at a time; rows leave in between."""
+    ours, theirs = InPlaceLayer(rows=5, width=4, capacity=7), DynamicLayer()
+    torch.manual_seed(0)
+    states = torch.randn(2, 5, 2, 4, 8)
+    states[:, :3, :, 2:] = 0
+    ours.take_prompts(0, *states[:, :3, :, :2])
+    ours.take_prompts(3, *states[:, 3:])
+    theirs.update(*states)
+    rows = 5
+    for kept in ([0, 1, 2, 3, 4], [4, 1, 2], [2, 1]):
+        ours.reorder_cache(torch.tensor(kept))
+        theirs.reorder_cache(torch.tensor(kept))
+        rows = len(kept)
+        states = torch.randn(2, rows, 2, 1, 8)
+        for found, expected in zip(ours.update(*states), theirs.update(*states), strict=True):
+            assert torch.equal(found, expected)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 7
+    assert ours.keys.data_ptr() == ours._memory[0].data_ptr()
+
+
+def test_attention_is_as_it_was_before(model):
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(KeyError), grouped_attention(model.config):
+        assert model.config._attn_implementation != "sdpa"
+        raise KeyError
+    assert model.config._attn_implementation == "sdpa"
+    model.config._attn_implementation = "eager"
+    with grouped_attention(model.config):
+        assert model.config._attn_implementation == "eager"
