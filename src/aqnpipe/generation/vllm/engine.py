@@ -12,7 +12,7 @@ from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy import PassAccount, PassNoise, RolloutNoise
-from aqnpipe.generation.vllm.launch import kv_cache_bytes, start, vllm_version
+from aqnpipe.generation.vllm.launch import available_memory, kv_cache_bytes, refuse_too_large, start, vllm_version
 from aqnpipe.generation.vllm.requirements import check_model, check_vllm
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.noise.phase_state import NoiseKey
@@ -81,7 +81,9 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         if device == "cpu":
-            arguments["kv_cache_memory_bytes"] = kv_cache_bytes(config, dtype, max_tokens, batch_size)
+            cache_bytes = kv_cache_bytes(config, dtype, max_tokens, batch_size)
+            refuse_too_large(folder, cache_bytes, available_memory())
+            arguments["kv_cache_memory_bytes"] = cache_bytes
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         self._llm = start(folder, arguments, threads)

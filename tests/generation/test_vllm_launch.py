@@ -1,0 +1,37 @@
+"""What is known of vLLM's memory before it starts; no vLLM is needed for this."""
+
+import os
+
+import pytest
+
+from aqnpipe.errors import ModelError
+from aqnpipe.generation.vllm.launch import available_memory, kv_cache_bytes, refuse_too_large
+
+QWEN_1_5B = {"num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 28, "hidden_size": 1536}
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4), ("bfloat16", 2)])
+def test_the_cache_holds_a_full_batch(dtype, bytes_each):
+    # Keys and values of 2 heads of 128 channels in 28 layers; 300 tokens fill 3 blocks of 128, a row has one more.
+    per_token = 2 * 28 * 2 * 128 * bytes_each
+    assert kv_cache_bytes(QWEN_1_5B, dtype, max_tokens=300, batch_size=10) == (10 * (3 + 1) + 1) * 128 * per_token
+
+
+def test_head_dim_counts_where_a_model_names_it():
+    assert kv_cache_bytes({**QWEN_1_5B, "head_dim": 64}, "float32", 128, 1) == 3 * 128 * 2 * 28 * 2 * 64 * 4
+
+
+def test_too_little_memory_is_one_line_with_what_helps(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
+    refuse_too_large(tmp_path, 1_000_000, 3_000_000)
+    with pytest.raises(
+        ModelError, match=r"needs 5\.0 GB .* 3\.0 GB of memory are free: evaluation\.batch_size"
+    ) as refused:
+        refuse_too_large(tmp_path, 5_000_000_000, 3_000_000_000)
+    assert "\n" not in str(refused.value)
+
+
+def test_available_memory_is_part_of_what_the_machine_has(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       32000 kB\nMemFree:          10 kB\nMemAvailable:    2048 kB\n")
+    assert available_memory(tmp_path / "meminfo") == 2 << 20
+    assert 0 < available_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
