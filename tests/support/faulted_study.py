@@ -167,7 +167,7 @@ class Run:
         """Kill Snakemake alone; its jobs go on as orphans."""
         for pid, name in self.processes().items():
             if name == "snakemake":
-                os.kill(pid, signal.SIGKILL)
+                self.kill(pid)
         self.process.wait()
 
     def wait(self, seconds: float = 300) -> int:

@@ -16,7 +16,6 @@ from aqnpipe.noise.sampling import sample
 from aqnpipe.noise.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
-_MEASURED_FROM_THE_FIRST = 2
 _MEASURE_STRIDE = 16
 
 
@@ -47,9 +46,9 @@ class Place:
 class PhaseState:
     """One phase on one model: the place of the computation, which hooks keep up to date, and how errors are put there.
 
-    `forward_index` counts the model's forwards in this phase; `reads_one_token` says that this one reads a token per
-    row, `is_first_of_one_token` that it is the first such. `recomputing` is true while a checkpointed layer is computed
-    again, which counts and measures nothing twice.
+    `forward_index` counts the model's forwards in this phase; `reads_one_token` says that this one reads a single token
+    per row, and `is_first_of_kind` that it is the first that does, or the first that does not. `recomputing` is true
+    while a checkpointed layer is computed again, which counts and measures nothing twice.
     """
 
     def __init__(self, model: nn.Module, recorder: ReceiptRecorder, phase: Phase, key: NoiseKey) -> None:
@@ -60,8 +59,8 @@ class PhaseState:
         self.layers = decoder_layers(model)
         self.head = output_projection(model)
         self.forward_index = -1
-        self.reads_one_token = self.is_first_of_one_token = False
-        self._has_read_one_token = False
+        self.reads_one_token = self.is_first_of_kind = False
+        self._kinds: set[bool] = set()
         self.recomputing = False
         self.outside = self.place = Place()
         self.flops: FlopCounter | None = None
@@ -70,19 +69,17 @@ class PhaseState:
         """Note the start of a forward that reads so many tokens per row; None if rows differ."""
         self.forward_index += 1
         self.reads_one_token = num_tokens == 1
-        self.is_first_of_one_token = self.reads_one_token and not self._has_read_one_token
-        self._has_read_one_token |= self.reads_one_token
+        self.is_first_of_kind = self.reads_one_token not in self._kinds
+        self._kinds.add(self.reads_one_token)
 
     @property
     def is_measured(self) -> bool:
         """Tell whether calls that repeat in every forward are measured in this one.
 
-        The first two are, the first that reads a single token, and every 16th: others at each step, so that in time all
-        are.
+        The first of either kind are, and every 16th: others at each step, so that in time all are.
         """
         offset = self.key.step + self.key.micro_step
-        is_first = self.forward_index < _MEASURED_FROM_THE_FIRST or self.is_first_of_one_token
-        return is_first or not (self.forward_index + offset) % _MEASURE_STRIDE
+        return self.is_first_of_kind or not (self.forward_index + offset) % _MEASURE_STRIDE
 
     def seed(self, stream: str, *counters: int) -> int:
         """Return the seed of `stream` in this forward: keyed by place, not by history, so that it can be replayed."""

@@ -17,14 +17,13 @@ _ROUNDING_TO_ERROR = 0.05
 """How large the rounding of a sum may be against the error that is looked for in one of its terms."""
 
 _STRIDE = 8
-_WITNESSED_FORWARDS = 2
 
 
 class Witness:
     """Compares linear modules in the first forwards of a phase; `operator_noise` is what they should have.
 
-    All of them in the first forward of a single token per row, where that is cheap; an eighth of them in each of the
-    first two others, another eighth at each step.
+    All of them in the first forward of a single token per row, where that is cheap; an eighth of them in the first of
+    more, another eighth at each step.
     """
 
     def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
@@ -40,22 +39,21 @@ class Witness:
             linears.append(state.head)
         offset = (state.key.step + state.key.micro_step) % _STRIDE
         for index, module in enumerate(linears):
-            hook = partial(self._compare, (index - offset) % _STRIDE)
+            hook = partial(self._compare, index % _STRIDE == offset)
             self._handles.append(module.register_forward_hook(hook, prepend=True))
             keep(stack, self._handles[-1])
 
     def enter_model(self) -> None:
         """Note the start of a forward."""
-        if self._state.reads_one_token and not self._state.is_first_of_one_token:
+        if self._state.reads_one_token and not self._state.is_first_of_kind:
             # A hook costs time even if it has nothing left to do.
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
 
-    def _compare(self, turn: int, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def _compare(self, has_its_turn: bool, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
         state = self._state
-        is_due = state.forward_index < _WITNESSED_FORWARDS and turn == state.forward_index
-        if state.recomputing or not (state.is_first_of_one_token or is_due):
+        if state.recomputing or not state.is_first_of_kind or not (state.reads_one_token or has_its_turn):
             return
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             if self._operator_noise is None:

@@ -191,7 +191,8 @@ class _EngineInjection:
         state = self._state
         if torch.compiler.is_compiling():
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
-        state.start_forward()
+        # Rows of a batch of vLLM may differ; all prompts are read first, mostly in one forward.
+        state.start_forward(None if state.forward_index < 0 else 1)
         state.recorder.count_forward(state.phase)
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
