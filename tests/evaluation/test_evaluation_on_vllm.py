@@ -65,7 +65,9 @@ def rows(outputs, level):
 def test_clean_responses_are_those_of_transformers(tmp_path, problems, on_vllm):
     other = run(tmp_path / "transformers", problems, "transformers")
     assert rows(on_vllm, 0.0).equals(rows(other, 0.0))
-    assert not rows(on_vllm, 0.2)["response"].equals(rows(other, 0.2)["response"])
+    # Under noise both may agree: the numbers are keyed alike, and tensors may lie alike in memory.
+    for noised in (rows(on_vllm, 0.2), rows(other, 0.2)):
+        assert not noised["response"].equals(rows(other, 0.0)["response"])
 
 
 def test_every_pass_is_proven_and_the_record_names_the_engine(on_vllm):
