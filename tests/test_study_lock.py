@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from aqnpipe.artifacts import remove_staged
 from aqnpipe.errors import RunLockedError, StorageError
-from aqnpipe.study_lock import hold_study, mend_study
+from aqnpipe.study_lock import FOLDERS, hold_study, mend_study
 
 HOLD = """
 import sys, time
@@ -49,6 +51,12 @@ def other():
     for process in started:
         process.kill()
         process.wait()
+
+
+def test_every_folder_that_the_workflow_writes_results_to_is_known():
+    rules = [path.read_text() for path in (Path(__file__).parents[1] / "workflow" / "rules").glob("*.smk")]
+    written = {name for text in rules for name in re.findall(r"\{RESULTS\}/(\w+)/", text)}
+    assert written - {"logs", "benchmarks", "scratch"} == set(FOLDERS)
 
 
 def locks(snakemake):

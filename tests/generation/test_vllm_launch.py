@@ -1,11 +1,9 @@
 """What is known of vLLM's memory before it starts; no vLLM is needed for this."""
 
-import os
-
 import pytest
 
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.vllm.launch import available_memory, kv_cache_bytes, refuse_too_large
+from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large
 
 QWEN_1_5B = {"num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 28, "hidden_size": 1536}
 
@@ -25,13 +23,7 @@ def test_too_little_memory_is_one_line_with_what_helps(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
     refuse_too_large(tmp_path, 1_000_000, 3_000_000)
     with pytest.raises(
-        ModelError, match=r"needs 5\.0 GB .* 3\.0 GB of memory are free: evaluation\.batch_size"
+        ModelError, match=r"needs 5\.0 GB .* 3\.0 GB of memory are free: .*evaluation\.batch_size"
     ) as refused:
         refuse_too_large(tmp_path, 5_000_000_000, 3_000_000_000)
     assert "\n" not in str(refused.value)
-
-
-def test_available_memory_is_part_of_what_the_machine_has(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:       32000 kB\nMemFree:          10 kB\nMemAvailable:    2048 kB\n")
-    assert available_memory(tmp_path / "meminfo") == 2 << 20
-    assert 0 < available_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

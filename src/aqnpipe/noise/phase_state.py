@@ -65,7 +65,7 @@ class PhaseState:
         self.outside = self.place = Place()
         self.flops: FlopCounter | None = None
 
-    def start_forward(self, num_tokens: int | None = None) -> None:
+    def start_forward(self, num_tokens: int | None) -> None:
         """Note the start of a forward that reads so many tokens per row; None if rows differ."""
         self.forward_index += 1
         self.reads_one_token = num_tokens == 1

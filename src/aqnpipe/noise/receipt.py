@@ -105,8 +105,8 @@ class PhaseRecord(ReceiptModel):
 
     The witness recomputes outputs of linear modules with every hook of torch bypassed and compares them with what the
     model really used, whatever installed it: `witness_difference` is the largest absolute difference (exactly 0 where
-    no noise was asked), `witness_scale` the root mean square relative difference, over `witnessed_elements`, which leave
-    out products too small to be told from the rounding of their sum with a bias.
+    no noise was asked), `witness_scale` the root mean square relative difference, over `witnessed_elements`. Products
+    too small to be told from the rounding of their sum with a bias are not among these.
     """
 
     phase: Phase

@@ -16,7 +16,8 @@ _BARE_LINEAR = torch.nn.functional.linear
 _ROUNDING_TO_ERROR = 0.05
 """How large the rounding of a sum may be against the error that is looked for in one of its terms."""
 
-_STRIDE = 8
+STRIDE = 8
+"""One in so many linear modules is compared in the first forward that reads prompts, others at each step."""
 
 
 class Witness:
@@ -37,9 +38,9 @@ class Witness:
         linears = [module for module in state.layers.modules() if isinstance(module, nn.Linear)]
         if isinstance(state.head, nn.Linear) and (self._operator_noise is None or self._operator_noise.include_lm_head):
             linears.append(state.head)
-        offset = (state.key.step + state.key.micro_step) % _STRIDE
+        offset = (state.key.step + state.key.micro_step) % STRIDE
         for index, module in enumerate(linears):
-            hook = partial(self._compare, index % _STRIDE == offset)
+            hook = partial(self._compare, index % STRIDE == offset)
             self._handles.append(module.register_forward_hook(hook, prepend=True))
             keep(stack, self._handles[-1])
 
@@ -55,20 +56,31 @@ class Witness:
         state = self._state
         if state.recomputing or not state.is_first_of_kind or not (state.reads_one_token or has_its_turn):
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            if self._operator_noise is None:
-                bare, used = sample(_BARE_LINEAR(args[0], module.weight, module.bias)), sample(output)
-            else:
-                product = _BARE_LINEAR(args[0], module.weight)
-                bare, used = sample(product), sample(output)
-                if module.bias is not None:
-                    bare, used = without_bias(
-                        bare, used, sample(module.bias.expand_as(output)), self._operator_noise.error
-                    )
-            state.recorder.witness(state.phase, bare, used)
+        compare_with_bare(state, self._operator_noise, args[0], module.weight, module.bias, output)
 
 
-def without_bias(bare: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor]:
+def compare_with_bare(
+    state: PhaseState,
+    operator_noise: OperatorNoise | None,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    used: Tensor,
+) -> None:
+    """Record how a linear module's bare product differs from what is used of it; `used` has the bias, if there is one.
+
+    `used` may lack the last rows of `weight`, as of a vocabulary that is padded: they are multiplied, since the order
+    of a sum depends on the shape, but not compared.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        product = _BARE_LINEAR(inputs, weight, bias if operator_noise is None else None)
+        bare, found = sample(product[..., : used.shape[-1]]), sample(used)
+        if operator_noise is not None and bias is not None:
+            bare, found = _without_bias(bare, found, sample(bias.expand_as(used)), operator_noise.error)
+        state.recorder.witness(state.phase, bare, found)
+
+
+def _without_bias(bare: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor]:
     """Return products and what was used of them, where both can be told: `used` had the bias added (same flat shapes).
 
     The bias comes after the noise, so it must not dilute the relative error. Of a product much smaller than its bias

@@ -7,12 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import psutil
+
 from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy import PassAccount, PassNoise, RolloutNoise
-from aqnpipe.generation.vllm.launch import available_memory, kv_cache_bytes, refuse_too_large, start, vllm_version
+from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
 from aqnpipe.generation.vllm.requirements import check_model, check_vllm
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.noise.phase_state import NoiseKey
@@ -82,7 +84,7 @@ class VllmEngine:
         }
         if device == "cpu":
             cache_bytes = kv_cache_bytes(config, dtype, max_tokens, batch_size)
-            refuse_too_large(folder, cache_bytes, available_memory())
+            refuse_too_large(folder, cache_bytes, psutil.virtual_memory().available)
             arguments["kv_cache_memory_bytes"] = cache_bytes
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization

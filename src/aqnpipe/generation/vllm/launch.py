@@ -57,20 +57,15 @@ def kv_cache_bytes(config: Mapping[str, Any], dtype: Dtype, max_tokens: int, bat
     return blocks * _BLOCK_TOKENS * per_token * (4 if dtype == "float32" else 2)
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes of memory that this machine can still give to a new process, by what Linux says of it."""
-    lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
-    return int(lines["MemAvailable"].removesuffix("kB")) * 1024
-
-
 def refuse_too_large(folder: Path, cache_bytes: int, available_bytes: int) -> None:
     """Raise ModelError if weights and cache on a CPU do not fit; the kernel would end a process unexplained."""
     needed = cache_bytes + sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if needed > available_bytes:
         raise ModelError(
             f"vLLM needs {needed / 1e9:.1f} GB for the weights of {str(folder)!r} and the keys and values of a batch, "
-            f"{available_bytes / 1e9:.1f} GB of memory are free: evaluation.batch_size and max_response_tokens make "
-            "the batch smaller; generation.backend: transformers runs without vLLM"
+            f"{available_bytes / 1e9:.1f} GB of memory are free: smaller are batches of fewer sequences "
+            "(evaluation.batch_size; in training prompts_per_step, rollouts_per_prompt) or with a lower "
+            "max_response_tokens; generation.backend: transformers runs without vLLM"
         )
 
 

@@ -4,34 +4,28 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.generation.vllm.modules import Linear
 from aqnpipe.noise.hooks import keep
 from aqnpipe.noise.phase_state import PhaseState
-from aqnpipe.noise.sampling import sample
-from aqnpipe.noise.witness import without_bias
-
-_BARE_LINEAR = torch.nn.functional.linear
-_STRIDE = 8
-_WITNESSED_FORWARDS = 2
+from aqnpipe.noise.witness import STRIDE, compare_with_bare
 
 
 class EngineWitness:
-    """Compares linear modules in the first two forwards of a batch; `operator_noise` is what they should have."""
+    """Compares linear modules in the first forwards of a batch; `operator_noise` is what they should have."""
 
     def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
         self._state = state
         self._operator_noise = operator_noise
-        self._offset = (state.key.step + state.key.micro_step) % _STRIDE
+        self._offset = (state.key.step + state.key.micro_step) % STRIDE
         self._number = 0
 
     def install(self, stack: ExitStack, linear: Linear) -> None:
         """Compare what one linear module puts out, before the hooks of any fault behind it."""
         number, self._number = self._number, self._number + 1
-        hook = partial(self._compare_linear, number % _STRIDE == self._offset)
+        hook = partial(self._compare_linear, number % STRIDE == self._offset)
         keep(stack, linear.module.register_forward_hook(hook, prepend=True))
 
     def install_on_head(self, stack: ExitStack, logits: Any) -> None:
@@ -40,9 +34,9 @@ class EngineWitness:
         if noised and logits.scale == 1.0 and logits.soft_cap is None:
             keep(stack, logits.register_forward_hook(self._compare_head, prepend=True))
 
-    def _compare_linear(self, in_first_forward: bool, module: Any, args: tuple[Tensor, ...], output: Any) -> None:
+    def _compare_linear(self, has_its_turn: bool, module: Any, args: tuple[Tensor, ...], output: Any) -> None:
         # The first forward reads prompts and costs most, so an eighth is checked there, another eighth in each batch.
-        if self._state.forward_index == 0 and not in_first_forward:
+        if not (self._state.reads_one_token or has_its_turn):
             return
         used = output[0] if isinstance(output, tuple) else output
         self.compare(args[0], module.weight, None if module.skip_bias_add else module.bias, used)
@@ -56,15 +50,5 @@ class EngineWitness:
 
         To be called by what changes inputs or outputs within a linear module, where the module's own are no product.
         """
-        state = self._state
-        if state.forward_index >= _WITNESSED_FORWARDS:
-            return
-        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            product = _BARE_LINEAR(x, weight, bias if self._operator_noise is None else None)
-            # Rows that pad a vocabulary are multiplied, as the order of a sum depends on the shape, but not compared.
-            product = product[..., : used.shape[-1]]
-            compared, sampled = sample(product), sample(used)
-            if self._operator_noise is not None and bias is not None:
-                its_bias = sample(bias.expand_as(used))
-                compared, sampled = without_bias(compared, sampled, its_bias, self._operator_noise.error)
-            state.recorder.witness(state.phase, compared, sampled)
+        if self._state.is_first_of_kind:
+            compare_with_bare(self._state, self._operator_noise, x, weight, bias, used)
