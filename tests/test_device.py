@@ -110,6 +110,18 @@ def test_processes_count_devices_among_the_visible_ones():
     assert torch_device("cpu", 5) == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("visible", "number", "expected"), [(None, None, "0"), (None, "1", "1"), ("4,5", None, "4"), ("4,5", "1", "5")]
+)
+def test_a_worker_computes_on_the_device_of_its_number(monkeypatch, visible, number, expected):
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("LOCAL_RANK", number)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert devices.own_device_id("cuda") == expected
+
+
 def test_the_name_of_one_device(monkeypatch):
     monkeypatch.setattr(torch, "cuda", backend("A100", "H100"))
     torch.cuda.get_device_name = lambda device: ("A100", "H100")[device.index]

@@ -97,6 +97,16 @@ def visible_ids(kind: DeviceKind) -> tuple[str, ...]:
     return () if text.strip() in _NO_DEVICES else tuple(part.strip() for part in text.split(","))
 
 
+def own_device_id(kind: DeviceKind) -> str:
+    """Return the id of the GPU or NPU that this process computes on: by its number on its node, as accelerate has it.
+
+    Launchers of several workers say that number in LOCAL_RANK; each of them may see all devices of its node.
+    """
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    ids = visible_ids(kind)
+    return ids[number] if ids else str(number)
+
+
 def give_devices(kind: DeviceKind, ids: tuple[str, ...]) -> None:
     """Let this process and its children see only the devices `ids`; to be called before torch is imported."""
     os.environ[VISIBLE_DEVICES[kind]] = ",".join(ids)

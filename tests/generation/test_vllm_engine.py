@@ -313,6 +313,24 @@ def test_a_missing_account_of_a_worker_is_refused(engine, prompts, monkeypatch):
         run(engine, noise(), prompts)
 
 
+def test_shares_of_a_model_answer_the_same_but_take_no_noise(start, reference, prompts, monkeypatch):
+    """No study can ask for tensor parallelism; whoever starts such an engine finds out at once."""
+    from aqnpipe.generation.vllm import engine as engines
+
+    start_whole = engines.start
+    monkeypatch.setattr(
+        engines, "start", lambda folder, asked, *rest: start_whole(folder, asked | {"tensor_parallel_size": 2}, *rest)
+    )
+    with start(builtin_folder("tiny")) as shared:
+        assert len(set(shared.worker_processes)) == shared.description["workers"] == 2
+        assert tokens(shared.generate(prompts, SAMPLING)) == tokens(run(reference, PassNoise(), prompts)[0])
+        for asked in (noise(), modules("linear")):
+            with pytest.raises(ModelError, match=r"does not reach .*2 tensor-parallel shares\).*transformers computes"):
+                shared.begin_pass(asked)
+        with pytest.raises(ReceiptError, match="receipt refused"):
+            run(shared, PassNoise(), prompts)[1].check()
+
+
 def test_sampling_is_keyed_by_seed_and_row(engine, prompts):
     sampling = Sampling(max_response_tokens=12, temperature=1.5, seed=5)
     whole = engine.generate(prompts, sampling)

@@ -1,9 +1,13 @@
-"""What is known of vLLM's memory before it starts; no vLLM is needed for this."""
+"""What is done around the start of vLLM, with a stand-in for vLLM itself."""
+
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large
+from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start
 
 QWEN_1_5B = {"num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 28, "hidden_size": 1536}
 
@@ -27,3 +31,15 @@ def test_too_little_memory_is_one_line_with_what_helps(tmp_path):
     ) as refused:
         refuse_too_large(tmp_path, 5_000_000_000, 3_000_000_000)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", "5"), ("cpu", "4,5")])
+def test_an_engine_sees_the_device_of_its_own_process_alone(tmp_path, monkeypatch, device, expected):
+    """Ray lets the training workers of a node see all of its GPUs, and an engine takes the first that it sees."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda: dict(os.environ)))
+    seen = start(tmp_path, {}, device, threads=3)
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["OMP_NUM_THREADS"], seen["VLLM_HOST_IP"]) == (expected, "3", "127.0.0.1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert "VLLM_HOST_IP" not in os.environ

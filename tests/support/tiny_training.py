@@ -1,11 +1,15 @@
 """What the tests of training run: a random model of two layers, eight questions, two optimiser steps."""
 
+import shutil
 from pathlib import Path
 
 import polars as pl
 
 from aqnpipe.artifacts import ProblemTable, write_table
+from aqnpipe.config.dataset import GeneratedDataset
+from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.data.loader import load_problems
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.models.tokenizer import build_tokenizer
@@ -38,6 +42,16 @@ def write_inputs(folder: Path, make_model, num_problems: int = 8, **model_settin
             }
         )
         write_table(folder / f"{split}.parquet", table, ProblemTable)
+    return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+
+
+def write_builtin_inputs(folder: Path) -> TrainingInputs:
+    """Write the built-in tiny model, which solves enough problems for some rollouts of a prompt to be right."""
+    shutil.copytree(builtin_folder("tiny"), folder / "model")
+    write_prepared_model(folder / "model", describe_model(folder / "model", "tiny"))
+    for split in ("train", "test"):
+        problems = load_problems(GeneratedDataset(num_train=16, num_test=8), split)
+        write_table(folder / f"{split}.parquet", problems, ProblemTable)
     return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
 
 

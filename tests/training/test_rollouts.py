@@ -117,17 +117,16 @@ def test_the_record_says_who_drew_the_rollouts(inputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arm", "training", "message"),
+    ("arm", "message"),
     [
-        ({"operator_noise": MXFP4}, {}, "operator_noise.error is fake_quantization in the rollout"),
-        ({"operator_noise": {**FUSED, "attention": "decomposed"}}, {}, "operator_noise.attention is decomposed"),
-        ({}, {"num_workers": 2, "validation_questions": 4}, "training.num_workers is 2, expected 1"),
+        ({"operator_noise": MXFP4}, "operator_noise.error is fake_quantization in the rollout"),
+        ({"operator_noise": {**FUSED, "attention": "decomposed"}}, "operator_noise.attention is decomposed"),
     ],
 )
-def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatch, arm, training, message):
+def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatch, arm, message):
     monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 2, ("some GPU",)))
     monkeypatch.setattr(choice, "is_vllm_installed", lambda: True)
-    spec = changed(training_spec(**training), arm=arm, attention="sdpa")
+    spec = changed(training_spec(), arm=arm, attention="sdpa")
     assert describe_rollouts(spec) == {"backend": "transformers"}
     with pytest.raises(ConfigError, match=f"arm test: vLLM cannot draw its rollouts: {message}") as refused:
         describe_rollouts(changed(spec, generation={"backend": "vllm"}))

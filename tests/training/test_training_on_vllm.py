@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import AQN, run, scattered_rewards, training_spec, write_inputs
+from tiny_training import AQN, run, scattered_rewards, training_spec, write_builtin_inputs, write_inputs
 
 from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
 from aqnpipe.config.run import TrainingSpec
@@ -40,8 +40,9 @@ def inputs(tmp_path_factory, make_model):
     return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16, **shape)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _rewards_that_teach(monkeypatch):
+    """For runs in this process; those of several workers are not reached."""
     monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
 
 
@@ -102,6 +103,7 @@ def kill_in_third_rollout(asked, inputs, folder, tmp_path):
     return [int(pid) for pid in line.split()[1:]]
 
 
+@pytest.mark.usefixtures("_rewards_that_teach")
 def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs, tmp_path):
     asked = spec(
         arm={"operator_noise": NOISE, "aqn": AQN, "importance_sampling": {"mode": "token_truncate"}}, faults=[FAULT]
@@ -128,6 +130,7 @@ def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs
     assert metrics(whole)["importance_ratio_mean"].null_count() == 0
 
 
+@pytest.mark.usefixtures("_rewards_that_teach")
 def test_without_noise_vllm_draws_by_the_weights_that_learn(inputs, tmp_path):
     """Adapters too, merged at each sync: a sync left out would show as a distance that grows."""
     table = metrics(run(spec(lora=LORA, learning_rate=0.05, kl_coefficient=0.0), inputs, tmp_path / "run"))
@@ -138,6 +141,7 @@ def test_without_noise_vllm_draws_by_the_weights_that_learn(inputs, tmp_path):
     assert not torch.allclose(steps[0][name], steps[1][name], atol=1e-3)
 
 
+@pytest.mark.usefixtures("_rewards_that_teach")
 def test_an_engine_that_loses_the_noise_fails_the_run(inputs, tmp_path, monkeypatch):
     from aqnpipe.generation.vllm.engine import VllmEngine
 
@@ -150,3 +154,37 @@ def test_an_engine_that_loses_the_noise_fails_the_run(inputs, tmp_path, monkeypa
     with pytest.raises(ReceiptError, match="accounts for 0 forward passes, the responses took at least"):
         run(spec(num_steps=1, arm={"operator_noise": NOISE}), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+WITH_TWO_WORKERS = {
+    **{"rollouts_per_prompt": 4, "micro_batch_size": 4, "max_response_tokens": 24},
+    **{"learning_rate": 1e-4, "checkpoint_every": 3, "validation_questions": 5, "num_workers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def builtin_inputs(tmp_path_factory):
+    return write_builtin_inputs(tmp_path_factory.mktemp("builtin"))
+
+
+def test_two_workers_with_an_engine_each_learn_what_one_does(builtin_inputs, tmp_path):
+    """Draws are keyed by the row in the batch of all workers, and each engine has the weights that both have learnt."""
+    asked = {workers: spec(**{**WITH_TWO_WORKERS, "num_workers": workers}) for workers in (1, 2)}
+    alone, together = (run(asked[workers], builtin_inputs, tmp_path / f"{workers}") for workers in (1, 2))
+    assert metrics(alone)["reward_mean"].n_unique() > 1
+    for column in ("reward_mean", "reward_std", "response_tokens_mean", "validation_accuracy"):
+        assert metrics(alone)[column].to_list() == metrics(together)[column].to_list(), column
+    assert (metrics(alone)["loss"] - metrics(together)["loss"]).abs().max() < 1e-6
+    assert metrics(together)["logp_difference_max"].max() < 1e-4
+    assert read_json(together / "receipt.json", Receipt).check().num_workers == 2
+
+
+def test_each_of_two_engines_proves_noise_of_its_own(builtin_inputs, tmp_path):
+    asked = spec(arm={"operator_noise": NOISE, "aqn": AQN}, faults=[FAULT], **WITH_TWO_WORKERS)
+    once, again = (run(asked, builtin_inputs, tmp_path / name) for name in ("once", "again"))
+    assert digests(once) == digests(again)
+    receipt = read_json(once / "receipt.json", Receipt).check()
+    assert receipt.num_workers == 2
+    assert [sync.step for sync in receipt.weight_syncs] == [0, 1, 2]
+    scale, elements = receipt.measured_scale("rollout")
+    assert abs(scale / 0.05 - 1) < 5 / (2 * elements) ** 0.5

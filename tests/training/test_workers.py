@@ -4,7 +4,6 @@ Ray takes some ten seconds to start, so the tests share one cluster and the runs
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,19 +17,15 @@ import pytest
 from pydantic import ValidationError
 from ray_nodes import two_ray_nodes
 from safetensors.torch import load_file
+from tiny_training import write_builtin_inputs
 
-from aqnpipe.artifacts import ProblemTable, TrainingMetrics, read_json, read_table, write_table
-from aqnpipe.config.dataset import GeneratedDataset
-from aqnpipe.config.model import builtin_folder
+from aqnpipe.artifacts import TrainingMetrics, read_json, read_table
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.data.loader import load_problems
 from aqnpipe.errors import DeviceError, TrainingError, WorkerError
-from aqnpipe.models.loading import describe_model
-from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.provenance import sha256_of_file
 from aqnpipe.training import stage, workers
-from aqnpipe.training.run import TrainingInputs, run_worker
+from aqnpipe.training.run import run_worker
 from aqnpipe.training.scratch import Workspace
 
 NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
@@ -66,14 +61,7 @@ def spec(noisy=False, **training):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """The tiny model, which solves enough problems for some rollouts of a prompt to be right and some wrong."""
-    folder = tmp_path_factory.mktemp("inputs")
-    shutil.copytree(builtin_folder("tiny"), folder / "model")
-    write_prepared_model(folder / "model", describe_model(folder / "model", "tiny"))
-    for split in ("train", "test"):
-        problems = load_problems(GeneratedDataset(num_train=16, num_test=8), split)
-        write_table(folder / f"{split}.parquet", problems, ProblemTable)
-    return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+    return write_builtin_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

@@ -276,7 +276,7 @@ def _what_vllm_cannot_compute(study: StudyConfig, arms: Mapping[str, Arm], sourc
                 "needs sdpa: noise on attention as one operator"
             )
     for name in study.arms if study.generation.asked_for_rollouts == "vllm" else ():
-        reason = what_vllm_cannot_roll_out(arms[name], study.training.num_workers)
+        reason = what_vllm_cannot_roll_out(arms[name])
         if reason is not None:
             yield (
                 f"{source}: arm {name}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: "

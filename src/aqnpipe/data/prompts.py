@@ -77,7 +77,9 @@ def tokenize_prompts(
 ) -> list[list[int]]:
     """Return the token ids of formatted prompts; a chat template has written its special tokens already."""
     add_special_tokens = prompt_format.style == "plain"
-    return [list(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]) for prompt in prompts]
+    if not prompts:
+        return []
+    return [list(ids) for ids in tokenizer(list(prompts), add_special_tokens=add_special_tokens)["input_ids"]]
 
 
 def check_prompt_lengths(question_ids: Iterable[str], token_ids: Sequence[Sequence[int]], max_tokens: int) -> None:

@@ -23,12 +23,15 @@ class InPlaceLayer(DynamicLayer):
         """Take the states of some prompts, [prompts, heads, tokens, channels], for the rows from `first_row` on."""
         if not self._memory:
             self._memory = [
-                states.new_zeros((self._rows, states.shape[1], self._capacity, states.shape[3]))
+                states.new_empty((self._rows, states.shape[1], self._capacity, states.shape[3]))
                 for states in (keys, values)
             ]
             self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         for memory, states in zip(self._memory, (keys, values), strict=True):
-            memory[first_row : first_row + len(states), :, : states.shape[2]] = states
+            place = memory[first_row : first_row + len(states)]
+            place[:, :, : states.shape[2]] = states
+            # Padding is never seen, but what it holds has to be finite: it is multiplied with a weight of zero.
+            place[:, :, states.shape[2] : self._width] = 0
         self._show(self._rows, self._width)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from aqnpipe.generation.rollouts import RolloutEngine, TransformersRollouts, Vll
 from aqnpipe.generation.vllm.launch import vllm_version
 from aqnpipe.generation.vllm.requirements import check_vllm
 from aqnpipe.training.policy import merged_weights
+from aqnpipe.training.ranks import rank_and_size
 
 
 def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
@@ -34,11 +35,11 @@ def open_rollouts(
 ) -> RolloutEngine:
     """Return what draws the rollouts of `spec` on these prompts; the caller closes it.
 
-    `scratch` is where weights pass through on their way to an engine.
+    Each of several workers has its own for its share. Weights on their way to an engine pass through `scratch`.
     """
     if _backend(spec) == "transformers":
         return TransformersRollouts(tokenizer)
-    training = spec.training
+    training, (rank, num_workers) = spec.training, rank_and_size()
     lengths = map(len, tokenize_prompts(list(prompts), spec.prompt, tokenizer))
     engine = open_engine(
         spec.generation,
@@ -47,13 +48,13 @@ def open_rollouts(
         dtype=spec.dtype,
         device=resolve_device(spec.device),
         max_tokens=max(lengths) + training.max_response_tokens,
-        batch_size=training.sequences_per_step * training.steps_per_rollout,
+        batch_size=training.sequences_per_step * training.steps_per_rollout // num_workers,
         threads=training.threads,
         for_training=True,
     )
     return VllmRollouts(
         engine,
-        scratch / "weights",
+        scratch / f"weights{rank}",
         weights=merged_weights,
         dtype=getattr(torch, spec.dtype),
         sleeps=spec.generation.rollout_sleep,
@@ -64,7 +65,7 @@ def _backend(spec: TrainingSpec) -> str:
     asked = spec.generation.asked_for_rollouts
     of_rollouts = spec.generation.model_copy(update={"backend": asked})
     chosen = chosen_backend(of_rollouts, spec.attention, resolve_device(spec.device))
-    reason = what_vllm_cannot_roll_out(spec.arm, spec.training.num_workers) if chosen == "vllm" else None
+    reason = what_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
     if reason is not None and asked == "vllm":
         raise ConfigError(
             f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers "

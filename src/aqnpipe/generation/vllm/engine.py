@@ -88,7 +88,7 @@ class VllmEngine:
             arguments["kv_cache_memory_bytes"] = cache_bytes
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
-        self._llm = start(folder, arguments, threads)
+        self._llm = start(folder, arguments, device, threads)
         try:
             self._workers = self._checked_workers(int(config["num_hidden_layers"]))
         except ReceiptError:

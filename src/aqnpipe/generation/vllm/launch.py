@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from aqnpipe.config.model import Dtype
+from aqnpipe.device import VISIBLE_DEVICES, DeviceKind, own_device_id
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.vllm.plugin import LAUNCHER
 
@@ -29,15 +30,15 @@ def vllm_version() -> str:
     raise ModelError("vLLM can be imported but is no installed distribution")
 
 
-def start(folder: Path, arguments: dict[str, Any], threads: int) -> Any:
-    """Return an `LLM` of the model in `folder`, with `threads` threads per process.
+def start(folder: Path, arguments: dict[str, Any], device: DeviceKind, threads: int) -> Any:
+    """Return an `LLM` of the model in `folder` on the device of this process, with `threads` threads per process.
 
     Raises ModelError, in one line, if it cannot start.
     """
     from vllm import LLM
 
     try:
-        with _environment_of_workers(threads), _without_main_module():
+        with _environment_of_workers(device, threads), _without_main_module():
             return LLM(**arguments)
     except (ValueError, RuntimeError, OSError, AssertionError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -70,9 +71,12 @@ def refuse_too_large(folder: Path, cache_bytes: int, available_bytes: int) -> No
 
 
 @contextmanager
-def _environment_of_workers(threads: int) -> Iterator[None]:
+def _environment_of_workers(device: DeviceKind, threads: int) -> Iterator[None]:
     """Set what vLLM's processes read from their environment at their start; this process gets its own back."""
+    # Of several workers on one node each may see all devices; an engine takes the first that it sees.
+    own_device = {VISIBLE_DEVICES[device]: own_device_id(device)} if device in VISIBLE_DEVICES else {}
     wanted = {
+        **own_device,
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
