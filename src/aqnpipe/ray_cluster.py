@@ -200,14 +200,30 @@ def _connected(**arguments: Any) -> Iterator[dict[str, float]]:
     # Ray keeps the first token that a process used, which may be that of an earlier cluster.
     AuthenticationTokenLoader.instance().reset_cache()
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
     try:
+        _start_ray(arguments)
         if threading.current_thread() is threading.main_thread():
             # Ray has put a handler of its own in its place.
             signal.signal(signal.SIGTERM, handler)
         yield ray.cluster_resources()
     finally:
         ray.shutdown()
+
+
+def _start_ray(arguments: Mapping[str, Any]) -> None:
+    import ray
+
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
+    except Exception as error:
+        # What Ray raises when one of its processes is not there in time; a bare Exception is among it.
+        if type(error) is not Exception and not isinstance(error, RuntimeError | OSError):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WorkerError(
+            f"Ray did not start on node {this_node()}: {reason[:300]} (under heavy load a machine may be too slow for "
+            f"it; {ADDRESS}, where it is set, has to name a cluster that runs); the same command tries again"
+        ) from error
 
 
 @contextmanager
@@ -232,8 +248,10 @@ def _own_access(shared: Path) -> Iterator[dict[str, str]]:
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
-    yield {_TOKEN: str(path)}
-    path.unlink(missing_ok=True)
+    try:
+        yield {_TOKEN: str(path)}
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _temporary_folder() -> Path:
