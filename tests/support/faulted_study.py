@@ -65,6 +65,7 @@ ARMS = {
 }
 _COSTS = re.compile(rb'<section id="costs">.*?</section>', re.DOTALL)
 _TIMED = ("logs", "benchmarks")
+_STARTS = 5
 
 
 class WarmPython:
@@ -87,16 +88,20 @@ class WarmPython:
         }
         self._clocked: WarmPython | None = None
         (folder / "socket").unlink(missing_ok=True)
-        self._server = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("warm_python.py"), folder / "socket", self.stand_in],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=self.environment,
-            text=True,
-        )
-        assert self._server.stdout
-        if self._server.stdout.readline() != "ready\n":
-            raise RuntimeError("the warm Python did not start")
+        # Under libfaketime a sleep of Python fails now and then (EINVAL), also during imports.
+        for _ in range(_STARTS):
+            self._server = subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("warm_python.py"), folder / "socket", self.stand_in],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self.environment,
+                text=True,
+            )
+            assert self._server.stdout
+            if self._server.stdout.readline() == "ready\n":
+                return
+            self._server.wait()
+        raise RuntimeError("the warm Python did not start")
 
     def set_clock(self, seconds: int) -> "WarmPython":
         """Return another one, whose clock is so many seconds ahead (or back) of the machine's, from now on."""
