@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from aqnpipe.artifacts import EvaluationTable, RunRecord, write_json, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import write_json, write_table
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study

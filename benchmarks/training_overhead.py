@@ -32,7 +32,8 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOTrainer
 
-from aqnpipe.artifacts import ProblemTable, read_table
+from aqnpipe.artifacts.files import read_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.study import load_study_file

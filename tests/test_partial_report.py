@@ -8,7 +8,9 @@ import synthetic_evaluations as synthetic
 import yaml
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts import AuditFile, ClaimsFile, read_json
+from aqnpipe.artifacts.audits import AuditFile
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli import app
 from aqnpipe.statistics import stage
 

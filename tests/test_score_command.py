@@ -7,7 +7,9 @@ import polars as pl
 import pytest
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts import EvaluationTable, ProblemTable, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.cli import app
 from aqnpipe.errors import DataError
 from aqnpipe.score_command import read_evaluation, read_transcripts, score_transcripts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aqnpipe.artifacts import remove_staged
+from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.errors import RunLockedError, StorageError
 from aqnpipe.study_lock import FOLDERS, hold_study, mend_study
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from aqnpipe.artifacts import RunRecord
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.provenance import sha256_of_file
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from aqnpipe.artifacts import write_json
+from aqnpipe.artifacts.files import write_json
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.stage import ReportOutputs, build_report

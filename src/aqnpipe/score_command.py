@@ -144,7 +144,9 @@ def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
     """Read an evaluation of a study; DataError if it, or the gold answer of one of its questions, is missing."""
     import polars as pl  # slow to import, as are the artifacts, so only here
 
-    from aqnpipe.artifacts import EvaluationTable, ProblemTable, read_table
+    from aqnpipe.artifacts.evaluations import EvaluationTable
+    from aqnpipe.artifacts.files import read_table
+    from aqnpipe.artifacts.problems import ProblemTable
 
     table = read_table(path, EvaluationTable)
     if problems is None:

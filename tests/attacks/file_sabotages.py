@@ -12,7 +12,9 @@ from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, edited, pat
 from safetensors.torch import load_file, save_file
 from sealed_files import write_sealed_parquet
 
-from aqnpipe.artifacts import ClaimsFile, RunRecord, read_json, write_json
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.scoring import Graded

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.config.study import Study, load_study_file

@@ -10,7 +10,8 @@ from unittest import mock
 
 from micro_study import LAST_STEP, MicroStudy
 
-from aqnpipe.artifacts import RunRecord, read_json, write_json
+from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.provenance import sha256_of_file
 

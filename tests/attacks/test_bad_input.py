@@ -18,17 +18,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aqnpipe.artifacts import (
-    DiagnosisOrigin,
-    ProblemTable,
-    Verdict,
-    read_json,
-    read_table,
-    read_yaml,
-    write_json,
-    write_table,
-    write_yaml,
-)
+from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, Verdict
+from aqnpipe.artifacts.files import read_json, read_table, read_yaml, write_json, write_table, write_yaml
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import LocalDataset
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import ModelConfig, builtin_folder

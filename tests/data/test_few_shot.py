@@ -8,7 +8,8 @@ import pytest
 from lm_harness import gsm8k_task
 from pydantic import ValidationError
 
-from aqnpipe.artifacts import ProblemTable, write_table
+from aqnpipe.artifacts.files import write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import LocalDataset, PromptFormat
 from aqnpipe.data.examples import Example, choose_examples, examples_for, refuse_overlap
 from aqnpipe.data.loader import load_problems

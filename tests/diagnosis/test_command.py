@@ -4,7 +4,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts import DiagnosisFile, LayerTable, SigmaFile, read_json, read_yaml
+from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerTable, SigmaFile
+from aqnpipe.artifacts.files import read_json, read_yaml
 from aqnpipe.cli import app
 from aqnpipe.errors import ConfigError, DataError, ModelError
 

@@ -3,7 +3,7 @@ import polars as pl
 import pytest
 import torch
 
-from aqnpipe.artifacts import LayerTable
+from aqnpipe.artifacts.diagnoses import LayerTable
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.measure import Measurements

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqnpipe.artifacts import LocatedFault, Verdict
+from aqnpipe.artifacts.diagnoses import LocatedFault, Verdict
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError

@@ -5,16 +5,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from aqnpipe.artifacts import (
-    LayerTable,
-    ProblemTable,
-    SigmaFile,
-    Verdict,
-    read_json,
-    read_table,
-    read_yaml,
-    write_table,
-)
+from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
+from aqnpipe.artifacts.files import read_json, read_table, read_yaml, write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.noise import Fault, Machine

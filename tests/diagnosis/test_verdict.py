@@ -3,7 +3,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import Finding, LocatedFault
+from aqnpipe.artifacts.diagnoses import Finding, LocatedFault
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.calibration import EXACT, STATISTICAL
 from aqnpipe.diagnosis.exact import ExactResult

@@ -12,7 +12,9 @@ import polars as pl
 import pytest
 from ray_nodes import two_ray_nodes
 
-from aqnpipe.artifacts import EvaluationTable, ProblemTable, read_table, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_table, write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import DeviceError, ModelError, WorkerError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate

@@ -4,7 +4,10 @@ import polars as pl
 import pytest
 
 import aqnpipe.generation.choice as choice
-from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_json, read_table, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, write_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError

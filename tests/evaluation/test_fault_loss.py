@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aqnpipe.artifacts import FaultLossTable, ProblemTable, RunRecord, read_json, read_table, write_table
+from aqnpipe.artifacts.fault_losses import FaultLossTable
+from aqnpipe.artifacts.files import read_json, read_table, write_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.run import FaultLossSpec
 from aqnpipe.errors import DataError, ReceiptError

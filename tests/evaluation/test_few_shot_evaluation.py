@@ -4,7 +4,10 @@ import polars as pl
 import pytest
 
 import aqnpipe.evaluation.stage as stage
-from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_json, read_table, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, write_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import DataError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, score

@@ -4,7 +4,9 @@ import polars as pl
 import pytest
 from pydantic import ValidationError
 
-from aqnpipe.artifacts import EvaluationTable, ProblemTable, read_json, read_table, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.model import builtin_folder

@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts import read_json
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli import app
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import (

@@ -10,7 +10,10 @@ import pytest
 import synthetic_study
 from sealed_files import write_sealed_parquet
 
-from aqnpipe.artifacts import ClaimsFile, RunRecord, Verdict, read_json, write_json
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.diagnoses import Verdict
+from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.study import Study
 from aqnpipe.report.stage import ReportOutputs, build_report
 from aqnpipe.statistics.stage import ComparisonOutputs, compare

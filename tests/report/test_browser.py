@@ -5,7 +5,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
 
 AXE = "axe_playwright_python"
 

@@ -3,7 +3,8 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.analysis import ArmPair
 from aqnpipe.report.explorer import (
     MAX_QUESTIONS_PER_GROUP,

@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from aqnpipe.artifacts import Family, FaultLossComparison, FaultLossCondition, FaultLossFile, read_json, write_json
+from aqnpipe.artifacts.comparisons import Family
+from aqnpipe.artifacts.fault_losses import FaultLossComparison, FaultLossCondition, FaultLossFile
+from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.config.noise import Fault
 from aqnpipe.noise.receipt import FaultCell, GradientFlow, Receipt
 

@@ -5,7 +5,8 @@ import shutil
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of, read_inputs
 from aqnpipe.statistics.stage import ComparisonOutputs, compare

@@ -9,7 +9,8 @@ import altair as alt
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import AccuracyTable, ClaimsFile, read_json, write_json, write_table
+from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile
+from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError

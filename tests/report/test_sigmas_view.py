@@ -1,6 +1,6 @@
 import polars as pl
 
-from aqnpipe.artifacts import AqnSection, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
 from aqnpipe.report.inputs import Diagnosis
 from aqnpipe.report.sigmas_view import strategy_group, strategy_table
 from aqnpipe.report.words import load_words

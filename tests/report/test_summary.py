@@ -3,7 +3,8 @@ import re
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts import ClaimsFile, read_json
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.report.summary import markdown
 
 SHARES = ("truncated_fraction", "parse_failure_fraction")

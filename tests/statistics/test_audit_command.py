@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from aqnpipe import cli
-from aqnpipe.artifacts import AuditFile
+from aqnpipe.artifacts.audits import AuditFile
 
 PUBLISHED = str(Path(__file__).parents[2] / "config" / "published.yaml")
 

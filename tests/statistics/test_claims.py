@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqnpipe.artifacts import RefusalKind
+from aqnpipe.artifacts.comparisons import RefusalKind
 from aqnpipe.config.analysis import ArmComparison, DegradationComparison, LevelComparison, StatisticsConfig
 from aqnpipe.statistics import audit_wording, wording
 from aqnpipe.statistics.claims import refusal_sentence, sentence_of

@@ -6,18 +6,10 @@ import pytest
 from made_up import evaluation_receipt
 from sealed_files import write_sealed_parquet
 
-from aqnpipe.artifacts import (
-    AccuracyTable,
-    ClaimsFile,
-    ComparisonTable,
-    EvaluationTable,
-    RobustnessTable,
-    RunRecord,
-    read_json,
-    read_table,
-    write_json,
-    write_table,
-)
+from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts

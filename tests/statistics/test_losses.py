@@ -7,7 +7,9 @@ import polars as pl
 import pytest
 from scipy import stats
 
-from aqnpipe.artifacts import FaultLossFile, FaultLossTable, RunRecord, read_json, write_json, write_table
+from aqnpipe.artifacts.fault_losses import FaultLossFile, FaultLossTable
+from aqnpipe.artifacts.files import read_json, write_json, write_table
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
 from aqnpipe.custody import digests_of_outputs

@@ -4,17 +4,9 @@ import polars as pl
 import pytest
 from made_up import evaluation_receipt, record
 
-from aqnpipe.artifacts import (
-    AccuracyTable,
-    ClaimsFile,
-    ComparisonTable,
-    EvaluationTable,
-    RobustnessTable,
-    read_json,
-    read_table,
-    write_json,
-    write_table,
-)
+from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.scoring import SCORERS
 from aqnpipe.statistics.evaluations import EvaluationInput, load_evaluation

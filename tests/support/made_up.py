@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from aqnpipe.artifacts import EvaluationTable, RunRecord, write_json, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import write_json, write_table
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.noise import AdaptiveNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.config.study import Study
 from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts

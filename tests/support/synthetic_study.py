@@ -9,17 +9,10 @@ import numpy as np
 import polars as pl
 from made_up import NUM_LAYERS
 
-from aqnpipe.artifacts import (
-    AqnSection,
-    LayerTable,
-    ProblemTable,
-    SigmaFile,
-    TrainingMetrics,
-    Verdict,
-    write_json,
-    write_table,
-    write_yaml,
-)
+from aqnpipe.artifacts.diagnoses import AqnSection, LayerTable, SigmaFile, Verdict
+from aqnpipe.artifacts.files import write_json, write_table, write_yaml
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import TRAINING_PHASES
 from aqnpipe.config.study import Study

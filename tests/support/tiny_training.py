@@ -5,7 +5,8 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.artifacts import ProblemTable, write_table
+from aqnpipe.artifacts.files import write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import TrainingSpec

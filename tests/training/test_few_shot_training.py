@@ -4,7 +4,9 @@ import polars as pl
 import pytest
 from tiny_training import run, training_spec, write_inputs
 
-from aqnpipe.artifacts import ProblemTable, TrainingMetrics, read_table, write_table
+from aqnpipe.artifacts.files import read_table, write_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.errors import DataError
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.training.run import _train_dataset

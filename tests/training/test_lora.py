@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, write_inputs
 from torch import nn
 
-from aqnpipe.artifacts import TrainingMetrics, read_json, read_table
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError
 from aqnpipe.models.loading import load_model

@@ -7,7 +7,7 @@ import torch
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 from torch import nn
 
-from aqnpipe.artifacts import read_json
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation import rollouts
 from aqnpipe.noise.layout import rms_norms

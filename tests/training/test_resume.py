@@ -11,7 +11,8 @@ import pytest
 from kill_server import POINTS, RESUME_EVERY, KillServer, random_kill, tree, whole_spec
 from tiny_training import scattered_rewards, training_spec, write_inputs
 
-from aqnpipe.artifacts import ProblemTable, read_table, write_table
+from aqnpipe.artifacts.files import read_table, write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.training import run, stage
 from aqnpipe.training.resume import resume_interval
 

@@ -6,7 +6,8 @@ from tiny_training import AQN, run, scattered_rewards, training_spec, write_inpu
 
 import aqnpipe.generation.choice as choice
 import aqnpipe.training.rollouts as rollouts
-from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import Device
 from aqnpipe.errors import ConfigError

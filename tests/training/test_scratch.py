@@ -10,7 +10,7 @@ import sys
 import pytest
 from safetensors import SafetensorError
 
-from aqnpipe.artifacts import RunRecord
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.errors import RunLockedError, StorageError
 from aqnpipe.storage import clear_storage_errors
 from aqnpipe.training.durable import damage, digests_of

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 
-from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.noise.receipt import Receipt

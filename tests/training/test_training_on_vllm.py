@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_training import AQN, run, scattered_rewards, training_spec, write_builtin_inputs, write_inputs
 
-from aqnpipe.artifacts import RunRecord, TrainingMetrics, read_json, read_table
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed

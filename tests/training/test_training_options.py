@@ -10,7 +10,8 @@ from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, wri
 from torch import nn
 from transformers import modeling_utils
 
-from aqnpipe.artifacts import TrainingMetrics, read_json, read_table
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.models.loading import load_model

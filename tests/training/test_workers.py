@@ -19,7 +19,8 @@ from ray_nodes import two_ray_nodes
 from safetensors.torch import load_file
 from tiny_training import write_builtin_inputs
 
-from aqnpipe.artifacts import TrainingMetrics, read_json, read_table
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import DeviceError, TrainingError, WorkerError
 from aqnpipe.noise.receipt import Receipt

@@ -17,7 +17,10 @@ import pytest
 import yaml
 
 import aqnpipe
-from aqnpipe.artifacts import EvaluationTable, SigmaFile, TrainingMetrics, read_json, read_table, read_yaml
+from aqnpipe.artifacts.diagnoses import SigmaFile
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, read_yaml
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.provenance import sha256_of_file

@@ -17,7 +17,9 @@ import torch
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from aqnpipe.artifacts import EvaluationTable, TrainingMetrics, read_json, read_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.config.study import load_study

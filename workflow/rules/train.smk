@@ -42,7 +42,7 @@ rule train:
 onsuccess:
     if workflow.is_main_process:
         from pathlib import Path
-        from aqnpipe.artifacts import remove_staged
+        from aqnpipe.artifacts.files import remove_staged
         from aqnpipe.training.scratch import remove_scratch
 
         remove_scratch(Path(RESULTS, "scratch"))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from aqnpipe.artifacts import write_json
+from aqnpipe.artifacts.files import write_json
 from aqnpipe.job import logged_job
 from aqnpipe.statistics.audit import audit_file
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from aqnpipe.artifacts import ProblemTable, read_table
+from aqnpipe.artifacts.files import read_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.data.generated import normalise_question
 from aqnpipe.errors import DataError

@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from aqnpipe.artifacts import ProblemTable, write_table
+from aqnpipe.artifacts.files import write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import DatasetConfig
 from aqnpipe.data.loader import load_problems
 

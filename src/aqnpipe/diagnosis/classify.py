@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from aqnpipe.artifacts import LocatedFault
+from aqnpipe.artifacts.diagnoses import LocatedFault
 from aqnpipe.diagnosis.checks import Check, Mismatch, differs
 from aqnpipe.noise.faults import SPIKE_PROBABILITY
 

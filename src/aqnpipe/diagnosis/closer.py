@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from aqnpipe.artifacts import LocatedFault
+from aqnpipe.artifacts.diagnoses import LocatedFault
 from aqnpipe.diagnosis.checks import Check, Mismatch
 from aqnpipe.diagnosis.classify import Mark, mark_of, telling
 from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs

@@ -12,7 +12,8 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from aqnpipe.artifacts import DiagnosisFile, LayerMetrics, Verdict, read_json, write_json, write_yaml
+from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerMetrics, Verdict
+from aqnpipe.artifacts.files import read_json, write_json, write_yaml
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule

@@ -7,7 +7,7 @@ from typing import Literal
 import polars as pl
 from torch import Tensor, nn
 
-from aqnpipe.artifacts import LayerMetrics, Verdict
+from aqnpipe.artifacts.diagnoses import LayerMetrics, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.fault_spec import format_fault
 from aqnpipe.config.noise import Fault

@@ -9,7 +9,7 @@ from math import ceil, log
 import torch
 from torch import nn
 
-from aqnpipe.artifacts import LocatedFault
+from aqnpipe.artifacts.diagnoses import LocatedFault
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
 from aqnpipe.diagnosis.checks import Check

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
-from aqnpipe.artifacts import Finding, LayerTable
+from aqnpipe.artifacts.diagnoses import Finding, LayerTable
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.measure import Measurements, measure
 from aqnpipe.diagnosis.robust import Floats, first_below, robust_z

@@ -20,7 +20,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from aqnpipe.artifacts import AqnSection, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
 from aqnpipe.errors import DataError
 from aqnpipe.noise.placement import control_layers

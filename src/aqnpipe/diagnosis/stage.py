@@ -6,17 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aqnpipe.artifacts import (
-    DiagnosisOrigin,
-    LayerTable,
-    ProblemTable,
-    Verdict,
-    read_json,
-    read_table,
-    write_json,
-    write_table,
-    write_yaml,
-)
+from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, LayerTable, Verdict
+from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table, write_yaml
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype

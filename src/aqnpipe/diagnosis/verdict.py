@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from aqnpipe.artifacts import Finding, LocatedFault, Verdict
+from aqnpipe.artifacts.diagnoses import Finding, LocatedFault, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.calibration import EXACT, STATISTICAL
 from aqnpipe.diagnosis.exact import ExactResult

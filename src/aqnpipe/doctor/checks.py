@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from aqnpipe.artifacts import Artifact
+from aqnpipe.artifacts.base import Artifact
 from aqnpipe.device import AskedDevice, resolve_device
 from aqnpipe.doctor.slurm import SlurmPartition
 from aqnpipe.errors import DeviceError

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from aqnpipe.artifacts import Artifact
+from aqnpipe.artifacts.base import Artifact
 from aqnpipe.doctor.checks import Check, machine_checks
 from aqnpipe.doctor.profiles import profile_checks, read_profile
 from aqnpipe.doctor.slurm import read_partitions

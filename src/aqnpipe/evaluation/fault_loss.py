@@ -10,7 +10,10 @@ import polars as pl
 import torch
 import torch.nn.functional as F
 
-from aqnpipe.artifacts import FaultLossTable, ProblemTable, RunRecord, read_table, write_json, write_table
+from aqnpipe.artifacts.fault_losses import FaultLossTable
+from aqnpipe.artifacts.files import read_table, write_json, write_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.fault_loss import FaultLossConfig, LossCondition
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, Phase
 from aqnpipe.config.run import FaultLossSpec

@@ -9,7 +9,10 @@ from typing import Any
 import polars as pl
 import torch
 
-from aqnpipe.artifacts import EvaluationTable, ProblemTable, RunRecord, read_table, write_json, write_table
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_table, write_json, write_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.custody import digests_of_outputs

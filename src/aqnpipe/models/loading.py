@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from aqnpipe.artifacts import STAGED
+from aqnpipe.artifacts.files import STAGED
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import (
     Attention,

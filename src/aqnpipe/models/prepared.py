@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from aqnpipe.artifacts import read_json, write_json
+from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.errors import DataError, ModelError
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aqnpipe.artifacts import write_json
+from aqnpipe.artifacts.files import write_json
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.study import read_arms

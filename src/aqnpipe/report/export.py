@@ -4,7 +4,7 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.artifacts import atomic_path, write_csv
+from aqnpipe.artifacts.files import atomic_path, write_csv
 
 
 def write_pair(folder: Path, name: str, table: pl.DataFrame, left_out: tuple[str, ...] = ()) -> None:

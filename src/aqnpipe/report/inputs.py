@@ -10,24 +10,14 @@ import pandera.polars as pa
 import polars as pl
 from pydantic import BaseModel
 
-from aqnpipe.artifacts import (
-    AccuracyTable,
-    AuditFile,
-    ClaimsFile,
-    ComparisonTable,
-    EvaluationTable,
-    FaultLossFile,
-    LayerTable,
-    ProblemTable,
-    RobustnessTable,
-    RunRecord,
-    SigmaFile,
-    TrainingMetrics,
-    Verdict,
-    read_json,
-    read_table,
-    read_yaml,
-)
+from aqnpipe.artifacts.audits import AuditFile
+from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
+from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.fault_losses import FaultLossFile
+from aqnpipe.artifacts.files import read_json, read_table, read_yaml
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.custody import is_file_of, record_problems
 from aqnpipe.errors import DataError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from aqnpipe.artifacts import AuditFile
+from aqnpipe.artifacts.audits import AuditFile
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.report import charts, costs_view, numbers, published, sigmas_view, tables, verdicts

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from aqnpipe.artifacts import RunRecord
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.study import Study
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Row, RunLink, Table

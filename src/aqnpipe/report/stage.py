@@ -9,7 +9,7 @@ from typing import Any, Self
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from aqnpipe.artifacts import write_text
+from aqnpipe.artifacts.files import write_text
 from aqnpipe.config.study import Study
 from aqnpipe.report import (
     explorer,

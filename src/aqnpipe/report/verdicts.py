@@ -8,7 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from aqnpipe.artifacts import Claim, ClaimsFile, Verdict
+from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
+from aqnpipe.artifacts.diagnoses import Verdict
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis, ReportData

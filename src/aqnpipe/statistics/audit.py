@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 from statsmodels.stats.proportion import proportion_confint, proportions_chisquare
 
-from aqnpipe.artifacts import (
+from aqnpipe.artifacts.audits import (
     AuditedAccuracy,
     AuditedClaim,
     AuditedDetectable,
     AuditedLoss,
     AuditedSeries,
     AuditFile,
-    ClaimVerdict,
-    read_users_yaml,
 )
+from aqnpipe.artifacts.comparisons import ClaimVerdict
+from aqnpipe.artifacts.files import read_users_yaml
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import (
     AccuracyClaim,

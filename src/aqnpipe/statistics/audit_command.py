@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aqnpipe.artifacts import AuditedAccuracy, AuditedClaim, AuditFile
+from aqnpipe.artifacts.audits import AuditedAccuracy, AuditedClaim, AuditFile
 from aqnpipe.statistics.audit import audit_file
 from aqnpipe.statistics.wording import p_text
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from aqnpipe.artifacts import AuditedAccuracy
+from aqnpipe.artifacts.audits import AuditedAccuracy
 from aqnpipe.config.published import LossClaim, RunScatter
 from aqnpipe.statistics.continuous import Summary, implied_correlation
 from aqnpipe.statistics.unpaired import Result

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.artifacts import ProblemTable, RunRecord, read_json, read_table, read_unchecked_table
+from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.custody import first_difference, record_problems

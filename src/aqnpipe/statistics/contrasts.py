@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from aqnpipe.artifacts import RefusalKind, SeedComparison
+from aqnpipe.artifacts.comparisons import RefusalKind, SeedComparison
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.evaluations import LoadedEvaluation, setting_difference

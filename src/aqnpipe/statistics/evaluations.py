@@ -11,7 +11,10 @@ import pandera.polars as pa
 import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
-from aqnpipe.artifacts import EvaluationTable, RefusalKind, RunRecord, read_json, read_table, read_unchecked_table
+from aqnpipe.artifacts.comparisons import RefusalKind
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.errors import DataError
 from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
 from aqnpipe.scoring import SCORERS, Scorer

@@ -15,18 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from aqnpipe.artifacts import (
-    ClaimVerdict,
-    Family,
-    FaultLossComparison,
-    FaultLossCondition,
-    FaultLossFile,
-    FaultLossTable,
-    RunRecord,
-    read_json,
-    read_table,
-    write_json,
-)
+from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
+from aqnpipe.artifacts.fault_losses import FaultLossComparison, FaultLossCondition, FaultLossFile, FaultLossTable
+from aqnpipe.artifacts.files import read_json, read_table, write_json
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.custody import record_problems

@@ -6,7 +6,7 @@ from typing import Literal
 
 from statsmodels.stats.proportion import proportion_confint
 
-from aqnpipe.artifacts import ShamRate
+from aqnpipe.artifacts.comparisons import ShamRate
 from aqnpipe.config.analysis import ArmComparison
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.contrasts import Contrast, Contrasts

@@ -11,17 +11,8 @@ import numpy.typing as npt
 import pandera.polars as pa
 import polars as pl
 
-from aqnpipe.artifacts import (
-    AccuracyTable,
-    Claim,
-    ClaimsFile,
-    ComparisonTable,
-    Family,
-    RobustnessTable,
-    write_csv,
-    write_json,
-    write_table,
-)
+from aqnpipe.artifacts.comparisons import AccuracyTable, Claim, ClaimsFile, ComparisonTable, Family, RobustnessTable
+from aqnpipe.artifacts.files import write_csv, write_json, write_table
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from statsmodels.stats.multitest import multipletests
 
-from aqnpipe.artifacts import ClaimVerdict
+from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.config.analysis import StatisticsConfig, TestedClaim
 from aqnpipe.statistics.contrasts import Contrast
 from aqnpipe.statistics.seeds import Estimate, Method, VarianceParts, questions_needed, seeds_needed

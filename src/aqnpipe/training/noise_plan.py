@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.artifacts import SigmaFile, read_yaml
+from aqnpipe.artifacts.diagnoses import SigmaFile
+from aqnpipe.artifacts.files import read_yaml
 from aqnpipe.config.noise import TRAINING_PHASES, Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig

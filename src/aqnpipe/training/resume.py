@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerCallback
 
-from aqnpipe.artifacts import Artifact
+from aqnpipe.artifacts.base import Artifact
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import StorageError
 from aqnpipe.noise.recorder import ReceiptRecorder

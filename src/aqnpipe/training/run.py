@@ -10,7 +10,9 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback
 
-from aqnpipe.artifacts import ProblemTable, TrainingMetrics, read_table, write_json, write_table
+from aqnpipe.artifacts.files import read_table, write_json, write_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
 from aqnpipe.data.prompts import (

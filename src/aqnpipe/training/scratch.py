@@ -25,7 +25,8 @@ from types import FrameType
 
 from pydantic import ValidationError
 
-from aqnpipe.artifacts import Artifact, RunRecord
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.errors import RunLockedError
 from aqnpipe.training.durable import damage, digests_of, rename, sync, sync_tree, write_durably
 

@@ -4,7 +4,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from aqnpipe.artifacts import RunRecord, write_json
+from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError

@@ -17,7 +17,7 @@ from typing import NoReturn
 from torch import distributed
 
 from aqnpipe.allocation import this_node
-from aqnpipe.artifacts import read_json
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import COLLECTIVES, DeviceKind, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError

@@ -2,9 +2,7 @@ import polars as pl
 import pytest
 from pydantic import ValidationError
 
-from aqnpipe.artifacts import (
-    ProblemTable,
-    RunRecord,
+from aqnpipe.artifacts.files import (
     atomic_path,
     read_json,
     read_table,
@@ -14,6 +12,8 @@ from aqnpipe.artifacts import (
     write_text,
     write_yaml,
 )
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.errors import DataError
 
 PROBLEMS = pl.DataFrame({"question_id": ["a"], "question": ["q"], "answer": ["#### 1"], "gold_answer": ["1"]})

@@ -1,0 +1,1 @@
+"""What the stages hand each other, a module per stage that writes it: table schemas, JSON models, and their files."""

@@ -1,0 +1,123 @@
+"""What the audit of published figures found."""
+
+from typing import Literal
+
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.comparisons import ClaimVerdict
+
+
+class AuditedAccuracy(Artifact):
+    """A reported accuracy: is it possible at all, and how sure is it? Fractions; `printed` is percent as printed.
+
+    `arm`, `noise_level` and `step` tie it to a study's arm (null where it has none). `correct`: numbers of right
+    answers that print as reported (empty: impossible). `nearest`: the percentages next to it that are possible.
+    `possible_sizes`: numbers of questions that would make an impossible accuracy possible, the smallest one and those
+    in common use. Interval: Wilson at 1 - alpha.
+    """
+
+    id: str
+    label: str
+    arm: str | None
+    noise_level: float | None
+    step: int | None
+    printed: str
+    num_questions: int
+    possible: bool
+    correct: tuple[int, ...]
+    nearest: tuple[float, ...]
+    possible_sizes: tuple[int, ...]
+    ci_low: float
+    ci_high: float
+
+
+class AuditedLoss(Artifact):
+    """A reported loss in nats per token; `uniform` is ln|V|, the loss of guessing uniformly (null: |V| unknown)."""
+
+    id: str
+    label: str
+    arm: str | None
+    mean: float
+    std: float
+    ddof: int
+    num_runs: int
+    uniform: float | None
+    above_uniform: bool
+
+
+class AuditedClaim(Artifact):
+    """A claim of the audited paper. Differences in `unit`: points (percent), nats, or ratio.
+
+    `p_run_luck`: t-test of the difference against the standard deviation between identical runs (null where the file
+    states none, or the claim is not about arms); a claim about arms has to pass it too. `largest_discordance`: the
+    share of questions with different outcomes below which a paired test would have been significant (null where the
+    outcomes were not paired or it would not have been at any share). `p_paired_low`/`p_paired_high`: the range of a
+    paired t-test over all correlations between the sides, for losses. `differs`: where an earlier re-analysis or the
+    paper states other numbers.
+    """
+
+    id: str
+    claim: str
+    claim_zh: str | None
+    kind: Literal["accuracies", "losses", "differences", "ratio"]
+    test: Literal["superiority", "non_inferiority", "equivalence"]
+    treatment: str
+    control: str
+    unit: Literal["points", "nats", "ratio"]
+    margin: float | None
+    difference: float
+    ci_low: float | None
+    ci_high: float | None
+    interval_level: float
+    p_value: float | None
+    p_holm: float | None
+    p_run_luck: float | None
+    largest_discordance: float | None
+    p_paired_low: float | None
+    p_paired_high: float | None
+    questions_needed: int | None
+    method: str
+    verdict: ClaimVerdict
+    sentence: str
+    sentence_zh: str
+    notes: tuple[str, ...]
+    differs: tuple[str, ...]
+
+
+class AuditedSeries(Artifact):
+    """Reported accuracies of one checkpoint over noise levels; equal ones at every level are a red flag.
+
+    `p_value`: chi-squared test of equal accuracies, as if every level had its own questions.
+    """
+
+    id: str
+    label: str
+    printed: tuple[str, ...]
+    identical: bool
+    p_value: float | None
+
+
+class AuditedDetectable(Artifact):
+    """Smallest true paired difference (fraction) that McNemar's test finds at `num_questions`."""
+
+    num_questions: int
+    discordant_fraction: float
+    asymptotic: float
+    exact: float | None
+    differs: tuple[str, ...]
+
+
+class AuditFile(Artifact):
+    """results/audit.json: what a paper's printed figures support, see `aqnpipe audit`."""
+
+    title: str
+    source: str
+    alpha: float
+    power: float
+    family_size: int
+    run_sd_points: float | None
+    run_sd_runs: int | None
+    accuracies: tuple[AuditedAccuracy, ...]
+    losses: tuple[AuditedLoss, ...]
+    claims: tuple[AuditedClaim, ...]
+    series: tuple[AuditedSeries, ...]
+    detectable: tuple[AuditedDetectable, ...]

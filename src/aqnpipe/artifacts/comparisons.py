@@ -1,0 +1,233 @@
+"""What the statistical comparison hands to the report."""
+
+from typing import Literal
+
+import pandera.polars as pa
+from pydantic import Field
+
+from aqnpipe.artifacts.base import Artifact
+
+
+class AccuracyTable(pa.DataFrameModel):
+    """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
+
+    `accuracy`: of the study's primary scorer. `ci_low` and `ci_high`: its Wilson interval over the questions, without
+    the luck of training. `truncated_fraction`: responses that were cut off at the limit of tokens.
+    `parse_failure_fraction`: those in which the primary scorer found no answer; `parse_failure_<scorer>`: each scorer.
+    """
+
+    model: str
+    arm: str
+    seed: int = pa.Field(ge=0)
+    step: int = pa.Field(ge=0)
+    noise_level: float = pa.Field(ge=0, lt=1)
+    num_questions: int = pa.Field(ge=1)
+    num_noise_seeds: int = pa.Field(ge=1)
+    num_samples: int = pa.Field(ge=1)
+    accuracy: float = pa.Field(ge=0, le=1)
+    accuracy_strict: float = pa.Field(ge=0, le=1)
+    accuracy_last_number: float = pa.Field(ge=0, le=1)
+    accuracy_harness_strict: float = pa.Field(ge=0, le=1)
+    accuracy_harness_flexible: float = pa.Field(ge=0, le=1)
+    ci_low: float = pa.Field(ge=0, le=1)
+    ci_high: float = pa.Field(ge=0, le=1)
+    truncated_fraction: float = pa.Field(ge=0, le=1)
+    parse_failure_fraction: float = pa.Field(ge=0, le=1)
+    parse_failure_strict: float = pa.Field(ge=0, le=1)
+    parse_failure_last_number: float = pa.Field(ge=0, le=1)
+    parse_failure_harness_strict: float = pa.Field(ge=0, le=1)
+    parse_failure_harness_flexible: float = pa.Field(ge=0, le=1)
+
+    class Config:
+        """Columns as declared, one row per checkpoint and level."""
+
+        strict = True
+        unique = ["model", "arm", "seed", "step", "noise_level"]  # noqa: RUF012 - pandera's own form
+
+
+class ComparisonTable(pa.DataFrameModel):
+    """results/comparisons.parquet: one comparison per row; accuracies, differences and margins as fractions.
+
+    kind: `arms` (treatment minus control at one level), `levels` (an arm at a level minus itself without noise) or
+    `degradation` (what the level costs the treatment minus what it costs the control: above 0 the treatment loses less;
+    `treatment_change` and `control_change` are the two costs). `test` decides what `p_value` is about: superiority is
+    two-sided, non_inferiority and equivalence (TOST) are one-sided against `margin`. `interval_level` is the confidence
+    of all intervals of the row: 1 - alpha for superiority, 1 - 2*alpha for the one-sided tests, so that before Holm the
+    interval and the p-value decide alike. `p_holm` is adjusted over the valid comparisons of the row's `family`.
+    `degrees_of_freedom` are those of the luck of training, pooled over arms (of the questions for a single run).
+    Beside the primary analysis: `bootstrap_low`/`bootstrap_high` (seeds and questions resampled), `p_seed_t` (paired t
+    over seed means) and `p_permutation` (signs of seeds flipped), the last two always two-sided against 0 and null with
+    a single seed. The minimum detectable difference (from 0, or from the margin) is at the study's power and the
+    strictest level of the family (alpha divided by its size). `seeds_needed` and `questions_needed`: how many would
+    show a difference as large as the observed one; null where that does not apply or no number would do.
+    """
+
+    comparison_id: str = pa.Field(unique=True)
+    kind: str = pa.Field(isin=["arms", "levels", "degradation"])
+    test: str = pa.Field(isin=["superiority", "non_inferiority", "equivalence"])
+    family: str
+    margin: float = pa.Field(nullable=True)
+    model: str
+    treatment: str
+    control: str
+    treatment_level: float
+    control_level: float
+    num_seeds: int = pa.Field(ge=0)
+    num_questions: int = pa.Field(ge=0)
+    treatment_accuracy: float = pa.Field(nullable=True)
+    control_accuracy: float = pa.Field(nullable=True)
+    treatment_change: float = pa.Field(nullable=True)
+    control_change: float = pa.Field(nullable=True)
+    difference: float = pa.Field(nullable=True)
+    interval_level: float = pa.Field(gt=0, lt=1)
+    ci_low: float = pa.Field(nullable=True)
+    ci_high: float = pa.Field(nullable=True)
+    bootstrap_low: float = pa.Field(nullable=True)
+    bootstrap_high: float = pa.Field(nullable=True)
+    standard_error: float = pa.Field(nullable=True)
+    degrees_of_freedom: float = pa.Field(nullable=True)
+    p_value: float = pa.Field(nullable=True)
+    p_holm: float = pa.Field(nullable=True)
+    p_seed_t: float = pa.Field(nullable=True)
+    p_permutation: float = pa.Field(nullable=True)
+    minimum_detectable_difference: float = pa.Field(nullable=True)
+    seeds_needed: int = pa.Field(nullable=True)
+    questions_needed: int = pa.Field(nullable=True)
+    method: str
+    verdict: str = pa.Field(isin=["supported", "refuted", "not_shown", "invalid"])
+
+    class Config:
+        """Columns as declared, nothing else."""
+
+        strict = True
+
+
+class RobustnessTable(pa.DataFrameModel):
+    """results/robustness.parquet: an arm over all noise levels after its last step, one row each; fractions.
+
+    Descriptive: no part of a family, p-values unadjusted. Seeds and noise seeds are averaged within questions and
+    questions are the clusters. `joint_p` asks whether accuracy is the same at all levels (`joint_method` names the
+    test: Hotelling's T2 over the differences from the lowest level, F with `joint_df1` and `joint_df2`). `slope` is the
+    change of accuracy per 0.1 of relative noise scale (a least-squares line through the levels), with interval at
+    1 - alpha, over seeds and questions where there are several seeds. `cochran_q_p`: Cochran's Q, where one pass per
+    level makes outcomes yes or no; else null. `problem`: why nothing was computed; null where all is well.
+    """
+
+    model: str
+    arm: str
+    num_seeds: int = pa.Field(ge=0)
+    num_questions: int = pa.Field(ge=0)
+    num_levels: int = pa.Field(ge=0)
+    highest_level: float = pa.Field(nullable=True)
+    accuracy_lowest_level: float = pa.Field(nullable=True)
+    accuracy_highest_level: float = pa.Field(nullable=True)
+    slope: float = pa.Field(nullable=True)
+    slope_ci_low: float = pa.Field(nullable=True)
+    slope_ci_high: float = pa.Field(nullable=True)
+    slope_p: float = pa.Field(nullable=True)
+    joint_method: str
+    joint_f: float = pa.Field(nullable=True)
+    joint_df1: float = pa.Field(nullable=True)
+    joint_df2: float = pa.Field(nullable=True)
+    joint_p: float = pa.Field(nullable=True)
+    cochran_q_p: float = pa.Field(nullable=True)
+    problem: str = pa.Field(nullable=True)
+
+    class Config:
+        """Columns as declared, one row per arm."""
+
+        strict = True
+        unique = ["model", "arm"]  # noqa: RUF012 - pandera's own form
+
+
+ClaimVerdict = Literal["supported", "refuted", "not_shown", "invalid"]
+"""not_shown: the data do not decide. invalid: the comparison must not be made, or cannot."""
+
+
+RefusalKind = Literal[
+    "missing", "model", "level", "noise_seeds", "questions", "receipt", "record", "setting", "identical_outputs"
+]
+"""Why a comparison is invalid."""
+
+
+class SeedComparison(Artifact):
+    """The paired 2x2 table of one seed: question counts by (treatment correct, control correct).
+
+    Of the first sample and at noisy levels of the first noise seed alone, so that each question counts once.
+    `ci_low`/`ci_high`: Newcombe's method 10; `bootstrap_low`/`bootstrap_high`: percentile interval, questions
+    resampled; both at 1 - alpha.
+    """
+
+    seed: int
+    noise_seed: int
+    both_correct: int
+    only_treatment: int
+    only_control: int
+    neither: int
+    difference: float
+    ci_low: float
+    ci_high: float
+    bootstrap_low: float
+    bootstrap_high: float
+    mcnemar_p: float
+
+
+class Claim(Artifact):
+    """One claim with its verdict; the sentences are generated from the numbers, never typed.
+
+    `declared`: whether the study declares the comparison (else it is a default for its arms). `claim_zh` is null where
+    the study gives the claim in one language only. `sentence` is English, `sentence_zh` says the same in Chinese.
+    """
+
+    comparison_id: str
+    claim: str
+    claim_zh: str | None = None
+    declared: bool = True
+    verdict: ClaimVerdict
+    sentence: str
+    sentence_zh: str
+    seeds: tuple[SeedComparison, ...]
+    invalid_kind: RefusalKind | None = None
+    invalid_reason: str | None = None
+
+
+class Family(Artifact):
+    """A family of comparisons that share an error rate: `size` counts those that were tested."""
+
+    name: str
+    size: int
+
+
+class ShamRate(Artifact):
+    """How often A/A comparisons (a sham arm against the arm that it imitates) came out significant at `alpha`.
+
+    `across_seeds`: the primary analysis, one test per sham arm and noise level. `single_runs`: exact McNemar of single
+    pairs of runs, which does not cover the luck of training. `identical`: tests whose two sides answered every
+    question alike, which no test can reject. Intervals: Clopper-Pearson at 1 - alpha. The tests share questions and
+    runs, so the intervals are approximate.
+    """
+
+    kind: Literal["across_seeds", "single_runs"]
+    alpha: float
+    tests: int
+    rejected: int
+    identical: int
+    ci_low: float
+    ci_high: float
+
+
+class ClaimsFile(Artifact):
+    """results/claims.json. `family_size`: tested comparisons in all families together.
+
+    `missing`: evaluations that the study asks for and that were not there, as `model/arm seed S step N`.
+    `tables_sha256`: the tables written with it, by file name.
+    """
+
+    alpha: float
+    power: float
+    family_size: int
+    families: tuple[Family, ...]
+    claims: tuple[Claim, ...]
+    sham_rates: tuple[ShamRate, ...] = ()
+    missing: tuple[str, ...] = ()
+    tables_sha256: dict[str, str] = Field(default_factory=dict)

@@ -1,0 +1,101 @@
+"""What a loss study under faults hands on, and what is compared in it."""
+
+from typing import Literal
+
+import pandera.polars as pa
+
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
+
+
+class FaultLossTable(pa.DataFrameModel):
+    """results/fault_loss/<model>/<name>.parquet: the loss of one text in one pass per row, in nats per token.
+
+    `loss`: mean cross entropy of the gold solution's tokens given the question; `text_loss`: of all tokens but the
+    first. `magnitude`: of the machine's faults, 0 without. `order`: null unless a faulty layer has noise.
+    `survival_rate`: share of the elements at the faulty sites that pass the faults unchanged.
+    """
+
+    question_id: str
+    condition: str
+    magnitude: float = pa.Field(ge=0, le=1)
+    order: str = pa.Field(nullable=True, isin=["after_noise", "before_noise", "around_noise"])
+    noise_seed: int = pa.Field(ge=0)
+    loss: float = pa.Field(ge=0)
+    text_loss: float = pa.Field(ge=0)
+    scored_tokens: int = pa.Field(ge=1)
+    text_tokens: int = pa.Field(ge=1)
+    survival_rate: float = pa.Field(ge=0, le=1)
+
+    class Config:
+        """Columns as declared, one row per text and pass."""
+
+        strict = True
+        unique = ["question_id", "condition", "magnitude", "order", "noise_seed"]  # noqa: RUF012 - pandera's own form
+
+
+class FaultLossCondition(Artifact):
+    """One condition of a loss study at one magnitude and order; losses in nats per token, means over texts and seeds.
+
+    `mean_loss`: over the tokens of gold solutions, `mean_text_loss`: over all tokens but the first. `seed_sd`: standard
+    deviation of the mean between noise seeds. The shares of the gradient are those that the faulty sites set to zero,
+    of its elements and of its norm (null: no fault, or not followed).
+    """
+
+    condition: str
+    magnitude: float
+    order: str | None
+    noised_layers: tuple[int, ...]
+    mean_loss: float
+    seed_sd: float | None
+    mean_text_loss: float
+    survival_rate: float | None
+    gradient_zeroed_share: float | None
+    gradient_zeroed_norm_share: float | None
+    above_uniform: bool
+
+
+class FaultLossComparison(Artifact):
+    """Two conditions of a loss study, texts and noise seeds paired; differences in nats, treatment minus control.
+
+    The claim of families `noise` and `place` is a lower loss, that of `harm` a higher one. `p_value` and the interval
+    at 1 - alpha treat texts and noise seeds as crossed random effects; `p_holm` is adjusted over the family (null: not
+    tested, because a side is worse than guessing). `p_seed_t`: paired t-test over the means of noise seeds alone, which
+    holds for these very texts only.
+    """
+
+    comparison_id: str
+    family: Literal["harm", "noise", "place"]
+    magnitude: float
+    order: str | None
+    treatment: str
+    control: str
+    num_seeds: int
+    num_texts: int
+    difference: float
+    ci_low: float
+    ci_high: float
+    p_value: float
+    p_holm: float | None
+    p_seed_t: float | None
+    claim: str
+    claim_zh: str
+    verdict: ClaimVerdict
+    sentence: str
+    sentence_zh: str
+
+
+class FaultLossFile(Artifact):
+    """results/fault_loss/<model>/<name>.claims.json: what a loss study shows. `uniform` is ln|V|."""
+
+    name: str
+    model: str
+    gamma: float
+    num_layers: int
+    faulty_layers: tuple[int, ...]
+    num_texts: int
+    uniform: float
+    alpha: float
+    families: tuple[Family, ...]
+    conditions: tuple[FaultLossCondition, ...]
+    comparisons: tuple[FaultLossComparison, ...]

@@ -1,0 +1,145 @@
+"""Reading and writing artifacts: sealed, validated, and never half a file."""
+
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pandera.polars as pa
+import polars as pl
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.errors import DataError
+from aqnpipe.seal import UNSEALED, read_sealed, sealed
+from aqnpipe.study_lock import FOLDERS
+
+_JSON_END = "\n}"
+_JSON_SEAL = ',\n  "seal": "'
+
+Model = TypeVar("Model", bound=BaseModel)
+
+STAGED = ".staged"
+"""End of the names of hidden folders in which artifacts are written; a killed job leaves its own behind."""
+
+
+@contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `target`; rename it there on success, remove it on any exception.
+
+    The body may create a file or a folder at the yielded path. An existing target is replaced.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=STAGED, dir=target.parent))
+    temporary = staging / target.name
+    try:
+        yield temporary
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def remove_staged(results: Path) -> None:
+    """Remove the folders in `results` in which killed jobs were writing; for when no job of the study runs."""
+    name = f".*{STAGED}"
+    deeper = (path for folder in FOLDERS for path in (results / folder).rglob(name))
+    for path in [*results.glob(name), *deeper]:
+        shutil.rmtree(path)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write `text` to `target` atomically."""
+    with atomic_path(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, model: BaseModel) -> None:
+    """Write a pydantic model as indented, sealed JSON, atomically."""
+    text = model.model_dump_json(indent=2)
+    _write_sealed(target, f'{text.removesuffix(_JSON_END)}{_JSON_SEAL}{UNSEALED}"{_JSON_END}\n'.encode())
+
+
+def read_json(path: Path, model: type[Model]) -> Model:
+    """Read and validate a JSON artifact; DataError naming the file and the first problem."""
+    content, seal, _ = read_sealed(path).decode().rpartition(_JSON_SEAL)
+    if not seal:
+        raise DataError(f"{path}: its seal is not where write_json puts it; make it again")
+    return _valid(path, lambda: model.model_validate_json(content + _JSON_END))
+
+
+def write_yaml(target: Path, model: BaseModel) -> None:
+    """Write a pydantic model as YAML, atomically; the seal is its last line."""
+    text = yaml.safe_dump(json.loads(model.model_dump_json()), sort_keys=False, allow_unicode=True)
+    _write_sealed(target, f"{text}# {UNSEALED}\n".encode())
+
+
+def read_yaml(path: Path, model: type[Model]) -> Model:
+    """Read and validate a YAML artifact; DataError naming the file and the first problem."""
+    return _valid(path, lambda: model.model_validate(yaml.safe_load(read_sealed(path).decode())))
+
+
+def read_users_yaml(path: Path, model: type[Model]) -> Model:
+    """Read and validate a YAML file that a person wrote, which has no seal; DataError as `read_yaml`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise DataError(f"{path}: {'no such file' if missing else f'cannot be read ({error})'}") from error
+    return _valid(path, lambda: model.model_validate(yaml.safe_load(text)))
+
+
+def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
+    """Validate `table` against `schema` and write it as parquet with a seal in its metadata, atomically."""
+    validated = _validated(target, table, schema)
+    buffer = io.BytesIO()
+    validated.write_parquet(buffer, compression="zstd", statistics=True, metadata={"seal": UNSEALED})
+    _write_sealed(target, buffer.getvalue())
+
+
+def write_csv(target: Path, table: pl.DataFrame) -> None:
+    """Write `table` as CSV, atomically: the same rows as the parquet beside it, for other people's tools."""
+    with atomic_path(target) as temporary:
+        table.write_csv(temporary)
+
+
+def read_table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
+    """Read a parquet artifact and validate it; DataError naming the file and the first problem."""
+    return _validated(path, read_unchecked_table(path), schema)
+
+
+def read_unchecked_table(path: Path) -> pl.DataFrame:
+    """Read a parquet artifact whole, whatever its columns; DataError as `read_table`."""
+    content = read_sealed(path)
+    try:
+        return pl.read_parquet(io.BytesIO(content))
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+
+
+def _write_sealed(target: Path, content: bytes) -> None:
+    with atomic_path(target) as temporary:
+        temporary.write_bytes(sealed(content))
+
+
+def _valid(path: Path, read: Callable[[], Model]) -> Model:
+    try:
+        return read()
+    except yaml.YAMLError as error:
+        raise DataError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
+    except ValidationError as error:
+        raise DataError(f"{path}: {describe_validation_error(error)}") from error
+
+
+def _validated(path: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
+    try:
+        return schema.validate(table)
+    except pa.errors.SchemaError as error:
+        raise DataError(f"{path}: {str(error).splitlines()[0]}") from error
