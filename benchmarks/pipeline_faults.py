@@ -323,9 +323,9 @@ Studies: {kinds}. The command goes on from what its folder holds; more of it add
 Snakemake and its jobs are processes of their own, started by the same commands as ever, forked from one that has their
 imports made (`tests/support/warm_python.py`), or most of the time would go into imports; `--cold` holds the bytes to
 those of a study without that. Where Snakemake was killed alone, its jobs went on as orphans, half of the time beside
-those of the next one; the last `snakemake` was given when they had ended. A run during which the clock goes back may fail, as Snakemake refuses
-outputs that are older than their inputs; the next one, with the clock set right, may not. Bytes are compared of all results but logs,
-Snakemake's benchmarks and the page's section that shows these.
+those of the next one; the last `snakemake` was given when they had ended. A run during which the clock goes back may
+fail, as Snakemake refuses outputs that are older than their inputs; the next one, with the clock set right, may not.
+Bytes are compared of all results but logs, Snakemake's benchmarks and the page's section that shows these.
 
 Not tried: a power cut, which takes what was not yet on the disk (training flushes its resume points, other artifacts
 are known by their seals), and several machines at once (`tests/workflow/test_slurm.py` has a Slurm of two nodes).
