@@ -111,7 +111,8 @@ def test_processes_count_devices_among_the_visible_ones():
 
 
 @pytest.mark.parametrize(
-    ("visible", "number", "expected"), [(None, None, "0"), (None, "1", "1"), ("4,5", None, "4"), ("4,5", "1", "5")]
+    ("visible", "number", "expected"),
+    [(None, None, "0"), (None, "1", "1"), ("4,5", None, "4"), ("4,5", "1", "5"), ("5", "1", "5")],
 )
 def test_a_worker_computes_on_the_device_of_its_number(monkeypatch, visible, number, expected):
     for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("LOCAL_RANK", number)):

@@ -97,13 +97,18 @@ def visible_ids(kind: DeviceKind) -> tuple[str, ...]:
     return () if text.strip() in _NO_DEVICES else tuple(part.strip() for part in text.split(","))
 
 
-def own_device_id(kind: DeviceKind) -> str:
-    """Return the id of the GPU or NPU that this process computes on: by its number on its node, as accelerate has it.
+def own_device_number(kind: DeviceKind) -> int:
+    """Return the number of this process's device among those that it sees.
 
-    Launchers of several workers say that number in LOCAL_RANK; each of them may see all devices of its node.
+    Of several workers on a node each may see all of its devices, and has the one of its own number (LOCAL_RANK), or see
+    its own alone.
     """
-    number = int(os.environ.get("LOCAL_RANK", "0"))
-    ids = visible_ids(kind)
+    return 0 if len(visible_ids(kind)) == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def own_device_id(kind: DeviceKind) -> str:
+    """Return the id of the GPU or NPU that this process computes on."""
+    number, ids = own_device_number(kind), visible_ids(kind)
     return ids[number] if ids else str(number)
 
 

@@ -15,6 +15,12 @@ def _number(text: str) -> str:
     return text
 
 
+def _percentage(text: str) -> str:
+    if not 0 <= Decimal(text) <= 100:
+        raise ValueError("expected a percentage from 0 to 100")
+    return text
+
+
 Printed = Annotated[str, Field(strict=True, pattern=r"^[+-]?[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?$"), AfterValidator(_number)]
 """A number as printed, in quotes: "70.20" has two decimals, which decide what it may stand for."""
 
@@ -24,7 +30,7 @@ class PublishedAccuracy(FrozenModel):
 
     id: str
     label: str
-    percent: Printed
+    percent: Annotated[Printed, AfterValidator(_percentage)]
     num_questions: int = Field(ge=2)
     arm: str | None = None
     noise_level: float | None = Field(default=None, ge=0, lt=1)

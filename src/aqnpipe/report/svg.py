@@ -44,7 +44,9 @@ def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
     """Render `chart` as an inline SVG element named `label`; the same chart gives the same bytes."""
     # The renderer cannot take every character (it aborts on NUL), so texts are made visible before it sees them.
     # Altair's own check against the schema would take a fifth of the time; the renderer refuses a wrong chart too.
-    spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
+    # It also refuses more than 5,000 rows, for fear of large notebooks.
+    with alt.data_transformers.disable_max_rows():
+        spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
     spec["config"] = _config()
     return _fit_for_page(vl_convert.vegalite_to_svg(spec), label)
 

@@ -5,6 +5,7 @@ single process does (`run_worker`) with its share of every batch. They share the
 has to be on a file system that all of them see.
 """
 
+import os
 import shutil
 import threading
 import time
@@ -19,7 +20,7 @@ from torch import distributed
 from aqnpipe.allocation import this_node
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.device import COLLECTIVES, DeviceKind, resolve_device
+from aqnpipe.device import COLLECTIVES, DeviceKind, own_device_number, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.noise.receipt import Receipt
 from aqnpipe.ray_cluster import RESOURCES, ray_cluster, send_output_to
@@ -125,6 +126,8 @@ def _work(config: dict[str, _Share]) -> None:
     send_output_to(share.logs / f"worker{rank}.log")
     if started != asked:
         raise WorkerError(f"{run_label(share.spec)}: {started} workers started, {asked} were asked for")
+    # accelerate takes the device of this number. Ray shows a worker all GPUs of its node, but of NPUs its own alone.
+    os.environ["LOCAL_RANK"] = str(own_device_number(resolve_device(share.spec.device).kind))
     say = _teller(share.said, rank)
     say(f"{run_label(share.spec)}: {started} workers, on {', '.join(sorted(set(gathered(this_node()))))}")
     try:
