@@ -1,3 +1,6 @@
+from pathlib import Path
+
+import pandera.polars as pa
 import polars as pl
 import pytest
 from pydantic import ValidationError
@@ -7,6 +10,7 @@ from aqnpipe.artifacts.files import (
     read_json,
     read_table,
     read_yaml,
+    validate_tables,
     write_json,
     write_table,
     write_text,
@@ -35,6 +39,47 @@ def test_a_table_of_the_wrong_shape_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(DataError, match="extra"):
         write_table(tmp_path / "x.parquet", PROBLEMS.with_columns(extra=pl.lit(1)), ProblemTable)
     assert list(tmp_path.iterdir()) == []
+
+
+ACCURACY = pl.DataFrame({"arm": ["a", "b"], "seed": [0, 0], "accuracy": [0.5, 1.0]})
+
+
+class AccuracyOfArms(pa.DataFrameModel):
+    arm: str = pa.Field(unique=True)
+    seed: int
+    accuracy: float = pa.Field(ge=0, le=1, nullable=True)
+
+    class Config:
+        strict = True
+        unique = ["seed", "accuracy"]  # noqa: RUF012 - pandera's own form
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (ACCURACY, None),
+        (ACCURACY.with_columns(accuracy=pl.lit(None, pl.Float64)).head(1), None),
+        (ACCURACY.head(0), None),
+        (ACCURACY.with_columns(accuracy=pl.lit(1.5)).head(1), "accuracy"),
+        (ACCURACY.with_columns(arm=pl.lit("a"), accuracy=pl.Series([0.1, 0.2])), "arm"),
+        (ACCURACY.with_columns(accuracy=pl.lit(0.5)), "seed"),
+        (ACCURACY.with_columns(seed=pl.lit(0.5)), "seed"),
+        (ACCURACY.with_columns(extra=pl.lit(1)), "extra"),
+        (ACCURACY.drop("seed"), "seed"),
+    ],
+)
+def test_tables_of_many_files_are_validated_as_each_alone_would_be(second, message):
+    """Rows that are unique in their file may be in several."""
+    tables = {Path("one"): ACCURACY, Path("two"): second, Path("three"): ACCURACY}
+    if message is None:
+        validate_tables(tables, AccuracyOfArms)
+    else:
+        with pytest.raises(DataError, match=f"^two: .*{message}"):
+            validate_tables(tables, AccuracyOfArms)
+
+
+def test_no_tables_are_valid():
+    validate_tables({}, AccuracyOfArms)
 
 
 def test_missing_truncated_and_foreign_files_are_one_line(tmp_path):

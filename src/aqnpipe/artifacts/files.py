@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,8 @@ from aqnpipe.study_lock import FOLDERS
 
 _JSON_END = "\n}"
 _JSON_SEAL = ',\n  "seal": "'
+
+_FILE = "aqnpipe_file"
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -113,6 +115,31 @@ def write_csv(target: Path, table: pl.DataFrame) -> None:
 def read_table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
     """Read a parquet artifact and validate it; DataError naming the file and the first problem."""
     return _validated(path, read_unchecked_table(path), schema)
+
+
+def validate_tables(tables: Mapping[Path, pl.DataFrame], schema: type[pa.DataFrameModel]) -> None:
+    """Validate what `read_unchecked_table` read from many files, in the time of one; DataError as `read_table`."""
+    if tables and not _is_valid_together(list(tables.values()), schema):
+        for path, table in tables.items():
+            _validated(path, table, schema)
+
+
+def _is_valid_together(tables: Sequence[pl.DataFrame], schema: type[pa.DataFrameModel]) -> bool:
+    single = schema.to_schema()
+    alone = [name for name, column in single.columns.items() if column.unique]
+    sets = [[name] for name in alone] + ([list(single.unique)] if single.unique else [])
+    joint = single.update_columns({name: {"unique": False} for name in alone}).add_columns(
+        {_FILE: pa.Column(pl.UInt32)}
+    )
+    joint.unique = None
+    try:
+        together = pl.concat(
+            [table.with_columns(pl.lit(number, dtype=pl.UInt32).alias(_FILE)) for number, table in enumerate(tables)]
+        )
+        joint.validate(together)
+    except (pa.errors.SchemaError, pl.exceptions.PolarsError):
+        return False
+    return not any(together.select(_FILE, *names).is_duplicated().any() for names in sets)
 
 
 def read_unchecked_table(path: Path) -> pl.DataFrame:

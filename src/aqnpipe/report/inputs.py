@@ -15,7 +15,7 @@ from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonT
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.fault_losses import FaultLossFile
-from aqnpipe.artifacts.files import read_json, read_table, read_yaml
+from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.plan import StudyPlan, sigmas_name
@@ -238,6 +238,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         return read([path], lambda: read_json(path, model))
 
     runs = [(one, read([one.metrics, one.receipt, one.record], partial(_read_run, one))) for one in inputs.runs]
+    validate_tables({one.metrics: run.metrics for one, run in runs if run}, TrainingMetrics)
     evaluations = [
         (one, read([one.table, one.receipt, one.record], partial(_read_evaluated, one))) for one in inputs.evaluations
     ]
@@ -286,10 +287,11 @@ def _empty(schema: type[pa.DataFrameModel]) -> pl.DataFrame:
 
 
 def _read_run(run: RunInput) -> Run:
+    """Read what a run left; its metrics are still to be validated."""
     _refuse_foreign(run.record, {"model": run.model, "arm": run.arm, "seed": run.seed}, run.metrics, run.receipt)
     return Run(
         source=run,
-        metrics=read_table(run.metrics, TrainingMetrics),
+        metrics=read_unchecked_table(run.metrics),
         receipt=read_json(run.receipt, Receipt),
         record=read_json(run.record, RunRecord),
         cost=read_cost(run.benchmark),
