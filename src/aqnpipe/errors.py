@@ -93,3 +93,8 @@ class DeviceError(AqnpipeError):
     """A device that was asked for is not there, or is in use."""
 
     advice = "`aqnpipe doctor` says what this machine has; `device` in the study and the profile say what is asked for"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what another library's error says, or its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()

@@ -24,7 +24,7 @@ from typing import Any
 
 from aqnpipe.allocation import environment_of_node, nodes_of_job, this_node
 from aqnpipe.device import Device, DeviceKind
-from aqnpipe.errors import DeviceError, WorkerError
+from aqnpipe.errors import DeviceError, WorkerError, first_line
 
 ADDRESS = "RAY_ADDRESS"
 """Names a cluster that exists already (`auto`, or host and port of its head node)."""
@@ -219,7 +219,7 @@ def _start_ray(arguments: Mapping[str, Any]) -> None:
         # What Ray raises when one of its processes is not there in time; a bare Exception is among it.
         if type(error) is not Exception and not isinstance(error, RuntimeError | OSError):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise WorkerError(
             f"Ray did not start on node {this_node()}: {reason[:300]} (under heavy load a machine may be too slow for "
             f"it; {ADDRESS}, where it is set, has to name a cluster that runs); the same command tries again"

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.errors import DataError
+from aqnpipe.errors import DataError, first_line
 from aqnpipe.seal import UNSEALED, read_sealed, sealed
 from aqnpipe.study_lock import FOLDERS
 
@@ -148,7 +148,7 @@ def read_unchecked_table(path: Path) -> pl.DataFrame:
     try:
         return pl.read_parquet(io.BytesIO(content))
     except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+        raise DataError(f"{path}: not a readable parquet file ({first_line(error)})") from error
 
 
 def _write_sealed(target: Path, content: bytes) -> None:
@@ -160,7 +160,7 @@ def _valid(path: Path, read: Callable[[], Model]) -> Model:
     try:
         return read()
     except yaml.YAMLError as error:
-        raise DataError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
+        raise DataError(f"{path}: not valid YAML ({first_line(error)})") from error
     except ValidationError as error:
         raise DataError(f"{path}: {describe_validation_error(error)}") from error
 
@@ -169,4 +169,4 @@ def _validated(path: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel])
     try:
         return schema.validate(table)
     except pa.errors.SchemaError as error:
-        raise DataError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: {first_line(error)}") from error

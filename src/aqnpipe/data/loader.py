@@ -7,7 +7,7 @@ import polars as pl
 
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset
 from aqnpipe.data.generated import generate_problems, normalise_question
-from aqnpipe.errors import DataError
+from aqnpipe.errors import DataError, first_line
 from aqnpipe.scoring import extract_answer, normalise_number
 
 Split = Literal["train", "test"]
@@ -64,7 +64,7 @@ def _read_local(config: LocalDataset, split: Split) -> pl.DataFrame:
     try:
         table = pl.read_ndjson(path, infer_schema_length=None) if path.suffix == ".jsonl" else pl.read_parquet(path)
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).splitlines()[0]})") from error
+        raise DataError(f"{path}: cannot be read as {path.suffix[1:]} ({first_line(error)})") from error
     return _question_and_answer(table, config, str(path))
 
 
@@ -76,7 +76,7 @@ def _read_hub(config: HubDataset, split: Split) -> pl.DataFrame:
     try:
         rows = datasets.load_dataset(config.hub_id, config.subset, revision=config.revision, split=split)
     except (datasets.exceptions.DatasetsError, HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise DataError(
             f"{_name_of(config)} at revision {config.revision}: not fetched from the hub ({reason})"
         ) from error

@@ -19,7 +19,7 @@ from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import ModelConfig, read_model_config
-from aqnpipe.errors import ConfigError, DataError, ModelError
+from aqnpipe.errors import ConfigError, DataError, ModelError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ def _device(name: str) -> "torch.device":
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ConfigError(f"--device {name}: not usable here ({reason})") from error
     return device
 
@@ -230,7 +230,7 @@ def _random_model(folder: Path, device: "torch.device", dtype: str, attention: s
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             )
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {str(folder)!r} cannot be made: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(f"model {str(folder)!r} cannot be made: {first_line(error)}") from error
     return model.eval()
 
 

@@ -20,7 +20,7 @@ from aqnpipe.config.model import (
     read_model_config,
     source_kind,
 )
-from aqnpipe.errors import ModelError
+from aqnpipe.errors import ModelError, first_line
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
 from aqnpipe.provenance import sha256_of_file
 
@@ -81,7 +81,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at_revision = f" at revision {revision}" if revision else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ModelError(
             f"model {hub_id!r}{at_revision}: no such folder here, and not fetched from the hub ({reason})"
         ) from error
@@ -256,7 +256,7 @@ def load_model(
             output_loading_info=True,
         )
     except (*_UNREADABLE, SafetensorError) as error:
-        raise ModelError(f"model {str(folder)!r} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"model {str(folder)!r} cannot be loaded: {first_line(error)}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             names = sorted(str(key) for key in info[problem])
@@ -264,10 +264,6 @@ def load_model(
                 f"model {str(folder)!r}: {problem.replace('_', ' ')} in its weights: {', '.join(names[:3])}"
             )
     return model.to(device).eval()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -289,7 +285,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         # The tokenizers library raises bare Exceptions for malformed files.
         if type(error) is not Exception and not isinstance(error, _UNREADABLE):
             raise
-        raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {first_line(error)}") from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(f"tokenizer of {str(folder)!r} has neither pad nor eos token, expected one")

@@ -11,7 +11,7 @@ import psutil
 
 from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
-from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.errors import ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy import PassAccount, PassNoise, RolloutNoise
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
@@ -272,5 +272,5 @@ def _described(call: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str,
         # vLLM passes on what fails in another process as a bare Exception; anything else is not about the extension.
         if type(error) is not Exception:
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ReceiptError(f"vLLM's workers run without aqnpipe's extension ({reason[:200]})") from error

@@ -1,0 +1,18 @@
+"""What is told of errors that other libraries raise."""
+
+import pytest
+
+from aqnpipe.errors import first_line
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("\n wrong value \nand why"), "wrong value"),
+        (RuntimeError("one line"), "one line"),
+        (TimeoutError(), "TimeoutError"),
+        (OSError(" \n "), "OSError"),
+    ],
+)
+def test_the_first_line_or_the_type_of_a_silent_error(error, expected):
+    assert first_line(error) == expected
