@@ -8,10 +8,12 @@ included, without noise, which the harness has not. Every backend gets the batch
 harness is also measured at that of the others, and at 1, which is its default.
 
 `tiny` is the built-in model; `widened` is the same with zero channels added to its MLPs: the same answers, at the cost
-of a larger model, whose products weigh more than the calls around them. Needs lm_eval (extra dev), no network.
+of a larger model, whose products weigh more than the calls around them. Questions are put bare and after 5 worked
+examples, as the harness's gsm8k task puts them by default. Needs lm_eval (extra dev), no network.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from transformers import AutoModelForCausalLM
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.data.examples import Example
 from aqnpipe.data.generated import generate_problems
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.evaluation.actors import load_generator
@@ -49,17 +53,48 @@ OURS = {
 """What is asked of `generation.backend` and a model's `attention`; the harness attends by sdpa."""
 BATCH_SIZES = (64, 128, 256, 512)
 DEFAULT_BATCH_SIZE = 1
-MAX_CONTEXT = 1024
+MAX_CONTEXT = 2048
 
 
-def harness_answers(folder: Path, questions: list[str], response_tokens: int) -> Callable[[int], list[str]]:
+@dataclass(frozen=True)
+class Task:
+    """Questions and how they are put; what every backend is given, as JSON."""
+
+    questions: list[str]
+    examples: list[tuple[str, str]]
+    response_tokens: int
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """Bare questions, or worked examples before each."""
+        if not self.examples:
+            return PromptFormat()
+        return PromptFormat(layout="question_answer", num_examples=len(self.examples))
+
+    def prompts(self, tokenizer: Any) -> list[list[int]]:
+        """Return the prompts as token ids."""
+        examples = [Example(*one) for one in self.examples]
+        return prompt_token_ids(self.questions, self.prompt_format, tokenizer, examples)
+
+
+def generated_task(num_questions: int, num_examples: int, response_tokens: int) -> Task:
+    """Return generated questions with so many worked ones of the training split before each."""
+    dataset = GeneratedDataset(num_test=num_questions)
+    return Task(
+        [problem.question for problem in generate_problems(dataset, "test")],
+        [(one.question, one.answer) for one in generate_problems(dataset, "train")[:num_examples]],
+        response_tokens,
+    )
+
+
+def harness_answers(folder: Path, task: Task) -> Callable[[int], list[str]]:
     """Return a function that answers all questions by the harness's HFLM in batches of a given size."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = load_tokenizer(folder)
-    prompts = [tokenizer.decode(ids) for ids in prompt_token_ids(questions, PromptFormat(), tokenizer, ())]
-    settings = {"until": [], "max_gen_toks": response_tokens, "do_sample": False}
+    prompts = [tokenizer.decode(ids) for ids in task.prompts(tokenizer)]
+    settings = {"until": [], "max_gen_toks": task.response_tokens, "do_sample": False}
     model = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=MAX_CONTEXT)
 
     def answers(batch_size: int) -> list[str]:
@@ -73,7 +108,7 @@ def harness_answers(folder: Path, questions: list[str], response_tokens: int) ->
     return answers
 
 
-def our_answers(name: str, folder: Path, questions: list[str], response_tokens: int) -> Callable[[int], list[str]]:
+def our_answers(name: str, folder: Path, task: Task) -> Callable[[int], list[str]]:
     """Return a function that answers all questions as the evaluate stage does, in batches of a given size."""
     backend, attention = OURS[name]
     tokenizer = load_tokenizer(folder)
@@ -81,22 +116,23 @@ def our_answers(name: str, folder: Path, questions: list[str], response_tokens: 
     def spec(batch_size: int) -> EvaluationSpec:
         return EvaluationSpec.model_validate(
             {
-                **{"model_role": "base", "arm_id": "speed", "seed": 0, "step": 0, "device": "cpu", "prompt": {}},
+                **{"model_role": "base", "arm_id": "speed", "seed": 0, "step": 0, "device": "cpu"},
                 **{"dtype": "float32", "attention": attention, "generation": {"backend": backend}},
+                "prompt": task.prompt_format.model_dump(),
                 "evaluation": {
                     "noise_levels": (0.0,),
-                    "max_response_tokens": response_tokens,
+                    "max_response_tokens": task.response_tokens,
                     "batch_size": batch_size,
                 },
             }
         )
 
-    prompts = prompt_token_ids(questions, PromptFormat(), tokenizer, ())
-    generator = load_generator(spec(max(BATCH_SIZES)), folder, max(map(len, prompts)) + response_tokens)
+    longest = max(map(len, task.prompts(tokenizer)))
+    generator = load_generator(spec(max(BATCH_SIZES)), folder, longest + task.response_tokens)
 
     def answers(batch_size: int) -> list[str]:
         asked = spec(batch_size)
-        pieces = pieces_of(asked, prompt_token_ids(questions, asked.prompt, tokenizer, ()))
+        pieces = pieces_of(asked, task.prompts(tokenizer))
         (done,) = answered_passes(asked, pieces, (answer(generator, asked, piece) for piece in pieces))
         done.receipt.check()
         texts: list[str] = tokenizer.batch_decode([one.token_ids for one in done.samples[0]], skip_special_tokens=True)
@@ -111,15 +147,15 @@ def cpu_seconds() -> float:
     return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
-def serve(backend: str, folder: Path, questions: list[str], response_tokens: int) -> None:
+def serve(backend: str, folder: Path, task: Task) -> None:
     """Be one backend: read batch sizes from standard input, answer all questions, write what it took as JSON lines."""
     torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no reply
     if backend == HARNESS:
-        answers = harness_answers(folder, questions, response_tokens)
+        answers = harness_answers(folder, task)
     else:
-        answers = our_answers(backend, folder, questions, response_tokens)
+        answers = our_answers(backend, folder, task)
     for line in sys.stdin:
         wall, cpu = time.perf_counter(), cpu_seconds()
         texts = answers(int(line))
@@ -182,16 +218,14 @@ def ratios(rounds: Sequence[Mapping[tuple[str, int], Any]], of: tuple[str, int],
     return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
 
-def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
-    """Print the rows of one model."""
-    questions = [
-        problem.question for problem in generate_problems(GeneratedDataset(num_test=arguments.questions), "test")
-    ]
+def measure(name: str, folder: Path, task: Task, arguments: argparse.Namespace) -> None:
+    """Print the rows of one model and way to put the questions."""
+    name = f"{name}, {len(task.examples)}-shot"
     tokenizer = load_tokenizer(folder)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(questions, file)
+        json.dump(asdict(task), file)
         file.flush()
-        rest = ["--model", str(folder), "--texts", file.name, "--tokens", str(arguments.tokens)]
+        rest = ["--model", str(folder), "--task", file.name]
         pythons = {one: arguments.vllm_python if one == "vllm" else sys.executable for one in (HARNESS, *OURS)}
         served = {backend: Served(backend, python, rest) for backend, python in pythons.items() if python}
         fastest = {}
@@ -226,27 +260,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=("tiny", "widened"), default=("tiny", "widened"))
     parser.add_argument("--questions", type=int, default=1024)
+    parser.add_argument("--examples", type=int, nargs="+", default=(0, 5), help="worked examples before a question")
     parser.add_argument("--tokens", type=int, default=48, help="limit of a response")
     parser.add_argument("--intermediate-size", type=int, default=4096, help="of the widened model's MLPs")
     parser.add_argument("--vllm-python", help="python of the environment that `make vllm` makes")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--texts", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.model, json.loads(arguments.texts.read_text()), arguments.tokens)
+        serve(arguments.serve, arguments.model, Task(**json.loads(arguments.task.read_text())))
         return
     CONSOLE.print(
         "| model | backend | batch size | same answers | tokens/s | CPU time, harness at its fastest / this "
         "| wall, the same | CPU time, harness at this batch size / this | CPU time, harness at 1 / this |"
     )
     CONSOLE.print("|---|---|---|---|---|---|---|---|---|")
-    if "tiny" in arguments.models:
-        measure("tiny", builtin_folder("tiny"), arguments)
-    if "widened" in arguments.models:
-        with tempfile.TemporaryDirectory() as folder:
-            save_widened(Path(folder), arguments.intermediate_size)
-            measure("widened", Path(folder), arguments)
+    with tempfile.TemporaryDirectory() as widened:
+        save_widened(Path(widened), arguments.intermediate_size)
+        folders = {"tiny": builtin_folder("tiny"), "widened": Path(widened)}
+        for name, num_examples in itertools.product(arguments.models, arguments.examples):
+            task = generated_task(arguments.questions, num_examples, arguments.tokens)
+            measure(name, folders[name], task, arguments)
     CONSOLE.print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
 
 

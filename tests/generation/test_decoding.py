@@ -63,8 +63,8 @@ def library_answers(model, asked, end_token):
     return [one[: one.index(end_token) + 1] if end_token in one else one for one in found]
 
 
-def answers(model, asked, end_token, limit=LIMIT):
-    return decode(model, asked, most_probable, padding_token=PADDING, end_token=end_token, limit=limit)
+def answers(model, asked, end_token, limit=LIMIT, **settings):
+    return decode(model, asked, most_probable, padding_token=PADDING, end_token=end_token, limit=limit, **settings)
 
 
 def an_end_token(model, asked):
@@ -139,8 +139,12 @@ def test_memory_holds_what_transformers_own_cache_does():
     torch.manual_seed(0)
     states = torch.randn(2, 5, 2, 4, 8)
     states[:, :3, :, 2:] = 0
-    ours.take_prompts(0, *states[:, :3, :, :2])
-    ours.take_prompts(3, *states[:, 3:])
+    for first, some in ((0, states[:, :3, :, :2]), (3, states[:, 3:])):
+        ours.turn_to(first, some.shape[1], 0)
+        assert ours.get_seq_length() == 0
+        for found, expected in zip(ours.update(*some), some, strict=True):
+            assert torch.equal(found, expected)
+    ours.turn_to(0, 5, 4)
     theirs.update(*states)
     rows = 5
     for kept in ([0, 1, 2, 3, 4], [4, 1, 2], [2, 1]):
@@ -152,6 +156,64 @@ def test_memory_holds_what_transformers_own_cache_does():
             assert torch.equal(found, expected)
     assert ours.get_seq_length() == theirs.get_seq_length() == 7
     assert ours.keys.data_ptr() == ours._memory[0].data_ptr()
+
+
+def test_memory_of_rows_that_begin_alike():
+    """Three tokens in common, then one and two of their own."""
+    ours = InPlaceLayer(rows=3, width=5, capacity=6)
+    beginning, rest, token = torch.randn(2, 1, 2, 3, 8), torch.randn(2, 3, 2, 2, 8), torch.randn(2, 3, 2, 1, 8)
+    rest[:, 0, :, 1] = 0
+    ours.update(*beginning)
+    ours.repeat_first_row(3)
+    for first, some in ((0, rest[:, :1, :, :1]), (1, rest[:, 1:])):
+        ours.turn_to(first, some.shape[1], 3)
+        assert ours.get_seq_length() == 3
+        expected = torch.cat([beginning.expand(-1, some.shape[1], -1, -1, -1), some], dim=3)
+        assert torch.equal(torch.stack(ours.update(*some)), expected)
+    ours.turn_to(0, 3, 5)
+    expected = torch.cat([beginning.expand(-1, 3, -1, -1, -1), rest, token], dim=3)
+    assert torch.equal(torch.stack(ours.update(*token)), expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("shared", [15, 16, 40])
+def test_what_all_prompts_begin_with_is_read_once(attention, shared, monkeypatch):
+    model, rests = llama(attention), prompts()
+    beginning = torch.randint(2, SIZES["vocab_size"], (shared,), generator=torch.Generator().manual_seed(1)).tolist()
+    asked = [[*beginning, place, *rest] for place, rest in enumerate(rests, start=2)]
+    monkeypatch.setattr("aqnpipe.generation.decoding._PROMPT_TOKENS_AT_ONCE", 24)
+    end_token = an_end_token(model, asked)
+    expected = library_answers(model, asked, end_token)
+    read = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"]) if kwargs["position_ids"] is None else None,
+        with_kwargs=True,
+    )
+    assert answers(model, asked, end_token) == expected
+    assert sum((ids != PADDING).sum() for ids in read) == sum(map(len, asked))
+    read.clear()
+    assert answers(model, asked, end_token, reads_beginning_once=True) == expected
+    if shared < 16:
+        assert sum((ids != PADDING).sum() for ids in read) == sum(map(len, asked))
+    else:
+        assert read[0].tolist() == [beginning]
+        assert sum((ids != PADDING).sum() for ids in read) == shared + sum(len(one) + 1 for one in rests)
+        assert len(read) > 3
+
+
+def test_a_prompt_that_is_the_beginning_of_all_keeps_its_last_token():
+    model = llama("sdpa")
+    beginning = torch.randint(2, SIZES["vocab_size"], (20,), generator=torch.Generator().manual_seed(2)).tolist()
+    for asked in ([beginning, [*beginning, 3, 4]], [beginning, beginning], [beginning]):
+        expected = library_answers(model, asked, end_token=-1)
+        assert answers(model, asked, end_token=-1, reads_beginning_once=True) == expected
+
+
+def test_layers_with_a_window_read_every_prompt_whole():
+    model, beginning = mistral("sdpa"), [5] * 20
+    asked = [[*beginning, *rest] for rest in prompts()]
+    expected = library_answers(model, asked, end_token=-1)
+    assert answers(model, asked, end_token=-1, reads_beginning_once=True) == expected
 
 
 def test_attention_is_as_it_was_before(model):

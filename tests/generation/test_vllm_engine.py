@@ -75,7 +75,7 @@ def start(tokenizer):
     from aqnpipe.generation.vllm.engine import VllmEngine
 
     def start(folder, **changes):
-        settings = {"dtype": "float32", "max_tokens": 128, "batch_size": 4, "device": "cpu"}
+        settings = {"dtype": "float32", "max_tokens": 320, "batch_size": 4, "device": "cpu"}
         return VllmEngine(folder, end_token=tokenizer.eos_token_id, **(settings | changes))
 
     return start
@@ -167,6 +167,44 @@ def test_noise_is_replayed_by_its_key_and_gone_after_the_pass(engine, reference,
     assert first != clean
     assert engine.generate(prompts, SAMPLING) == clean
     assert run(engine, PassNoise(), prompts)[0] == clean
+
+
+@pytest.fixture
+def few_shot(prompts):
+    """Prompts that begin with the same 200 tokens: one block of vLLM's cache and more."""
+    beginning = [token for prompt in prompts for token in prompt] * 5
+    return [beginning[:200] + prompt for prompt in prompts]
+
+
+def test_what_prompts_begin_with_is_read_once_but_by_each_prompt_under_noise(
+    engine, reference, few_shot, monkeypatch
+):
+    wait, cached = engine._llm.wait_for_completion, []
+
+    def watched(**settings):
+        outputs = wait(**settings)
+        cached.append(sorted(one.num_cached_tokens for one in outputs))
+        return outputs
+
+    monkeypatch.setattr(engine._llm, "wait_for_completion", watched)
+    fault = PassNoise(faults=(Fault(type="dead_zone", layer=2, magnitude=0.3),))
+    for asked in (noise(), fault):
+        _, receipt = run(engine, asked, few_shot)
+        receipt.check()
+    # What the noised pass left in vLLM's memory is no part of what follows.
+    clean, receipt = run(engine, PassNoise(), few_shot, KEY, KEY)
+    receipt.check()
+    assert clean[0] == clean[1] == run(reference, PassNoise(), few_shot)[0]
+    assert cached == [[0] * 4, [0] * 4, [0, 128, 128, 128], [0, 128, 128, 128]]
+
+
+def test_a_prompt_that_was_not_read_under_its_own_noise_is_refused(engine, few_shot, monkeypatch):
+    import vllm
+
+    parameters = vllm.SamplingParams
+    monkeypatch.setattr(vllm, "SamplingParams", lambda **asked: parameters(**asked | {"skip_reading_prefix_cache": False}))
+    with pytest.raises(ReceiptError, match="vLLM took 384 tokens of prompts from its cache"):
+        run(engine, noise(), few_shot)
 
 
 def test_only_the_layers_and_the_head_that_were_asked_for_are_noised(engine, prompts):

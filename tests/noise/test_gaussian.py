@@ -146,6 +146,24 @@ def test_a_tensor_with_gaps_is_noised_and_its_surroundings_are_not():
     assert (base[:, 1::2] == 1).all()
 
 
+@settings(deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    left=st.integers(0, 5),
+    width=st.sampled_from([1, 3, 64, 300, 1023, 1024, 1025, 2500]),
+    right=st.integers(0, 5),
+    add_=st.sampled_from([add_relative_gaussian_, add_absolute_gaussian_]),
+)
+def test_columns_get_the_numbers_of_a_dense_tensor_and_nothing_beside_them_is_touched(rows, left, width, right, add_):
+    base = torch.full((rows, left + width + right), 3.0)
+    columns = base[:, left : left + width]
+    expected = add_(columns.clone(), 0.05, NoiseStream(5, 2))
+    assert add_(columns, 0.05, NoiseStream(5, 2)) is columns
+    assert torch.equal(columns, expected)
+    assert (base[:, :left] == 3).all()
+    assert (base[:, left + width :] == 3).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("start", "numel"), [(0, 1), (3, 1023), (1, 1024), (17, 1025), (1024, 4096), (5, 5000)])
 def test_nothing_beside_a_part_of_a_buffer_is_touched(dtype, start, numel):

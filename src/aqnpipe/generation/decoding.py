@@ -4,6 +4,7 @@ transformers' `generate` computes every row until the last one has ended, pads e
 keys and values at every token. Here a step costs what its living rows cost.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from aqnpipe.generation.kv_cache import InPlaceLayer
 
 _PROMPT_TOKENS_AT_ONCE = 2048
 """Tokens of prompts, padding included, that one forward reads: few enough to stay in a CPU's cache."""
+_FEWEST_SHARED_TOKENS = 16
+"""A beginning that is shorter is not worth a forward of its own."""
 
 
 class Chooser(Protocol):
@@ -28,16 +31,24 @@ class Chooser(Protocol):
 
 
 def decode(
-    model: Any, prompts: Sequence[Sequence[int]], choose: Chooser, *, padding_token: int, end_token: int, limit: int
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    choose: Chooser,
+    *,
+    padding_token: int,
+    end_token: int,
+    limit: int,
+    reads_beginning_once: bool = False,
 ) -> list[list[int]]:
     """Return up to `limit` tokens for each of the prompts (token ids), up to and including the first end token.
 
-    The first forwards read the prompts, shortest first, those of like length together. Each one after them has a token
-    of every row that goes on; when rows leave, the last ones take their places.
+    The first forwards read the prompts, shortest first, those of like length together; before them one reads what all
+    prompts begin with, if `reads_beginning_once` allows it and there is enough. Each one after them has a token of every
+    row that goes on; when rows leave, the last ones take their places.
     """
     responses: list[list[int]] = [[] for _ in prompts]
     with torch.no_grad(), grouped_attention(model.config):
-        batch = _Batch(model, prompts, padding_token, limit)
+        batch = _Batch(model, prompts, padding_token, limit, reads_beginning_once)
         logits = batch.read_prompts()
         for step in range(1, limit + 1):
             tokens = choose(logits, batch.rows)
@@ -60,6 +71,12 @@ def without_gaps(lives: Sequence[bool]) -> list[int]:
     return [place if lives[place] else next(last) for place in range(count)]
 
 
+def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens all prompts begin with, if a forward of their own is worth it; each keeps a last one."""
+    shared = min(len(os.path.commonprefix(list(prompts))), min(map(len, prompts)) - 1)
+    return shared if len(prompts) > 1 and shared >= _FEWEST_SHARED_TOKENS else 0
+
+
 class _Batch:
     """The rows that have not ended: their numbers, their keys and values, and which tokens they see.
 
@@ -67,7 +84,14 @@ class _Batch:
     layers see a window of the last tokens alone, padding comes first, and the cache is transformers' own.
     """
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], padding_token: int, limit: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        padding_token: int,
+        limit: int,
+        reads_beginning_once: bool,
+    ) -> None:
         self._model, self._device = model, model.device
         self._padding_token = padding_token
         self.rows = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
@@ -76,8 +100,9 @@ class _Batch:
         library = DynamicCache(config=model.config)
         self._in_place = all(type(layer) is DynamicLayer for layer in library.layers)
         capacity = self._width + limit
-        layers = [InPlaceLayer(len(prompts), self._width, capacity) for _ in library.layers]
-        self._cache = Cache(layers=layers) if self._in_place else library
+        self._layers = [InPlaceLayer(len(prompts), self._width, capacity) for _ in library.layers]
+        self._cache = Cache(layers=self._layers) if self._in_place else library
+        self._shared = _num_shared(self._prompts) if self._in_place and reads_beginning_once else 0
         seen = torch.ones(len(prompts), capacity, dtype=torch.long)
         for place, prompt in enumerate(self._prompts):
             padding = self._width - len(prompt)
@@ -94,7 +119,14 @@ class _Batch:
         if not self._in_place:
             mask, positions = self._seen[:, : self._width], self._positions[:, : self._width]
             return self._forward(self._padded(self._prompts), self._cache, 1, mask, positions)[:, -1]
-        return torch.cat([self._read_some(first, prompts) for first, prompts in self._portions()])
+        if self._shared:
+            self._read_some(0, [self._prompts[0][: self._shared]], 0)
+            for layer in self._layers:
+                layer.repeat_first_row(self._shared)
+        logits = [self._read_some(first, prompts, self._shared) for first, prompts in self._portions()]
+        for layer in self._layers:
+            layer.turn_to(0, len(self._prompts), self._width)
+        return torch.cat(logits)
 
     def read(self, tokens: Tensor) -> Tensor:
         """Return the logits [rows, vocabulary] behind one more token of every row."""
@@ -112,21 +144,21 @@ class _Batch:
         return index
 
     def _portions(self) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
-        """Yield the prompts that one forward reads, with the place of the first."""
+        """Yield what one forward reads of the prompts, with the place of the first."""
+        rests = [prompt[self._shared :] for prompt in self._prompts]
         first = 0
-        for place in range(1, len(self._prompts) + 1):
-            is_last = place == len(self._prompts)
-            if is_last or (place + 1 - first) * len(self._prompts[place]) > _PROMPT_TOKENS_AT_ONCE:
-                yield first, self._prompts[first:place]
+        for place in range(1, len(rests) + 1):
+            if place == len(rests) or (place + 1 - first) * len(rests[place]) > _PROMPT_TOKENS_AT_ONCE:
+                yield first, rests[first:place]
                 first = place
 
-    def _read_some(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def _read_some(self, first: int, prompts: Sequence[Sequence[int]], seen: int) -> Tensor:
+        """Return the logits [prompts, vocabulary] behind prompts whose first `seen` tokens have been read."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ends, which = lengths.unique(return_inverse=True)
-        cache = DynamicCache(config=self._model.config)
-        logits = self._forward(self._padded(prompts), cache, (ends - 1).to(self._device), None, None)
-        for memory, layer in zip(self._cache.layers, cache.layers, strict=True):
-            memory.take_prompts(first, layer.keys, layer.values)
+        for layer in self._layers:
+            layer.turn_to(first, len(prompts), seen)
+        logits = self._forward(self._padded(prompts), self._cache, (ends - 1).to(self._device), None, None)
         return logits[torch.arange(len(prompts)), which]
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:

@@ -11,36 +11,45 @@ class InPlaceLayer(DynamicLayer):
     """Keys and values of one layer, [rows, heads, tokens, channels]: views of memory for `capacity` tokens per row.
 
     transformers' own layer is copied at every token. Every row has place for `width` tokens of its prompt, and zeros
-    behind a prompt that is shorter; what is generated comes after it.
+    behind a prompt that is shorter; what is generated comes after it. Prompts may be read some rows at a time.
     """
 
     def __init__(self, rows: int, width: int, capacity: int) -> None:
         super().__init__()
         self._rows, self._width, self._capacity = rows, width, capacity
         self._memory: list[Tensor] = []
+        self._first_row = 0
 
-    def take_prompts(self, first_row: int, keys: Tensor, values: Tensor) -> None:
-        """Take the states of some prompts, [prompts, heads, tokens, channels], for the rows from `first_row` on."""
+    def turn_to(self, first_row: int, rows: int, tokens: int) -> None:
+        """Let the next states be those of `rows` rows from `first_row` on, behind their first `tokens` tokens."""
+        self._first_row = first_row
+        if self._memory:
+            self._show(rows, tokens)
+
+    def repeat_first_row(self, tokens: int) -> None:
+        """Give all rows the first `tokens` tokens of the first one."""
+        for memory in self._memory:
+            memory[1:, :, :tokens] = memory[:1, :, :tokens]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states of the next tokens of every row, and return those of all tokens."""
         if not self._memory:
             self._memory = [
                 states.new_empty((self._rows, states.shape[1], self._capacity, states.shape[3]))
-                for states in (keys, values)
+                for states in (key_states, value_states)
             ]
-            self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        for memory, states in zip(self._memory, (keys, values), strict=True):
-            place = memory[first_row : first_row + len(states)]
-            place[:, :, : states.shape[2]] = states
-            # Padding is never seen, but what it holds has to be finite: it is multiplied with a weight of zero.
-            place[:, :, states.shape[2] : self._width] = 0
-        self._show(self._rows, self._width)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of the next token of every row, and return those of all tokens."""
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self._show(len(key_states), 0)
         rows, _, seen, _ = self.keys.shape
-        self._show(rows, seen + key_states.shape[2])
-        self.keys[:, :, seen:] = key_states
-        self.values[:, :, seen:] = value_states
-        return self.keys, self.values
+        end = seen + key_states.shape[2]
+        self._show(rows, end)
+        for whole, states, memory in zip((self.keys, self.values), (key_states, value_states), self._memory, strict=True):
+            whole[:, :, seen:] = states
+            if end < self._width:
+                # Padding is never seen, but what it holds has to be finite: it is multiplied with a weight of zero.
+                memory[self._first_row : self._first_row + rows, :, end : self._width] = 0
+        # What the model has just computed lies in one piece, the same states in memory do not.
+        return (self.keys, self.values) if seen else (key_states, value_states)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i be what row `beam_idx[i]` was; rows that stay where they are cost nothing."""
@@ -51,4 +60,5 @@ class InPlaceLayer(DynamicLayer):
         self._show(len(beam_idx), self.keys.shape[2])
 
     def _show(self, rows: int, tokens: int) -> None:
-        self.keys, self.values = (memory[:rows, :, :tokens] for memory in self._memory)
+        end = self._first_row + rows
+        self.keys, self.values = (memory[self._first_row : end, :, :tokens] for memory in self._memory)

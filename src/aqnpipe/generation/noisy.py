@@ -40,6 +40,11 @@ class PassNoise(FrozenModel):
         noise = self.module_noise
         return noise if noise is not None and noise.is_active and self.phase in noise.phases else None
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing changes what is computed."""
+        return self.operators_at_work is None and self.modules_at_work is None and not self.faults
+
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
         """Return a recorder that expects exactly this on a model with so many decoder layers and RMSNorms."""
         return ReceiptRecorder(
@@ -164,7 +169,8 @@ class TransformersPasses:
         if self._noise is None or self._recorder is None:
             raise RuntimeError("no pass has begun; this is a bug")
         with phase_noise(self._model, self._recorder, self._noise.phase, key):
-            return self._backend.generate(prompts, sampling)
+            # Under noise each row has its own, so that answers are independent of each other.
+            return self._backend.generate(prompts, sampling, reads_beginning_once=self._noise.is_clean)
 
     def end_pass(self) -> PassAccount:
         """Return the account of the pass."""

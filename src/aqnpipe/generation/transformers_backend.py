@@ -22,8 +22,14 @@ class TransformersBackend:
         self._end_token: int = tokenizer.eos_token_id
         self._padding_token: int = tokenizer.pad_token_id
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """Return one completion per prompt, in order."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, reads_beginning_once: bool = False
+    ) -> list[Completion]:
+        """Return one completion per prompt, in order.
+
+        What all prompts begin with may be read once for all rows with `reads_beginning_once`: they then have its noise
+        in common, if there is any.
+        """
         if not prompts:
             return []
         draws = None if sampling.temperature is None else _Draws(sampling, len(prompts), self._model.device)
@@ -37,6 +43,7 @@ class TransformersBackend:
                 padding_token=self._padding_token,
                 end_token=self._end_token,
                 limit=sampling.max_response_tokens,
+                reads_beginning_once=reads_beginning_once,
             )
         finally:
             self._model.train(was_training)

@@ -12,10 +12,13 @@ MEASURED_ELEMENTS_PER_CALL = 256
 
 def sample(tensor: Tensor) -> Tensor:
     """Return a copy of at most MEASURED_ELEMENTS_PER_CALL elements, spread over the whole tensor."""
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() <= MEASURED_ELEMENTS_PER_CALL:
-        return flat.clone()
-    return flat.index_select(0, sample_positions(flat.numel(), flat.device))
+    values, numel = tensor.detach(), tensor.numel()
+    if numel <= MEASURED_ELEMENTS_PER_CALL:
+        return values.reshape(-1).clone()
+    if values.is_contiguous():
+        return values.view(-1).index_select(0, sample_positions(numel, values.device))
+    # A part of a buffer is not copied as a whole for a few of its elements.
+    return values[_places(values.shape, values.device)]
 
 
 @lru_cache(maxsize=4096)
@@ -30,3 +33,9 @@ def sample_positions(num_elements: int, device: torch.device) -> Tensor:
     )
     places = (torch.arange(MEASURED_ELEMENTS_PER_CALL) + drawn) * (num_elements / MEASURED_ELEMENTS_PER_CALL)
     return places.long().clamp_max(num_elements - 1).to(device)
+
+
+@lru_cache(maxsize=4096)
+def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Return `sample_positions` as indices of a tensor of that shape."""
+    return torch.unravel_index(sample_positions(shape.numel(), device), shape)

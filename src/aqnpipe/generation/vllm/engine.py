@@ -29,8 +29,9 @@ class VllmEngine:
     """vLLM with its engine and workers in processes of their own; a context manager that ends them.
 
     Greedy or sampled completions come from `generate`; `begin_pass` to `end_pass` put noise around it, inside the
-    workers. Requests are queued before the first is scheduled, so that batches do not depend on timing, and nothing is
-    kept from one batch for the next (no prefix cache): a cached prefix would carry the noise of its own batch.
+    workers. Requests are queued before the first is scheduled, so that batches do not depend on timing. What prompts of
+    a batch begin with is computed once (vLLM's prefix cache) in passes without noise alone, as it would be noise that
+    all rows have in common; nothing is kept from one batch for the next.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class VllmEngine:
             "max_num_seqs": batch_size,
             "max_num_batched_tokens": max(2048, max_tokens),
             "enforce_eager": True,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": True,
             "async_scheduling": False,
             "skip_tokenizer_init": True,
             # Those of the draws themselves, after the temperature.
@@ -121,8 +122,8 @@ class VllmEngine:
     def load_weights(self, path: Path, sha256: str) -> None:
         """Let every worker take the weights in a safetensors file, whose digest is `sha256`.
 
-        Nothing of what was generated before is kept (no prefix cache), so there is nothing to reset. Raises
-        ReceiptError if any parameter of a worker's model is not, bit for bit, what was sent.
+        Nothing that was computed with other weights is read any more. Raises ReceiptError if any parameter of a worker's
+        model is not, bit for bit, what was sent.
         """
         answers = self._call("aqnpipe_load_weights", str(path), sha256)
         if [answer.get("sha256") for answer in answers] != [sha256] * len(self._workers):
@@ -145,10 +146,11 @@ class VllmEngine:
         if not prompts:
             return []
         if key is None:
-            return self._generate(prompts, sampling)
+            return self._generate(prompts, sampling, reads_beginning_once=False)
+        reads_beginning_once = self._noise is not None and self._noise.is_clean
         self._call("aqnpipe_begin_batch", asdict(key))
         try:
-            completions = self._generate(prompts, sampling)
+            completions = self._generate(prompts, sampling, reads_beginning_once)
         finally:
             self._call("aqnpipe_end_batch")
         # Each token of a response takes a forward pass of its own.
@@ -203,9 +205,14 @@ class VllmEngine:
         """End the processes of the engine."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, reads_beginning_once: bool
+    ) -> list[Completion]:
         from vllm import SamplingParams
 
+        # What was cached before may carry noise, or come from other weights.
+        if reads_beginning_once and not self._llm.reset_prefix_cache():
+            raise ModelError("vLLM did not empty its prefix cache, though no request is under way")
         first = sampling.first_row
         parameters = [
             SamplingParams(
@@ -216,6 +223,7 @@ class VllmEngine:
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0 if sampling.log_probabilities else None,
+                skip_reading_prefix_cache=not reads_beginning_once,
             )
             for row in range(len(prompts))
         ]
@@ -226,6 +234,12 @@ class VllmEngine:
         outputs = self._llm.wait_for_completion(use_tqdm=False)
         if len(outputs) != len(prompts):
             raise ModelError(f"vLLM answered {len(outputs)} of {len(prompts)} prompts")
+        cached = sum(one.num_cached_tokens or 0 for one in outputs)
+        if cached and not reads_beginning_once:
+            raise ReceiptError(
+                f"receipt refused: vLLM took {cached} tokens of prompts from its cache, where every prompt is to be read "
+                "under noise of its own"
+            )
         # Requests are numbered as they were queued.
         return [self._completion(one.outputs[0]) for one in sorted(outputs, key=lambda one: int(one.request_id))]
 

@@ -146,7 +146,8 @@ class _EngineInjection:
             within = self._is_changed_within(linear, layer)
             if noised or within:
                 method = linear.module.quant_method
-                method.apply = partial(self._product, linear, within, method.apply)
+                product = self._product_of_parts if within else self._product
+                method.apply = partial(product, linear, method.apply)
                 stack.callback(delattr, method, "apply")
             if layer is not None and not within:
                 self._witness.install(stack, linear)
@@ -193,6 +194,7 @@ class _EngineInjection:
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
         # Rows of a batch of vLLM may differ; all prompts are read first, mostly in one forward.
         state.start_forward(None if state.forward_index < 0 else 1)
+        self._witness.enter_model()
         state.recorder.count_forward(state.phase)
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
@@ -223,20 +225,22 @@ class _EngineInjection:
         return tensor
 
     def _product(
-        self,
-        linear: Linear,
-        within: bool,
-        apply: Callable[..., Tensor],
-        layer: Any,
-        x: Tensor,
-        bias: Tensor | None = None,
+        self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Compute what `apply` would, with an error on every projection before its bias; then its faults strike.
+        """Compute what `apply` would, with an error on every projection before its bias."""
+        product = apply(layer, x, None)
+        for part, columns in zip(linear.parts, linear.views(product), strict=True):
+            self._put(f"linear.{part.name}", columns)
+        return product if bias is None else product.add_(bias)
 
-        `within`: inputs or outputs of projections are changed here. Where each has an input of its own, the merged
-        product is computed in its parts.
+    def _product_of_parts(
+        self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Compute what `apply` would where inputs or outputs of projections are changed within, errors and all.
+
+        Where each has an input of its own, the merged product is computed in its parts.
         """
-        if linear.is_merged and self._noises_inputs and within:
+        if linear.is_merged and self._noises_inputs:
             inputs, weights = [part.input(x) for part in linear.parts], layer.weight.split(linear.widths)
             pieces = [F.linear(one, weight) for one, weight in zip(inputs, weights, strict=True)]
         else:
@@ -245,16 +249,12 @@ class _EngineInjection:
         if self._state.place.error is not None:
             for part, piece in zip(linear.parts, pieces, strict=False):
                 self._put(f"linear.{part.name}", piece)
-        if within:
-            used = pieces if len(weights) > 1 else [_joined(pieces)]
-            for one, weight, product in zip(inputs, weights, used, strict=True):
-                self._witness.compare(one, weight, None, product)
+        used = pieces if len(weights) > 1 else [_joined(pieces)]
+        for one, weight, product in zip(inputs, weights, used, strict=True):
+            self._witness.compare(one, weight, None, product)
         if bias is not None:
             pieces = [piece + its_bias for piece, its_bias in zip(pieces, linear.split(bias), strict=True)]
-        if within:
-            pieces[: len(linear.parts)] = [
-                part.output(piece) for part, piece in zip(linear.parts, pieces, strict=False)
-            ]
+        pieces[: len(linear.parts)] = [part.output(piece) for part, piece in zip(linear.parts, pieces, strict=False)]
         return _joined(pieces)
 
     def _after(self, operator: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,8 +1,9 @@
 """Where the operators and sites of a transformers model are in vLLM's, which merges some of them."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,14 +51,24 @@ class Linear:
         """Whether the module computes more than one projection."""
         return len(self.parts) > 1
 
-    @property
+    @cached_property
     def widths(self) -> list[int]:
         """Columns of each projection."""
         return [part.width for part in self.parts]
 
+    @cached_property
+    def width(self) -> int:
+        """Columns of all projections."""
+        return sum(self.widths)
+
+    def views(self, output: Tensor) -> Sequence[Tensor]:
+        """Return the columns of each projection in `output`; those that only pad are in none."""
+        used = output if output.shape[-1] == self.width else output[..., : self.width]
+        return used.split_with_sizes(self.widths, -1) if len(self.parts) > 1 else (used,)
+
     def split(self, output: Tensor) -> list[Tensor]:
         """Return the output of each projection, dense; columns that only pad are one more item at the end."""
-        padding = output.shape[-1] - sum(self.widths)
+        padding = output.shape[-1] - self.width
         pieces = output.split([*self.widths, padding] if padding else self.widths, dim=-1)
         return [piece.contiguous() for piece in pieces]
 

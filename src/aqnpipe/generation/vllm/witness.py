@@ -21,18 +21,31 @@ class EngineWitness:
         self._operator_noise = operator_noise
         self._offset = (state.key.step + state.key.micro_step) % STRIDE
         self._number = 0
+        self._handles: list[Any] = []
 
     def install(self, stack: ExitStack, linear: Linear) -> None:
         """Compare what one linear module puts out, before the hooks of any fault behind it."""
         number, self._number = self._number, self._number + 1
         hook = partial(self._compare_linear, number % STRIDE == self._offset)
-        keep(stack, linear.module.register_forward_hook(hook, prepend=True))
+        self._keep(stack, linear.module.register_forward_hook(hook, prepend=True))
 
     def install_on_head(self, stack: ExitStack, logits: Any) -> None:
         """Compare the output projection, unless its logits are scaled or capped."""
         noised = self._operator_noise is None or self._operator_noise.include_lm_head
         if noised and logits.scale == 1.0 and logits.soft_cap is None:
-            keep(stack, logits.register_forward_hook(self._compare_head, prepend=True))
+            self._keep(stack, logits.register_forward_hook(self._compare_head, prepend=True))
+
+    def enter_model(self) -> None:
+        """Note the start of a forward."""
+        if self._state.reads_one_token and not self._state.is_first_of_kind:
+            # A hook costs time even if it has nothing left to do.
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def _keep(self, stack: ExitStack, handle: Any) -> None:
+        self._handles.append(handle)
+        keep(stack, handle)
 
     def _compare_linear(self, has_its_turn: bool, module: Any, args: tuple[Tensor, ...], output: Any) -> None:
         # The first forward reads prompts and costs most, so an eighth is checked there, another eighth in each batch.
