@@ -75,7 +75,7 @@ def start(tokenizer):
     from aqnpipe.generation.vllm.engine import VllmEngine
 
     def start(folder, **changes):
-        settings = {"dtype": "float32", "max_tokens": 320, "batch_size": 4, "device": "cpu"}
+        settings = {"dtype": "float32", "max_tokens": 128, "batch_size": 4, "device": "cpu"}
         return VllmEngine(folder, end_token=tokenizer.eos_token_id, **(settings | changes))
 
     return start
@@ -84,7 +84,7 @@ def start(tokenizer):
 @pytest.fixture(scope="module")
 def engine(start):
     """The built-in model: tied embeddings, trained, so that its greedy answers have clear margins."""
-    with start(builtin_folder("tiny")) as engine:
+    with start(builtin_folder("tiny"), max_tokens=320) as engine:
         yield engine
 
 
@@ -176,9 +176,7 @@ def few_shot(prompts):
     return [beginning[:200] + prompt for prompt in prompts]
 
 
-def test_what_prompts_begin_with_is_read_once_but_by_each_prompt_under_noise(
-    engine, reference, few_shot, monkeypatch
-):
+def test_what_prompts_begin_with_is_read_once_but_by_each_prompt_under_noise(engine, reference, few_shot, monkeypatch):
     wait, cached = engine._llm.wait_for_completion, []
 
     def watched(**settings):
@@ -202,8 +200,10 @@ def test_a_prompt_that_was_not_read_under_its_own_noise_is_refused(engine, few_s
     import vllm
 
     parameters = vllm.SamplingParams
-    monkeypatch.setattr(vllm, "SamplingParams", lambda **asked: parameters(**asked | {"skip_reading_prefix_cache": False}))
-    with pytest.raises(ReceiptError, match="vLLM took 384 tokens of prompts from its cache"):
+    monkeypatch.setattr(
+        vllm, "SamplingParams", lambda **asked: parameters(**asked | {"skip_reading_prefix_cache": False})
+    )
+    with pytest.raises(ReceiptError, match=r"vLLM took [1-9]\d+ tokens of prompts from its cache"):
         run(engine, noise(), few_shot)
 
 

@@ -43,7 +43,9 @@ class InPlaceLayer(DynamicLayer):
         rows, _, seen, _ = self.keys.shape
         end = seen + key_states.shape[2]
         self._show(rows, end)
-        for whole, states, memory in zip((self.keys, self.values), (key_states, value_states), self._memory, strict=True):
+        for whole, states, memory in zip(
+            (self.keys, self.values), (key_states, value_states), self._memory, strict=True
+        ):
             whole[:, :, seen:] = states
             if end < self._width:
                 # Padding is never seen, but what it holds has to be finite: it is multiplied with a weight of zero.
