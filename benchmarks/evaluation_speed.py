@@ -152,10 +152,7 @@ def serve(backend: str, folder: Path, task: Task) -> None:
     torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no reply
-    if backend == HARNESS:
-        answers = harness_answers(folder, task)
-    else:
-        answers = our_answers(backend, folder, task)
+    answers = harness_answers(folder, task) if backend == HARNESS else our_answers(backend, folder, task)
     for line in sys.stdin:
         wall, cpu = time.perf_counter(), cpu_seconds()
         texts = answers(int(line))

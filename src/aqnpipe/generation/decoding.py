@@ -4,8 +4,8 @@ transformers' `generate` computes every row until the last one has ended, pads e
 keys and values at every token. Here a step costs what its living rows cost.
 """
 
-import os
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +43,8 @@ def decode(
     """Return up to `limit` tokens for each of the prompts (token ids), up to and including the first end token.
 
     The first forwards read the prompts, shortest first, those of like length together; before them one reads what all
-    prompts begin with, if `reads_beginning_once` allows it and there is enough. Each one after them has a token of every
-    row that goes on; when rows leave, the last ones take their places.
+    prompts begin with, if `reads_beginning_once` allows it and there is enough. Each one after them has a token of
+    every row that goes on; when rows leave, the last ones take their places.
     """
     responses: list[list[int]] = [[] for _ in prompts]
     with torch.no_grad(), grouped_attention(model.config):
@@ -73,7 +73,8 @@ def without_gaps(lives: Sequence[bool]) -> list[int]:
 
 def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many tokens all prompts begin with, if a forward of their own is worth it; each keeps a last one."""
-    shared = min(len(os.path.commonprefix(list(prompts))), min(map(len, prompts)) - 1)
+    alike = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
+    shared = min(alike, min(map(len, prompts)) - 1)
     return shared if len(prompts) > 1 and shared >= _FEWEST_SHARED_TOKENS else 0
 
 

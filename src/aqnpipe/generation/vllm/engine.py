@@ -122,8 +122,8 @@ class VllmEngine:
     def load_weights(self, path: Path, sha256: str) -> None:
         """Let every worker take the weights in a safetensors file, whose digest is `sha256`.
 
-        Nothing that was computed with other weights is read any more. Raises ReceiptError if any parameter of a worker's
-        model is not, bit for bit, what was sent.
+        Nothing that was computed with other weights is read any more. Raises ReceiptError if any parameter of a
+        worker's model is not, bit for bit, what was sent.
         """
         answers = self._call("aqnpipe_load_weights", str(path), sha256)
         if [answer.get("sha256") for answer in answers] != [sha256] * len(self._workers):
@@ -237,8 +237,8 @@ class VllmEngine:
         cached = sum(one.num_cached_tokens or 0 for one in outputs)
         if cached and not reads_beginning_once:
             raise ReceiptError(
-                f"receipt refused: vLLM took {cached} tokens of prompts from its cache, where every prompt is to be read "
-                "under noise of its own"
+                f"receipt refused: vLLM took {cached} tokens of prompts from its cache, where every prompt is to be "
+                "read under noise of its own"
             )
         # Requests are numbered as they were queued.
         return [self._completion(one.outputs[0]) for one in sorted(outputs, key=lambda one: int(one.request_id))]
