@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from aqnpipe.generation.decoding import decode, without_gaps
 from aqnpipe.generation.grouped_attention import grouped_attention
-from aqnpipe.generation.kv_cache import InPlaceLayer
+from aqnpipe.generation.kv_cache import BatchMemory, InPlaceLayer
 
 PADDING, LIMIT = 0, 16
 SIZES = {
@@ -63,8 +63,9 @@ def library_answers(model, asked, end_token):
     return [one[: one.index(end_token) + 1] if end_token in one else one for one in found]
 
 
-def answers(model, asked, end_token, limit=LIMIT, **settings):
-    return decode(model, asked, most_probable, padding_token=PADDING, end_token=end_token, limit=limit, **settings)
+def answers(model, asked, end_token, limit=LIMIT, memory=None, **settings):
+    ends = {"padding_token": PADDING, "end_token": end_token, "limit": limit}
+    return decode(model, asked, most_probable, memory=memory or BatchMemory(), **ends, **settings)
 
 
 def an_end_token(model, asked):
@@ -135,7 +136,7 @@ def test_gaps_are_filled_from_the_end(lives):
 
 def test_memory_holds_what_transformers_own_cache_does():
     """Prompts of 4 and 2 tokens, then one token at a time; rows leave in between."""
-    ours, theirs = InPlaceLayer(rows=5, width=4, capacity=7), DynamicLayer()
+    ours, theirs = InPlaceLayer(5, 4, 7, BatchMemory(), 0), DynamicLayer()
     torch.manual_seed(0)
     states = torch.randn(2, 5, 2, 4, 8)
     states[:, :3, :, 2:] = 0
@@ -160,7 +161,7 @@ def test_memory_holds_what_transformers_own_cache_does():
 
 def test_memory_of_rows_that_begin_alike():
     """Three tokens in common, then one and two of their own."""
-    ours = InPlaceLayer(rows=3, width=5, capacity=6)
+    ours = InPlaceLayer(3, 5, 6, BatchMemory(), 0)
     beginning, rest, token = torch.randn(2, 1, 2, 3, 8), torch.randn(2, 3, 2, 2, 8), torch.randn(2, 3, 2, 1, 8)
     rest[:, 0, :, 1] = 0
     ours.update(*beginning)
@@ -214,6 +215,26 @@ def test_layers_with_a_window_read_every_prompt_whole():
     asked = [[*beginning, *rest] for rest in prompts()]
     expected = library_answers(model, asked, end_token=-1)
     assert answers(model, asked, end_token=-1, reads_beginning_once=True) == expected
+
+
+def test_what_a_batch_leaves_in_memory_changes_nothing_of_the_next():
+    """Smaller, larger and smaller again; all of the memory is made infinite in between."""
+    model, memory = llama("sdpa"), BatchMemory()
+    for number, seed in ((12, 0), (20, 1), (3, 2), (7, 3)):
+        asked = prompts(number, seed)
+        end_token = an_end_token(model, prompts())
+        assert answers(model, asked, end_token, memory=memory) == library_answers(model, asked, end_token)
+        for block in memory._blocks.values():
+            block.fill_(torch.inf)
+
+
+def test_memory_is_taken_once_and_anew_only_where_it_does_not_do():
+    memory, like = BatchMemory(), torch.ones(1)
+    first = memory.take(0, (4, 6), like)
+    assert memory.take(0, (2, 11), like).data_ptr() == first.data_ptr()
+    assert memory.take(1, (4, 6), like).data_ptr() != first.data_ptr()
+    assert memory.take(0, (5, 5), like).shape == (5, 5)
+    assert memory.take(0, (1, 2), like.bfloat16()).dtype == torch.bfloat16
 
 
 def test_attention_is_as_it_was_before(model):

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from aqnpipe.generation.grouped_attention import grouped_attention
-from aqnpipe.generation.kv_cache import InPlaceLayer
+from aqnpipe.generation.kv_cache import BatchMemory, InPlaceLayer
 
 _PROMPT_TOKENS_AT_ONCE = 2048
 """Tokens of prompts, padding included, that one forward reads: few enough to stay in a CPU's cache."""
@@ -38,6 +38,7 @@ def decode(
     padding_token: int,
     end_token: int,
     limit: int,
+    memory: BatchMemory,
     reads_beginning_once: bool = False,
 ) -> list[list[int]]:
     """Return up to `limit` tokens for each of the prompts (token ids), up to and including the first end token.
@@ -48,7 +49,7 @@ def decode(
     """
     responses: list[list[int]] = [[] for _ in prompts]
     with torch.no_grad(), grouped_attention(model.config):
-        batch = _Batch(model, prompts, padding_token, limit, reads_beginning_once)
+        batch = _Batch(model, prompts, padding_token, limit, memory, reads_beginning_once)
         logits = batch.read_prompts()
         for step in range(1, limit + 1):
             tokens = choose(logits, batch.rows)
@@ -91,6 +92,7 @@ class _Batch:
         prompts: Sequence[Sequence[int]],
         padding_token: int,
         limit: int,
+        memory: BatchMemory,
         reads_beginning_once: bool,
     ) -> None:
         self._model, self._device = model, model.device
@@ -101,7 +103,9 @@ class _Batch:
         library = DynamicCache(config=model.config)
         self._in_place = all(type(layer) is DynamicLayer for layer in library.layers)
         capacity = self._width + limit
-        self._layers = [InPlaceLayer(len(prompts), self._width, capacity) for _ in library.layers]
+        self._layers = [
+            InPlaceLayer(len(prompts), self._width, capacity, memory, number) for number in range(len(library.layers))
+        ]
         self._cache = Cache(layers=self._layers) if self._in_place else library
         self._shared = _num_shared(self._prompts) if self._in_place and reads_beginning_once else 0
         seen = torch.ones(len(prompts), capacity, dtype=torch.long)

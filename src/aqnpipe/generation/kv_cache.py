@@ -1,10 +1,32 @@
 """Keys and values of a batch in memory that is taken once: a step writes its own, and a row that ended leaves."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
+
+
+class BatchMemory:
+    """Memory that batches take one after the other: new memory costs the system a page fault per page.
+
+    What the batch before has left in it stays there; whoever takes it writes before reading.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Tensor] = {}
+
+    def take(self, number: int, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return tensor `number` of a batch, of the dtype and on the device of `like`."""
+        size = math.prod(shape)
+        block = self._blocks.pop(number, None)
+        if block is None or len(block) < size or (block.dtype, block.device) != (like.dtype, like.device):
+            del block
+            block = like.new_empty(size)
+        self._blocks[number] = block
+        return block[:size].view(*shape)
 
 
 class InPlaceLayer(DynamicLayer):
@@ -14,9 +36,11 @@ class InPlaceLayer(DynamicLayer):
     behind a prompt that is shorter; what is generated comes after it. Prompts may be read some rows at a time.
     """
 
-    def __init__(self, rows: int, width: int, capacity: int) -> None:
+    def __init__(self, rows: int, width: int, capacity: int, taken: BatchMemory, number: int) -> None:
+        """Be layer `number` of a batch in the memory that is `taken` for it."""
         super().__init__()
         self._rows, self._width, self._capacity = rows, width, capacity
+        self._taken, self._number = taken, number
         self._memory: list[Tensor] = []
         self._first_row = 0
 
@@ -35,8 +59,8 @@ class InPlaceLayer(DynamicLayer):
         """Write the states of the next tokens of every row, and return those of all tokens."""
         if not self._memory:
             self._memory = [
-                states.new_empty((self._rows, states.shape[1], self._capacity, states.shape[3]))
-                for states in (key_states, value_states)
+                self._taken.take(number, (self._rows, states.shape[1], self._capacity, states.shape[3]), states)
+                for number, states in enumerate((key_states, value_states), start=2 * self._number)
             ]
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self._show(len(key_states), 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.decoding import decode
+from aqnpipe.generation.kv_cache import BatchMemory
 
 
 class TransformersBackend:
@@ -19,6 +20,7 @@ class TransformersBackend:
         if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
             raise ModelError("the tokenizer needs an end token and a padding token for batched generation")
         self._model = model
+        self._memory = BatchMemory()
         self._end_token: int = tokenizer.eos_token_id
         self._padding_token: int = tokenizer.pad_token_id
 
@@ -43,6 +45,7 @@ class TransformersBackend:
                 padding_token=self._padding_token,
                 end_token=self._end_token,
                 limit=sampling.max_response_tokens,
+                memory=self._memory,
                 reads_beginning_once=reads_beginning_once,
             )
         finally:
