@@ -9,7 +9,8 @@ harness is also measured at that of the others, and at 1, which is its default.
 
 `tiny` is the built-in model; `widened` is the same with zero channels added to its MLPs: the same answers, at the cost
 of a larger model, whose products weigh more than the calls around them. Questions are put bare and after 5 worked
-examples, as the harness's gsm8k task puts them by default. Needs lm_eval (extra dev), no network.
+examples, as the harness's gsm8k task does by default; responses to the latter end where that ends them. Needs lm_eval
+(extra dev), no network.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import Example
 from aqnpipe.data.generated import generate_problems
-from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.data.prompts import end_of_response, prompt_token_ids
 from aqnpipe.evaluation.actors import load_generator
 from aqnpipe.evaluation.pieces import answer, answered_passes, pieces_of
 from aqnpipe.models.loading import load_tokenizer
@@ -94,7 +95,8 @@ def harness_answers(folder: Path, task: Task) -> Callable[[int], list[str]]:
 
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.decode(ids) for ids in task.prompts(tokenizer)]
-    settings = {"until": [], "max_gen_toks": task.response_tokens, "do_sample": False}
+    stop_text = task.prompt_format.stop_text
+    settings = {"until": [stop_text] if stop_text else [], "max_gen_toks": task.response_tokens, "do_sample": False}
     model = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=MAX_CONTEXT)
 
     def answers(batch_size: int) -> list[str]:
@@ -135,8 +137,8 @@ def our_answers(name: str, folder: Path, task: Task) -> Callable[[int], list[str
         pieces = pieces_of(asked, task.prompts(tokenizer))
         (done,) = answered_passes(asked, pieces, (answer(generator, asked, piece) for piece in pieces))
         done.receipt.check()
-        texts: list[str] = tokenizer.batch_decode([one.token_ids for one in done.samples[0]], skip_special_tokens=True)
-        return texts
+        texts = tokenizer.batch_decode([one.token_ids for one in done.samples[0]], skip_special_tokens=True)
+        return [end_of_response(text, task.prompt_format.stop_text) for text in texts]
 
     return answers
 

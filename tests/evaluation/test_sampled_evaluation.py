@@ -97,13 +97,15 @@ def test_samples_at_next_to_no_temperature_are_the_greedy_response(run):
 
 
 def test_luck_is_keyed_by_noise_seed_sample_and_batch_alone():
-    config = EvaluationConfig(
-        max_response_tokens=8, batch_size=2, noise_seeds=(3, 4), sampling={"temperature": 0.7, "num_samples": 2}
-    )
+    settings = {"sampling": {"temperature": 0.7, "num_samples": 2}, "noise_seeds": (3, 4), "noise_levels": (0.0,)}
+    spec = EvaluationSpec(
+        model_role="base", arm_id="a", seed=0, step=1, dtype="float32", attention="eager", prompt={},
+        evaluation=settings | {"max_response_tokens": 8, "batch_size": 2},
+    )  # fmt: skip
     keys = [(noise_seed, sample, batch) for noise_seed in (3, 4) for sample in (0, 1) for batch in (0, 1, 2)]
-    seeds = [sampling_of(config, *key).seed for key in keys]
+    seeds = [sampling_of(spec, *key).seed for key in keys]
     assert len(set(seeds)) == len(keys)
-    assert {sampling_of(config, *key).temperature for key in keys} == {0.7}
+    assert {sampling_of(spec, *key).temperature for key in keys} == {0.7}
 
 
 def test_the_log_says_what_was_cut_off_or_held_no_answer(run):

@@ -64,8 +64,8 @@ def library_answers(model, asked, end_token):
 
 
 def answers(model, asked, end_token, limit=LIMIT, memory=None, **settings):
-    ends = {"padding_token": PADDING, "end_token": end_token, "limit": limit}
-    return decode(model, asked, most_probable, memory=memory or BatchMemory(), **ends, **settings)
+    settings |= {"is_over": lambda response: response[-1] == end_token, "padding_token": PADDING, "limit": limit}
+    return decode(model, asked, most_probable, memory=memory or BatchMemory(), **settings)
 
 
 def an_end_token(model, asked):

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.models.loading import load_model, load_tokenizer
 
 TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0)
 PROMPTS = [[5, 6, 7], [9], [5, 6, 7, 8, 9, 10, 11]]
@@ -38,6 +40,25 @@ def test_an_end_token_ends_a_completion_and_is_kept(make_model):
     (completion,) = TransformersBackend(model, TOKENIZER).generate([[5]], Sampling(max_response_tokens=4))
     assert completion.token_ids == [1]
     assert completion.finish_reason == "stop"
+
+
+def test_a_stop_text_ends_a_response_and_no_other():
+    folder = builtin_folder("tiny")
+    tokenizer = load_tokenizer(folder)
+    backend = TransformersBackend(load_model(folder, dtype="float32", attention="eager"), tokenizer)
+    questions = [f"Tom has {n} apples . He buys 7 more . How many apples now ?" for n in range(4)] + ["What"]
+    prompts = tokenizer(questions)["input_ids"]
+    whole = backend.generate(prompts, Sampling(max_response_tokens=28))
+    ended = backend.generate(prompts, Sampling(max_response_tokens=28, stop_text="####"))
+    said = [tokenizer.decode(one.token_ids) for one in whole]
+    assert 0 < sum("####" in text for text in said) < len(said)
+    for free, one, text in zip(whole, ended, said, strict=True):
+        assert one.token_ids == free.token_ids[: len(one.token_ids)]
+        if "####" in text:
+            assert tokenizer.decode(one.token_ids).endswith("####")
+            assert one.finish_reason == "stop"
+        else:
+            assert one == free
 
 
 def test_length_is_a_finish_reason(model):

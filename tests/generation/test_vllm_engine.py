@@ -369,6 +369,24 @@ def test_shares_of_a_model_answer_the_same_but_take_no_noise(start, reference, p
             run(shared, PassNoise(), prompts)[1].check()
 
 
+@pytest.mark.parametrize("stop_text", ["####", "+"])
+def test_a_stop_text_ends_a_response_in_the_worker(engine, reference, prompts, stop_text):
+    sampling = Sampling(max_response_tokens=24, stop_text=stop_text)
+    ended = []
+    for generator in (engine, reference):
+        generator.begin_pass(PassNoise())
+        ended.append(generator.generate(prompts, sampling, KEY))
+        record = pass_receipt(PassNoise(), [generator.end_pass()]).check().phases[0]
+    assert ended[0] == ended[1]
+    free = run(engine, PassNoise(), prompts)[0]
+    assert any(len(one.token_ids) < len(other.token_ids) for one, other in zip(ended[0], free, strict=True))
+    assert record.forwards >= max(len(one.token_ids) for one in ended[0])
+    sampled = Sampling(max_response_tokens=24, stop_text=stop_text, temperature=1.0, seed=5, log_probabilities=True)
+    for one in engine.generate(prompts, sampled):
+        assert len(one.log_probabilities) == len(one.token_ids)
+        assert all(value > float("-inf") for value in one.log_probabilities)
+
+
 def test_sampling_is_keyed_by_seed_and_row(engine, prompts):
     sampling = Sampling(max_response_tokens=12, temperature=1.5, seed=5)
     whole = engine.generate(prompts, sampling)

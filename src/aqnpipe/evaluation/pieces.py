@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import WorkerError
@@ -128,7 +127,7 @@ def answer(generator: NoisyGenerator, spec: EvaluationSpec, piece: Piece) -> Ans
     generator.begin_pass(noise_of(spec, piece.noise_level))
     completions = []
     for batch in piece.batches:
-        sampling = sampling_of(spec.evaluation, piece.noise_seed, batch.sample, batch.number)
+        sampling = sampling_of(spec, piece.noise_seed, batch.sample, batch.number)
         key = NoiseKey(seed=piece.noise_seed, step=batch.step)
         completions.append(tuple(generator.generate(batch.prompts, sampling, key)))
     return AnsweredPiece(piece.number, tuple(completions), generator.end_pass())
@@ -171,12 +170,14 @@ def noise_of(spec: EvaluationSpec, noise_level: float) -> PassNoise:
     return PassNoise(operator_noise=operator_noise if noise_level else None, faults=spec.faults)
 
 
-def sampling_of(config: EvaluationConfig, noise_seed: int, sample: int, batch: int) -> Sampling:
+def sampling_of(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Sampling:
     """Return how the responses of one sample of a batch are drawn; greedy without `sampling`."""
+    config, stop_text = spec.evaluation, spec.prompt.stop_text
     if config.sampling is None:
-        return Sampling(max_response_tokens=config.max_response_tokens)
+        return Sampling(max_response_tokens=config.max_response_tokens, stop_text=stop_text)
     return Sampling(
         max_response_tokens=config.max_response_tokens,
+        stop_text=stop_text,
         temperature=config.sampling.temperature,
         seed=derive_seed(config.sampling.seed, "evaluation_sampling", noise_seed, sample, batch),
     )

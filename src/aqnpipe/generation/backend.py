@@ -12,6 +12,7 @@ class Sampling:
     `log_probabilities`: completions say how probable each drawn token was, at this temperature; greedy ones cannot.
     The prompts are rows `first_row` and on of a batch of `num_rows` (None: they are the batch). Every row has draws of
     its own in it, so that however a batch is shared out over processes, each prompt has the same luck.
+    A response also ends with the token that completes `stop_text`.
     """
 
     max_response_tokens: int
@@ -20,6 +21,7 @@ class Sampling:
     first_row: int = 0
     num_rows: int | None = None
     log_probabilities: bool = False
+    stop_text: str | None = None
 
     def __post_init__(self) -> None:
         if self.log_probabilities and self.temperature is None:
@@ -28,7 +30,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """Response tokens up to and including the end token, and why generation ended.
+    """Response tokens up to and including the end token or the end of a stop text, and why generation ended.
 
     `log_probabilities` of the tokens, where they were asked for; not compared, as backends round differently.
     """

@@ -4,7 +4,7 @@ transformers' `generate` computes every row until the last one has ended, pads e
 keys and values at every token. Here a step costs what its living rows cost.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -35,13 +35,13 @@ def decode(
     prompts: Sequence[Sequence[int]],
     choose: Chooser,
     *,
+    is_over: Callable[[Sequence[int]], bool],
     padding_token: int,
-    end_token: int,
     limit: int,
     memory: BatchMemory,
     reads_beginning_once: bool = False,
 ) -> list[list[int]]:
-    """Return up to `limit` tokens for each of the prompts (token ids), up to and including the first end token.
+    """Return up to `limit` tokens for each of the prompts (token ids), until with one of them a response `is_over`.
 
     The first forwards read the prompts, shortest first, those of like length together; before them one reads what all
     prompts begin with, if `reads_beginning_once` allows it and there is enough. Each one after them has a token of
@@ -56,7 +56,7 @@ def decode(
             chosen = tokens.tolist()
             for row, token in zip(batch.rows, chosen, strict=True):
                 responses[row].append(token)
-            living = without_gaps([token != end_token for token in chosen])
+            living = without_gaps([not is_over(responses[row]) for row in batch.rows])
             if not living or step == limit:
                 break
             if len(living) < len(chosen):

@@ -1,6 +1,6 @@
 """Generation with transformers, in this process and on the given model object itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from aqnpipe.errors import ModelError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.decoding import decode
 from aqnpipe.generation.kv_cache import BatchMemory
+from aqnpipe.generation.stop_text import StopText
 
 
 class TransformersBackend:
@@ -19,7 +20,7 @@ class TransformersBackend:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
             raise ModelError("the tokenizer needs an end token and a padding token for batched generation")
-        self._model = model
+        self._model, self._tokenizer = model, tokenizer
         self._memory = BatchMemory()
         self._end_token: int = tokenizer.eos_token_id
         self._padding_token: int = tokenizer.pad_token_id
@@ -34,6 +35,7 @@ class TransformersBackend:
         """
         if not prompts:
             return []
+        is_over = self._is_over(sampling.stop_text)
         draws = None if sampling.temperature is None else _Draws(sampling, len(prompts), self._model.device)
         was_training = self._model.training
         self._model.eval()
@@ -42,20 +44,27 @@ class TransformersBackend:
                 self._model,
                 prompts,
                 _most_probable if draws is None else draws,
+                is_over=is_over,
                 padding_token=self._padding_token,
-                end_token=self._end_token,
                 limit=sampling.max_response_tokens,
                 memory=self._memory,
                 reads_beginning_once=reads_beginning_once,
             )
         finally:
             self._model.train(was_training)
-        completions = [Completion(one, "stop" if one[-1] == self._end_token else "length") for one in responses]
+        completions = [Completion(one, "stop" if is_over(one) else "length") for one in responses]
         if draws is None or not sampling.log_probabilities:
             return completions
         return [
             replace(one, log_probabilities=row) for one, row in zip(completions, draws.log_probabilities(), strict=True)
         ]
+
+    def _is_over(self, stop_text: str | None) -> Callable[[Sequence[int]], bool]:
+        end_token = self._end_token
+        if stop_text is None:
+            return lambda response: response[-1] == end_token
+        stop = StopText(self._tokenizer, stop_text)
+        return lambda response: response[-1] == end_token or stop.is_complete(response)
 
 
 def _most_probable(logits: Tensor, rows: Sequence[int]) -> Tensor:

@@ -84,7 +84,7 @@ class ValidationCallback(TrainerCallback):
         self._gold_answers = gold_answers
         self._tokenizer = tokenizer
         self._recorder = recorder
-        self._sampling = Sampling(max_response_tokens=max_response_tokens)
+        self._sampling = Sampling(max_response_tokens=max_response_tokens, stop_text=stop_text)
         self._seed = seed
         self._stop_text = stop_text
 

@@ -14,15 +14,18 @@ from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy import PassAccount, PassNoise, RolloutNoise
+from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXT, StopText
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
 from aqnpipe.generation.vllm.requirements import check_model, check_vllm
 from aqnpipe.generation.vllm.worker import NoiseExtension
+from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.phase_state import NoiseKey
 from aqnpipe.noise.receipt_merge import WorkerAccount, merge_states
 from aqnpipe.noise.recorder_state import RecorderState
 from aqnpipe.seeding import derive_seed
 
 WORKER_EXTENSION = f"{NoiseExtension.__module__}.{NoiseExtension.__qualname__}"
+ENDS_AT_TEXT = "aqnpipe.generation.vllm.stops:EndsAtText"
 
 
 class VllmEngine:
@@ -59,7 +62,7 @@ class VllmEngine:
             raise ModelError("generation.rollout_sleep: vLLM has no sleep mode on a CPU; expected false")
         config = read_model_config(folder)
         check_model(folder, config, device)
-        self._end_token = end_token
+        self._folder, self._end_token = folder, end_token
         self._noise: PassNoise | None = None
         self._forwards_due = 0
         arguments: dict[str, Any] = {
@@ -81,6 +84,7 @@ class VllmEngine:
             "trust_remote_code": False,
             "load_format": "safetensors",
             "worker_extension_cls": worker_extension,
+            "logits_processors": [ENDS_AT_TEXT],
             "disable_log_stats": True,
         }
         if device == "cpu":
@@ -213,7 +217,8 @@ class VllmEngine:
         # What was cached before may carry noise, or come from other weights.
         if reads_beginning_once and not self._llm.reset_prefix_cache():
             raise ModelError("vLLM did not empty its prefix cache, though no request is under way")
-        first = sampling.first_row
+        first, stop_text = sampling.first_row, sampling.stop_text
+        extra = None if stop_text is None else {STOP_TEXT: stop_text, END_TOKEN: self._end_token}
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_response_tokens,
@@ -224,6 +229,7 @@ class VllmEngine:
                 detokenize=False,
                 logprobs=0 if sampling.log_probabilities else None,
                 skip_reading_prefix_cache=not reads_beginning_once,
+                extra_args=extra,
             )
             for row in range(len(prompts))
         ]
@@ -241,14 +247,21 @@ class VllmEngine:
                 "read under noise of its own"
             )
         # Requests are numbered as they were queued.
-        return [self._completion(one.outputs[0]) for one in sorted(outputs, key=lambda one: int(one.request_id))]
+        in_order = [one.outputs[0] for one in sorted(outputs, key=lambda one: int(one.request_id))]
+        stop = None if stop_text is None else StopText(load_tokenizer(self._folder), stop_text)
+        return [self._completion(output, stop) for output in in_order]
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, output: Any, stop: StopText | None) -> Completion:
         token_ids = list(output.token_ids)
+        if stop is not None and stop.is_complete(token_ids[:-1]):
+            # The end token behind the text is no choice of the model's.
+            del token_ids[-1]
         log_probabilities = None
         if output.logprobs is not None:
-            log_probabilities = [by_id[one].logprob for one, by_id in zip(token_ids, output.logprobs, strict=True)]
-        return Completion(token_ids, "stop" if token_ids[-1:] == [self._end_token] else "length", log_probabilities)
+            chosen = zip(token_ids, output.logprobs[: len(token_ids)], strict=True)
+            log_probabilities = [by_id[one].logprob for one, by_id in chosen]
+        has_ended = token_ids[-1] == self._end_token or (stop is not None and stop.is_complete(token_ids))
+        return Completion(token_ids, "stop" if has_ended else "length", log_probabilities)
 
     def _call(self, method: str, *args: object) -> list[Mapping[str, Any]]:
         answers: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
