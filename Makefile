@@ -39,7 +39,7 @@ cluster:
 	else echo "no Slurm: the tests of the cluster profiles will be skipped"; fi
 
 test: setup browser cluster
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # vLLM for a CPU, in an environment of its own: it pins other versions than this package does. Of torch's companions that
 # come with it, three do not fit its torch and would make its import fail.

@@ -11,6 +11,12 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow files first: one of them at the end would keep one process busy and the other idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
