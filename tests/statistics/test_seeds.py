@@ -114,6 +114,15 @@ def test_seed_and_question_means_that_cancel_do_not_give_a_certain_result():
     assert estimate.two_sided_p() > 0.05
 
 
+@pytest.mark.parametrize("outcomes", [[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
+def test_means_without_variance_count_for_the_side_that_has_more_whatever_the_first_answer_is(outcomes):
+    better, none = np.array(outcomes), np.zeros((2, 2))
+    for_it, against = estimate_difference(better, none), estimate_difference(none, better)
+    assert (for_it.method, for_it.difference, against.difference) == ("no_variance", 0.5, -0.5)
+    assert (for_it.counts.only_treatment, for_it.counts.only_control) == (2, 0)
+    assert against.counts == for_it.counts.swapped()
+
+
 def test_a_pretrained_control_stands_against_every_seed():
     treatment, control = answers(3, 40, 0.9), answers(1, 40, 0.4)
     estimate = estimate_difference(treatment, control)

@@ -35,7 +35,14 @@ def cluster(*arguments):
 
 
 def slurm(*command):
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    """Ask Slurm, up to three times: where its daemon is busy and closes the connection, SIGPIPE ends the client."""
+    for _ in range(3):
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        if done.returncode != -signal.SIGPIPE:
+            break
+        time.sleep(1)
+    done.check_returncode()
+    return done.stdout
 
 
 def wait_for(what, condition):

@@ -185,11 +185,11 @@ def _questions_spread(differences: FloatArray) -> Spread | None:
 
 
 def _constant_counts(differences: FloatArray) -> PairedCounts:
-    """Questions as one seed decides them where every d is the same number: all for one side, or for none."""
-    value, number = float(differences.flat[0]), differences.shape[1]
-    if abs(float(differences.mean())) < 1e-12:
+    """Questions where every seed and every question has the same mean d: all for one side, or for none."""
+    mean, number = float(differences.mean()), differences.shape[1]
+    if abs(mean) < 1e-12:
         return PairedCounts(number, 0, 0, 0)
-    return PairedCounts(0, number, 0, 0) if value > 0 else PairedCounts(0, 0, number, 0)
+    return PairedCounts(0, number, 0, 0) if mean > 0 else PairedCounts(0, 0, number, 0)
 
 
 def seed_t_p(seed_means: FloatArray) -> float | None:
