@@ -3,9 +3,9 @@
 import pytest
 
 from aqnpipe.config.model import builtin_folder
-from aqnpipe.config.noise import Fault, ModuleNoise, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.noisy import PassNoise, TransformersPasses, pass_receipt
+from aqnpipe.generation.noisy import PassNoise, RolloutNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.noise.phase_state import NoiseKey
@@ -63,6 +63,12 @@ def test_without_noise_the_beginning_is_read_once(model, tokenizer, prompts, noi
     assert answers == TransformersBackend(model, tokenizer).generate(prompts, SAMPLING)
     assert alike > 30
     assert read == alike + sum(len(prompt) - alike for prompt in prompts)
+
+
+def test_a_rollout_with_aqn_is_not_clean():
+    rest = {"clean_norms": "0" * 64, "fault_states": ()}
+    assert RolloutNoise(**rest).is_clean
+    assert not RolloutNoise(aqn=AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05}), **rest).is_clean
 
 
 @pytest.mark.parametrize("noise", CHANGED, ids=["operators", "modules", "fault"])

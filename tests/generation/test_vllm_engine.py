@@ -207,6 +207,20 @@ def test_a_prompt_that_was_not_read_under_its_own_noise_is_refused(engine, few_s
         run(engine, noise(), few_shot)
 
 
+def test_a_vllm_that_no_longer_counts_what_it_cached_is_refused(engine, prompts, monkeypatch):
+    wait = engine._llm.wait_for_completion
+
+    def without_counts(**settings):
+        outputs = wait(**settings)
+        for one in outputs:
+            one.num_cached_tokens = None
+        return outputs
+
+    monkeypatch.setattr(engine._llm, "wait_for_completion", without_counts)
+    with pytest.raises(ReceiptError, match="does not say how many tokens of prompts"):
+        run(engine, noise(), prompts)
+
+
 def test_only_the_layers_and_the_head_that_were_asked_for_are_noised(engine, prompts):
     receipt = run(engine, noise(layers=(1, 4), include_lm_head=False), prompts)[1].check()
     assert {cell.layer for cell in receipt.cells} == {1, 4}

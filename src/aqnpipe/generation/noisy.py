@@ -71,6 +71,11 @@ class RolloutNoise(PassNoise):
     clean_norms: str
     fault_states: tuple[ActiveFaultState, ...]
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing changes what is computed."""
+        return self.aqn is None and super().is_clean
+
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
         """Return a recorder for one rollout, as far along as that of the run."""
         recorder = ReceiptRecorder(

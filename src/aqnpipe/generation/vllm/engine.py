@@ -63,6 +63,7 @@ class VllmEngine:
         config = read_model_config(folder)
         check_model(folder, config, device)
         self._folder, self._end_token = folder, end_token
+        self._stops: dict[str, StopText] = {}
         self._noise: PassNoise | None = None
         self._forwards_due = 0
         arguments: dict[str, Any] = {
@@ -141,7 +142,8 @@ class VllmEngine:
     def begin_rollout(self, noise: RolloutNoise) -> None:
         """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model cannot be given it."""
         self._call("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
-        self._forwards_due = 0
+        # No pass any more, of which one that failed may have been left.
+        self._noise, self._forwards_due = None, 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey | None = None
@@ -240,16 +242,23 @@ class VllmEngine:
         outputs = self._llm.wait_for_completion(use_tqdm=False)
         if len(outputs) != len(prompts):
             raise ModelError(f"vLLM answered {len(outputs)} of {len(prompts)} prompts")
-        cached = sum(one.num_cached_tokens or 0 for one in outputs)
-        if cached and not reads_beginning_once:
+        cached = [one.num_cached_tokens for one in outputs]
+        if None in cached:
+            raise ReceiptError("receipt refused: vLLM does not say how many tokens of prompts it took from its cache")
+        if any(cached) and not reads_beginning_once:
             raise ReceiptError(
-                f"receipt refused: vLLM took {cached} tokens of prompts from its cache, where every prompt is to be "
-                "read under noise of its own"
+                f"receipt refused: vLLM took {sum(cached)} tokens of prompts from its cache, where every prompt is to "
+                "be read under noise of its own"
             )
         # Requests are numbered as they were queued.
         in_order = [one.outputs[0] for one in sorted(outputs, key=lambda one: int(one.request_id))]
-        stop = None if stop_text is None else StopText(load_tokenizer(self._folder), stop_text)
+        stop = None if stop_text is None else self._stop(stop_text)
         return [self._completion(output, stop) for output in in_order]
+
+    def _stop(self, text: str) -> StopText:
+        if text not in self._stops:
+            self._stops[text] = StopText(load_tokenizer(self._folder), text)
+        return self._stops[text]
 
     def _completion(self, output: Any, stop: StopText | None) -> Completion:
         token_ids = list(output.token_ids)
