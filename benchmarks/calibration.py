@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, stats
 
+from aqnpipe.statistics.cochran_cox import Spread
+from aqnpipe.statistics.crossed_effects import pooled_luck, seed_t_p, two_way_spread
 from aqnpipe.statistics.resampling import Resampler, sign_flip_p
-from aqnpipe.statistics.seeds import pooled_luck, seed_t_p, two_way_spread
-from aqnpipe.statistics.spread import Spread
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -46,10 +46,10 @@ from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.diagnosis.exact import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.faults import SPIKE_PROBABILITY, faulty_channels, simulated_faults
-from aqnpipe.noise.layout import decoder_layers
-from aqnpipe.noise.sites import layer_sites, site_module
+from aqnpipe.models.sites import layer_sites, site_module
+from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY, faulty_channels, simulated_faults
 from aqnpipe.seeding import derive_seed
 
 FOLDER = Path(__file__).parent

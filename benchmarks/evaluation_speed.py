@@ -40,9 +40,9 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import Example
 from aqnpipe.data.generated import generate_problems
 from aqnpipe.data.prompts import end_of_response, prompt_token_ids
-from aqnpipe.evaluation.actors import load_generator
-from aqnpipe.evaluation.pieces import answer, answered_passes, pieces_of
+from aqnpipe.evaluation.shards import answer, answered_passes, pieces_of
 from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.runtime.evaluation_workers import load_generator
 
 CONSOLE = Console(width=200)
 HARNESS = "lm-evaluation-harness (hf)"

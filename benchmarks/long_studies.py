@@ -60,7 +60,7 @@ def training(num_steps: int) -> None:
     import torch
     from tiny_training import AQN, NOISE, training_spec, write_inputs
 
-    from aqnpipe.job import logged_job
+    from aqnpipe.runtime.jobs import logged_job
     from aqnpipe.training.stage import train
     from conftest import random_qwen2
 
@@ -102,7 +102,7 @@ def evaluation(num_questions: int) -> None:
     from aqnpipe.config.run import EvaluationSpec
     from aqnpipe.evaluation import actors
     from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-    from aqnpipe.job import logged_job
+    from aqnpipe.runtime.jobs import logged_job
     from conftest import random_qwen2
 
     settings = {"noise_levels": [0.1], "noise_seeds": [0], "max_response_tokens": 2, "batch_size": 50}
@@ -166,8 +166,8 @@ def artifacts(num_evaluations: int) -> None:
     """Compare and report so many made-up evaluations of 20 questions; print seconds and peak memory."""
     import synthetic_study as synthetic
 
+    from aqnpipe.comparison.stage import ComparisonOutputs, compare
     from aqnpipe.report.stage import ReportOutputs, build_report
-    from aqnpipe.statistics.stage import ComparisonOutputs, compare
 
     num_seeds = 10
     kinds = list(synthetic.ARMS)

@@ -27,10 +27,10 @@ from aqnpipe.config.noise import OperatorNoise, OperatorSet, Phase, RelativeGaus
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.gaussian import add_relative_gaussian_
-from aqnpipe.noise.injection import NoiseKey, phase_noise
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.stream import NoiseStream
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 ROUNDS = 21
 SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 36, 24
@@ -70,7 +70,7 @@ def no_kernel(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:
 @contextlib.contextmanager
 def in_place_of_the_kernel(replacement: Callable[[Tensor, float, NoiseStream], Tensor]) -> Iterator[None]:
     """Let injections call `replacement` where they would draw noise."""
-    with mock.patch("aqnpipe.noise.error_models.add_relative_gaussian_", replacement):
+    with mock.patch("aqnpipe.noise.kernels.error_models.add_relative_gaussian_", replacement):
         yield
 
 

@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.config.noise import OperatorNoise, Phase, RelativeGaussian
-from aqnpipe.noise.gaussian import add_relative_gaussian_
-from aqnpipe.noise.injection import NoiseKey, phase_noise
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.stream import NoiseStream
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 DEVICE = "cuda"
 ROUNDS, WARM_UPS = 10, 2

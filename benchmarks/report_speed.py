@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.config.study import Study
 from aqnpipe.report.stage import ReportOutputs, build_report
-from aqnpipe.statistics.stage import ComparisonOutputs, compare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import synthetic_study as synthetic

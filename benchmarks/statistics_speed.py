@@ -18,14 +18,14 @@ import polars as pl
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import write_json, write_table
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.comparison.evaluations import EvaluationInput
+from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
-from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.scoring import SCORERS
-from aqnpipe.statistics.evaluations import EvaluationInput
-from aqnpipe.statistics.stage import ComparisonOutputs, compare
+from aqnpipe.data.scoring import SCORERS
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import Receipt
 
 LEVELS = (0.0, 0.05, 0.1)
 

@@ -39,7 +39,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.study import load_study_file
 from aqnpipe.data.prompts import format_prompt
 from aqnpipe.data.stage import prepare_data
-from aqnpipe.generation.rollouts import TransformersRollouts
+from aqnpipe.generation.rollout_engines import TransformersRollouts
 from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.breakdown import BreakdownGuard
@@ -47,8 +47,8 @@ from aqnpipe.training.callbacks import CleanWeightsCallback, ProgressCallback
 from aqnpipe.training.noise_plan import build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.run import reward_correct
-from aqnpipe.training.scratch import Workspace
 from aqnpipe.training.trainer import NoisyGRPOTrainer
+from aqnpipe.training.workspace import Workspace
 
 WARM_UP = 2
 PARTS = ("rollout", "reference", "actor forward", "backward", "optimiser")

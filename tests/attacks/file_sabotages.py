@@ -16,8 +16,8 @@ from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.scoring import Graded
+from aqnpipe.data.scoring import Graded
+from aqnpipe.noise.receipts.receipt import Receipt
 
 
 def _with_table(

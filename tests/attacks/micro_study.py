@@ -13,6 +13,7 @@ import yaml
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
+from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.config.study import Study, load_study_file
@@ -22,7 +23,6 @@ from aqnpipe.evaluation import stage as evaluation
 from aqnpipe.models.loading import prepare_model
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.stage import ReportOutputs, build_report
-from aqnpipe.statistics.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.training import stage as training
 from aqnpipe.training.run import TrainingInputs
 

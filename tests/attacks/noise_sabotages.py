@@ -11,20 +11,20 @@ from torch.nn import functional
 
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.evaluation.pieces import noise_of
+from aqnpipe.evaluation.shards import noise_of
 from aqnpipe.generation import rollouts
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models import loading
+from aqnpipe.models.layout import rms_norms, weight_of
 from aqnpipe.noise import aqn, error_models
-from aqnpipe.noise.injection import phase_noise
-from aqnpipe.noise.layout import rms_norms, weight_of
-from aqnpipe.noise.operator_errors import OperatorErrors
-from aqnpipe.noise.operator_watch import OperatorWatch
+from aqnpipe.noise.injection.operator_errors import OperatorErrors
+from aqnpipe.noise.injection.operator_watch import OperatorWatch
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.training import callbacks
 from aqnpipe.training.noise_plan import NoisePlan
 
-_ADD = "aqnpipe.noise.error_models.add_relative_gaussian_"
+_ADD = "aqnpipe.noise.kernels.error_models.add_relative_gaussian_"
 
 
 def _half(tensor: Any, scale: float, source: Any) -> Any:
@@ -181,12 +181,12 @@ SABOTAGES = (
     training(
         "noise only in forward",
         "gradients get none",
-        patched("aqnpipe.noise.injection.OperatorErrors", lambda state, _: OperatorErrors(state, False)),
+        patched("aqnpipe.noise.injection.phase.OperatorErrors", lambda state, _: OperatorErrors(state, False)),
     ),
     training(
         "a layer left out",
         "the noise is never switched on in layer 5",
-        patched("aqnpipe.noise.operator_watch.OperatorWatch.enter_layer", _not_in_layer_5),
+        patched("aqnpipe.noise.injection.operator_watch.OperatorWatch.enter_layer", _not_in_layer_5),
     ),
     training("noise left on in validation", "a patched operator stays patched", _left_on_in_validation, 5),
     training(
@@ -231,7 +231,7 @@ SABOTAGES = (
     training(
         "a class check that matches nothing",
         "no module is taken for a norm",
-        patched("aqnpipe.noise.layout.is_rms_norm", lambda module: False),
+        patched("aqnpipe.models.layout.is_rms_norm", lambda module: False),
         2,
     ),
     training(
@@ -264,7 +264,7 @@ SABOTAGES = (
     evaluating(
         "noise absent in the evaluation",
         "the evaluation runs without the injection",
-        patched("aqnpipe.generation.noisy.phase_noise", lambda *args, **kwargs: nullcontext()),
+        patched("aqnpipe.generation.noisy_passes.phase_noise", lambda *args, **kwargs: nullcontext()),
         5,
     ),
     evaluating(
@@ -281,24 +281,24 @@ SABOTAGES = (
     evaluating(
         "noise at the level without noise",
         "level 0 is evaluated at the noise of level 10 %",
-        patched("aqnpipe.evaluation.pieces.noise_of", lambda spec, level: noise_of(spec, 0.1)),
+        patched("aqnpipe.evaluation.shards.noise_of", lambda spec, level: noise_of(spec, 0.1)),
     ),
     evaluating(
         "other number format evaluated",
         "the checkpoint is loaded as bfloat16",
-        patched("aqnpipe.generation.choice.load_model", _as_bfloat16),
+        patched("aqnpipe.generation.backend_choice.load_model", _as_bfloat16),
         7,
     ),
     evaluating(
         "weights rounded on the way",
         "the checkpoint is loaded as bfloat16 and computed in float32",
-        patched("aqnpipe.generation.choice.load_model", _as_bfloat16_and_back),
+        patched("aqnpipe.generation.backend_choice.load_model", _as_bfloat16_and_back),
         7,
     ),
     evaluating(
         "other weights evaluated",
         "one matrix is 1 % larger in memory than in the checkpoint",
-        patched("aqnpipe.generation.choice.load_model", _retouched),
+        patched("aqnpipe.generation.backend_choice.load_model", _retouched),
         7,
     ),
 )

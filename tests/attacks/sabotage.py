@@ -11,9 +11,9 @@ from unittest import mock
 from micro_study import LAST_STEP, MicroStudy
 
 from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.provenance import sha256_of_file
 
 Job = tuple[Any, ...]
 """Name of a method of MicroStudy, and its arguments."""

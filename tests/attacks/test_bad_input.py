@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, Verdict
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml, write_json, write_table, write_yaml
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.cli.score import read_transcripts, score_transcripts
 from aqnpipe.config.dataset import LocalDataset
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import ModelConfig, builtin_folder
 from aqnpipe.config.study import load_study_file
 from aqnpipe.data.loader import load_problems
+from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DataError, ModelError
 from aqnpipe.models.loading import prepare_model, refuse_damaged
-from aqnpipe.score_command import read_transcripts, score_transcripts
-from aqnpipe.scoring import SCORERS, grade
-from aqnpipe.statistics.audit import audit_file
+from aqnpipe.published.check import audit_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = int(os.environ.get("AQNPIPE_FUZZ_EXAMPLES", "20"))
@@ -159,7 +159,7 @@ def test_every_byte_and_every_length_is_noticed(artifacts, tmp_path, name):
 @given(content=anything)
 @fuzzed
 def test_a_sealed_artifact_of_anything_else_is_refused(tmp_path, content):
-    from aqnpipe.seal import UNSEALED, sealed
+    from aqnpipe.artifacts.checksums import UNSEALED, sealed
 
     text = json.dumps({"x": content}, indent=2).removesuffix("\n}") + f',\n  "seal": "{UNSEALED}"\n}}\n'
     (tmp_path / "v.json").write_bytes(sealed(text.encode()))

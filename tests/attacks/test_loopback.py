@@ -5,7 +5,7 @@ import os
 import psutil
 
 from aqnpipe.device import resolve_device
-from aqnpipe.ray_cluster import ray_cluster
+from aqnpipe.runtime.ray_cluster import ray_cluster
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 

@@ -139,7 +139,7 @@ def test_a_hostile_environment_runs_nothing(tmp_path):
         "NO_COLOR": "\x1b[31m",
     }
     done = subprocess.run(
-        [sys.executable, "-c", "from aqnpipe.cli import main; main()", "check", "config/smoke.yaml"],
+        [sys.executable, "-c", "from aqnpipe.cli.main import main; main()", "check", "config/smoke.yaml"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -55,9 +55,7 @@ def test_configuration_is_importable_without_torch():
     import subprocess
     import sys
 
-    code = (
-        "import aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.provenance, sys; sys.exit('torch' in sys.modules)"
-    )
+    code = "import aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.artifacts.provenance, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,9 +10,9 @@ from scipy.stats import binom
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.data import stories
 from aqnpipe.data.generated import generate_problems, normalise_question, pool_of, take_problems
+from aqnpipe.data.scoring import extract_answer, is_correct
 from aqnpipe.data.stories import OBJECTS, Difficulty
 from aqnpipe.errors import DataError
-from aqnpipe.scoring import extract_answer, is_correct
 
 FIRST_QUESTION = (
     "Mia finds 10 eggs. Mia has 2 times as many eggs as Leo. Zoe has 4 times as many eggs as Leo. "

@@ -11,7 +11,7 @@ from aqnpipe.data.prompts import format_prompt
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.faults import simulated_faults
+from aqnpipe.noise.injection.faults import simulated_faults
 
 NUM_PROMPTS = 4
 

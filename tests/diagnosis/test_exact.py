@@ -11,9 +11,9 @@ from aqnpipe.diagnosis.checks import Check, Mismatch
 from aqnpipe.diagnosis.exact import run_exact, tokens_needed, tolerances
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.errors import ModelError
-from aqnpipe.noise.faults import faulty_channels, simulated_faults
-from aqnpipe.noise.layout import decoder_layers
-from aqnpipe.noise.sites import layer_sites, site_module
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.sites import layer_sites, site_module
+from aqnpipe.noise.injection.faults import faulty_channels, simulated_faults
 
 CONFIG = DiagnosisConfig()
 ARCHITECTURES = ["qwen2", "llama", "qwen3", "gemma2"]

@@ -17,7 +17,7 @@ from aqnpipe.diagnosis.scans import (
     trace_findings,
 )
 from aqnpipe.diagnosis.verdict import judge
-from aqnpipe.noise.faults import simulated_faults
+from aqnpipe.noise.injection.faults import simulated_faults
 
 NUM_LAYERS = 8
 

@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerFast
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml, write_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.noise import Fault, Machine
 from aqnpipe.diagnosis.stage import diagnose, generate_layer_sigmas
 from aqnpipe.errors import DataError, ModelError, ReceiptError
-from aqnpipe.provenance import sha256_of_file
 
 CONFIG = DiagnosisConfig(num_prompts=2, num_repeats=2, gain_trials=2)
 TEXT = "Tom has many red apples and gives some to his friend . How are left ?"

@@ -8,14 +8,14 @@ import pytest
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

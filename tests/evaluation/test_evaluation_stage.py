@@ -3,17 +3,17 @@
 import polars as pl
 import pytest
 
-import aqnpipe.generation.choice as choice
+import aqnpipe.generation.backend_choice as choice
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 7
 
@@ -118,7 +118,9 @@ def test_the_model_is_loaded_once(tmp_path, model_dir, problems, monkeypatch):
 
 
 def test_noise_absent_in_the_evaluation_is_refused_and_nothing_is_written(tmp_path, model_dir, problems, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor)
+    monkeypatch.setattr(
+        "aqnpipe.noise.kernels.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor
+    )
     with pytest.raises(ReceiptError, match=r"measured scale 0, asked 0\.2"):
         run(tmp_path, model_dir, problems)
     assert list(tmp_path.iterdir()) == []

@@ -7,12 +7,12 @@ import aqnpipe.evaluation.stage as stage
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import DataError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, score
 from aqnpipe.generation.backend import Completion
-from aqnpipe.provenance import sha256_of_file
 
 
 def write_problems(path, questions):

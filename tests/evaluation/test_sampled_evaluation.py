@@ -12,9 +12,9 @@ from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.generated import generate_problems
-from aqnpipe.evaluation.pieces import sampling_of
+from aqnpipe.evaluation.shards import sampling_of
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, pass_summary
-from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 12
 

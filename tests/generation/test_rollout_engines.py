@@ -10,14 +10,14 @@ from torch import nn
 from aqnpipe.config.noise import AdaptiveNoise, Fault
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.rollouts import Rollout, VllmRollouts
+from aqnpipe.generation.rollout_engines import Rollout, VllmRollouts
 from aqnpipe.generation.vllm.weights import send_weights, take_weights
-from aqnpipe.noise.layout import norms_sha256
-from aqnpipe.noise.phase_state import NoiseKey
-from aqnpipe.noise.receipt import WeightSync
-from aqnpipe.noise.receipt_merge import add_rollout
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.recorder_state import ActiveFaultState
+from aqnpipe.models.layout import norms_sha256
+from aqnpipe.noise.injection.phase_state import NoiseKey
+from aqnpipe.noise.receipts.merge import add_rollout
+from aqnpipe.noise.receipts.receipt import WeightSync
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder_state import ActiveFaultState
 
 AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
 FAULT = Fault(type="saturation", layer=0, magnitude=0.5, threshold="cached")

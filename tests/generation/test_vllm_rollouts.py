@@ -10,16 +10,16 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import AdaptiveNoise, Fault, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.rollouts import Rollout, TransformersRollouts, VllmRollouts
+from aqnpipe.generation.rollout_engines import Rollout, TransformersRollouts, VllmRollouts
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.generation.vllm.weights import send_weights
+from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.layout import norms_sha256, rms_norms
-from aqnpipe.noise.phase_state import NoiseKey
-from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.injection.phase_state import NoiseKey
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

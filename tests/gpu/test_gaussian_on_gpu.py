@@ -2,12 +2,12 @@ import pytest
 import torch
 from scipy import stats
 
-from aqnpipe.noise.gaussian import add_absolute_gaussian_, add_relative_gaussian_, standard_normal
-from aqnpipe.noise.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_, add_relative_gaussian_, standard_normal
+from aqnpipe.noise.kernels.stream import NoiseStream
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from aqnpipe.noise.gaussian_cuda import CPU_AGREEMENT, DeviceKeys, apply_gaussian_
+from aqnpipe.noise.kernels.gaussian_cuda import CPU_AGREEMENT, DeviceKeys, apply_gaussian_
 
 SOURCE = NoiseStream(key=0x1234_5678_9ABC_DEF0, call=7, stream=3)
 

@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from aqnpipe.noise.gaussian import add_relative_gaussian_
-from aqnpipe.noise.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
+from aqnpipe.noise.kernels.stream import NoiseStream
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from aqnpipe.noise import gemm_cuda
 from aqnpipe.noise.gemm_cuda import matmul_with_relative_error
+
+from aqnpipe.noise import gemm_cuda
 
 SOURCE = NoiseStream(key=0x1234_5678_9ABC_DEF0, call=7, stream=3)
 

@@ -3,10 +3,10 @@ import torch
 
 from aqnpipe.config.noise import AdaptiveNoise, LinearDecay
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.injection import NoiseKey, phase_noise
-from aqnpipe.noise.layout import rms_norms
-from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 AQN = AdaptiveNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.05))
 GUIDED = AdaptiveNoise(schedule=AQN.schedule, layer_sigmas_from="target")

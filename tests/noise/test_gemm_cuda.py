@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.gaussian import add_relative_gaussian_
-from aqnpipe.noise.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
+from aqnpipe.noise.kernels.stream import NoiseStream
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
+from aqnpipe.noise.gemm_cuda import matmul_with_relative_error  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from aqnpipe.noise import gemm_cuda  # noqa: E402
-from aqnpipe.noise.gaussian_cuda import CPU_AGREEMENT, DeviceKeys, apply_gaussian_  # noqa: E402
-from aqnpipe.noise.gemm_cuda import matmul_with_relative_error  # noqa: E402
+from aqnpipe.noise.kernels.gaussian_cuda import CPU_AGREEMENT, DeviceKeys, apply_gaussian_  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SOURCE = NoiseStream(key=0x1234_5678_9ABC_DEF0, call=7, stream=3)

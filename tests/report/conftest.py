@@ -14,9 +14,9 @@ from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.diagnoses import Verdict
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.config.study import Study
 from aqnpipe.report.stage import ReportOutputs, build_report
-from aqnpipe.statistics.stage import ComparisonOutputs, compare
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from aqnpipe.artifacts.comparisons import Family
-from aqnpipe.artifacts.fault_losses import FaultLossComparison, FaultLossCondition, FaultLossFile
 from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.loss_studies import FaultLossComparison, FaultLossCondition, FaultLossFile
 from aqnpipe.config.noise import Fault
-from aqnpipe.noise.receipt import FaultCell, GradientFlow, Receipt
+from aqnpipe.noise.receipts.receipt import FaultCell, GradientFlow, Receipt
 
 
 def condition(name, magnitude, loss, order=None, above=False):

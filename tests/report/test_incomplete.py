@@ -7,9 +7,9 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
+from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of, read_inputs
-from aqnpipe.statistics.stage import ComparisonOutputs, compare
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts.audits import AuditedAccuracy, AuditedClaim, AuditedLoss, AuditedSeries, AuditFile
 from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.published import AuditedAccuracy, AuditedClaim, AuditedLoss, AuditedSeries, AuditFile
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.published import side_by_side

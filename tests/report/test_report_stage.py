@@ -14,7 +14,7 @@ from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError
-from aqnpipe.noise.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report import numbers
 from aqnpipe.report.charts import MAX_ROWS, SeriesKey, training_panels
 from aqnpipe.report.svg import render_svg, series_colour

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from aqnpipe.statistics.crossed_effects import estimate_difference, pooled_luck
 from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts, tango_p
 from aqnpipe.statistics.robustness import joint_test
-from aqnpipe.statistics.seeds import estimate_difference, pooled_luck
 
 STUDIES = 1000
 MOST_ERRORS = stats.binom.ppf(0.9999, STUDIES, 0.05)

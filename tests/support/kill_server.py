@@ -61,10 +61,10 @@ POINTS = {
     "receipt": "aqnpipe.training.run.write_json",
     "metrics": "aqnpipe.training.run.write_table",
     "record": "aqnpipe.training.stage.write_json",
-    "finish": "aqnpipe.training.scratch.write_durably",
+    "finish": "aqnpipe.training.workspace.write_durably",
     "promotion": "aqnpipe.training.stage.promote",
-    "link": "aqnpipe.training.scratch._link",
-    "promotion rename": "aqnpipe.training.scratch.rename",
+    "link": "aqnpipe.training.workspace._link",
+    "promotion rename": "aqnpipe.training.workspace.rename",
 }
 """Functions of the train stage by what they do; a kill strikes before or after their n-th call."""
 

@@ -10,14 +10,14 @@ import polars as pl
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import write_json, write_table
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.comparison.evaluations import EvaluationInput
 from aqnpipe.config.noise import AdaptiveNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.config.study import Study
-from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
+from aqnpipe.data.scoring import SCORERS
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
 from aqnpipe.noise.schedule import sigma_at
-from aqnpipe.scoring import SCORERS
 from aqnpipe.seeding import derive_seed
-from aqnpipe.statistics.evaluations import EvaluationInput
 
 NUM_LAYERS = 6
 LEVEL_COST = {0.0: 0.0, 0.05: 0.25, 0.1: 0.8}

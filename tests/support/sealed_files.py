@@ -5,7 +5,7 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.seal import UNSEALED, sealed
+from aqnpipe.artifacts.checksums import UNSEALED, sealed
 
 
 def write_sealed_parquet(path: Path, table: pl.DataFrame) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import made_up as made_up_files
 
+from aqnpipe.comparison.evaluations import EvaluationInput
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.evaluations import EvaluationInput
 
 AQN = {"schedule": {"kind": "global", "sigma_start": 0.05, "sigma_end": 0.0005, "num_stages": 10}}
 NOISE = {"error": {"kind": "relative_gaussian", "scale": 0.05}}

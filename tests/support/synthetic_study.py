@@ -13,13 +13,13 @@ from aqnpipe.artifacts.diagnoses import AqnSection, LayerTable, SigmaFile, Verdi
 from aqnpipe.artifacts.files import write_json, write_table, write_yaml
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import TrainingMetrics
+from aqnpipe.comparison.stage import EvaluationInput
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import TRAINING_PHASES
 from aqnpipe.config.study import Study
-from aqnpipe.noise.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report.inputs import DiagnosisInput, EvaluatedInput, ReportInputs, RunInput
 from aqnpipe.seeding import derive_seed
-from aqnpipe.statistics.stage import EvaluationInput
 
 AQN = {
     "schedule": {

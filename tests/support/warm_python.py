@@ -26,19 +26,19 @@ from pathlib import Path
 IMPORTED = (
     "snakemake.cli",
     "snakemake.executors.local",
-    "aqnpipe.provenance",
-    "aqnpipe.check_command",
+    "aqnpipe.artifacts.provenance",
+    "aqnpipe.cli.check",
     "aqnpipe.config.plan",
     "aqnpipe.data.stage",
     "aqnpipe.diagnosis.stage",
     "aqnpipe.evaluation.stage",
-    "aqnpipe.evaluation.fault_loss",
-    "aqnpipe.job",
+    "aqnpipe.loss_study.stage",
+    "aqnpipe.runtime.jobs",
     "aqnpipe.models.loading",
     "aqnpipe.report.stage",
-    "aqnpipe.statistics.stage",
-    "aqnpipe.statistics.losses",
-    "aqnpipe.statistics.audit",
+    "aqnpipe.comparison.stage",
+    "aqnpipe.loss_study.comparison",
+    "aqnpipe.published.check",
     "aqnpipe.training.stage",
     "aqnpipe.training.trainer",
     "altair",
@@ -70,7 +70,7 @@ def main() -> None:
         importlib.import_module(name)
         if name.startswith("aqnpipe."):
             # What the workflow asks first; the imports of every module are kept.
-            sys.modules["aqnpipe.provenance"].code_digest(name)  # type: ignore[attr-defined]
+            sys.modules["aqnpipe.artifacts.provenance"].code_digest(name)  # type: ignore[attr-defined]
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(path)
     listening.listen(64)

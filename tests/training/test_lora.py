@@ -7,13 +7,13 @@ from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, wri
 from torch import nn
 
 from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError
+from aqnpipe.models.layout import norms_sha256
 from aqnpipe.models.loading import load_model
-from aqnpipe.noise.layout import norms_sha256
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.callbacks import ProgressCallback
 from aqnpipe.training.policy import BaseWeights, adapters_off, has_adapters, load_policy, merged_weights
 from aqnpipe.training.trainer import NoisyGRPOTrainer

@@ -10,8 +10,8 @@ from torch import nn
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation import rollouts
-from aqnpipe.noise.layout import rms_norms
-from aqnpipe.noise.receipt import Receipt
+from aqnpipe.models.layout import rms_norms
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training import callbacks, trainer
 
 

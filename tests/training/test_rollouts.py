@@ -4,16 +4,16 @@ import pytest
 import torch
 from tiny_training import AQN, run, scattered_rewards, training_spec, write_inputs
 
-import aqnpipe.generation.choice as choice
-import aqnpipe.training.rollouts as rollouts
+import aqnpipe.generation.backend_choice as choice
+import aqnpipe.training.rollout_backend as rollouts
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import Device
 from aqnpipe.errors import ConfigError
 from aqnpipe.training.arguments import grpo_arguments
-from aqnpipe.training.mismatch import Mismatch
-from aqnpipe.training.rollouts import describe_rollouts
+from aqnpipe.training.rollout_backend import describe_rollouts
+from aqnpipe.training.sampler_distance import Mismatch
 
 FUSED = {"attention": "fused", "error": {"kind": "relative_gaussian", "scale": 0.05}}
 MXFP4 = {"phases": ["rollout"], "error": {"kind": "fake_quantization", "format": "mxfp4"}}

@@ -5,12 +5,12 @@ import torch
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.noise.struck_sites import StruckSites
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.noise.injection.fault_injection import StruckSites
+from aqnpipe.noise.receipts.receipt import Receipt
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,9 @@ def test_without_kl_there_is_no_reference_phase(inputs, tmp_path):
 
 
 def test_noise_disabled_by_hand_fails_the_run_and_leaves_nothing(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor)
+    monkeypatch.setattr(
+        "aqnpipe.noise.kernels.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor
+    )
     with pytest.raises(ReceiptError, match="receipt refused"):
         run(training_spec(NOISE), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()

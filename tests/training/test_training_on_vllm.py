@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from tiny_training import AQN, run, scattered_rewards, training_spec, write_builtin_inputs, write_inputs
 
 from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.noise.receipts.receipt import Receipt
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

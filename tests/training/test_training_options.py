@@ -11,12 +11,12 @@ from torch import nn
 from transformers import modeling_utils
 
 from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.models.loading import load_model
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training import reporting
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 

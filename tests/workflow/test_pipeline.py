@@ -20,10 +20,10 @@ import aqnpipe
 from aqnpipe.artifacts.diagnoses import SigmaFile
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
-from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import Receipt
 
 ROOT = Path(__file__).parents[2]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")

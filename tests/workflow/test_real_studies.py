@@ -28,7 +28,7 @@ from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.models.loading import prepare_model
 from aqnpipe.models.shapes import KNOWN_SHAPES
 from aqnpipe.models.tokenizer import build_tokenizer
-from aqnpipe.noise.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.run import TrainingInputs
 from aqnpipe.training.stage import train
 

@@ -4,13 +4,13 @@ import sys
 
 from snakemake.utils import validate
 
-from aqnpipe.check_command import announcement
+from aqnpipe.cli.check import announcement
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
-from aqnpipe.provenance import code_digest
-from aqnpipe.study_lock import hold_study, mend_study
+from aqnpipe.artifacts.provenance import code_digest
+from aqnpipe.runtime.study_lock import hold_study, mend_study
 
 STUDY_FILE = ", ".join(map(str, workflow.overwrite_configfiles)) or "config/config.yaml"
 

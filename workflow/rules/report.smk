@@ -33,7 +33,7 @@ rule compare:
         "../envs/aqnpipe.yaml"
     params:
         study=PLAN.study_params(),
-        code=code_digest("aqnpipe.statistics.stage"),
+        code=code_digest("aqnpipe.comparison.stage"),
     message:
         "compare {PLAN.num_evaluations} evaluations"
     script:
@@ -53,11 +53,11 @@ rule audit:
     conda:
         "../envs/aqnpipe.yaml"
     params:
-        code=code_digest("aqnpipe.statistics.audit"),
+        code=code_digest("aqnpipe.published.check"),
     message:
         "audit: {input}"
     script:
-        "../scripts/audit.py"
+        "../scripts/check_published.py"
 
 
 rule report:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.config.plan import plan_of
-from aqnpipe.job import logged_job
-from aqnpipe.statistics.stage import ComparisonOutputs, compare, existing_evaluations
+from aqnpipe.runtime.jobs import logged_job
 
 with logged_job(Path(snakemake.log[0])):
     plan = plan_of(snakemake.params.study)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from aqnpipe.config.analysis import StatisticsConfig
-from aqnpipe.job import logged_job
-from aqnpipe.statistics.losses import LossInputs, compare_losses
+from aqnpipe.loss_study.comparison import LossInputs, compare_losses
+from aqnpipe.runtime.jobs import logged_job
 
 with logged_job(Path(snakemake.log[0])):
     compare_losses(

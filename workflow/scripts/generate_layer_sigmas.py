@@ -4,7 +4,7 @@ from pathlib import Path
 
 from aqnpipe.config.diagnosis import SigmaRule
 from aqnpipe.diagnosis.stage import generate_layer_sigmas
-from aqnpipe.job import logged_job
+from aqnpipe.runtime.jobs import logged_job
 
 with logged_job(Path(snakemake.log[0])):
     generate_layer_sigmas(

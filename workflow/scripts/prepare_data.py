@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from aqnpipe.data.stage import prepare_data
-from aqnpipe.job import logged_job
+from aqnpipe.runtime.jobs import logged_job
 
 with logged_job(Path(snakemake.log[0])):
     prepare_data(snakemake.params.dataset, snakemake.wildcards.split, Path(snakemake.output[0]))

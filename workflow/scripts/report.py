@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from aqnpipe.config.plan import plan_of
-from aqnpipe.job import logged_job
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.stage import ReportOutputs, build_report
+from aqnpipe.runtime.jobs import logged_job
 
 with logged_job(Path(snakemake.log[0])) as say:
     plan = plan_of(snakemake.params.study)

@@ -6,7 +6,7 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
-from aqnpipe.job import logged_device_job
+from aqnpipe.runtime.jobs import logged_device_job
 
 with logged_device_job(Path(snakemake.log[0]), snakemake.params.device, snakemake.resources.get("devices", 0)):
     from aqnpipe.diagnosis.stage import diagnose

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.job import logged_device_job
+from aqnpipe.runtime.jobs import logged_device_job
 
 spec = TrainingSpec.model_validate(snakemake.params.spec)
 with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:

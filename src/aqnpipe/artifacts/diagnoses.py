@@ -6,6 +6,7 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.config.diagnosis import DiagnosisMethod
 
 
 class LayerTable(pa.DataFrameModel):
@@ -94,7 +95,7 @@ class Verdict(Artifact):
     lanes: int | None = None
     faults: tuple[LocatedFault, ...] = ()
     findings: tuple[Finding, ...]
-    method: Literal["exact", "statistical", "all"] = "statistical"
+    method: DiagnosisMethod = "statistical"
     tolerance: dict[str, float] = Field(
         default={}, description="bound on relative deviation per probe and site; those not named are held to bits"
     )

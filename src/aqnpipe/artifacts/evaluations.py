@@ -7,7 +7,7 @@ class EvaluationTable(pa.DataFrameModel):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
     `sample`: number of the response among those drawn for the question, 0 in greedy evaluations. `answer_<scorer>`:
-    what the scorer of `aqnpipe.scoring` found, null if it found no answer.
+    what the scorer of `aqnpipe.data.scoring` found, null if it found no answer.
     """
 
     question_id: str

@@ -15,10 +15,10 @@ import polars as pl
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from aqnpipe.artifacts.checksums import UNSEALED, read_sealed, sealed
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import DataError, first_line
-from aqnpipe.seal import UNSEALED, read_sealed, sealed
-from aqnpipe.study_lock import FOLDERS
+from aqnpipe.runtime.study_lock import FOLDERS
 
 _JSON_END = "\n}"
 _JSON_SEAL = ',\n  "seal": "'

@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
 
+DiagnosisMethod = Literal["exact", "statistical", "all"]
+"""What runs: exact probes, statistical scans, or both."""
+
 
 class DiagnosisConfig(FrozenModel):
     """Exact probes decide; the scans report beside them, with the published thresholds by default."""

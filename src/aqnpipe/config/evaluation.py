@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.noise import OperatorSet
-from aqnpipe.scoring import Scorer
+from aqnpipe.data.scoring import Scorer
 
 
 class EvaluationSampling(FrozenModel):

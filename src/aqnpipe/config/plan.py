@@ -5,7 +5,7 @@ from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.diagnosis import SigmaStrategy
-from aqnpipe.config.fault_loss import FaultLossConfig
+from aqnpipe.config.loss_study import FaultLossConfig
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault
 from aqnpipe.config.run import EvaluationSpec, FaultLossSpec, TrainingSpec

@@ -4,8 +4,8 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.generation import GenerationConfig
+from aqnpipe.config.loss_study import FaultLossConfig
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Fault
 from aqnpipe.config.training import TrainingConfig

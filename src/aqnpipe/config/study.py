@@ -14,12 +14,12 @@ from aqnpipe.config.dataset import DatasetConfig, PromptFormat
 from aqnpipe.config.default_comparisons import default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.fault_loss import FaultLossConfig
 from aqnpipe.config.generation import GenerationConfig
+from aqnpipe.config.loss_study import FaultLossConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, Machine
-from aqnpipe.config.rollouts import what_vllm_cannot_roll_out
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.vllm_support import what_vllm_cannot_roll_out
 from aqnpipe.device import AskedDevice
 from aqnpipe.errors import ConfigError, ModelError
 

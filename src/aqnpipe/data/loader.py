@@ -7,8 +7,8 @@ import polars as pl
 
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset
 from aqnpipe.data.generated import generate_problems, normalise_question
+from aqnpipe.data.scoring import extract_answer, normalise_number
 from aqnpipe.errors import DataError, first_line
-from aqnpipe.scoring import extract_answer, normalise_number
 
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, Split] = ("train", "test")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.noise.layout import decoder_layers
+from aqnpipe.models.layout import decoder_layers
 
 
 @dataclass(frozen=True)

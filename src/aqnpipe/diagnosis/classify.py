@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import LocatedFault
 from aqnpipe.diagnosis.checks import Check, Mismatch, differs
-from aqnpipe.noise.faults import SPIKE_PROBABILITY
+from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
 FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
 

@@ -2,22 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import polars as pl
 from torch import Tensor, nn
 
 from aqnpipe.artifacts.diagnoses import LayerMetrics, Verdict
-from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import format_fault
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.exact import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.faults import FaultRecord, simulated_faults
-
-Method = Literal["exact", "statistical", "all"]
+from aqnpipe.noise.injection.faults import FaultRecord, simulated_faults
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ def diagnose_model(
     config: DiagnosisConfig,
     *,
     faults: Sequence[Fault] = (),
-    method: Method = "all",
+    method: DiagnosisMethod = "all",
     say: Callable[[str], None] = lambda line: None,
 ) -> Diagnosed:
     """Diagnose `model` by `method`; prompts [tokens] are for the scans. Weights and mode come back as they were.

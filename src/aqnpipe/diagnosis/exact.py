@@ -14,11 +14,11 @@ from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
 from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.classify import classify
-from aqnpipe.diagnosis.closer import look_closer
 from aqnpipe.diagnosis.patterns import exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs, norm_offset
-from aqnpipe.noise.layout import decoder_layers
-from aqnpipe.noise.sites import LayerSites, layer_sites
+from aqnpipe.diagnosis.refine import look_closer
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.sites import LayerSites, layer_sites
 
 ROUNDING = 64.0
 """A deviation of more than this many times the dtype's epsilon is no rounding, on any device."""

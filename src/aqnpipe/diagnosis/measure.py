@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference, run_layer
 from aqnpipe.errors import ModelError
-from aqnpipe.noise.layout import decoder_layers
+from aqnpipe.models.layout import decoder_layers
 from aqnpipe.seeding import keyed_generator
 
 _NEIGHBOURS = 8

@@ -35,8 +35,8 @@ from aqnpipe.diagnosis.patterns import (
 )
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.diagnosis.trace import Step, Trace, steps, tracing
-from aqnpipe.noise.layout import weight_of
-from aqnpipe.noise.sites import LayerSites
+from aqnpipe.models.layout import weight_of
+from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
 _GATE = {torch.float16: 16.0}

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
 from aqnpipe.errors import DataError
-from aqnpipe.noise.placement import control_layers
+from aqnpipe.noise.control_layers import control_layers
 
 
 @dataclass(frozen=True)

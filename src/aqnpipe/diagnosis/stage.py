@@ -8,12 +8,13 @@ from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, LayerTable, Verdict
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table, write_yaml
+from aqnpipe.artifacts.lineage import is_file_of
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Machine
-from aqnpipe.custody import is_file_of
 from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import AskedDevice, resolve_device, torch_device
@@ -21,7 +22,6 @@ from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
 from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
-from aqnpipe.provenance import sha256_of_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

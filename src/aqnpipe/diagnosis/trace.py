@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aqnpipe.noise.sites import LayerSites
+from aqnpipe.models.sites import LayerSites
 
 
 @dataclass

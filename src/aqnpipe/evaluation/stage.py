@@ -11,21 +11,21 @@ import torch
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_table, write_json, write_table
+from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.custody import digests_of_outputs
 from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
+from aqnpipe.data.scoring import SCORERS, Scorer, grade
 from aqnpipe.device import resolve_device
-from aqnpipe.evaluation.actors import Answering, answering_actors, answering_here
-from aqnpipe.evaluation.pieces import answered_passes, pieces_of
+from aqnpipe.evaluation.shards import answered_passes, pieces_of
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import load_tokenizer, sha256_of
-from aqnpipe.noise.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.provenance import code_digest, sha256_of_file, versions
-from aqnpipe.scoring import SCORERS, Scorer, grade
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
+from aqnpipe.runtime.evaluation_workers import Answering, answering_actors, answering_here
 
 
 @dataclass(frozen=True)

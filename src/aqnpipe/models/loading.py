@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from aqnpipe.artifacts.files import STAGED
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import (
     Attention,
@@ -22,7 +23,6 @@ from aqnpipe.config.model import (
 )
 from aqnpipe.errors import ModelError, first_line
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
-from aqnpipe.provenance import sha256_of_file
 
 if TYPE_CHECKING:
     import torch

@@ -24,11 +24,11 @@ from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import GeneratedTask
 from aqnpipe.config.model import BuiltinModel
 from aqnpipe.data.generated import Pool, problem_stream, take_problems
+from aqnpipe.data.scoring import extract_answer, is_correct
 from aqnpipe.data.stories import NAMES, Difficulty, Problem
 from aqnpipe.errors import DataError
 from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
 from aqnpipe.models.tokenizer import build_tokenizer
-from aqnpipe.scoring import extract_answer, is_correct
 from aqnpipe.seeding import derive_seed, keyed_generator
 
 if TYPE_CHECKING:

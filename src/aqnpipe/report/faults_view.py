@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import altair as alt
 import polars as pl
 
-from aqnpipe.artifacts.fault_losses import FaultLossComparison, FaultLossCondition, FaultLossFile
+from aqnpipe.artifacts.loss_studies import FaultLossComparison, FaultLossCondition, FaultLossFile
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import ReportData, Run

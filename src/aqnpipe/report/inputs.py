@@ -10,19 +10,19 @@ import pandera.polars as pa
 import polars as pl
 from pydantic import BaseModel
 
-from aqnpipe.artifacts.audits import AuditFile
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationTable
-from aqnpipe.artifacts.fault_losses import FaultLossFile
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
+from aqnpipe.artifacts.lineage import is_file_of, record_problems
+from aqnpipe.artifacts.loss_studies import FaultLossFile
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.published import AuditFile
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.plan import StudyPlan, sigmas_name
-from aqnpipe.custody import is_file_of, record_problems
 from aqnpipe.errors import DataError
-from aqnpipe.noise.evaluation_receipt import EvaluationReceipts
-from aqnpipe.noise.receipt import Receipt
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report.costs import Cost, read_cost
 
 Content = TypeVar("Content")

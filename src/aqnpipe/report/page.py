@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from aqnpipe.artifacts.audits import AuditFile
+from aqnpipe.artifacts.published import AuditFile
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import charts, costs_view, numbers, published, sigmas_view, tables, verdicts
+from aqnpipe.report import charts, claims_view, costs_view, numbers, published, sigmas_view, tables
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.inputs import Diagnosis, ReportData, Run
 from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
@@ -55,7 +55,7 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
         robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, keys, words),
         training=_training_figure(runs, keys, words) if runs else None,
         diagnosis=_diagnosis_figure(diagnoses, words) if diagnoses else None,
-        diagnosis_verdicts=verdicts.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
+        diagnosis_verdicts=claims_view.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from aqnpipe.artifacts.audits import AuditedAccuracy, AuditedClaim, AuditFile
+from aqnpipe.artifacts.published import AuditedAccuracy, AuditedClaim, AuditFile
 from aqnpipe.report import numbers
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import Words

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from aqnpipe.artifacts.files import write_text
 from aqnpipe.config.study import Study
 from aqnpipe.report import (
+    claims_view,
     explorer,
     export,
     faults_view,
@@ -21,7 +22,6 @@ from aqnpipe.report import (
     receipts,
     svg,
     tables,
-    verdicts,
 )
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.readme import readme
@@ -61,7 +61,7 @@ def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> 
     pair = explorer.explored_pair(study, data.comparisons)
     flipped, num_questions, num_seeds = explorer.flips(pair, study, data) if pair else explorer.no_flips()
     explored = explorer.explorer(pair, flipped, num_questions, num_seeds) if pair and num_seeds else None
-    answer = verdicts.answer(study, data, words)
+    answer = claims_view.answer(study, data, words)
     html = _render(study, data, words, answer, explored)
     write_text(outputs.readme, readme(study))
     write_text(outputs.html, html)
@@ -72,7 +72,7 @@ def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> 
 
 
 def _render(
-    study: Study, data: ReportData, words: Words, answer: verdicts.Answer, explored: explorer.Explorer | None
+    study: Study, data: ReportData, words: Words, answer: claims_view.Answer, explored: explorer.Explorer | None
 ) -> str:
     """Return the page as HTML. All text is made visible and escaped; only the SVGs of `svg.py` are markup."""
     environment = Environment(
@@ -98,7 +98,7 @@ def _render(
         power=numbers.confidence(study.config.statistics.power),
         missing=_missing(data),
         answer=answer,
-        summary=verdicts.summary(data.claims, words) if answer.rows else words("summary.none"),
+        summary=claims_view.summary(data.claims, words) if answer.rows else words("summary.none"),
         sections=[page.model_section(study, data, model, words, run_link) for model in models],
         published=page.published_section(study, data.audit, data.accuracy, words) if data.audit else None,
         faults=faults_view.fault_section(data, words),

@@ -7,12 +7,12 @@ import polars as pl
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import numbers, verdicts
+from aqnpipe.report import claims_view, numbers
+from aqnpipe.report.claims_view import Answer
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.provenance_view import SHORT_DIGEST
 from aqnpipe.report.tables import mean_accuracy
 from aqnpipe.report.text import visible
-from aqnpipe.report.verdicts import Answer
 from aqnpipe.report.words import Words
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|^[-+=]|^\d+(?=[.)]))")
@@ -27,7 +27,7 @@ def markdown(text: str) -> str:
 
 def render_summary(study: Study, data: ReportData, answer: Answer, last: pl.DataFrame, words: Words) -> str:
     """Return the question, the verdicts with their numbers, how sure they are, and accuracy by arm."""
-    claims = verdicts.summary(data.claims, words) if answer.rows else words("summary.none")
+    claims = claims_view.summary(data.claims, words) if answer.rows else words("summary.none")
     incomplete = [f"> {words('incomplete.title')}", ""] if data.missing else []
     parts = [
         f"### {markdown(study.config.report.title)}",

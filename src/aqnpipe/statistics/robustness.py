@@ -8,7 +8,7 @@ import numpy.typing as npt
 from scipy import stats
 from statsmodels.stats.contingency_tables import cochrans_q
 
-from aqnpipe.statistics.seeds import Luck, estimate_difference, pooled_luck
+from aqnpipe.statistics.crossed_effects import Luck, estimate_difference, pooled_luck
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -8,13 +8,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 from aqnpipe.data.prompts import end_of_response
+from aqnpipe.data.scoring import is_correct
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
-from aqnpipe.noise.injection import NoiseKey, phase_noise
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.scoring import is_correct
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.training.policy import has_adapters, merged_weights
 from aqnpipe.training.ranks import gathered, rank_and_size
 

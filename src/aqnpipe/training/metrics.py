@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import polars as pl
 
-from aqnpipe.noise.receipt import WeightSync
+from aqnpipe.noise.receipts.receipt import WeightSync
 
 _COLUMNS = {
     "epoch": "epoch",

@@ -11,9 +11,9 @@ from aqnpipe.config.noise import TRAINING_PHASES, Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
+from aqnpipe.models.layout import decoder_layers, rms_norms
 from aqnpipe.noise.aqn import target_factors
-from aqnpipe.noise.layout import decoder_layers, rms_norms
-from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.schedule import sigma_at
 
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError
+from aqnpipe.models.layout import layer_of
 from aqnpipe.models.loading import load_model
-from aqnpipe.noise.layout import layer_of
 from aqnpipe.seeding import derive_seed
 
 _ADAPTER = "default"

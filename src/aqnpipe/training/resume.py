@@ -18,14 +18,14 @@ from torch import nn
 from transformers import TrainerCallback
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync_tree, write_durably
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import StorageError
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.recorder_state import RecorderState
-from aqnpipe.storage import clear_storage_errors
-from aqnpipe.training.durable import damage, digests_of, rename, sync_tree, write_durably
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder_state import RecorderState
+from aqnpipe.runtime.disk_errors import clear_storage_errors
 from aqnpipe.training.ranks import gathered
-from aqnpipe.training.scratch import Workspace
+from aqnpipe.training.workspace import Workspace
 
 _KEPT = 2
 _MANIFEST = "manifest.json"

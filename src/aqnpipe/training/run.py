@@ -22,15 +22,15 @@ from aqnpipe.data.prompts import (
     prompt_token_ids,
     tokenize_prompts,
 )
+from aqnpipe.data.scoring import is_correct
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, RunInterruptedError, WorkerError
-from aqnpipe.generation.rollouts import RolloutEngine
+from aqnpipe.generation.rollout_engines import RolloutEngine
+from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, sha256_of
-from aqnpipe.noise.layout import is_mixture_of_experts
-from aqnpipe.noise.receipt import Receipt
-from aqnpipe.noise.receipt_merge import WorkerAccount, merged_receipt, read_accounts
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.scoring import is_correct
+from aqnpipe.noise.receipts.merge import WorkerAccount, merged_receipt, read_accounts
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
@@ -39,9 +39,9 @@ from aqnpipe.training.noise_plan import build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.ranks import rank_and_size
 from aqnpipe.training.resume import ResumeCallback
-from aqnpipe.training.rollouts import open_rollouts
-from aqnpipe.training.scratch import Workspace
+from aqnpipe.training.rollout_backend import open_rollouts
 from aqnpipe.training.trainer import NoisyGRPOTrainer
+from aqnpipe.training.workspace import Workspace
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,20 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from aqnpipe.artifacts.durable_files import digests_of
 from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
-from aqnpipe.provenance import code_digest, sha256_of_file, versions
-from aqnpipe.storage import clear_storage_errors
-from aqnpipe.training.durable import digests_of
+from aqnpipe.runtime.disk_errors import clear_storage_errors
+from aqnpipe.runtime.training_workers import run_workers
 from aqnpipe.training.reporting import prepare_reporting
 from aqnpipe.training.resume import prepare_resume
-from aqnpipe.training.rollouts import describe_rollouts
+from aqnpipe.training.rollout_backend import describe_rollouts
 from aqnpipe.training.run import TrainingInputs, run_label
-from aqnpipe.training.scratch import Workspace, locked, open_workspace, promote, stopping_on_signals
-from aqnpipe.training.workers import run_workers
+from aqnpipe.training.workspace import Workspace, locked, open_workspace, promote, stopping_on_signals
 
 
 def train(

@@ -20,16 +20,16 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.noise import Phase
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.rollouts import Rollout, RolloutEngine
-from aqnpipe.noise.injection import NoiseKey, phase_noise
+from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.breakdown import BreakdownGuard
-from aqnpipe.training.mismatch import Mismatch
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, adapters_off, has_adapters
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_weights, save_rank_state, save_weights
 from aqnpipe.training.sampler import PromptSampler
-from aqnpipe.training.scratch import Workspace
+from aqnpipe.training.sampler_distance import Mismatch
+from aqnpipe.training.workspace import Workspace
 
 
 class NoisyGRPOTrainer(GRPOTrainer):

@@ -13,19 +13,19 @@ from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.noisy import PassAccount, PassNoise, RolloutNoise
+from aqnpipe.generation.noisy_passes import PassAccount, PassNoise, RolloutNoise
 from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXT, StopText
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
 from aqnpipe.generation.vllm.requirements import check_model, check_vllm
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.models.loading import load_tokenizer
-from aqnpipe.noise.phase_state import NoiseKey
-from aqnpipe.noise.receipt_merge import WorkerAccount, merge_states
-from aqnpipe.noise.recorder_state import RecorderState
+from aqnpipe.noise.injection.phase_state import NoiseKey
+from aqnpipe.noise.receipts.merge import WorkerAccount, merge_states
+from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.seeding import derive_seed
 
 WORKER_EXTENSION = f"{NoiseExtension.__module__}.{NoiseExtension.__qualname__}"
-ENDS_AT_TEXT = "aqnpipe.generation.vllm.stops:EndsAtText"
+ENDS_AT_TEXT = "aqnpipe.generation.vllm.stop_processor:EndsAtText"
 
 
 class VllmEngine:

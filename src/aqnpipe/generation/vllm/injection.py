@@ -24,17 +24,17 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OutputErrorModel
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.noisy import PassNoise
+from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.modules import EngineModel, Linear
-from aqnpipe.generation.vllm.witness import EngineWitness
-from aqnpipe.noise.checkpoint_replay import ACTIVE_MARK
-from aqnpipe.noise.hooks import keep
-from aqnpipe.noise.layout import layer_of
-from aqnpipe.noise.module_errors import ModuleErrors
-from aqnpipe.noise.phase_state import NoiseKey, PhaseState, Place
-from aqnpipe.noise.recorder import ReceiptRecorder
-from aqnpipe.noise.stream import NoiseStream
-from aqnpipe.noise.struck_sites import StruckSites
+from aqnpipe.generation.vllm.reference_check import EngineWitness
+from aqnpipe.models.layout import layer_of
+from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK
+from aqnpipe.noise.injection.fault_injection import StruckSites
+from aqnpipe.noise.injection.hooks import keep
+from aqnpipe.noise.injection.module_errors import ModuleErrors
+from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 _GATED: dict[str, tuple[str, Callable[..., Tensor]]] = {"SiluAndMul": ("silu", F.silu), "GeluAndMul": ("gelu", F.gelu)}
 """Activations of vLLM that multiply what they return with the other half of their input."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import ModuleScope
 from aqnpipe.errors import ModelError
-from aqnpipe.noise.layout import decoder_layers, is_rms_norm, output_projection, select_names
-from aqnpipe.noise.sites import attention_of, mlp_of
+from aqnpipe.models.layout import decoder_layers, is_rms_norm, output_projection, select_names
+from aqnpipe.models.sites import attention_of, mlp_of
 
 
 class Tap(nn.Module):

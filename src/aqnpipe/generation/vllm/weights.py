@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.modules import EngineModel
-from aqnpipe.noise.layout import rms_norms, weight_of
-from aqnpipe.provenance import sha256_of_file
+from aqnpipe.models.layout import rms_norms, weight_of
 
 
 def send_weights(weights: Mapping[str, Tensor], norms: Set[str], dtype: torch.dtype, path: Path) -> str:

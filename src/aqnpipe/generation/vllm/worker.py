@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from aqnpipe.errors import AqnpipeError, ReceiptError
-from aqnpipe.generation.noisy import PassNoise, RolloutNoise
+from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise
 from aqnpipe.generation.vllm.injection import engine_noise, refuse_what_cannot_be_mapped
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.plugin import version_in_this_process
 from aqnpipe.generation.vllm.weights import take_weights
+from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.aqn import noised_rollout
-from aqnpipe.noise.layout import rms_norms
-from aqnpipe.noise.phase_state import NoiseKey
-from aqnpipe.noise.recorder import ReceiptRecorder
+from aqnpipe.noise.injection.phase_state import NoiseKey
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 
 class _WorkerPass:

@@ -1,0 +1,161 @@
+"""What this machine has: devices, versions that fit or do not, Slurm, vLLM and Ray, disk."""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.cli.doctor.slurm import SlurmPartition
+from aqnpipe.device import AskedDevice, resolve_device
+from aqnpipe.errors import DeviceError
+
+Status = Literal["ok", "untested", "missing", "problem"]
+
+CONSTRAINTS = Path("constraints.txt")
+"""The versions that the tests ran with."""
+
+MINIMUM_FREE_GB = 20
+"""Below this a study of real models fills the disk: a checkpoint of 1.5B parameters is 3 GB."""
+
+OPTIONAL: dict[str, str] = {
+    "vllm": "pip install 'aqnpipe[vllm]' (evaluations of real models on GPUs)",
+    "ray": "pip install 'ray[default]' (several nodes)",
+    "torch-npu": "pip install torch-npu, in the version made for this torch, beside CANN (Ascend)",
+    "vllm-ascend": "pip install 'aqnpipe[vllm-ascend]' (vLLM on Ascend)",
+    "snakemake-executor-plugin-slurm": "pip install -e '.[slurm]' (profiles a100 and ascend)",
+    "triton": "comes with the CUDA build of torch (noise on GPUs)",
+}
+"""What only some machines need, and how to get it."""
+
+
+class Check(Artifact):
+    """One thing that was looked at.
+
+    untested: fits, but the tests ran with another version. missing: not there, and needed only by some profiles.
+    problem: unfit, or not there and needed.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def machine_checks(results: Path, partitions: tuple[SlurmPartition, ...] | None) -> list[Check]:
+    """Return everything that does not depend on a profile. partitions: as `read_partitions` returned them."""
+    return [*device_checks(), *version_checks(), slurm_check(partitions), disk_check(results), memory_check()]
+
+
+def device_checks() -> list[Check]:
+    """Return one check per kind of accelerator: what torch sees, or why it sees nothing."""
+    kinds: tuple[tuple[str, AskedDevice], ...] = (("GPUs", "cuda"), ("NPUs", "npu"))
+    checks = []
+    for name, kind in kinds:
+        try:
+            checks.append(Check(name=name, status="ok", found=resolve_device(kind).label))
+        except DeviceError as error:
+            reason = str(error).partition("found none: ")[2].partition("; `device")[0]
+            checks.append(Check(name=name, status="missing", found="none", advice=reason))
+    return checks
+
+
+def version_checks(constraints: Path = CONSTRAINTS) -> list[Check]:
+    """Return one check for Python and per library: installed, what others require of it, what the tests ran with."""
+    names = {canonicalize_name(name) for name in _requirements("aqnpipe")} | set(OPTIONAL)
+    demands, tested = _demands(names), _tested_versions(constraints)
+    checks = [Check(name="python", status="ok", found=platform.python_version())]
+    return checks + [_version_check(name, demands.get(name, []), tested.get(name)) for name in sorted(names)]
+
+
+def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: str | None) -> Check:
+    version = _version(name)
+    if version is None:
+        status: Status = "missing" if name in OPTIONAL else "problem"
+        return Check(name=name, status=status, found="not installed", advice=OPTIONAL.get(name, "make setup"))
+    unmet = [
+        f"{owner} needs {name}{demand.specifier}"
+        for owner, demand in demands
+        if not demand.specifier.contains(version, prereleases=True)
+    ]
+    if unmet:
+        return Check(name=name, status="problem", found=version, advice="; ".join(unmet))
+    if tested is not None and Version(tested).public != Version(version).public:
+        return Check(name=name, status="untested", found=version, advice=f"the tests ran with {tested}")
+    return Check(name=name, status="ok", found=version)
+
+
+def slurm_check(partitions: tuple[SlurmPartition, ...] | None) -> Check:
+    """Return whether Slurm answers, and with which partitions."""
+    if partitions is None:
+        advice = "apt-get install slurm-client, and the cluster's slurm.conf and munge key (profiles a100 and ascend)"
+        return Check(name="Slurm", status="missing", found="sinfo not found", advice=advice)
+    if not partitions:
+        return Check(name="Slurm", status="problem", found="no answer", advice="does `sinfo` work here?")
+    shown = ", ".join(f"{one.name} ({one.gres or 'no gres'})" for one in partitions)
+    return Check(name="Slurm", status="ok", found=f"partitions {shown}")
+
+
+def disk_check(results: Path) -> Check:
+    """Return whether the file system that results go to has room."""
+    folder = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
+    free = shutil.disk_usage(folder).free / 1e9
+    enough = free >= MINIMUM_FREE_GB
+    advice = "" if enough else f"a study of real models needs {MINIMUM_FREE_GB} GB and more; tiny models need 1"
+    return Check(
+        name="disk", status="ok" if enough else "missing", found=f"{free:.0f} GB free in {folder}", advice=advice
+    )
+
+
+def memory_check() -> Check:
+    """Return cores and memory of this machine, for information."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Check(name="machine", status="ok", found=f"{os.cpu_count()} CPUs, {memory / 1e9:.0f} GB memory")
+
+
+def _demands(names: set[str]) -> dict[str, list[tuple[str, Requirement]]]:
+    """Return what this package and the libraries `names`, where installed, require of each of `names`."""
+    demands: dict[str, list[tuple[str, Requirement]]] = {}
+    for owner in ("aqnpipe", *sorted(names)):
+        for name, requirement in _requirements(owner).items():
+            if name in names:
+                demands.setdefault(name, []).append((owner, requirement))
+    return demands
+
+
+def _tested_versions(constraints: Path) -> dict[str, str]:
+    """Return the pinned versions of a constraints file by canonical name; nothing where there is no such file."""
+    if not constraints.is_file():
+        return {}
+    pins = [line.split("==") for line in constraints.read_text(encoding="utf-8").splitlines() if "==" in line]
+    return {canonicalize_name(name.strip()): version.split(";")[0].strip() for name, version in pins}
+
+
+def _requirements(distribution: str) -> dict[str, Requirement]:
+    """Return what an installed distribution requires here without its extras, by canonical name; else nothing."""
+    return {canonicalize_name(one.name): one for one in _parsed_requirements(distribution)}
+
+
+def _parsed_requirements(distribution: str) -> Iterator[Requirement]:
+    try:
+        texts = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return
+    for text in texts:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

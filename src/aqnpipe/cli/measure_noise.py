@@ -1,0 +1,129 @@
+"""`aqnpipe measure-noise`: which operators, and how much of the compute, an arm's noise reaches on a model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aqnpipe.artifacts.files import write_json
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.model import Attention, Dtype, ModelConfig
+from aqnpipe.config.study import read_arms
+from aqnpipe.errors import ConfigError, ReceiptError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from aqnpipe.noise.receipts.receipt import NoiseCell, Receipt
+
+
+def measure_noise(
+    model: Annotated[str, typer.Argument(help="a folder, a hub id, or `tiny`")],
+    arm: Annotated[str, typer.Option(help="id of an arm of the arms file")] = "E5",
+    arms: Annotated[Path, typer.Option(help="arms file")] = Path("config/arms.yaml"),
+    dtype: Annotated[Dtype, typer.Option(help="number format that the model computes in")] = "float32",
+    attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
+    json: Annotated[Path | None, typer.Option(help="write the whole receipt to this file")] = None,
+) -> None:
+    """Try an arm's noise on a model for one step, and show what was measured.
+
+    Exit code 2 if anything that was asked for is missing, or anything is there that was not.
+    """
+    from rich.console import Console
+
+    from aqnpipe.models.loading import load_model, source_folder
+    from aqnpipe.noise.measure_arm import measure_arm
+
+    known = read_arms(arms)
+    if arm not in known:
+        raise ConfigError(f"--arm: unknown arm {arm!r}, {arms} defines {', '.join(sorted(known))}")
+    settings = ModelConfig(source=model)
+    loaded = load_model(source_folder(settings), dtype=dtype, attention=attention)
+    receipt = measure_arm(loaded, known[arm])
+    if json is not None:
+        write_json(json, receipt)
+    console = Console(width=None if Console().is_terminal else 120)
+    for table in (_coverage(receipt), _operators(receipt)):
+        console.print(table)
+    for line in _notes(receipt, known[arm]):
+        console.print(line, highlight=False)
+    problems = receipt.problems()
+    if problems:
+        raise ReceiptError(f"arm {arm} on {model}: " + "; ".join(problems))
+    console.print(f"arm {arm} on {model}: every phase has what was asked for.")
+
+
+def _coverage(receipt: "Receipt") -> "Table":
+    """One row per phase: calls, the share of the operations that was reached, asked and measured size of the error."""
+    from rich.table import Table
+
+    table = Table("phase", "forwards", "noised calls", "share of FLOPs", "asked", "measured", "witness", title="phases")
+    for record in receipt.phases:
+        asked = receipt.asked_scale(record.phase)
+        measured, elements = receipt.measured_scale(record.phase)
+        share = record.noised_share
+        table.add_row(
+            record.phase,
+            str(record.forwards),
+            f"{record.noised_calls:,}",
+            "-" if share is None else f"{share:.1%}",
+            f"{asked:.4g}" if asked else "none",
+            f"{measured:.4g} (n = {elements:,})" if elements else "-",
+            "-" if record.phase == "backward" else f"{record.witness_scale:.4g}",
+        )
+    return table
+
+
+def _operators(receipt: "Receipt") -> "Table":
+    """One row per phase and operator, all layers together."""
+    from rich.table import Table
+
+    table = Table("phase", "operator", "layers", "calls", "elements", "error", "asked", "measured", title="operators")
+    groups: dict[tuple[str, str, str, float], list[NoiseCell]] = {}
+    for cell in receipt.cells:
+        operator = f"{cell.operator} (lm_head)" if cell.layer is None and not cell.is_module else cell.operator
+        groups.setdefault((cell.phase, operator, cell.error, cell.asked), []).append(cell)
+    for (phase, operator, error, asked), cells in groups.items():
+        squares = sum((cell.measured or 0.0) ** 2 * cell.measured_elements for cell in cells)
+        elements = sum(cell.measured_elements for cell in cells)
+        table.add_row(
+            phase,
+            operator,
+            _ranges([cell.layer for cell in cells if cell.layer is not None]),
+            f"{sum(cell.calls for cell in cells):,}",
+            f"{sum(cell.elements for cell in cells):,}",
+            error.replace("_", " "),
+            f"{asked:.4g}",
+            f"{(squares / elements) ** 0.5:.4g}" if elements else "-",
+        )
+    return table
+
+
+def _ranges(layers: list[int]) -> str:
+    """Return sorted layer numbers as `0-5, 7`; `-` for none."""
+    parts: list[list[int]] = []
+    for layer in sorted(layers):
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts) or "-"
+
+
+def _notes(receipt: "Receipt", arm: Arm) -> list[str]:
+    lines = []
+    if arm.operator_noise is not None:
+        lines.append(
+            "attention: one fused operator, noised on its output"
+            if arm.operator_noise.attention == "fused"
+            else "attention: decomposed, both products noised"
+        )
+    for sync in receipt.weight_syncs:
+        lines.append(
+            f"AQN on {sync.targets} targets at the schedule's largest sigma {sync.sigma_scheduled:.4g}: measured "
+            f"{sync.sigma_measured:.4g} over {sync.elements:,} elements; clean norm weights "
+            + ("restored bit for bit" if sync.clean_sha256_before == sync.clean_sha256_after else "NOT restored")
+        )
+    if arm.aqn is not None and arm.aqn.layer_sigmas_from is not None:
+        lines.append("AQN: sigma per layer comes from a diagnosis in a study; here it was the same in every layer")
+    return lines

@@ -1,0 +1,283 @@
+"""`aqnpipe score`: every scorer on stored responses, of a JSON Lines file or of a study's evaluation."""
+
+import json as json_format
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import typer
+from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.data.scoring import SCORERS, Graded, Scorer, grade, normalise_number, tally
+from aqnpipe.errors import DataError
+
+MAX_SHOWN = 20
+"""Disagreements that are printed; `--json` has all."""
+
+HARNESS_TWINS: Mapping[Scorer, Scorer] = {"strict": "harness_strict", "last_number": "harness_flexible"}
+"""Scorers of ours and the filters of lm-evaluation-harness that look for the same thing."""
+
+
+class Transcript(NamedTuple):
+    """One stored response. `place` is where it stands, `group` the pass that it belongs to, "" if there is one only."""
+
+    place: str
+    group: str
+    question_id: str | None
+    gold_answer: str
+    response: str
+    truncated: bool | None
+
+
+class TranscriptLine(BaseModel):
+    """One line of a transcripts file; other keys are left alone. One of `gold_answer` and `answer` says what is right.
+
+    gold_answer: the number. answer: the same, or worked text that ends in `#### number`, as GSM8K has it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    question_id: StrictStr | StrictInt | None = None
+    response: StrictStr
+    gold_answer: StrictStr | StrictInt | StrictFloat | None = None
+    answer: StrictStr | StrictInt | StrictFloat | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class ScorerResult(FrozenModel):
+    """Responses that one scorer finds right, and those in which it finds no answer."""
+
+    scorer: Scorer
+    correct: int
+    accuracy: float
+    parse_failures: int
+
+
+class GroupResult(FrozenModel):
+    """One pass. `truncated`: responses cut off at the limit of tokens, null unless every response says so or not."""
+
+    name: str
+    responses: int
+    truncated: int | None
+    scorers: tuple[ScorerResult, ...]
+
+
+class Found(FrozenModel):
+    """What a scorer found in a response, null for no answer."""
+
+    answer: str | None
+    correct: bool
+
+
+class Disagreement(FrozenModel):
+    """A response that some scorers call right and others wrong."""
+
+    place: str
+    question_id: str | None
+    gold_answer: str
+    found: dict[Scorer, Found]
+
+
+class Agreement(FrozenModel):
+    """Responses of which a scorer of ours and its twin in lm-evaluation-harness say the same, right or wrong."""
+
+    scorer: Scorer
+    harness: Scorer
+    same: int
+
+
+class ScoredFile(FrozenModel):
+    """What `aqnpipe score --json` prints."""
+
+    file: str
+    responses: int
+    groups: tuple[GroupResult, ...]
+    agreement: tuple[Agreement, ...]
+    disagreements: tuple[Disagreement, ...]
+
+
+def score(
+    transcripts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRANSCRIPTS",
+            help="JSON Lines with response, gold_answer (or answer) and optionally question_id and finish_reason; "
+            "or an evaluation of a study (.parquet)",
+        ),
+    ],
+    problems: Annotated[
+        Path | None,
+        typer.Option(help="questions of an evaluation; default: data/test.parquet of the results that it lies in"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Score stored responses again, under every scorer: right answers, answers not found, and where scorers differ."""
+    if transcripts.suffix == ".parquet":
+        rows = read_evaluation(transcripts, problems)
+    elif problems is not None:
+        raise DataError(f"--problems {problems}: {transcripts} is no .parquet and states its own gold answers")
+    else:
+        rows = read_transcripts(transcripts)
+    scored = score_transcripts(str(transcripts), rows)
+    typer.echo(scored.model_dump_json(indent=2) if json else "\n".join(_lines(scored)))
+
+
+def read_transcripts(path: Path) -> list[Transcript]:
+    """Read a JSON Lines file; DataError naming file and line of the first that is not as it should be."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    found = [
+        _transcript(line, f"{path}:{number}", number)
+        for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
+        if line.strip()
+    ]
+    if not found:
+        raise DataError(f"{path}: found no line, expected transcripts as JSON Lines")
+    return found
+
+
+def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
+    """Read an evaluation of a study; DataError if it, or the gold answer of one of its questions, is missing."""
+    import polars as pl  # slow to import, as are the artifacts, so only here
+
+    from aqnpipe.artifacts.evaluations import EvaluationTable
+    from aqnpipe.artifacts.files import read_table
+    from aqnpipe.artifacts.problems import ProblemTable
+
+    table = read_table(path, EvaluationTable)
+    if problems is None:
+        # results/eval/<model>/<arm>/seed<S>/step<N>.parquet
+        parents = path.resolve().parents
+        problems = parents[min(4, len(parents) - 1)] / "data" / "test.parquet"
+        if not problems.is_file():
+            raise DataError(f"{path}: found no questions at {problems}, name their file with --problems")
+    golds = read_table(problems, ProblemTable).select("question_id", "gold_answer")
+    joined = table.join(golds, on="question_id", how="left", maintain_order="left")
+    unknown = joined.filter(pl.col("gold_answer").is_null())
+    if not unknown.is_empty():
+        raise DataError(f"{path}: question {unknown['question_id'][0]} is not among those of {problems}")
+    return [
+        Transcript(
+            place=f"noise {row['noise_level']:g} seed {row['noise_seed']} sample {row['sample']}",
+            group=f"noise {row['noise_level']:g} seed {row['noise_seed']}",
+            question_id=row["question_id"],
+            gold_answer=row["gold_answer"],
+            response=row["response"],
+            truncated=row["finish_reason"] == "length",
+        )
+        for row in joined.sort("noise_level", "noise_seed", "sample", maintain_order=True).iter_rows(named=True)
+    ]
+
+
+def score_transcripts(name: str, transcripts: Sequence[Transcript]) -> ScoredFile:
+    """Return what every scorer finds in `transcripts`, those of a group following each other."""
+    graded = [{scorer: grade(one.response, one.gold_answer, scorer) for scorer in SCORERS} for one in transcripts]
+    groups = []
+    for group, members in groupby(range(len(transcripts)), key=lambda index: transcripts[index].group):
+        indices = list(members)
+        groups.append(
+            _group_result(group, [transcripts[index] for index in indices], [graded[index] for index in indices])
+        )
+    return ScoredFile(
+        file=name,
+        responses=len(transcripts),
+        groups=tuple(groups),
+        agreement=tuple(
+            Agreement(scorer=ours, harness=theirs, same=sum(one[ours].correct == one[theirs].correct for one in graded))
+            for ours, theirs in HARNESS_TWINS.items()
+        ),
+        disagreements=tuple(_disagreements(transcripts, graded)),
+    )
+
+
+def _transcript(line: bytes, where: str, number: int) -> Transcript:
+    try:
+        parsed = json_format.loads(line)
+    except json_format.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON ({error.msg} at character {error.pos + 1})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not valid UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: JSON that cannot be read ({error})") from error
+    if not isinstance(parsed, dict):
+        raise DataError(f"{where}: found {str(parsed)[:40]!r}, expected an object with response and gold_answer")
+    try:
+        content = TranscriptLine.model_validate(parsed)
+    except ValidationError as error:
+        raise DataError(f"{where}: {describe_validation_error(error)}") from error
+    if (content.gold_answer is None) == (content.answer is None):
+        state = "neither" if content.answer is None else "both"
+        raise DataError(f"{where}: found {state} of gold_answer and answer, expected one of them")
+    text = str(content.gold_answer if content.answer is None else content.answer)
+    gold = text.rsplit("####", 1)[-1].strip()
+    if normalise_number(gold) is None:
+        raise DataError(f"{where}: gold answer {gold[:40]!r} is no number")
+    return Transcript(
+        place=f"line {number}",
+        group="",
+        # Half a surrogate pair, which JSON can hold, cannot be printed.
+        question_id=None
+        if content.question_id is None
+        else str(content.question_id).encode("utf-8", "backslashreplace").decode(),
+        gold_answer=gold,
+        response=content.response,
+        truncated=None if content.finish_reason is None else content.finish_reason == "length",
+    )
+
+
+def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Mapping[Scorer, Graded]]) -> GroupResult:
+    cut = [one.truncated for one in members if one.truncated is not None]
+    counts = {scorer: tally([one[scorer] for one in graded]) for scorer in SCORERS}
+    return GroupResult(
+        name=name,
+        responses=len(members),
+        truncated=sum(cut) if len(cut) == len(members) else None,
+        scorers=tuple(
+            ScorerResult(
+                scorer=scorer,
+                correct=count.correct,
+                accuracy=count.correct / len(members),
+                parse_failures=count.parse_failures,
+            )
+            for scorer, count in counts.items()
+        ),
+    )
+
+
+def _disagreements(
+    transcripts: Sequence[Transcript], graded: Sequence[Mapping[Scorer, Graded]]
+) -> Iterator[Disagreement]:
+    for one, found in zip(transcripts, graded, strict=True):
+        if len({each.correct for each in found.values()}) > 1:
+            yield Disagreement(
+                place=one.place,
+                question_id=one.question_id,
+                gold_answer=one.gold_answer,
+                found={scorer: Found(answer=each.answer, correct=each.correct) for scorer, each in found.items()},
+            )
+
+
+def _lines(scored: ScoredFile) -> Iterator[str]:
+    for group in scored.groups:
+        cut = "unknown" if group.truncated is None else str(group.truncated)
+        name = f", {group.name}" if group.name else ""
+        yield f"{scored.file}{name}: {group.responses} responses, cut off: {cut}"
+        yield f"  {'scorer':<18}{'correct':>8}{'%':>8}{'no answer':>12}"
+        for one in group.scorers:
+            yield f"  {one.scorer:<18}{one.correct:>8}{100 * one.accuracy:>8.1f}{one.parse_failures:>12}"
+    for pair in scored.agreement:
+        yield f"{pair.scorer} and {pair.harness} agree on {pair.same} of {scored.responses}"
+    yield f"responses that scorers judge differently: {len(scored.disagreements)}"
+    for difference in scored.disagreements[:MAX_SHOWN]:
+        name = "" if difference.question_id is None else f" {difference.question_id!r}"
+        found = ", ".join(
+            f"{scorer} {'none' if one.answer is None else repr(one.answer)} {'right' if one.correct else 'wrong'}"
+            for scorer, one in difference.found.items()
+        )
+        yield f"  {difference.place}{name}, gold {difference.gold_answer}: {found}"
+    if len(scored.disagreements) > MAX_SHOWN:
+        yield f"  and {len(scored.disagreements) - MAX_SHOWN} more, which --json lists"

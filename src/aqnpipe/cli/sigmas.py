@@ -1,0 +1,42 @@
+"""`aqnpipe sigmas`: per-layer sigmas from a stored diagnosis, without a study."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from pydantic import ValidationError
+
+from aqnpipe.artifacts.diagnoses import DiagnosisFile, Verdict
+from aqnpipe.artifacts.files import read_json, write_yaml
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
+from aqnpipe.errors import ConfigError, DataError
+
+
+def sigmas(
+    diagnosis: Annotated[Path, typer.Argument(help="the JSON file of `aqnpipe diagnose --json`")],
+    strategy: Annotated[SigmaStrategy, typer.Option(help="how a diagnosis becomes sigmas")] = "published",
+    base_sigma: Annotated[float, typer.Option(help="sigma of a layer that no rule moves")] = 0.05,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write here instead of standard output")] = None,
+) -> None:
+    """Turn a diagnosis into one AQN sigma per layer, with reasons, as YAML."""
+    import polars as pl
+
+    from aqnpipe.diagnosis.sigmas import layer_sigmas
+
+    file = read_json(diagnosis, DiagnosisFile)
+    rows = [layer.scans for layer in file.layers if layer.scans is not None]
+    if len(rows) < len(file.layers) or not rows:
+        raise DataError(f"{diagnosis}: has no scan metrics, expected a diagnosis with --method all or statistical")
+    try:
+        rule = SigmaRule(base_sigma=base_sigma)
+    except ValidationError as error:
+        raise ConfigError(f"--base-sigma: {describe_validation_error(error)}") from error
+    table = pl.DataFrame(rows)
+    verdict = Verdict.model_validate(file.model_dump(include=set(Verdict.model_fields)))
+    result = layer_sigmas(table, verdict, rule, strategy, metadata={"model": file.model, "device": file.device})
+    if output is None:
+        typer.echo(yaml.safe_dump(result.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+    else:
+        write_yaml(output, result)

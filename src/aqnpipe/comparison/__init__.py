@@ -1,0 +1,1 @@
+"""The compare stage: from evaluations to verdicts on the declared claims."""

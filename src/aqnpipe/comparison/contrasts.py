@@ -1,0 +1,301 @@
+"""From a comparison to two aligned score matrices, or to the reason why there can be none."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from aqnpipe.artifacts.comparisons import RefusalKind, SeedComparison
+from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
+from aqnpipe.config.analysis import PRETRAINED, Comparison
+from aqnpipe.config.study import Study
+from aqnpipe.statistics.crossed_effects import Luck, pooled_luck
+from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts
+from aqnpipe.statistics.resampling import Resampler
+
+FloatArray = npt.NDArray[np.float64]
+Checkpoint = tuple[str, str, int, int]
+"""(model role, arm, seed, step)."""
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: an arm of a model at a noise level."""
+
+    model: str
+    arm: str
+    noise_level: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a comparison cannot be made."""
+
+    kind: RefusalKind
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores[seed, question] of both sides, averaged over samples and noise seeds.
+
+    Correctness in [0, 1]; in a degradation comparison what the noise level changes, in [-1, 1]. A control of one row
+    (the pretrained model) stands against every treatment seed. The accuracies are those at the sides' noise levels.
+    `luck`: what all arms of the model tell about the luck of training in this difference.
+    """
+
+    treatment: FloatArray
+    control: FloatArray
+    treatment_accuracy: float
+    control_accuracy: float
+    luck: Luck | None
+    seed_tables: tuple[SeedComparison, ...] = ()
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A comparison with its data, or with why there are none: exactly one of `scores` and `refusal` is null."""
+
+    comparison_id: str
+    comparison: Comparison
+    treatment: Side
+    control: Side
+    scores: Scores | None
+    refusal: Refusal | None
+
+
+class RefusedError(Exception):
+    """A comparison cannot be made; it becomes the verdict `invalid`, never a traceback."""
+
+    def __init__(self, kind: RefusalKind, reason: str) -> None:
+        super().__init__(reason)
+        self.refusal = Refusal(kind, reason)
+
+
+class Contrasts:
+    """Resolves comparisons of a study against the evaluations of the last steps."""
+
+    def __init__(
+        self,
+        study: Study,
+        evaluations: Mapping[Checkpoint, LoadedEvaluation],
+        resampler: Resampler,
+    ) -> None:
+        self._study = study
+        self._evaluations = evaluations
+        self._resampler = resampler
+        self._seed_means: dict[tuple[str, float, bool], list[FloatArray]] = {}
+
+    def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
+        """Return every comparison with its data; ids of equal sides are numbered."""
+        contrasts: list[Contrast] = []
+        for comparison in comparisons:
+            wanted = _comparison_id(comparison)
+            number = sum(one.comparison_id.split("#")[0] == wanted for one in contrasts) + 1
+            contrasts.append(self.of(comparison, wanted if number == 1 else f"{wanted}#{number}"))
+        return contrasts
+
+    def of(self, comparison: Comparison, identifier: str) -> Contrast:
+        """Return one comparison with its data, or with the reason why there are none."""
+        treatment, control = self._sides(comparison)
+        try:
+            pairs = self._pairs(treatment, control)
+            for pair in pairs:
+                _refuse_bad_pair(*pair, treatment, control, comparison)
+            _refuse_unlike_runs([run for pair in pairs for run in pair])
+            scores = self._scores(pairs, treatment, control, comparison)
+        except RefusedError as error:
+            return Contrast(identifier, comparison, treatment, control, None, error.refusal)
+        return Contrast(identifier, comparison, treatment, control, scores, None)
+
+    def runs_of(self, model: str, arm: str) -> list[LoadedEvaluation]:
+        """Return the evaluations of the last step of every seed of an arm; RefusedError naming the missing ones."""
+        wanted = [(model, arm, seed, self._last_step(arm)) for seed in self._seeds(arm)]
+        self._refuse_missing(wanted)
+        return [self._evaluations[key] for key in wanted]
+
+    def _seeds(self, arm: str) -> tuple[int, ...]:
+        return (0,) if arm == PRETRAINED else self._study.config.seeds
+
+    def _last_step(self, arm: str) -> int:
+        return 0 if arm == PRETRAINED else self._study.num_steps
+
+    def _sides(self, comparison: Comparison) -> tuple[Side, Side]:
+        level = comparison.noise_level
+        if comparison.kind == "levels":
+            arm = comparison.arm
+            role = self._study.model_roles()[0] if arm == PRETRAINED else self._study.arms[arm].model
+            return Side(role, arm, level), Side(role, arm, 0.0)
+        names = (comparison.treatment, comparison.control)
+        trained = [name for name in names if name != PRETRAINED]
+        model_of = {name: self._study.arms[name].model for name in trained}
+        model_of[PRETRAINED] = model_of[trained[0]]
+        first, second = (Side(model_of[name], name, level) for name in names)
+        return first, second
+
+    def _pairs(self, treatment: Side, control: Side) -> list[tuple[LoadedEvaluation, LoadedEvaluation]]:
+        """Pair runs of equal seed; the pretrained model, which has one, stands against every run of the other side."""
+        if treatment.model != control.model:
+            raise RefusedError(
+                "model", f"{treatment.arm} trains the model {treatment.model}, {control.arm} the model {control.model}"
+            )
+        keys = {
+            side: [(side.model, side.arm, seed, self._last_step(side.arm)) for seed in self._seeds(side.arm)]
+            for side in (treatment, control)
+        }
+        self._refuse_missing([key for side in dict.fromkeys((treatment, control)) for key in keys[side]])
+        number = max(len(keys[treatment]), len(keys[control]))
+        sides = [
+            [self._evaluations[key] for key in (keys[side] * number if side.arm == PRETRAINED else keys[side])]
+            for side in (treatment, control)
+        ]
+        return list(zip(sides[0][:number], sides[1][:number], strict=True))
+
+    def _refuse_missing(self, wanted: Sequence[Checkpoint]) -> None:
+        missing = [checkpoint_name(key) for key in dict.fromkeys(wanted) if key not in self._evaluations]
+        if missing:
+            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            raise RefusedError("missing", f"missing evaluations: {', '.join(missing[:_MAX_NAMED])}{more}")
+
+    def _scores(
+        self,
+        pairs: Sequence[tuple[LoadedEvaluation, LoadedEvaluation]],
+        treatment: Side,
+        control: Side,
+        comparison: Comparison,
+    ) -> Scores:
+        one_control = control.arm == PRETRAINED and treatment.arm != PRETRAINED
+        first = [pair[0] for pair in pairs]
+        second = [pair[1] for pair in (pairs[:1] if one_control else pairs)]
+        ours, theirs = _correctness(first, treatment.noise_level), _correctness(second, control.noise_level)
+        clean = comparison.kind == "degradation"
+        return Scores(
+            treatment=ours - _correctness(first, 0.0) if clean else ours,
+            control=theirs - _correctness(second, 0.0) if clean else theirs,
+            treatment_accuracy=float(ours.mean()),
+            control_accuracy=float(theirs.mean()),
+            luck=self._luck(treatment, control, comparison),
+            seed_tables=self._seed_tables(pairs, treatment, control),
+        )
+
+    def _luck(self, treatment: Side, control: Side, comparison: Comparison) -> Luck | None:
+        trained = [side for side in (treatment, control) if side.arm != PRETRAINED]
+        if comparison.kind == "levels":
+            trained = trained[:1]
+        level, change = treatment.noise_level, comparison.kind != "arms"
+        key = (treatment.model, level, change)
+        if key not in self._seed_means:
+            self._seed_means[key] = list(self._means_of_arms(*key))
+        return pooled_luck(self._seed_means[key], [len(self._seeds(side.arm)) for side in trained])
+
+    def _means_of_arms(self, model: str, level: float, change: bool) -> Iterator[FloatArray]:
+        """Mean score of every seed, one vector per trained arm whose evaluations are all there and sound."""
+        for arm in (name for name, one in self._study.arms.items() if one.model == model):
+            try:
+                runs = self.runs_of(model, arm)
+                for run in runs:
+                    refuse_bad_evaluation(run, [0.0, level] if change else [level])
+            except RefusedError:
+                continue
+            means = np.array([run.levels[level].correct.mean() for run in runs])
+            yield means - np.array([run.levels[0.0].correct.mean() for run in runs]) if change else means
+
+    def _seed_tables(
+        self, pairs: Sequence[tuple[LoadedEvaluation, LoadedEvaluation]], treatment: Side, control: Side
+    ) -> tuple[SeedComparison, ...]:
+        alpha = self._study.config.statistics.alpha
+        ours = np.stack([pair[0].levels[treatment.noise_level].first_correct for pair in pairs])
+        theirs = np.stack([pair[1].levels[control.noise_level].first_correct for pair in pairs])
+        intervals = self._resampler.interval_per_seed(ours.astype(np.float64) - theirs, 1 - alpha)
+        tables = []
+        for number, (first, second) in enumerate(pairs):
+            counts = paired_counts(ours[number], theirs[number])
+            low, high = newcombe_interval(counts, alpha)
+            tables.append(
+                SeedComparison(
+                    seed=second.source.seed if treatment.arm == PRETRAINED else first.source.seed,
+                    noise_seed=first.levels[treatment.noise_level].noise_seeds[0],
+                    both_correct=counts.both_correct,
+                    only_treatment=counts.only_treatment,
+                    only_control=counts.only_control,
+                    neither=counts.neither,
+                    difference=counts.difference,
+                    ci_low=low,
+                    ci_high=high,
+                    bootstrap_low=intervals[number][0],
+                    bootstrap_high=intervals[number][1],
+                    mcnemar_p=mcnemar_exact_p(counts),
+                )
+            )
+        return tuple(tables)
+
+
+def checkpoint_name(checkpoint: Checkpoint) -> str:
+    """What messages call an evaluated checkpoint."""
+    model, arm, seed, step = checkpoint
+    return f"{model}/{arm} seed {seed} step {step}"
+
+
+def _comparison_id(comparison: Comparison) -> str:
+    if comparison.kind == "levels":
+        return f"{comparison.arm}@{comparison.noise_level:g}-vs-0"
+    sides = f"{comparison.treatment}-vs-{comparison.control}"
+    levels = f"0-to-{comparison.noise_level:g}" if comparison.kind == "degradation" else f"{comparison.noise_level:g}"
+    return f"{sides}@{levels}"
+
+
+def _refuse_bad_pair(
+    first: LoadedEvaluation, second: LoadedEvaluation, treatment: Side, control: Side, comparison: Comparison
+) -> None:
+    for evaluation, side in ((first, treatment), (second, control)):
+        levels = [0.0, side.noise_level] if comparison.kind == "degradation" else [side.noise_level]
+        refuse_bad_evaluation(evaluation, levels)
+    ours, theirs = first.levels[treatment.noise_level], second.levels[control.noise_level]
+    if ours.question_ids != theirs.question_ids:
+        raise RefusedError("questions", f"{first.source.name} and {second.source.name} answered different questions")
+    if treatment.noise_level == control.noise_level and ours.noise_seeds != theirs.noise_seeds:
+        raise RefusedError(
+            "noise_seeds",
+            f"noise seeds differ: {ours.noise_seeds} for {first.source.name}, "
+            f"{theirs.noise_seeds} for {second.source.name}",
+        )
+    if ours.num_samples != theirs.num_samples:
+        raise RefusedError(
+            "setting",
+            f"samples per question differ: {ours.num_samples} for {first.source.name}, "
+            f"{theirs.num_samples} for {second.source.name}",
+        )
+    if treatment.arm != control.arm and first.weights is not None and first.weights == second.weights:
+        raise RefusedError("model", f"{first.source.name} and {second.source.name} are the same weights")
+
+
+def refuse_bad_evaluation(evaluation: LoadedEvaluation, levels: Sequence[float]) -> None:
+    """Raise RefusedError where an evaluation cannot be used at `levels`."""
+    for problem in evaluation.problems:
+        raise RefusedError(problem.kind, problem.text)
+    for level in levels:
+        if level not in evaluation.levels:
+            raise RefusedError("level", f"{evaluation.source.name}: noise level {level:g} was not evaluated")
+        twin = evaluation.levels[level].same_responses_as
+        if twin is not None:
+            without = "without noise" if twin == 0 else f"at noise level {twin:g}"
+            raise RefusedError(
+                "identical_outputs",
+                f"{evaluation.source.name}: every response at noise level {level:g} equals the response {without}, "
+                "so the noise was probably absent",
+            )
+
+
+def _refuse_unlike_runs(runs: Sequence[LoadedEvaluation]) -> None:
+    for first, second in pairwise(runs):
+        difference = setting_difference(first, second)
+        if difference:
+            raise RefusedError("setting", f"evaluated differently: {difference}")
+
+
+def _correctness(runs: Sequence[LoadedEvaluation], noise_level: float) -> FloatArray:
+    return np.stack([run.levels[noise_level].correct.mean(axis=0) for run in runs])

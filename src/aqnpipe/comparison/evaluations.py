@@ -1,0 +1,263 @@
+"""Evaluations as the comparisons need them: correctness per level, and everything that speaks against using them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandera.polars as pa
+import polars as pl
+from statsmodels.stats.proportion import proportion_confint
+
+from aqnpipe.artifacts.comparisons import RefusalKind
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
+from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.data.scoring import SCORERS, Scorer
+from aqnpipe.errors import DataError
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+
+PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
+ROW_KEYS = [*PASS_KEYS, "sample"]
+_IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
+_INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
+
+
+@dataclass(frozen=True)
+class EvaluationInput:
+    """One evaluated checkpoint and the files that the evaluate stage wrote for it; step 0 is the pretrained model.
+
+    `broken_links`: what speaks against these files being what the study asked for, see `statistics.chain`.
+    """
+
+    model: str
+    arm: str
+    seed: int
+    step: int
+    table: Path
+    receipt: Path
+    record: Path
+    broken_links: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What messages call this evaluation."""
+        return f"{self.model}/{self.arm} seed {self.seed} step {self.step}"
+
+
+@dataclass(frozen=True)
+class LevelScores:
+    """Correctness at one noise level: correct[noise seed, question], the share of right samples; question ids sorted.
+
+    `first_correct`[question]: of the first sample under the first noise seed, yes or no. `same_responses_as`: a lower
+    level at which every response is the same, in every noise seed; null: none.
+    """
+
+    question_ids: tuple[str, ...]
+    noise_seeds: tuple[int, ...]
+    num_samples: int
+    correct: npt.NDArray[np.float64]
+    first_correct: npt.NDArray[np.bool_]
+    same_responses_as: float | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A reason why no comparison may use an evaluation."""
+
+    kind: RefusalKind
+    text: str
+
+
+@dataclass(frozen=True)
+class LoadedEvaluation:
+    """An evaluation in memory. `setting` is how it was made, `weights` the digest of what was evaluated."""
+
+    source: EvaluationInput
+    levels: Mapping[float, LevelScores]
+    problems: tuple[Problem, ...]
+    weights: str | None
+    setting: Mapping[str, str]
+    accuracy: pl.DataFrame
+
+
+def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> LoadedEvaluation:
+    """Read one evaluation, its receipts and its record; DataError where a file is missing or malformed."""
+    rows, problems = _read_rows(source.table)
+    receipts = read_json(source.receipt, EvaluationReceipts)
+    record = read_json(source.record, RunRecord)
+    levels = _levels(rows, scorer)
+    found: list[tuple[RefusalKind, list[str]]] = [
+        ("questions", problems + _question_problems(levels)),
+        ("receipt", [f"receipt refused: {problem}" for problem in receipts.problems()]),
+        ("receipt", _pass_problems(rows, receipts)),
+        ("record", _identity_problems(source, record)),
+        ("record", list(source.broken_links)),
+    ]
+    return LoadedEvaluation(
+        source=source,
+        levels=levels,
+        problems=tuple(Problem(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
+        weights=record.inputs_sha256.get("weights"),
+        setting=_setting(record),
+        accuracy=accuracy_rows(source, rows, scorer, alpha),
+    )
+
+
+def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, alpha: float) -> pl.DataFrame:
+    """Return the rows of `artifacts.AccuracyTable` for one evaluation, one per noise level."""
+    table = (
+        rows.group_by("noise_level")
+        .agg(
+            pl.col("question_id").n_unique().cast(pl.Int64).alias("num_questions"),
+            pl.col("noise_seed").n_unique().cast(pl.Int64).alias("num_noise_seeds"),
+            pl.col("sample").n_unique().cast(pl.Int64).alias("num_samples"),
+            pl.col(f"correct_{scorer}").mean().alias("accuracy"),
+            *(pl.col(f"correct_{one}").mean().alias(f"accuracy_{one}") for one in SCORERS),
+            (pl.col("finish_reason") == "length").mean().alias("truncated_fraction"),
+            pl.col(f"answer_{scorer}").is_null().mean().alias("parse_failure_fraction"),
+            *(pl.col(f"answer_{one}").is_null().mean().alias(f"parse_failure_{one}") for one in SCORERS),
+        )
+        .sort("noise_level")
+    )
+    num_questions = table["num_questions"].to_numpy()
+    low, high = proportion_confint(table["accuracy"].to_numpy() * num_questions, num_questions, alpha, method="wilson")
+    identity = {"model": source.model, "arm": source.arm, "seed": source.seed, "step": source.step}
+    return table.select(
+        *(pl.lit(value).alias(name) for name, value in identity.items()),
+        "noise_level",
+        "num_questions",
+        "num_noise_seeds",
+        "num_samples",
+        "accuracy",
+        *(f"accuracy_{one}" for one in SCORERS),
+        pl.Series("ci_low", np.clip(low, 0, 1)),
+        pl.Series("ci_high", np.clip(high, 0, 1)),
+        "truncated_fraction",
+        "parse_failure_fraction",
+        *(f"parse_failure_{one}" for one in SCORERS),
+    ).with_columns(pl.col("seed", "step").cast(pl.Int64))
+
+
+def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation) -> str | None:
+    """Return the first way in which two evaluations were made differently, in words; None if there is none."""
+    for key in sorted({*first.setting, *second.setting}):
+        ours, theirs = first.setting.get(key, "absent"), second.setting.get(key, "absent")
+        if ours != theirs:
+            return f"{key} is {ours} for {first.source.name} and {theirs} for {second.source.name}"
+    return None
+
+
+def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
+    try:
+        return read_table(path, EvaluationTable), []
+    except DataError as error:
+        cause = error.__cause__
+        if not isinstance(cause, pa.errors.SchemaError) or cause.reason_code != pa.errors.SchemaErrorReason.DUPLICATES:
+            raise
+    rows = read_unchecked_table(path)
+    unique = rows.unique(ROW_KEYS, keep="first", maintain_order=True)
+    return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
+
+
+def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
+    """Split the rows by noise level. Passes with other questions than the first leave an empty level, see problems.
+
+    So do passes in which the questions do not have the same samples.
+    """
+    asked = (
+        rows.sort(ROW_KEYS)
+        .group_by(PASS_KEYS, maintain_order=True)
+        .agg(
+            pl.col("sample"),
+            pl.col(f"correct_{scorer}").mean().alias("correct"),
+            pl.col(f"correct_{scorer}").first().alias("first"),
+        )
+        .sort(PASS_KEYS[::-1])
+    )
+    twins = _identical_levels(rows)
+    levels = {}
+    for (level,), part in asked.group_by("noise_level", maintain_order=True):
+        passes = {seed: one for (seed,), one in part.group_by("noise_seed", maintain_order=True)}
+        first = next(iter(passes.values()))
+        whole = part["sample"].n_unique() == 1 and all(
+            one["question_id"].equals(first["question_id"]) for one in passes.values()
+        )
+        shown = part if whole else part.clear()
+        levels[float(level)] = LevelScores(
+            question_ids=tuple(first["question_id"].to_list()) if whole else (),
+            noise_seeds=tuple(int(seed) for seed in passes),
+            num_samples=len(first["sample"][0]),
+            correct=shown["correct"].to_numpy().reshape(len(passes), -1),
+            first_correct=first["first"].to_numpy(),
+            same_responses_as=twins.get(float(level)),
+        )
+    return levels
+
+
+def _identical_levels(rows: pl.DataFrame) -> dict[float, float]:
+    """Return levels whose every pass holds the same responses as every pass of a lower level, with that level."""
+    digests = (
+        rows.group_by("noise_level", "noise_seed")
+        .agg(pl.struct("question_id", "sample", "response").hash(seed=0).bitwise_xor().alias("digest"))
+        .group_by("noise_level")
+        .agg(pl.col("digest").unique())
+        .sort("noise_level")
+    )
+    seen: dict[int, float] = {}
+    twins: dict[float, float] = {}
+    for level, values in digests.iter_rows():
+        if len(values) == 1:
+            if values[0] in seen:
+                twins[float(level)] = seen[values[0]]
+            seen.setdefault(values[0], float(level))
+    return twins
+
+
+def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:
+    problems = [
+        f"noise level {level:g}: passes hold different questions" for level in levels if not levels[level].question_ids
+    ]
+    if len({scores.question_ids for scores in levels.values()}) > 1 and not problems:
+        problems.append("noise levels hold different questions")
+    return problems
+
+
+def _pass_problems(rows: pl.DataFrame, receipts: EvaluationReceipts) -> list[str]:
+    in_table = set(rows.select("noise_level", "noise_seed").unique().iter_rows())
+    in_receipts = {(one.noise_level, one.noise_seed) for one in receipts.passes}
+    missing = [f"no receipt for level {level:g}, noise seed {seed}" for level, seed in sorted(in_table - in_receipts)]
+    extra = [f"no rows for level {level:g}, noise seed {seed}" for level, seed in sorted(in_receipts - in_table)]
+    return missing + extra
+
+
+def _identity_problems(source: EvaluationInput, record: RunRecord) -> list[str]:
+    expected: dict[str, str | int] = {
+        "model": source.model,
+        "arm": source.arm,
+        "seed": source.seed,
+        "step": source.step,
+    }
+    return [
+        f"the record says {key} {record.identity[key]}, expected {value}"
+        for key, value in expected.items()
+        if key in record.identity and record.identity[key] != value
+    ]
+
+
+def _setting(record: RunRecord) -> dict[str, str]:
+    setting = {"stage": record.stage, "code_digest": record.code_digest, "device": record.device}
+    setting |= {f"versions.{name}": version for name, version in record.versions.items()}
+    setting |= {
+        f"inputs.{name}": digest for name, digest in record.inputs_sha256.items() if name not in _INPUTS_THAT_MAY_DIFFER
+    }
+    config = {key: value for key, value in record.config.items() if key not in _IDENTITY_KEYS}
+    return setting | _flat(config, "config")
+
+
+def _flat(value: Any, prefix: str) -> dict[str, str]:
+    if isinstance(value, Mapping):
+        return {name: text for key, part in value.items() for name, text in _flat(part, f"{prefix}.{key}").items()}
+    return {prefix: repr(value)}

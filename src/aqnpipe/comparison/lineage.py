@@ -1,0 +1,193 @@
+"""The chain from a study's questions to its numbers: whether every evaluation is what the study asked for.
+
+Of every evaluated checkpoint: its record is of this model, arm, seed and step, with the settings that the study gives
+them; table and receipt are the ones that were written with it; questions, weights and, for a trained model, the whole
+run behind it are those that the records of the earlier stages speak of; no two seeds have the same weights; and every
+stored answer, scored again, is as right as the table says. What does not hold makes its comparisons invalid.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import polars as pl
+
+from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
+from aqnpipe.artifacts.lineage import first_difference, record_problems
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.data.scoring import SCORERS, grade
+from aqnpipe.models.loading import sha256_of_digests
+from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
+from aqnpipe.noise.receipts.receipt import Receipt
+
+Checkpoint = tuple[str, str, int, int]
+"""(model role, arm, seed, step), step 0 for the pretrained model."""
+
+_SCORED_COLUMNS = [f"{part}_{one}" for one in SCORERS for part in ("answer", "correct")]
+
+
+def broken_links(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
+    """Return for every evaluation of the study what speaks against it; nothing for one that has no record.
+
+    Raises DataError or ModelError where a file is damaged.
+    """
+    chain = _Chain(plan)
+    found = {checkpoint: chain.problems(checkpoint) for checkpoint in plan.evaluations()}
+    for (_, arm, *_), twins in chain.twins().items():
+        for one in twins:
+            others = ", ".join(str(other[2]) for other in twins if other != one)
+            found[one].append(f"arm {arm}: seed {one[2]} has the weights of seed {others} too: a seed was used twice")
+    return {checkpoint: tuple(problems) for checkpoint, problems in found.items()}
+
+
+class _Chain:
+    """One study's files; what several evaluations share is looked at once."""
+
+    def __init__(self, plan: StudyPlan) -> None:
+        self._plan = plan
+        self._results = Path(plan.results)
+        self._runs: dict[tuple[str, str, int], tuple[list[str], Mapping[str, str]]] = {}
+        self._weights: dict[Checkpoint, str] = {}
+
+    @cached_property
+    def _golds(self) -> dict[str, str]:
+        problems = read_table(self._data("test"), ProblemTable)
+        limit = self._plan.study.config.evaluation.num_questions
+        asked = problems if limit is None else problems.head(limit)
+        return dict(zip(asked["question_id"], asked["gold_answer"], strict=True))
+
+    def _data(self, split: str) -> Path:
+        return self._results / "data" / f"{split}.parquet"
+
+    def problems(self, checkpoint: Checkpoint) -> list[str]:
+        """Return what speaks against one evaluation."""
+        model, arm, seed, step = checkpoint
+        base = self._results / "eval" / model / arm / f"seed{seed}"
+        files = {
+            "table": base / f"step{step}.parquet",
+            "receipt": base / f"step{step}.receipt.json",
+            "record": base / f"step{step}.run.json",
+        }
+        if not all(path.is_file() for path in files.values()):
+            return []
+        record = read_json(files.pop("record"), RunRecord)
+        self._weights[checkpoint] = record.inputs_sha256.get("weights", "")
+        inputs = {"test_problems": self._data("test")}
+        if self._plan.examples_input():
+            inputs["train_problems"] = self._data("train")
+        identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "step": step}
+        asked = self._plan.evaluation_spec(model=model, arm=arm, seed=str(seed), step=str(step))
+        return [
+            *record_problems(record, identity, files, inputs),
+            *_setting_problems(record, asked),
+            *self._weights_problems(checkpoint),
+            *self._answer_problems(files["table"]),
+        ]
+
+    def twins(self) -> dict[tuple[str, str, int, str], list[Checkpoint]]:
+        """Return trained checkpoints of one arm and step that have the same weights, several each."""
+        same: dict[tuple[str, str, int, str], list[Checkpoint]] = defaultdict(list)
+        for checkpoint, digest in self._weights.items():
+            model, arm, _, step = checkpoint
+            same[model, arm, step, digest].append(checkpoint)
+        return {key: checkpoints for key, checkpoints in same.items() if len(checkpoints) > 1}
+
+    def _weights_problems(self, checkpoint: Checkpoint) -> list[str]:
+        model, arm, seed, step = checkpoint
+        problems: list[str] = []
+        if arm == PRETRAINED:
+            folder = self._results / "models" / model
+            if not (folder / PREPARED_MODEL_FILE).is_file():
+                return [f"there is no record of the prepared model {model}"]
+            written, what = read_prepared_model(folder).weights_sha256, f"the prepared model {model}"
+        else:
+            problems, outputs = self._run(model, arm, seed)
+            prefix, what = f"checkpoints/step{step}/", f"the checkpoint that training wrote after step {step}"
+            written = sha256_of_digests(
+                {
+                    name.removeprefix(prefix): digest
+                    for name, digest in outputs.items()
+                    if name.startswith(prefix) and name.endswith(".safetensors")
+                }
+            )
+        evaluated = self._weights[checkpoint]
+        return problems if evaluated == written else [*problems, f"the weights evaluated are not those of {what}"]
+
+    def _run(self, model: str, arm: str, seed: int) -> tuple[list[str], Mapping[str, str]]:
+        """Return what speaks against a training run, and the digests of its outputs."""
+        key = (model, arm, seed)
+        if key not in self._runs:
+            self._runs[key] = self._look_at_run(*key)
+        return self._runs[key]
+
+    def _look_at_run(self, model: str, arm: str, seed: int) -> tuple[list[str], Mapping[str, str]]:
+        base = self._results / "runs" / model / arm / f"seed{seed}"
+        if not (base / "run.json").is_file():
+            return ["there is no record of the training run"], {}
+        record = read_json(base / "run.json", RunRecord)
+        outputs = {name: base / name for name in ("metrics.parquet", "receipt.json")}
+        inputs = {
+            "train_problems": self._data("train"),
+            "test_problems": self._data("test"),
+            "model": self._results / "models" / model / PREPARED_MODEL_FILE,
+        }
+        inputs.update(zip(("sigmas",), map(Path, self._plan.sigmas_input(model, arm)), strict=False))
+        identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "num_steps": self._plan.num_steps}
+        problems = record_problems(record, identity, outputs, inputs)
+        problems += _setting_problems(record, self._plan.training_spec(arm, seed))
+        if outputs["receipt.json"].is_file():
+            receipt = read_json(outputs["receipt.json"], Receipt)
+            asked = self._plan.study.arms[arm]
+            if (receipt.operator_noise, receipt.module_noise, receipt.aqn) != (
+                asked.operator_noise,
+                asked.module_noise,
+                asked.aqn,
+            ):
+                problems.append("the receipt is of other noise than the arm asks for")
+            problems += [f"receipt refused: {one}" for one in receipt.problems()]
+        return [f"training: {one}" for one in problems], record.outputs_sha256
+
+    def _answer_problems(self, path: Path) -> list[str]:
+        """Return whether the table has every answer that was asked for, once, each scored as its text deserves."""
+        rows = read_unchecked_table(path)
+        needed = {"question_id", "response", *_SCORED_COLUMNS}
+        if not self._data("test").is_file() or not needed <= {*rows.columns}:
+            return []  # Refused for that elsewhere.
+        config = self._plan.study.config.evaluation
+        asked = {
+            (question, float(level), noise_seed, sample)
+            for question in self._golds
+            for level, noise_seed in config.passes()
+            for sample in range(config.num_samples)
+        }
+        found = list(rows.select("question_id", "noise_level", "noise_seed", "sample").iter_rows())
+        problems = []
+        if missing := len(asked.difference(found)):
+            problems.append(f"{missing} of {len(asked)} answers that the study asks for are not in the table")
+        if extra := len(set(found).difference(asked)) + len(found) - len(set(found)):
+            problems.append(f"{extra} answers in the table were not asked for, or are there twice")
+        if wrong := self._wrongly_scored(rows):
+            problems.append(f"{wrong} stored answers are scored otherwise than their texts deserve")
+        return problems
+
+    def _wrongly_scored(self, rows: pl.DataFrame) -> int:
+        known: dict[tuple[str, str], tuple[str | bool | None, ...]] = {}
+        wrong = 0
+        for question, response, *stored in rows.select("question_id", "response", *_SCORED_COLUMNS).iter_rows():
+            gold = self._golds.get(question)
+            if gold is None:
+                continue
+            if (response, gold) not in known:
+                grades = [grade(response, gold, scorer) for scorer in SCORERS]
+                known[response, gold] = tuple(part for one in grades for part in (one.answer, one.correct))
+            wrong += tuple(stored) != known[response, gold]
+        return wrong
+
+
+def _setting_problems(record: RunRecord, asked: Mapping[str, object]) -> list[str]:
+    difference = first_difference(record.config, asked)
+    return [f"made with {difference}"] if difference else []

@@ -1,0 +1,326 @@
+"""The compare stage: every comparison of a study with its verdict, on whatever evaluations exist."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandera.polars as pa
+import polars as pl
+
+from aqnpipe.artifacts.comparisons import AccuracyTable, Claim, ClaimsFile, ComparisonTable, Family, RobustnessTable
+from aqnpipe.artifacts.files import write_csv, write_json, write_table
+from aqnpipe.artifacts.lineage import digests_of_outputs
+from aqnpipe.comparison.aa_controls import sham_rates
+from aqnpipe.comparison.claims import refusal_sentence, sentence_of
+from aqnpipe.comparison.contrasts import (
+    Checkpoint,
+    Contrast,
+    Contrasts,
+    Refusal,
+    RefusedError,
+    Scores,
+    checkpoint_name,
+    refuse_bad_evaluation,
+)
+from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
+from aqnpipe.comparison.judgement import METHODS, Judgement, holm, interval_level_of, judge, p_value_of
+from aqnpipe.comparison.lineage import broken_links
+from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.study import Study
+from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference, variance_parts
+from aqnpipe.statistics.resampling import Resampler
+from aqnpipe.statistics.robustness import JOINT_METHOD, robustness_row, slope_luck
+
+FloatArray = npt.NDArray[np.float64]
+
+__all__ = ["ComparisonOutputs", "EvaluationInput", "compare", "existing_evaluations"]
+
+
+@dataclass(frozen=True)
+class ComparisonOutputs:
+    """Files that the compare stage writes; each table also as CSV beside its parquet."""
+
+    accuracy: Path
+    comparisons: Path
+    robustness: Path
+    claims: Path
+
+    @classmethod
+    def in_folder(cls, results: Path) -> "ComparisonOutputs":
+        """The standard places in a study's results."""
+        return cls(
+            accuracy=results / "accuracy.parquet",
+            comparisons=results / "comparisons.parquet",
+            robustness=results / "robustness.parquet",
+            claims=results / "claims.json",
+        )
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """A contrast that could be made, with its estimate and unadjusted p."""
+
+    contrast: Contrast
+    scores: Scores
+    estimate: Estimate
+    p_value: float
+
+
+def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
+    """Return the evaluations of a study of which table, receipt and record exist, with what speaks against them.
+
+    Raises DataError where a file is damaged.
+    """
+    files = zip(
+        plan.evaluations(),
+        *(map(Path, plan.evaluation_files(suffix)) for suffix in ("parquet", "receipt.json", "run.json")),
+        strict=True,
+    )
+    broken = broken_links(plan)
+    return [
+        replace(EvaluationInput(*checkpoint, *paths), broken_links=broken[checkpoint])
+        for checkpoint, *paths in files
+        if all(path.is_file() for path in paths)
+    ]
+
+
+def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: ComparisonOutputs) -> None:
+    """Test every comparison on the last steps; write accuracies of all checkpoints, comparisons, robustness and claims.
+
+    What must not be compared, or misses an evaluation, gets the verdict `invalid` with the reason. Raises DataError
+    where a file is malformed.
+    """
+    settings = study.config.statistics
+    scorer = study.config.evaluation.primary_scorer
+    loaded = {
+        (one.model, one.arm, one.seed, one.step): load_evaluation(one, scorer, settings.alpha) for one in evaluations
+    }
+    resampler = Resampler(settings.seed, settings.bootstrap_samples)
+    contrasts = Contrasts(study, loaded, resampler)
+    rows, claims, families = judge_all(contrasts.of_all(study.comparisons()), settings, resampler, study)
+    accuracy = pl.concat([one.accuracy for one in loaded.values()]) if loaded else _table([], AccuracyTable)
+    _write(outputs.accuracy, accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable)
+    _write(outputs.comparisons, _table(rows, ComparisonTable), ComparisonTable)
+    _write(outputs.robustness, _table(_robustness_rows(study, contrasts), RobustnessTable), RobustnessTable)
+    write_json(
+        outputs.claims,
+        ClaimsFile(
+            alpha=settings.alpha,
+            power=settings.power,
+            family_size=sum(families.values()),
+            families=tuple(Family(name=name, size=size) for name, size in families.items()),
+            claims=tuple(claims),
+            sham_rates=sham_rates(study, contrasts),
+            missing=missing_evaluations(study, set(loaded)),
+            tables_sha256=digests_of_outputs(
+                {path.name: path for path in (outputs.accuracy, outputs.comparisons, outputs.robustness)}
+            ),
+        ),
+    )
+
+
+def missing_evaluations(study: Study, present: set[Checkpoint]) -> tuple[str, ...]:
+    """Return the names of the evaluations that the study asks for and that are not there."""
+    return tuple(checkpoint_name(key) for key in StudyPlan(study).evaluations() if key not in present)
+
+
+def judge_all(
+    contrasts: Sequence[Contrast], settings: StatisticsConfig, resampler: Resampler, study: Study
+) -> tuple[list[dict[str, Any]], list[Claim], Mapping[str, int]]:
+    """Return rows of the comparison table, claims, and the number of tested comparisons per family."""
+    found = [_tested(one, settings.seed) for one in contrasts]
+    tested = {one.contrast.comparison_id: one for one in found if one is not None}
+    families = Counter(one.contrast.comparison.family for one in tested.values())
+    adjusted = _adjusted(list(tested.values()))
+    declared = bool(study.config.comparisons)
+    rows, claims = [], []
+    for contrast in contrasts:
+        key = contrast.comparison_id
+        if contrast.refusal is None:
+            size = families[contrast.comparison.family]
+            row, claim = _judged(tested[key], adjusted[key], size, settings, resampler, declared)
+        else:
+            row, claim = _refused(contrast, contrast.refusal, settings, declared)
+        rows.append(row)
+        claims.append(claim)
+    return rows, claims, families
+
+
+def _tested(contrast: Contrast, seed: int) -> _Tested | None:
+    if contrast.scores is None:
+        return None
+    scores = contrast.scores
+    estimate = estimate_difference(scores.treatment, scores.control, scores.luck, seed)
+    return _Tested(contrast, scores, estimate, p_value_of(contrast.comparison, estimate))
+
+
+def _adjusted(tested: Sequence[_Tested]) -> dict[str, float]:
+    """Holm-adjusted p by comparison id, each family by itself."""
+    adjusted: dict[str, float] = {}
+    for family in dict.fromkeys(one.contrast.comparison.family for one in tested):
+        members = [one for one in tested if one.contrast.comparison.family == family]
+        values = holm([one.p_value for one in members])
+        adjusted |= {one.contrast.comparison_id: p for one, p in zip(members, values, strict=True)}
+    return adjusted
+
+
+def _judged(
+    tested: _Tested,
+    p_holm: float,
+    family_size: int,
+    settings: StatisticsConfig,
+    resampler: Resampler,
+    declared: bool,
+) -> tuple[dict[str, Any], Claim]:
+    contrast, scores, estimate = tested.contrast, tested.scores, tested.estimate
+    differences = scores.treatment - scores.control
+    judgement = judge(contrast, estimate, variance_parts(differences, scores.luck), p_holm, family_size, settings)
+    bootstrap = resampler.interval(differences, judgement.interval_level)
+    sentence = sentence_of(contrast, scores, estimate, judgement, settings)
+    changes = contrast.comparison.kind == "degradation"
+    row = _identity(contrast) | {
+        "num_seeds": estimate.num_seeds,
+        "num_questions": estimate.num_questions,
+        "treatment_accuracy": scores.treatment_accuracy,
+        "control_accuracy": scores.control_accuracy,
+        "treatment_change": float(scores.treatment.mean()) if changes else None,
+        "control_change": float(scores.control.mean()) if changes else None,
+        "difference": estimate.difference,
+        "bootstrap_low": bootstrap[0],
+        "bootstrap_high": bootstrap[1],
+        "standard_error": estimate.spread.standard_error if estimate.spread else None,
+        "degrees_of_freedom": estimate.spread.degrees_of_freedom[0] if estimate.spread else None,
+        "p_seed_t": estimate.p_seed_t,
+        "p_permutation": estimate.p_permutation,
+        "method": METHODS[estimate.method],
+        **_judgement_columns(judgement),
+    }
+    claim = Claim(
+        comparison_id=contrast.comparison_id,
+        claim=contrast.comparison.claim,
+        claim_zh=contrast.comparison.claim_zh,
+        declared=declared,
+        verdict=judgement.verdict,
+        sentence=sentence.en,
+        sentence_zh=sentence.zh,
+        seeds=scores.seed_tables,
+    )
+    return row, claim
+
+
+def _judgement_columns(judgement: Judgement) -> dict[str, Any]:
+    return {
+        "interval_level": judgement.interval_level,
+        "ci_low": judgement.ci_low,
+        "ci_high": judgement.ci_high,
+        "p_value": judgement.p_value,
+        "p_holm": judgement.p_holm,
+        "minimum_detectable_difference": judgement.minimum_detectable,
+        "seeds_needed": judgement.seeds_needed,
+        "questions_needed": judgement.questions_needed,
+        "verdict": judgement.verdict,
+    }
+
+
+def _refused(
+    contrast: Contrast, refusal: Refusal, settings: StatisticsConfig, declared: bool
+) -> tuple[dict[str, Any], Claim]:
+    row = _identity(contrast) | {
+        "num_seeds": 0,
+        "num_questions": 0,
+        "interval_level": interval_level_of(contrast.comparison, settings.alpha),
+        "method": "not compared",
+        "verdict": "invalid",
+    }
+    sentence = refusal_sentence(refusal)
+    claim = Claim(
+        comparison_id=contrast.comparison_id,
+        claim=contrast.comparison.claim,
+        claim_zh=contrast.comparison.claim_zh,
+        declared=declared,
+        verdict="invalid",
+        sentence=sentence.en,
+        sentence_zh=sentence.zh,
+        seeds=(),
+        invalid_kind=refusal.kind,
+        invalid_reason=refusal.reason,
+    )
+    return row, claim
+
+
+def _identity(contrast: Contrast) -> dict[str, Any]:
+    return {
+        "comparison_id": contrast.comparison_id,
+        "kind": contrast.comparison.kind,
+        "test": contrast.comparison.test,
+        "family": contrast.comparison.family,
+        "margin": contrast.comparison.margin,
+        "model": contrast.treatment.model,
+        "treatment": contrast.treatment.arm,
+        "control": contrast.control.arm,
+        "treatment_level": contrast.treatment.noise_level,
+        "control_level": contrast.control.noise_level,
+    }
+
+
+def _robustness_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:
+    levels = sorted(study.config.evaluation.noise_levels)
+    if len(levels) < 2:
+        return []
+    return [
+        row
+        for role in study.model_roles()
+        for row in _robustness_of_model(
+            role,
+            [PRETRAINED, *(name for name, arm in study.arms.items() if arm.model == role)],
+            levels,
+            contrasts,
+            study.config.statistics.alpha,
+        )
+    ]
+
+
+def _robustness_of_model(
+    model: str, arms: Sequence[str], levels: Sequence[float], contrasts: Contrasts, alpha: float
+) -> list[dict[str, Any]]:
+    empty = {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0, "joint_method": JOINT_METHOD}
+    found: dict[str, list[FloatArray]] = {}
+    problems: dict[str, str] = {}
+    for arm in arms:
+        try:
+            found[arm] = _outcomes(contrasts.runs_of(model, arm), levels)
+        except RefusedError as error:
+            problems[arm] = error.refusal.reason
+    luck = slope_luck(levels, [one for arm, one in found.items() if arm != PRETRAINED])
+    return [
+        empty | {"arm": arm, "problem": problems[arm]}
+        if arm in problems
+        else empty | {"arm": arm} | robustness_row(levels, found[arm], luck, alpha)
+        for arm in arms
+    ]
+
+
+def _outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> list[FloatArray]:
+    """Correctness [seed, noise seed, question] at every level; RefusedError where the runs do not go together."""
+    for run in runs:
+        refuse_bad_evaluation(run, levels)
+    if len({run.levels[level].question_ids for run in runs for level in levels}) > 1:
+        raise RefusedError("questions", "seeds answered different questions")
+    if len({run.levels[level].noise_seeds for level in levels for run in runs if level > 0}) > 1:
+        raise RefusedError("noise_seeds", "seeds were evaluated with different noise seeds")
+    return [np.stack([run.levels[level].correct for run in runs]) for level in levels]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], schema: type[pa.DataFrameModel]) -> pl.DataFrame:
+    types = {name: column.dtype.type for name, column in schema.to_schema().columns.items()}
+    return pl.DataFrame([{name: row.get(name) for name in types} for row in rows], schema=types)
+
+
+def _write(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
+    write_table(target, table, schema)
+    write_csv(target.with_suffix(".csv"), table)

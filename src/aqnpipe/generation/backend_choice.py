@@ -1,0 +1,83 @@
+"""Opens the generation backend that a study asks for on a model folder."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aqnpipe.config.generation import GenerationConfig
+from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.device import Device, torch_device
+from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
+from aqnpipe.generation.vllm.engine import VllmEngine
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.models.loading import load_model, refuse_damaged, refuse_other_weights
+
+
+def chosen_backend(asked: GenerationConfig, attention: Attention, device: Device) -> str:
+    """Return "vllm" or "transformers". `auto` is vLLM on GPUs and NPUs where it is installed and fits the noise.
+
+    With eager attention noise is on the two products inside attention, which vLLM does not compute apart.
+    """
+    if asked.backend != "auto":
+        return asked.backend
+    fits = device.kind != "cpu" and attention == "sdpa" and is_vllm_installed()
+    return "vllm" if fits else "transformers"
+
+
+def open_generator(
+    asked: GenerationConfig,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    dtype: Dtype,
+    attention: Attention,
+    device: Device,
+    max_tokens: int,
+    batch_size: int,
+    threads: int,
+) -> NoisyGenerator:
+    """Load the model in `folder` with the chosen backend; the caller closes it.
+
+    `max_tokens` is what the longest prompt and its response take together. Raises ModelError if the backend is missing
+    or cannot load the model, ReceiptError if a worker of vLLM is not prepared for noise.
+    """
+    if chosen_backend(asked, attention, device) == "transformers":
+        model = load_model(folder, dtype=dtype, attention=attention, device=torch_device(device.kind))
+        return TransformersPasses(model, tokenizer, partial(refuse_other_weights, model, folder, dtype))
+    refuse_damaged(folder)
+    return open_engine(
+        asked,
+        folder,
+        tokenizer,
+        dtype=dtype,
+        device=device,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        threads=threads,
+    )
+
+
+def open_engine(
+    asked: GenerationConfig,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    dtype: Dtype,
+    device: Device,
+    max_tokens: int,
+    batch_size: int,
+    threads: int,
+    for_training: bool = False,
+) -> VllmEngine:
+    """Start vLLM on the model in `folder`; the caller closes it. In training it has less memory, and may sleep."""
+    return VllmEngine(
+        folder,
+        end_token=tokenizer.eos_token_id,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        device=device.kind,
+        threads=threads,
+        gpu_memory_utilization=(asked.rollout_gpu_memory_utilization if for_training else asked.gpu_memory_utilization),
+        sleeps=for_training and asked.rollout_sleep,
+    )

@@ -1,0 +1,67 @@
+"""Recomputes vLLM's linear modules by bare torch and compares. It knows nothing of how noise is put there."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.generation.vllm.modules import Linear
+from aqnpipe.noise.injection.hooks import keep
+from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.injection.reference_check import STRIDE, compare_with_bare
+
+
+class EngineWitness:
+    """Compares linear modules in the first forwards of a batch; `operator_noise` is what they should have."""
+
+    def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
+        self._state = state
+        self._operator_noise = operator_noise
+        self._offset = (state.key.step + state.key.micro_step) % STRIDE
+        self._number = 0
+        self._handles: list[Any] = []
+
+    def install(self, stack: ExitStack, linear: Linear) -> None:
+        """Compare what one linear module puts out, before the hooks of any fault behind it."""
+        number, self._number = self._number, self._number + 1
+        hook = partial(self._compare_linear, number % STRIDE == self._offset)
+        self._keep(stack, linear.module.register_forward_hook(hook, prepend=True))
+
+    def install_on_head(self, stack: ExitStack, logits: Any) -> None:
+        """Compare the output projection, unless its logits are scaled or capped."""
+        noised = self._operator_noise is None or self._operator_noise.include_lm_head
+        if noised and logits.scale == 1.0 and logits.soft_cap is None:
+            self._keep(stack, logits.register_forward_hook(self._compare_head, prepend=True))
+
+    def enter_model(self) -> None:
+        """Note the start of a forward."""
+        if self._state.reads_one_token and not self._state.is_first_of_kind:
+            # A hook costs time even if it has nothing left to do.
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def _keep(self, stack: ExitStack, handle: Any) -> None:
+        self._handles.append(handle)
+        keep(stack, handle)
+
+    def _compare_linear(self, has_its_turn: bool, module: Any, args: tuple[Tensor, ...], output: Any) -> None:
+        # The first forward reads prompts and costs most, so an eighth is checked there, another eighth in each batch.
+        if not (self._state.reads_one_token or has_its_turn):
+            return
+        used = output[0] if isinstance(output, tuple) else output
+        self.compare(args[0], module.weight, None if module.skip_bias_add else module.bias, used)
+
+    def _compare_head(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        head, hidden, *_ = args
+        self.compare(hidden, head.weight, None, output)
+
+    def compare(self, x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor) -> None:
+        """Compare the product of `x` and `weight` with what is used of it; `used` is with the bias where there is one.
+
+        To be called by what changes inputs or outputs within a linear module, where the module's own are no product.
+        """
+        if self._state.is_first_of_kind:
+            compare_with_bare(self._state, self._operator_noise, x, weight, bias, used)

@@ -1,0 +1,91 @@
+"""The places in a decoder layer whose output can be observed or struck by a fault, by name in any architecture."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from aqnpipe.errors import ModelError
+from aqnpipe.models.layout import decoder_layers
+
+_ATTENTION_NAMES = ("self_attn", "attention", "attn")
+_MLP_NAMES = ("mlp", "feed_forward")
+
+
+@dataclass(frozen=True)
+class LayerSites:
+    """The modules of one decoder layer by role; linears and norms by the last part of their names, in module order."""
+
+    layer: nn.Module
+    attention: nn.Module
+    mlp: nn.Module
+    linears: dict[str, nn.Linear]
+    norms: dict[str, nn.Module]
+
+    @property
+    def branch_ends(self) -> tuple[nn.Module, nn.Module]:
+        """What is added to the residual stream: attention and MLP, or the norms after them (Gemma 2, OLMo 2)."""
+        if "post_feedforward_layernorm" in self.norms:
+            return self.norms["post_attention_layernorm"], self.norms["post_feedforward_layernorm"]
+        return self.attention, self.mlp
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Every site by name: the three outputs, linears and norms."""
+        outputs = {"layer_output": self.layer, "attention_output": self.attention, "mlp_output": self.mlp}
+        return {**outputs, **self.linears, **self.norms}
+
+
+def layer_sites(layer: nn.Module) -> LayerSites:
+    """Return the sites of one decoder layer; ModelError if it has no attention or no MLP that can be told by name.
+
+    A name that occurs twice in a layer (the experts of a mixture) is no site: it would not name one place.
+    """
+    linears: dict[str, nn.Linear] = {}
+    norms: dict[str, nn.Module] = {}
+    repeated: set[str] = set()
+    for path, module in layer.named_modules():
+        name = path.rsplit(".", 1)[-1]
+        repeated |= {name} & (linears.keys() | norms.keys())
+        if isinstance(module, nn.Linear):
+            linears[name] = module
+        elif "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter):
+            norms[name] = module
+    return LayerSites(
+        layer=layer,
+        attention=attention_of(layer),
+        mlp=mlp_of(layer),
+        linears={name: module for name, module in linears.items() if name not in repeated},
+        norms={name: module for name, module in norms.items() if name not in repeated},
+    )
+
+
+def site_module(model: nn.Module, layer_index: int, site: str) -> nn.Module:
+    """Return the module whose output is `site` of decoder layer `layer_index`; ModelError if there is no such place."""
+    layers = decoder_layers(model)
+    if layer_index >= len(layers):
+        raise ModelError(f"fault.layer is {layer_index}, expected 0 to {len(layers) - 1} ({type(model).__name__})")
+    layer = layers[layer_index]
+    if site == "layer_output":
+        return layer
+    modules = layer_sites(layer).modules
+    if site not in modules:
+        raise ModelError(f"fault.site is {site!r}, {type(model).__name__} has {', '.join(modules)}")
+    return modules[site]
+
+
+def attention_of(layer: nn.Module) -> nn.Module:
+    """Return the attention module of a decoder layer; ModelError if it has none that can be told by name."""
+    return _child(layer, _ATTENTION_NAMES)
+
+
+def mlp_of(layer: nn.Module) -> nn.Module:
+    """Return the MLP of a decoder layer; ModelError if it has none that can be told by name."""
+    return _child(layer, _MLP_NAMES)
+
+
+def _child(layer: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    for name in names:
+        module = getattr(layer, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise ModelError(f"{type(layer).__name__}: no module named {' or '.join(names)} in this decoder layer")

@@ -1,0 +1,1 @@
+"""Puts noise and simulated faults into a running model, for one phase."""

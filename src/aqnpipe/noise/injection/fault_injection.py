@@ -1,0 +1,132 @@
+"""Simulated faults and AQN's noise on hidden states: what strikes the output of a site, last of all and in order."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import RelativeGaussian
+from aqnpipe.models.sites import site_module
+from aqnpipe.noise.injection.faults import ActiveFault
+from aqnpipe.noise.injection.hooks import keep, on_output
+from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.sampling import sample
+
+_HIDDEN = 8
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A module whose output faults strike, AQN noises, or both; faults by their number among the machine's."""
+
+    layer: int
+    module: nn.Module
+    faults: dict[int, ActiveFault]
+    sigma: float
+
+
+class StruckSites:
+    """The struck sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
+
+    `find` gives the module whose output is a site (model, layer index, name); ModelError if there is no such place.
+    """
+
+    def __init__(
+        self,
+        state: PhaseState,
+        hidden_sigmas: Mapping[int, float],
+        find: Callable[[nn.Module, int, str], nn.Module] = site_module,
+    ) -> None:
+        self.state = state
+        self._hidden_sigmas = hidden_sigmas
+        self._site_module = find
+        self._sites = self._find()
+
+    def install(self, stack: ExitStack, layer: int) -> None:
+        """Strike the sites of one decoder layer; to be called after all other hooks."""
+        for site in self._sites:
+            if site.layer == layer:
+                keep(stack, site.module.register_forward_hook(partial(self._leave, site)))
+
+    def _find(self) -> list[_Site]:
+        faults: dict[tuple[int, str], dict[int, ActiveFault]] = {
+            (layer, "layer_output"): {} for layer, sigma in self._hidden_sigmas.items() if sigma > 0
+        }
+        for number, active in enumerate(self.state.recorder.active_faults):
+            faults.setdefault((active.fault.layer, active.fault.site), {})[number] = active
+        return [
+            _Site(
+                layer,
+                self._site_module(self.state.model, layer, site),
+                struck,
+                self._hidden_sigmas.get(layer, 0.0) if site == "layer_output" else 0.0,
+            )
+            for (layer, site), struck in faults.items()
+        ]
+
+    def _leave(self, site: _Site, module: nn.Module, args: Any, output: Any) -> Any:
+        return on_output(partial(self._through, site), module, args, output)
+
+    def _through(self, site: _Site, hidden: Tensor) -> Tensor:
+        """Return what leaves a struck site: faults that come before AQN's noise, the noise, faults that come after.
+
+        Without noise there is nothing to come before, so that every fault strikes once.
+        """
+        before, after = [], list(site.faults)
+        if site.sigma > 0:
+            before = [number for number, one in site.faults.items() if one.fault.order != "after_noise"]
+            after = [number for number, one in site.faults.items() if one.fault.order != "before_noise"]
+        observed = bool(site.faults) and hidden.requires_grad and torch.is_grad_enabled()
+        # A tensor of its own, so that its gradient is what the faults let through and nothing else.
+        entering = hidden.view_as(hidden) if observed else hidden
+        changed: dict[int, Tensor] = {}
+        leaving = self._strike(site, before, 0, entering, changed)
+        if site.sigma > 0:
+            leaving = self._noised(site.layer, site.sigma, leaving)
+        leaving = self._strike(site, after, 1, leaving, changed)
+        if not self.state.recomputing:
+            for number, elements in changed.items():
+                self.state.recorder.count_fault(self.state.phase, number, elements)
+        if observed:
+            self._observe_gradient(entering, leaving, changed)
+        return leaving
+
+    def _strike(
+        self, site: _Site, numbers: list[int], strike: int, hidden: Tensor, changed: dict[int, Tensor]
+    ) -> Tensor:
+        """Let faults strike one after the other; `changed` collects which elements each of them changed."""
+        for number in numbers:
+            # Keyed by place, as noise is: a fault by chance strikes alike when a layer is computed again.
+            call = self.state.seed(f"fault.{self.state.phase}", number, strike)
+            struck = site.faults[number].strike(hidden, call)
+            different = struck.detach() != hidden.detach()
+            changed[number] = changed[number] | different if number in changed else different
+            hidden = struck
+        return hidden
+
+    def _observe_gradient(self, entering: Tensor, leaving: Tensor, changed: Mapping[int, Tensor]) -> None:
+        """Compare, in the backward pass, the gradient that arrives behind the faults with what passes through them."""
+        arrived: list[Tensor] = []
+
+        def measure(passed: Tensor) -> None:
+            gradient = arrived.pop()
+            for number, elements in changed.items():
+                self.state.recorder.count_fault_gradient(number, elements, gradient, passed)
+
+        leaving.register_hook(lambda gradient: arrived.append(gradient.detach()))
+        entering.register_hook(lambda gradient: measure(gradient.detach()))
+
+    def _noised(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
+        """Return hidden states of a decoder layer with AQN's relative noise; gradients pass straight through."""
+        key = self.state.seed("aqn.hidden", layer)
+        noised = hidden.clone()
+        apply_error_(noised.detach(), RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN))
+        if not self.state.recomputing:
+            self.state.recorder.measure_hidden(layer, sample(hidden), sample(noised))
+        return noised

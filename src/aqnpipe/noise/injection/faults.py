@@ -1,0 +1,207 @@
+"""Simulated hardware faults on sites of decoder layers, as a context manager over pure tensor functions.
+
+m is the fault's magnitude. What it refers to, the reference, is max|h| (dead zone, saturation, spike), mean|h| (noise)
+or std(h) (bias), over the whole tensor of one call (all tokens, all channels, faulty or not). A dynamic reference
+differs from call to call; a cached one is kept from the first call, so that thresholds are absolute. For autograd it is
+a constant.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import Fault
+from aqnpipe.errors import ModelError
+from aqnpipe.models.sites import site_module
+from aqnpipe.noise.receipts.recorder_state import ActiveFaultState
+from aqnpipe.seeding import keyed_generator
+
+SPIKE_PROBABILITY = 0.01
+"""Probability of a spike per element at magnitude 1."""
+
+SPIKE_SCALE = 10.0
+"""Standard deviation of a spike in multiples of max|h|."""
+
+
+def fault_reference(hidden: Tensor, fault: Fault) -> Tensor:
+    """Return what the magnitude of `fault` refers to in this call, as a float32 scalar without gradient."""
+    values = hidden.detach().float()
+    match fault.type:
+        case "dead_zone" | "saturation" | "spike":
+            return values.abs().max()
+        case "noise":
+            return values.abs().mean()
+        case "bias":
+            return values.std(correction=0)
+
+
+def dead_zone(hidden: Tensor, magnitude: float, maximum: Tensor) -> Tensor:
+    """Set values with `|h| < m*max|h|` to exactly 0; their gradient is 0 too."""
+    return torch.where(hidden.detach().abs().float() < magnitude * maximum, torch.zeros_like(hidden), hidden)
+
+
+def saturation(hidden: Tensor, magnitude: float, maximum: Tensor) -> Tensor:
+    """Clamp to `+-(1-m)*max|h|`; the gradient is 0 where a value was clamped."""
+    limit = ((1 - magnitude) * maximum).to(hidden.dtype)
+    return torch.clamp(hidden, min=-limit, max=limit)
+
+
+def additive_noise(hidden: Tensor, magnitude: float, mean: Tensor, generator: torch.Generator) -> Tensor:
+    """Return `h + z*m*mean|h|`, z ~ N(0, 1) from `generator`."""
+    return hidden + (_standard_normal(hidden, generator) * magnitude * mean).to(hidden.dtype)
+
+
+def bias(hidden: Tensor, magnitude: float, std: Tensor) -> Tensor:
+    """Return `h + m*std(h)` (population standard deviation)."""
+    return hidden + (magnitude * std).to(hidden.dtype)
+
+
+def spike(hidden: Tensor, magnitude: float, maximum: Tensor, generator: torch.Generator) -> Tensor:
+    """Replace each value with probability 0.01*m by `10*max|h|*z`, z ~ N(0, 1) from `generator`."""
+    struck = torch.rand(hidden.shape, generator=generator, device=hidden.device) < SPIKE_PROBABILITY * magnitude
+    spikes = SPIKE_SCALE * maximum * _standard_normal(hidden, generator)
+    return torch.where(struck, spikes.to(hidden.dtype), hidden)
+
+
+def faulty_channels(num_channels: int, sparsity: float, seed: int) -> Tensor:
+    """Return the boolean mask [num_channels] of faulty channels: Bernoulli(sparsity), a pure function of its arguments.
+
+    At least one channel is always faulty: if the draw has none, the channel that came closest is. The mask does not
+    depend on the layer or the device.
+    """
+    draws = torch.rand(num_channels, generator=keyed_generator("cpu", seed, "fault.channels"))
+    mask = draws < sparsity
+    mask[draws.argmin()] = True
+    return mask
+
+
+def apply_fault(hidden: Tensor, fault: Fault, channels: Tensor, call: int, threshold: Tensor | None = None) -> Tensor:
+    """Return `hidden` [..., channels] with `fault` on the masked `channels`, all others bit for bit as they were.
+
+    `call` numbers the calls of the faulty site; noise and spikes are a pure function of (fault.seed, call, shape).
+    `threshold` is the reference of a cached fault (`fault_reference` of the first call); None takes this call's own.
+    """
+    reference = fault_reference(hidden, fault) if threshold is None else threshold
+    generator = keyed_generator(hidden.device, fault.seed, f"fault.{fault.type}", call)
+    return torch.where(channels.to(hidden.device), _faulty(hidden, fault, reference, generator), hidden)
+
+
+@dataclass
+class FaultRecord:
+    """What a simulated fault has done so far; elements are all values of the site's output, on any channel."""
+
+    fault: Fault
+    num_channels: int = 0
+    num_faulty_channels: int = 0
+    calls: int = 0
+    elements: int = 0
+    affected_elements: int = 0
+
+    @property
+    def survival_rate(self) -> float:
+        """Share of elements that passed the fault unchanged; 1 before the first call."""
+        return 1 - self.affected_elements / self.elements if self.elements else 1.0
+
+
+@contextmanager
+def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tuple[FaultRecord, ...]]:
+    """Put `faults` on their sites in a transformers model for the body's duration; yield a record of each, in order.
+
+    Faults on one site strike one after the other. The hooks are removed on any exit and no parameter is touched. Works
+    on modules that return a tensor, alone or first in a tuple. For single forward passes: phases of training and
+    evaluation get their faults, and the receipts of these, from `phase_noise`. Raises ModelError if a layer or site
+    does not exist or the model has simulated faults already.
+    """
+    for name in simulated_fault_hooks(model):
+        raise ModelError(f"{name} of {type(model).__name__} has a simulated fault already, expected none")
+    records = tuple(FaultRecord(fault) for fault in faults)
+    with ExitStack() as stack:
+        for record in records:
+            module = site_module(model, record.fault.layer, record.fault.site)
+            stack.callback(module.register_forward_hook(_FaultHook(record)).remove)
+        yield records
+
+
+class ActiveFault:
+    """A fault at work on one site: its faulty lanes and its cached threshold stay the same from call to call."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.channels = torch.empty(0, dtype=torch.bool)
+        self._cached: Tensor | None = None
+
+    def strike(self, hidden: Tensor, call: int) -> Tensor:
+        """Return what the faulty site puts out in place of `hidden` [..., channels]; `call` as in `apply_fault`."""
+        if len(self.channels) != hidden.shape[-1]:
+            self.channels = faulty_channels(hidden.shape[-1], self.fault.sparsity, self.fault.seed)
+        if self.fault.threshold == "cached":
+            self._cached = fault_reference(hidden, self.fault) if self._cached is None else self._cached
+            self._cached = self._cached.to(hidden.device)
+        return apply_fault(hidden, self.fault, self.channels, call, self._cached)
+
+    def state(self) -> ActiveFaultState:
+        """Return what later calls depend on."""
+        return ActiveFaultState(len(self.channels), None if self._cached is None else self._cached.item())
+
+    def restore(self, state: ActiveFaultState) -> None:
+        """Go on from `state`."""
+        self.channels = torch.empty(0, dtype=torch.bool)
+        if state.num_channels:
+            self.channels = faulty_channels(state.num_channels, self.fault.sparsity, self.fault.seed)
+        self._cached = None if state.threshold is None else torch.tensor(state.threshold, dtype=torch.float32)
+
+
+def simulated_fault_hooks(model: nn.Module) -> list[str]:
+    """Return the names of the modules that `simulated_faults` holds a fault on at this moment."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(isinstance(hook, _FaultHook) for hook in module._forward_hooks.values())
+    ]
+
+
+class _FaultHook:
+    """Forward hook that replaces a module's output and keeps count."""
+
+    def __init__(self, record: FaultRecord) -> None:
+        self.record = record
+        self.active = ActiveFault(record.fault)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        if isinstance(output, tuple):
+            return (self._strike(output[0]), *output[1:])
+        return self._strike(output)
+
+    def _strike(self, hidden: Tensor) -> Tensor:
+        record = self.record
+        struck = self.active.strike(hidden, record.calls)
+        record.num_channels = len(self.active.channels)
+        record.num_faulty_channels = int(self.active.channels.sum())
+        record.calls += 1
+        record.elements += hidden.numel()
+        record.affected_elements += int((struck.detach() != hidden.detach()).sum())
+        return struck
+
+
+def _faulty(hidden: Tensor, fault: Fault, reference: Tensor, generator: torch.Generator) -> Tensor:
+    match fault.type:
+        case "dead_zone":
+            return dead_zone(hidden, fault.magnitude, reference)
+        case "saturation":
+            return saturation(hidden, fault.magnitude, reference)
+        case "noise":
+            return additive_noise(hidden, fault.magnitude, reference, generator)
+        case "bias":
+            return bias(hidden, fault.magnitude, reference)
+        case "spike":
+            return spike(hidden, fault.magnitude, reference, generator)
+
+
+def _standard_normal(hidden: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw in float32 whatever the dtype of `hidden`, so that all dtypes see the same numbers."""
+    return torch.randn(hidden.shape, generator=generator, device=hidden.device)

@@ -1,0 +1,48 @@
+"""Noise by hooks on whole modules: on what goes into them, or on what comes out."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import ModuleNoise
+from aqnpipe.models.layout import layer_of, select_modules
+from aqnpipe.noise.injection.hooks import keep, on_input, on_output
+from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.kernels.stream import NoiseStream
+
+# Above the streams of operators and of hidden states, which have the same keys.
+_FIRST_MODULE = 16
+
+
+class ModuleErrors:
+    """The modules that `noise` selects, with its error; `names` are their qualified names where they are known."""
+
+    def __init__(self, state: PhaseState, noise: ModuleNoise, names: Sequence[str] | None = None) -> None:
+        self._state = state
+        self._noise = noise
+        selected = select_modules(state.model, noise.modules) if names is None else names
+        self._ordinals = {name: ordinal for ordinal, name in enumerate(selected)}
+        state.recorder.expect_modules(len(self._ordinals))
+
+    def install(self, stack: ExitStack, module: nn.Module, name: str) -> None:
+        """Noise `module`, whose qualified name is `name`, if it is one of the selected."""
+        if name not in self._ordinals:
+            return
+        noised = partial(self._noised, name, self._ordinals[name])
+        if self._noise.point == "input":
+            keep(stack, module.register_forward_pre_hook(partial(on_input, noised)))
+        else:
+            keep(stack, module.register_forward_hook(partial(on_output, noised)))
+
+    def _noised(self, name: str, ordinal: int, tensor: Tensor) -> Tensor:
+        """Return a noised copy of what goes into or comes out of the module `name`."""
+        state, place = self._state, self._state.place
+        place.module_calls[ordinal] += 1
+        source = NoiseStream(place.key, ordinal, _FIRST_MODULE + place.module_calls[ordinal])
+        operator = f"module.{name.rsplit('.', 1)[-1]}"
+        noised = tensor.detach().clone()
+        state.put_error(state.phase, operator, layer_of(name), self._noise.error, source, noised, repeats=True)
+        state.recorder.count_module(state.phase, name)
+        return tensor + (noised - tensor).detach() if tensor.requires_grad else noised

@@ -1,0 +1,150 @@
+"""Runs an operator of a noised layer with the error of its place on the output and on the gradients of its operands."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import FakeQuantization, OutputErrorModel
+from aqnpipe.noise.injection.operators import KEEPS_ITS_OUTPUT, GradientError, TorchFunction, renormalise
+from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.kernels.quantization import fake_quantize
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.sampling import sample
+
+# Streams under one layer's key: outputs of operators, the gradients of their operands; phases use others beside them.
+_OUTPUT, _FIRST_GRADIENT = 0, 1
+
+
+class OperatorErrors:
+    """The errors of operators in one phase; `noises_gradients` asks for those of the backward pass too."""
+
+    def __init__(self, state: PhaseState, noises_gradients: bool) -> None:
+        self._state = state
+        self._noises_gradients = noises_gradients
+        self._quantized_weights: dict[int, Tensor] = {}
+
+    def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run `function` with the place's error on its output, and on its operands' gradients where asked."""
+        state = self._state
+        error = state.place.error
+        if error is None:
+            raise RuntimeError("an operator was seen outside a noised layer; this is a bug")
+        flops_before = state.flops.total if state.flops is not None else 0
+        # By exact type: isinstance of a pydantic class is a function of its own, and this runs at every operator.
+        quantized = type(error) is FakeQuantization
+        if quantized:
+            output = self._quantized_call(function, operator, cast(FakeQuantization, error), args, kwargs)
+        else:
+            output = self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs)
+        if state.flops is not None and not (quantized and operator != "linear"):
+            state.recorder.count_noised_flops(state.phase, state.flops.total - flops_before)
+        return output
+
+    def escaping_call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run `function`, noting that it holds a matrix product which the noise cannot reach."""
+        if not self._state.recomputing:
+            self._state.recorder.count_escape(self._state.phase, operator)
+        return function(*args, **kwargs)
+
+    def before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Pre-hook of an RMSNorm: its operands' gradients get their error."""
+        if self._state.place.error is not None and self._noises_gradients and torch.is_grad_enabled():
+            return self._wrap_operands("rms_norm", args)
+        return None
+
+    def after_norm(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Hook of an RMSNorm: its output gets its error."""
+        error = self._state.place.error
+        if error is not None and not isinstance(error, FakeQuantization):
+            self._noise_output("rms_norm", error, output)
+
+    def _noised_call(
+        self, function: TorchFunction, operator: str, error: OutputErrorModel, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        bias = None
+        if operator == "linear":
+            # The error belongs to the product, so the bias is added after it.
+            inputs, weight, bias = _linear_arguments(*args, **kwargs)
+            args, kwargs = (inputs, weight), {}
+        if self._noises_gradients and torch.is_grad_enabled():
+            args = self._wrap_operands(operator, args)
+        output = function(*args, **kwargs)
+        if operator in KEEPS_ITS_OUTPUT:
+            noised = output.detach().clone()
+            self._noise_output(operator, error, noised)
+            if operator == "softmax":
+                noised = renormalise(noised, kwargs["dim"] if "dim" in kwargs else args[1])
+            return output + (noised - output).detach()
+        self._noise_output(operator, error, output)
+        return output if bias is None else output.add_(bias)
+
+    def _quantized_call(
+        self, function: TorchFunction, operator: str, error: FakeQuantization, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        if operator != "linear":
+            return function(*args, **kwargs)
+        inputs, weight, bias = _linear_arguments(*args, **kwargs)
+        if error.activations:
+            inputs = self._quantized("linear.activation", error, inputs)
+        if error.weights:
+            weight = self._quantized_weight(error, weight)
+        return function(inputs, weight, bias)
+
+    def _quantized_weight(self, error: FakeQuantization, weight: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return self._quantized("linear.weight", error, weight)
+        # Weights stand still inside a phase without gradients, and a rollout uses each of them once per token.
+        key = id(weight)
+        if key not in self._quantized_weights:
+            self._quantized_weights[key] = self._quantized("linear.weight", error, weight)
+        return self._quantized_weights[key]
+
+    def _quantized(self, operand: str, error: FakeQuantization, tensor: Tensor) -> Tensor:
+        quantized = fake_quantize(tensor, error.format)
+        state = self._state
+        cell = (state.phase, operand, state.place.layer)
+        if not state.recomputing:
+            state.recorder.count_call(*cell, error, tensor.numel())
+            state.recorder.measure(*cell, sample(tensor), sample(quantized))
+        return quantized
+
+    def _noise_output(self, operator: str, error: OutputErrorModel, output: Tensor) -> None:
+        """Put the forward error on `output` in place; the gradient passes it straight through."""
+        place = self._state.place
+        place.calls += 1
+        source = NoiseStream(place.key, place.calls, _OUTPUT)
+        self._state.put_error(self._state.phase, operator, place.layer, error, source, output, repeats=True)
+
+    def _wrap_operands(self, operator: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the operands, those that need a gradient wrapped so that it gets an error on the way back."""
+        positions = [position for position, operand in enumerate(args) if _needs_gradient(operand)]
+        place = self._state.place
+        error = place.error
+        if not positions or error is None or isinstance(error, FakeQuantization):
+            return args
+        # Place and key are bound now: by the time of the backward pass the model has moved on.
+        layer, key, call = place.layer, place.key, place.calls + 1
+
+        def add_error_(index: int, gradient: Tensor) -> None:
+            position = positions[index]
+            source = NoiseStream(key, call, _FIRST_GRADIENT + position)
+            name = f"{operator}.gradient_{position}"
+            self._state.put_error("backward", name, layer, error, source, gradient, repeats=False)
+
+        wrapped = GradientError.apply(add_error_, *(args[position] for position in positions))
+        operands = list(args)
+        for position, operand in zip(positions, wrapped, strict=True):
+            operands[position] = operand
+        return tuple(operands)
+
+
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+def _needs_gradient(operand: Any) -> bool:
+    return isinstance(operand, Tensor) and operand.requires_grad and operand.is_floating_point()

@@ -1,0 +1,202 @@
+"""Sees every operator of a noised layer, at the least cost.
+
+A torch function mode misses no operator, but is asked about all of a layer's torch functions, some 80, of which 9 are
+operators. So in forwards without gradients linear modules bring their noise themselves, and the mode is there for the
+other operators only. Where these are is not assumed but surveyed: the forwards that are measured run under the mode
+from end to end and note which operators it met between which linear modules. In the others it is on in these stretches
+alone, and off in the rest. Where all that was met is `torch.matmul`, as in eager attention, attention runs as a copy of
+its own code in which that name means the noised product, and needs no mode either.
+
+A layer that calls its linear modules in another order, or has another number of operators, is under the mode throughout
+from then on; an operator that a copy left out, or that a later survey meets where the mode has been off, counts as
+escaped, which the receipt refuses.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.noise.injection.attention_copy import attention_with
+from aqnpipe.noise.injection.operator_errors import OperatorErrors
+from aqnpipe.noise.injection.operators import TorchFunction, escaping_functions, noised_functions
+from aqnpipe.noise.injection.phase_state import PhaseState
+
+
+@dataclass
+class _Survey:
+    """What is known of a layer: its linear modules in order, and which other operators come after how many of them.
+
+    Forwards that read prompts and those that read one more token are surveyed apart: they may take other ways.
+    """
+
+    linears: tuple[nn.Module, ...] = ()
+    calls: int = 0
+    others_after: dict[int, set[TorchFunction]] = field(default_factory=dict)
+    surveys: int = 0
+    is_regular: bool = True
+    was_relied_on: bool = False
+    ran_copies: bool = False
+
+    @property
+    def is_reliable(self) -> bool:
+        return self.is_regular and self.surveys > 0
+
+    @property
+    def allows_copies(self) -> bool:
+        """Tell whether every operator beside linear modules is one that a copy of attention noises."""
+        return all(functions == {torch.matmul} for functions in self.others_after.values())
+
+    def compare(self, linears: tuple[nn.Module, ...], calls: int) -> None:
+        """Hold what a pass through the layer met against what is known of it."""
+        if self.surveys == 0:
+            self.linears, self.calls = linears, calls
+        elif (linears, calls) != (self.linears, self.calls):
+            self.is_regular = False
+
+
+class OperatorWatch:
+    """Leads every operator of the noised layers to `errors` while one phase lasts."""
+
+    def __init__(self, state: PhaseState, noise: OperatorNoise, errors: OperatorErrors) -> None:
+        self._state = state
+        self._errors = errors
+        handlers = {
+            **{function: partial(errors.call, name) for function, name in noised_functions(noise).items()},
+            **{function: partial(errors.escaping_call, name) for function, name in escaping_functions(noise).items()},
+        }
+        self._mode = _OperatorMode(handlers, self._note_operator)
+        self._surveys = {one_token: [_Survey() for _ in [*state.layers, state.head]] for one_token in (False, True)}
+        self._survey: _Survey | None = None
+        self._thread = get_ident()
+        self._linears: list[nn.Module] = []
+        self._throughout = True
+        self._deviates = False
+        self._in_copy = False
+
+    def install(self, stack: ExitStack) -> None:
+        """Let plain linear modules and attention call the watch; `stack` gives them their own forward back."""
+        stack.callback(self.stop)
+        for module in {*self._state.layers.modules(), *self._state.head.modules()}:
+            # What somebody's patch does is theirs, and for the mode to see; so is what a subclass of Linear does.
+            if "forward" in vars(module):
+                continue
+            if type(module) is nn.Linear:
+                forward = partial(self._linear, module)
+            elif copy := attention_with(self._matmul, module):
+                forward = partial(self._attention, module.forward, copy)
+            else:
+                continue
+            module.forward = forward
+            stack.callback(delattr, module, "forward")
+
+    def enter_layer(self, index: int) -> None:
+        """Start to see the operators of the layer `index`; the output projection comes after the last one."""
+        self._survey = None if torch.is_grad_enabled() else self._surveys[self._state.reads_one_token][index]
+        self._thread = get_ident()
+        self._linears.clear()
+        self._deviates = self._in_copy = False
+        survey = self._survey
+        self._throughout = survey is None or self._state.is_measured or not survey.is_reliable
+        if self._throughout or (survey is not None and 0 in survey.others_after):
+            self._mode.activate()
+        if survey is not None and not self._throughout:
+            survey.was_relied_on = True
+
+    def leave_layer(self) -> None:
+        """Stop, and keep what was met."""
+        self._mode.deactivate()
+        survey, self._survey = self._survey, None
+        if survey is not None:
+            calls = self._state.place.calls
+            if survey.ran_copies and calls < survey.calls:
+                self._state.recorder.count_escape(self._state.phase, "matmul")
+            survey.compare(tuple(self._linears), calls)
+            survey.surveys += self._throughout
+
+    def stop(self) -> None:
+        """See nothing more."""
+        self._mode.deactivate()
+        self._survey = None
+
+    def _linear(self, module: nn.Linear, input: Tensor) -> Tensor:
+        survey = self._survey
+        if survey is None or get_ident() != self._thread:
+            return F.linear(input, module.weight, module.bias)
+        self._mode.deactivate()
+        output: Tensor = self._errors.call("linear", F.linear, (input, module.weight, module.bias), {})
+        position = len(self._linears)
+        self._linears.append(module)
+        if survey.surveys and survey.linears[position : position + 1] != (module,):
+            self._throughout = self._deviates = True
+        if self._throughout or (position + 1 in survey.others_after and not self._in_copy):
+            self._mode.activate()
+        return output
+
+    def _attention(self, forward: Callable[..., Any], copy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        survey = self._survey
+        if survey is None or self._throughout or not survey.allows_copies or get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        self._mode.deactivate()
+        self._in_copy = survey.ran_copies = True
+        output = copy(*args, **kwargs)
+        self._in_copy = False
+        if self._throughout or len(self._linears) in survey.others_after:
+            self._mode.activate()
+        return output
+
+    def _matmul(self, *args: Any, **kwargs: Any) -> Any:
+        self._mode.deactivate()
+        output = self._errors.call("matmul", torch.matmul, args, kwargs)
+        if self._throughout:
+            self._mode.activate()
+        return output
+
+    def _note_operator(self, function: TorchFunction) -> None:
+        survey, position = self._survey, len(self._linears)
+        if survey is None or function in survey.others_after.get(position, ()):
+            return
+        mode_was_off = position not in survey.others_after or survey.ran_copies
+        survey.others_after.setdefault(position, set()).add(function)
+        # After other linear modules than those that were surveyed it is in no stretch that was relied on.
+        if survey.was_relied_on and mode_was_off and not self._deviates:
+            self._state.recorder.count_escape(self._state.phase, getattr(function, "__name__", str(function)))
+
+
+class _OperatorMode(TorchFunctionMode):
+    """Sees every torch function of this thread while it is active; passes those that have one to their handler."""
+
+    def __init__(
+        self, handlers: Mapping[TorchFunction, Callable[..., Any]], note: Callable[[TorchFunction], None]
+    ) -> None:
+        super().__init__()
+        self._handlers = handlers
+        self._note = note
+        self._active = False
+
+    def activate(self) -> None:
+        """Start to see torch functions; a second call does nothing."""
+        if not self._active:
+            self.__enter__()
+            self._active = True
+
+    def deactivate(self) -> None:
+        """Stop; a second call does nothing."""
+        if self._active:
+            self._active = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = self._handlers.get(func)
+        if handler is not None:
+            self._note(func)
+            return handler(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)

@@ -1,0 +1,171 @@
+"""Installs an arm's noise on a model for one phase, measures it, and always removes it.
+
+From operator to receipt: `phase_noise` registers hooks that tell the parts of an injection where the computation is
+(`PhaseState`). While a noised decoder layer computes, `OperatorWatch` sees its operators and passes them to
+`OperatorErrors.call`. That runs the function, puts the error on its output in place (`PhaseState.put_error`), and hands
+a sample from before and after to the recorder, which makes the receipt. On the way in, operands that need gradients are
+wrapped so that their exact gradients get an error too. Modules are noised by forward hooks (`ModuleErrors`). The
+simulated faults of the recorder's machine strike last of all what their sites put out (`StruckSites`), in every phase
+alike. `Witness` recomputes linear modules and knows nothing of all this.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from aqnpipe.config.noise import ErrorModel, Phase
+from aqnpipe.errors import ModelError
+from aqnpipe.models.layout import is_rms_norm, layer_of
+from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK, install_on_checkpoints
+from aqnpipe.noise.injection.fault_injection import StruckSites
+from aqnpipe.noise.injection.faults import simulated_fault_hooks
+from aqnpipe.noise.injection.hooks import keep
+from aqnpipe.noise.injection.module_errors import ModuleErrors
+from aqnpipe.noise.injection.operator_errors import OperatorErrors
+from aqnpipe.noise.injection.operator_watch import OperatorWatch
+from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
+from aqnpipe.noise.injection.reference_check import Witness
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+__all__ = ["NoiseKey", "phase_noise"]
+
+
+@contextmanager
+def phase_noise(
+    model: nn.Module,
+    recorder: ReceiptRecorder,
+    phase: Phase,
+    key: NoiseKey,
+    *,
+    backward: bool = False,
+    hidden_sigmas: Mapping[int, float] | None = None,
+) -> Iterator[None]:
+    """Run `phase` on `model` with exactly the noise that the recorder's specs ask for it, on the recorder's machine.
+
+    With `backward`, the graph built inside also noises the gradients when "backward" is among the asked phases; layers
+    under gradient checkpointing are recomputed with the same noise, also after the context has ended. `hidden_sigmas`
+    is AQN on hidden states: relative noise on the output of each decoder layer. The machine's simulated faults strike
+    in every phase; `Fault.order` says where AQN's noise has its place among them. Everything is removed on every way
+    out. Raises ModelError when another injection is active on the model, or the model is compiled.
+    """
+    if hasattr(model, ACTIVE_MARK):
+        raise ModelError(f"noise is already installed on this {type(model).__name__}; injections do not nest")
+    if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
+        raise ModelError(
+            f"this {type(model).__name__} is compiled (torch.compile): compiled code would run without the noise, "
+            "expected an uncompiled model"
+        )
+    state = PhaseState(model, recorder, phase, key)
+    injection = _Injection(state, backward, hidden_sigmas or {})
+    with ExitStack() as stack:
+        setattr(model, ACTIVE_MARK, state)
+        stack.callback(delattr, model, ACTIVE_MARK)
+        injection.install(stack)
+        yield
+    recorder.settle()
+
+
+class _Injection:
+    """One phase on one model: registers the hooks of every part and keeps the place of the computation up to date."""
+
+    def __init__(self, state: PhaseState, backward: bool, hidden_sigmas: Mapping[int, float]) -> None:
+        self.state = state
+        noise, modules = state.recorder.operator_noise, state.recorder.module_noise
+        self.operator_noise = noise if noise and noise.is_active and state.phase in noise.phases else None
+        noises_gradients = backward and self.operator_noise and "backward" in self.operator_noise.phases
+        self.operator_errors = OperatorErrors(state, bool(noises_gradients))
+        self.watch = (
+            OperatorWatch(state, self.operator_noise, self.operator_errors) if self.operator_noise is not None else None
+        )
+        noises_modules = modules and modules.is_active and state.phase in modules.phases
+        self.module_errors = ModuleErrors(state, modules) if modules and noises_modules else None
+        self.struck_sites = StruckSites(state, hidden_sigmas)
+        self.witness = Witness(state, self.operator_noise)
+
+    def install(self, stack: ExitStack) -> None:
+        """Register all hooks; `stack` removes them."""
+        state = self.state
+        stack.callback(state.stop_counting_flops)
+        if self.watch is not None:
+            self.watch.install(stack)
+        keep(stack, state.model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
+        keep(stack, state.model.register_forward_hook(self._leave_model, always_call=True))
+        for index, layer in enumerate([*state.layers, state.head]):
+            self._install_place(stack, index, layer)
+        self.witness.install(stack)
+        self._install_on_modules(stack, state.model, "")
+        state.recorder.note_foreign_faults(simulated_fault_hooks(state.model))
+        for index in range(len(state.layers)):
+            self.struck_sites.install(stack, index)
+        if torch.is_grad_enabled():
+            install_on_checkpoints(state, stack, self._install_on_layer)
+
+    def _install_on_layer(self, index: int, layer: nn.Module, name: str, stack: ExitStack) -> None:
+        """Register every hook of one decoder layer, to compute it again after the phase."""
+        if self.watch is not None:
+            stack.callback(self.watch.stop)
+        self._install_place(stack, index, layer)
+        self._install_on_modules(stack, layer, name)
+        self.struck_sites.install(stack, index)
+
+    def _install_place(self, stack: ExitStack, index: int, layer: nn.Module) -> None:
+        keep(stack, layer.register_forward_pre_hook(partial(self._enter_layer, index)))
+        keep(stack, layer.register_forward_hook(self._leave_layer, always_call=True))
+
+    def _install_on_modules(self, stack: ExitStack, root: nn.Module, prefix: str) -> None:
+        """Register the hooks of single modules within `root`, whose own qualified name is `prefix`."""
+        norms = self.operator_noise is not None and self.operator_noise.operators == "all"
+        for name, module in root.named_modules(prefix=prefix):
+            if norms and is_rms_norm(module) and layer_of(name) is not None:
+                keep(stack, module.register_forward_pre_hook(self.operator_errors.before_norm))
+                keep(stack, module.register_forward_hook(self.operator_errors.after_norm))
+            if self.module_errors is not None:
+                self.module_errors.install(stack, module, name)
+
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        state = self.state
+        if torch.compiler.is_compiling():
+            raise ModelError(f"{type(state.model).__name__} is being compiled; noise and torch.compile do not combine")
+        state.start_forward(_num_tokens(args, kwargs))
+        state.recorder.count_forward(state.phase)
+        self.witness.enter_model()
+        state.outside = state.place = self._place(None, len(state.layers) + 1, None)
+        if state.forward_index == 0:
+            state.recorder.watch_norms(state.phase, state.model)
+        if state.forward_index == 0 and state.recorder.wants_flops(state.phase):
+            state.start_counting_flops()
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        state = self.state
+        if state.flops is not None:
+            state.recorder.count_flops(state.phase, state.flops.total)
+            state.stop_counting_flops()
+
+    def _enter_layer(self, index: int, module: nn.Module, args: Any) -> None:
+        state = self.state
+        layer = index if index < len(state.layers) else None
+        error = self.operator_noise.error_in(layer) if self.operator_noise is not None else None
+        state.place = self._place(layer, index, error)
+        if error is not None and self.watch is not None:
+            self.watch.enter_layer(index)
+
+    def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.watch is not None:
+            self.watch.leave_layer()
+        self.state.place = self.state.outside
+
+    def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:
+        # Where no noise is there is no need of a key, and the hash that makes one costs time.
+        if error is None and self.module_errors is None:
+            return Place(layer)
+        return Place(layer, self.state.seed(self.state.phase, index), error)
+
+
+def _num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Return how many tokens per row a forward reads, given as ids or embeddings [rows, tokens, ...]."""
+    given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((one.shape[1] for one in given if one is not None), None)

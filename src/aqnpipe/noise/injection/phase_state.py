@@ -1,0 +1,128 @@
+"""What the parts of one phase's injection share: where in the model the computation is, and the key of its numbers."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from aqnpipe.config.noise import ErrorModel, OutputErrorModel, Phase
+from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.flops import FlopCounter
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.sampling import sample
+from aqnpipe.seeding import derive_seed
+
+_MEASURE_STRIDE = 16
+
+
+@dataclass(frozen=True)
+class NoiseKey:
+    """Names the random numbers of one phase: equal keys replay equal noise. Data-parallel ranks differ in `rank`."""
+
+    seed: int
+    step: int
+    micro_step: int = 0
+    rank: int = 0
+
+
+@dataclass
+class Place:
+    """Where in the model the computation is, and what names its random numbers.
+
+    `layer` is None outside the decoder layers and in the output projection; `error` is what operators get here.
+    """
+
+    layer: int | None = None
+    key: int = 0
+    error: ErrorModel | None = None
+    calls: int = 0
+    module_calls: Counter[int] = field(default_factory=Counter)
+
+
+class PhaseState:
+    """One phase on one model: the place of the computation, which hooks keep up to date, and how errors are put there.
+
+    `forward_index` counts the model's forwards in this phase; `reads_one_token` says that this one reads a single token
+    per row, and `is_first_of_kind` that it is the first that does, or the first that does not. `recomputing` is true
+    while a checkpointed layer is computed again, which counts and measures nothing twice.
+    """
+
+    def __init__(self, model: nn.Module, recorder: ReceiptRecorder, phase: Phase, key: NoiseKey) -> None:
+        self.model = model
+        self.recorder = recorder
+        self.phase: Phase = phase
+        self.key = key
+        self.layers = decoder_layers(model)
+        self.head = output_projection(model)
+        self.forward_index = -1
+        self.reads_one_token = self.is_first_of_kind = False
+        self._kinds: set[bool] = set()
+        self.recomputing = False
+        self.outside = self.place = Place()
+        self.flops: FlopCounter | None = None
+
+    def start_forward(self, num_tokens: int | None) -> None:
+        """Note the start of a forward that reads so many tokens per row; None if rows differ."""
+        self.forward_index += 1
+        self.reads_one_token = num_tokens == 1
+        self.is_first_of_kind = self.reads_one_token not in self._kinds
+        self._kinds.add(self.reads_one_token)
+
+    @property
+    def is_measured(self) -> bool:
+        """Tell whether calls that repeat in every forward are measured in this one.
+
+        The first of either kind are, and every 16th: others at each step, so that in time all are.
+        """
+        offset = self.key.step + self.key.micro_step
+        return self.is_first_of_kind or not (self.forward_index + offset) % _MEASURE_STRIDE
+
+    def seed(self, stream: str, *counters: int) -> int:
+        """Return the seed of `stream` in this forward: keyed by place, not by history, so that it can be replayed."""
+        key = self.key
+        return derive_seed(key.seed, stream, key.step, key.micro_step, key.rank, self.forward_index, *counters)
+
+    def start_counting_flops(self) -> None:
+        """Count the operations of what is computed from now on."""
+        self.flops = FlopCounter()
+        self.flops.__enter__()
+
+    def stop_counting_flops(self) -> None:
+        """Stop; a second call does nothing."""
+        if self.flops is not None:
+            self.flops.__exit__(None, None, None)
+            self.flops = None
+
+    def put_error(
+        self,
+        phase: Phase,
+        operator: str,
+        layer: int | None,
+        error: OutputErrorModel,
+        source: NoiseStream,
+        tensor: Tensor,
+        *,
+        repeats: bool,
+    ) -> None:
+        """Put `error` on `tensor` in place and record it; of calls that `repeats` every forward only some are measured.
+
+        Autograd sees no operation, which is what passes gradients straight through. It does see a new version: if an
+        operator needed its output as it was, its backward pass fails instead of using another value.
+        """
+        values = tensor.detach() if tensor.requires_grad else tensor
+        if repeats and self.recomputing:
+            apply_error_(values, error, source)
+        else:
+            self.recorder.count_call(phase, operator, layer, error, values.numel())
+            if repeats and not self.is_measured:
+                apply_error_(values, error, source)
+            else:
+                before = sample(values)
+                apply_error_(values, error, source)
+                self.recorder.measure(phase, operator, layer, before, sample(values))
+        if torch.is_grad_enabled():
+            increment_version(values)

@@ -1,0 +1,1 @@
+"""Pure tensor functions: noise, truncation and quantization, by formula."""

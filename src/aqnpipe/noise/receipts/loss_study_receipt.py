@@ -1,0 +1,49 @@
+"""The receipts of a loss study: one per pass over its texts."""
+
+from pydantic import Field
+
+from aqnpipe.config.loss_study import LossCondition
+from aqnpipe.config.noise import FaultOrder
+from aqnpipe.noise.receipts.receipt import Receipt, ReceiptModel
+
+
+class FaultLossPass(ReceiptModel):
+    """The measured account of one pass: a condition, at a magnitude if it has a fault, in an order if it needs one."""
+
+    condition: LossCondition
+    magnitude: float = Field(ge=0, description="of every fault; 0 without")
+    order: FaultOrder | None = Field(description="null unless a faulty layer has noise")
+    noise_seed: int = Field(ge=0, description="0 without noise")
+    noised_layers: tuple[int, ...]
+    receipt: Receipt
+
+    def problems(self) -> list[str]:
+        """Return every gap between the condition, what was asked for it and what was measured."""
+        where = f"{self.condition} at magnitude {self.magnitude:g}, order {self.order}, noise seed {self.noise_seed}"
+        receipt, problems = self.receipt, []
+        magnitudes = {fault.magnitude for fault in receipt.faults} or {0.0}
+        if magnitudes != {self.magnitude}:
+            problems.append(f"the receipt asked for magnitudes {sorted(magnitudes)}")
+        orders = {fault.order for fault in receipt.faults if fault.layer in self.noised_layers}
+        if orders != ({self.order} if self.order else set()):
+            problems.append(f"the receipt asked for orders {sorted(orders)}")
+        noised = {cell.layer for cell in receipt.weight_cells}
+        if noised != set(self.noised_layers):
+            problems.append(f"noise was measured in layers {sorted(noised, key=str)}")
+        return [f"{where}: {problem}" for problem in [*problems, *receipt.problems()]]
+
+
+class FaultLossReceipts(ReceiptModel):
+    """results/fault_loss/<model>/<name>.receipt.json: every pass that stands in the table beside it."""
+
+    vocabulary_size: int = Field(ge=2)
+    num_layers: int = Field(ge=1)
+    faulty_layers: tuple[int, ...]
+    gamma: float
+    passes: tuple[FaultLossPass, ...] = Field(min_length=1)
+
+    def problems(self) -> list[str]:
+        """Return the problems of all passes, and passes that occur twice."""
+        keys = [(one.condition, one.magnitude, one.order or "", one.noise_seed) for one in self.passes]
+        twice = [f"pass {key}: recorded twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
+        return twice + [problem for one in self.passes for problem in one.problems()]

@@ -1,0 +1,295 @@
+"""One receipt from the accounts of all data-parallel workers, refused if a worker or a part of its noise is missing.
+
+What each worker drew for itself (operators, modules, hidden states, faults) is added up from the sums behind the
+receipts, so that the merged figures are those of one recorder that saw everything. What all workers must have done
+alike (the policy that they synchronised, AQN on its weights, the number of passes) has to be equal, and is kept once.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.receipts.receipt import Receipt, WeightSync
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder_state import (
+    CellSums,
+    FactorSums,
+    FaultSums,
+    GradientSums,
+    PhaseSums,
+    RatioSums,
+    RecorderState,
+)
+
+_Sums = TypeVar("_Sums")
+
+_DRAWN_OUT = frozenset({"rollout", "validation"})
+"""Phases that generate: how many passes they take depends on the longest response of a worker's share."""
+
+
+@dataclass(frozen=True)
+class WorkerAccount:
+    """What one worker recorded: its rank among `num_workers`, and the sums behind its receipt."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    rank: int
+    num_workers: int
+    state: RecorderState
+
+    @property
+    def label(self) -> str:
+        """The worker in words, counted from 0."""
+        return f"worker {self.rank} of {self.num_workers}"
+
+    def write(self, folder: Path) -> None:
+        """Write the account to its place in `folder`, where `read_accounts` looks for it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _path(folder, self.rank).write_bytes(_ADAPTER.dump_json(self))
+
+
+_ADAPTER = TypeAdapter(WorkerAccount)
+
+
+def read_accounts(folder: Path, num_workers: int) -> list[WorkerAccount]:
+    """Return the accounts of all workers, by rank. Raises ReceiptError if one is missing, foreign or unreadable."""
+    missing = [rank for rank in range(num_workers) if not _path(folder, rank).is_file()]
+    if missing:
+        raise ReceiptError(f"receipt refused: no account of worker {', '.join(map(str, missing))} of {num_workers}")
+    accounts = []
+    for rank in range(num_workers):
+        path = _path(folder, rank)
+        try:
+            account = _ADAPTER.validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ReceiptError(f"receipt refused: {path}: {describe_validation_error(error)}") from None
+        if (account.rank, account.num_workers) != (rank, num_workers):
+            raise ReceiptError(f"receipt refused: {path} is of {account.label}, expected {rank} of {num_workers}")
+        accounts.append(account)
+    return accounts
+
+
+def merged_receipt(recorder: ReceiptRecorder, accounts: Sequence[WorkerAccount], *, routed: bool = False) -> Receipt:
+    """Return the checked receipt of all workers together; `recorder` knows what was asked, and is left with the merger.
+
+    Every worker's own receipt must be in order, and all must fit each other. `routed` is for mixtures of experts, where
+    the number of operator calls depends on the tokens and is not compared. Raises ReceiptError that names the worker.
+    """
+    problems = []
+    for account in accounts:
+        recorder.restore(account.state)
+        problems += [f"{account.label}: {problem}" for problem in recorder.receipt().problems()]
+    per_worker_draws = recorder.aqn is not None and recorder.aqn.targets == "hidden_states"
+    for account in accounts[1:]:
+        differences = _differences(accounts[0].state, account.state, per_worker_draws, routed)
+        problems += [f"{account.label}: {difference}" for difference in differences]
+    if problems:
+        raise ReceiptError("receipt refused: " + "; ".join(problems))
+    recorder.restore(merge_states([account.state for account in accounts], per_worker_draws=per_worker_draws))
+    return recorder.receipt().model_copy(update={"num_workers": len(accounts)}).check()
+
+
+def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> RecorderState:
+    """Return the state of one recorder that saw what all `states` saw.
+
+    `per_worker_draws`: AQN's noise was drawn by every worker for itself (hidden states), not alike by all (weights).
+    """
+    first = states[0]
+    return RecorderState(
+        cells=_grouped((s.cells for s in states), lambda cell: (cell.phase, cell.operator, cell.layer), _merged_cell),
+        phases=_grouped((s.phases for s in states), lambda phase: phase.phase, _merged_phase),
+        faults=_grouped((s.faults for s in states), lambda fault: (fault.phase, fault.fault), _merged_fault),
+        gradients=_grouped((s.gradients for s in states), lambda gradient: gradient.fault, _merged_gradient),
+        active_faults=first.active_faults,
+        foreign_faults=set().union(*(state.foreign_faults for state in states)),
+        weight_syncs=(
+            [_merged_sync(syncs) for syncs in zip(*(state.weight_syncs for state in states), strict=True)]
+            if per_worker_draws
+            else first.weight_syncs
+        ),
+        weight_factors=(
+            _grouped((s.weight_factors for s in states), lambda factor: factor.layer, _merged_factor)
+            if per_worker_draws
+            else first.weight_factors
+        ),
+        num_noised_modules=first.num_noised_modules,
+    )
+
+
+def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
+    """Add to the recorder of a run what an engine recorded since in a rollout of its own.
+
+    `state` goes on where the recorder's faults were.
+    """
+    before = recorder.state()
+    merged = merge_states([before, state], per_worker_draws=False)
+    merged.active_faults = state.active_faults
+    merged.weight_syncs = before.weight_syncs + state.weight_syncs
+    merged.weight_factors = _grouped(
+        (before.weight_factors, state.weight_factors), lambda one: one.layer, _merged_factor
+    )
+    merged.num_noised_modules = max(before.num_noised_modules, state.num_noised_modules)
+    recorder.restore(merged)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"worker{rank}.json"
+
+
+def _grouped(
+    lists: Iterable[list[_Sums]], key: Callable[[_Sums], Hashable], merge: Callable[[list[_Sums]], _Sums]
+) -> list[_Sums]:
+    """Merge what has the same key in any of the lists, in the order of first appearance."""
+    groups: dict[Hashable, list[_Sums]] = {}
+    for sums in lists:
+        for one in sums:
+            groups.setdefault(key(one), []).append(one)
+    return [merge(group) for group in groups.values()]
+
+
+def _merged_ratios(all_ratios: Sequence[RatioSums]) -> RatioSums:
+    return RatioSums(
+        quantity=all_ratios[0].quantity,
+        count=sum(ratios.count for ratios in all_ratios),
+        total=sum(ratios.total for ratios in all_ratios),
+        squares=sum(ratios.squares for ratios in all_ratios),
+        largest_difference=max(ratios.largest_difference for ratios in all_ratios),
+    )
+
+
+def _merged_cell(cells: list[CellSums]) -> CellSums:
+    return CellSums(
+        phase=cells[0].phase,
+        operator=cells[0].operator,
+        layer=cells[0].layer,
+        error=cells[0].error,
+        ratios=_merged_ratios([cell.ratios for cell in cells]),
+        calls=sum(cell.calls for cell in cells),
+        elements=sum(cell.elements for cell in cells),
+    )
+
+
+def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
+    counted = [phase.flops for phase in phases if phase.flops is not None]
+    functions = {function: 0 for phase in phases for function in phase.escaped}
+    return PhaseSums(
+        phase=phases[0].phase,
+        forwards=sum(phase.forwards for phase in phases),
+        noised_calls=sum(phase.noised_calls for phase in phases),
+        witness=_merged_ratios([phase.witness for phase in phases]),
+        witnessed_elements=sum(phase.witnessed_elements for phase in phases),
+        escaped={function: sum(phase.escaped.get(function, 0) for phase in phases) for function in functions},
+        flops=sum(counted) if counted else None,
+        noised_flops=sum(phase.noised_flops for phase in phases),
+        modules=set().union(*(phase.modules for phase in phases)),
+        norms_checked=sum(phase.norms_checked for phase in phases),
+        norms_noised=sum(phase.norms_noised for phase in phases),
+    )
+
+
+def _merged_fault(faults: list[FaultSums]) -> FaultSums:
+    return FaultSums(
+        phase=faults[0].phase,
+        fault=faults[0].fault,
+        calls=sum(fault.calls for fault in faults),
+        elements=sum(fault.elements for fault in faults),
+        affected_elements=sum(fault.affected_elements for fault in faults),
+    )
+
+
+def _merged_gradient(gradients: list[GradientSums]) -> GradientSums:
+    merged = GradientSums(gradients[0].fault, calls=sum(gradient.calls for gradient in gradients))
+    for gradient in gradients:
+        merged.add(gradient.totals)
+    return merged
+
+
+def _merged_factor(factors: list[FactorSums]) -> FactorSums:
+    return FactorSums(
+        layer=factors[0].layer,
+        squares=sum(factor.squares for factor in factors),
+        elements=sum(factor.elements for factor in factors),
+    )
+
+
+def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:
+    """Weigh what every worker measured on hidden states of its own by the elements that it measured."""
+    elements = sum(sync.elements for sync in syncs)
+    if not elements:
+        return syncs[0]
+    return syncs[0].model_copy(
+        update={
+            "elements": elements,
+            "sigma_measured": (sum(sync.sigma_measured**2 * sync.elements for sync in syncs) / elements) ** 0.5,
+            "squared_error_ratio": sum(sync.squared_error_ratio * sync.elements for sync in syncs) / elements,
+        }
+    )
+
+
+def _differences(first: RecorderState, other: RecorderState, per_worker_draws: bool, routed: bool) -> list[str]:
+    """Return in words what `other` did otherwise than the first worker although all must do it alike."""
+    return [
+        *_phase_differences(first, other),
+        *([] if routed else _call_differences(first, other)),
+        *_sync_differences(first, other, per_worker_draws),
+    ]
+
+
+def _phase_differences(first: RecorderState, other: RecorderState) -> list[str]:
+    ours, theirs = ({phase.phase: phase.forwards for phase in state.phases} for state in (first, other))
+    problems = [f"phase {phase} ran, it did not on worker 0" for phase in theirs if phase not in ours]
+    for phase, forwards in ours.items():
+        found = theirs.get(phase, 0)
+        if found == 0 < forwards:
+            problems.append(f"phase {phase} never ran, it did on worker 0")
+        elif found != forwards and phase not in _DRAWN_OUT:
+            problems.append(f"{phase}: {found} passes, worker 0 had {forwards}")
+    return problems
+
+
+def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
+    """Compare how often each operator was noised per pass, which is the same on every worker."""
+    passes = [{phase.phase: phase.forwards for phase in state.phases} for state in (first, other)]
+    cells = [{(cell.phase, cell.operator, cell.layer): cell for cell in state.cells} for state in (first, other)]
+    problems = []
+    for place in dict.fromkeys([*cells[0], *cells[1]]):
+        phase, operator, layer = place
+        calls = [one[place].calls if place in one else 0 for one in cells]
+        # Quantised weights are kept within a generation, so they are counted once per generation.
+        per = [1, 1] if operator == "linear.weight" and phase in _DRAWN_OUT else [one.get(phase, 0) for one in passes]
+        if calls[1] * per[0] != calls[0] * per[1]:
+            problems.append(
+                f"{phase} {operator} layer {'lm_head' if layer is None else layer}: {calls[1]} noised calls in "
+                f"{per[1]} passes, worker 0 had {calls[0]} in {per[0]}"
+            )
+    if first.num_noised_modules != other.num_noised_modules:
+        problems.append(
+            f"module noise selects {other.num_noised_modules} modules, {first.num_noised_modules} on worker 0"
+        )
+    return problems
+
+
+def _sync_differences(first: RecorderState, other: RecorderState, per_worker_draws: bool) -> list[str]:
+    if len(first.weight_syncs) != len(other.weight_syncs):
+        return [f"AQN: {len(other.weight_syncs)} weight syncs, worker 0 had {len(first.weight_syncs)}"]
+    measured = {"elements", "sigma_measured", "squared_error_ratio"} if per_worker_draws else set()
+    problems = []
+    for ours, theirs in zip(first.weight_syncs, other.weight_syncs, strict=True):
+        expected, found = ours.model_dump(exclude=measured), theirs.model_dump(exclude=measured)
+        for name in expected:
+            if expected[name] != found[name]:
+                problems.append(
+                    f"AQN step {ours.step}: {name} is {_short(found[name])}, {_short(expected[name])} on worker 0"
+                )
+    if not per_worker_draws and first.weight_factors != other.weight_factors:
+        problems.append("AQN: the factors measured on the norms differ from those on worker 0")
+    return problems
+
+
+def _short(value: object) -> str:
+    return str(value)[:12]

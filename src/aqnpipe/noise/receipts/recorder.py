@@ -1,0 +1,387 @@
+"""Collects measurements while phases run and turns them into a receipt."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import (
+    AdaptiveNoise,
+    ErrorModel,
+    Fault,
+    ModuleNoise,
+    OperatorNoise,
+    Phase,
+    asked_size,
+    quantity_of,
+)
+from aqnpipe.errors import ReceiptError
+from aqnpipe.models.layout import matrices_sha256, norms_sha256
+from aqnpipe.noise.injection.faults import ActiveFault
+from aqnpipe.noise.receipts.receipt import (
+    FaultCell,
+    GradientFlow,
+    NoiseCell,
+    PhaseRecord,
+    Receipt,
+    WeightCell,
+    WeightSync,
+)
+from aqnpipe.noise.receipts.recorder_state import (
+    CellSums,
+    FactorSums,
+    FaultSums,
+    GradientSums,
+    PhaseSums,
+    RatioSums,
+    RecorderState,
+)
+
+_CellKey = tuple[Phase, str, int | None]
+
+
+class ReceiptRecorder:
+    """Accumulates what injections measure over a run or an evaluation pass; `receipt()` gives the account.
+
+    `faults` are those of the machine; a cached threshold is that of the first call of this run or pass. `watch_norms`
+    has every phase compare the norm weights that it computes with to the clean ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        operator_noise: OperatorNoise | None,
+        module_noise: ModuleNoise | None = None,
+        aqn: AdaptiveNoise | None = None,
+        faults: Sequence[Fault] = (),
+        expected_phases: tuple[Phase, ...],
+        num_layers: int,
+        num_norms: int,
+        num_steps: int = 0,
+        num_epochs: int = 0,
+        steps_per_rollout: int = 1,
+        watch_norms: bool = False,
+        layer_factors: Mapping[int, float] | None = None,
+    ) -> None:
+        self.operator_noise = operator_noise
+        self.module_noise = module_noise
+        self.aqn = aqn
+        self.active_faults = tuple(ActiveFault(fault) for fault in faults)
+        self._expected_phases = expected_phases
+        self._num_layers = num_layers
+        self._num_norms = num_norms
+        self._cells: dict[_CellKey, CellSums] = {}
+        self._phases: dict[Phase, PhaseSums] = {}
+        self._num_steps = num_steps
+        self._num_epochs = num_epochs
+        self._steps_per_rollout = steps_per_rollout
+        self._watch_norms = watch_norms
+        self._clean_norms: str | None = None
+        self._clean_matrices: str | None = None
+        self._layer_factors = dict(layer_factors) if layer_factors is not None else None
+        self._num_noised_modules = 0
+        self._hidden: list[tuple[int, Tensor, Tensor]] = []
+        self._faults: dict[tuple[Phase, int], FaultSums] = {}
+        self._gradients: dict[int, GradientSums] = {}
+        self._foreign_faults: set[str] = set()
+        self._weight_syncs: list[WeightSync] = []
+        self._weight_factors: dict[int | None, FactorSums] = {}
+        # Tensors are kept where they are until `settle` reads them all.
+        self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._affected: dict[tuple[Phase, int], list[Tensor]] = defaultdict(list)
+        self._flows: dict[int, list[Tensor]] = defaultdict(list)
+
+    def count_forward(self, phase: Phase) -> None:
+        """Note one forward (or backward) pass of the model in `phase`."""
+        self._phase(phase).forwards += 1
+
+    def note_clean_norms(self, model: nn.Module) -> None:
+        """Note the policy's norm weights as they are now as the clean ones: of the start, or of an optimiser step."""
+        if self._watch_norms:
+            self._clean_norms = norms_sha256(model)
+            self._clean_matrices = matrices_sha256(model)
+
+    def expect_clean_norms(self, sha256: str) -> None:
+        """Note the SHA-256 that the norm weights must have, as another process has them."""
+        self._clean_norms = sha256
+
+    def watch_norms(self, phase: Phase, model: nn.Module) -> None:
+        """Compare the norm weights that `model` is about to compute with to the clean ones, which only AQN may change.
+
+        The reference has those of the start, known from the first redraw of AQN noise. Raises ReceiptError if a sample
+        of the matrices is not what the optimiser left.
+        """
+        clean = self._clean_norms
+        if phase == "reference":
+            clean = self._weight_syncs[0].clean_sha256_before if self._weight_syncs else None
+        if not self._watch_norms or clean is None:
+            return
+        if phase != "reference" and self._clean_matrices not in (None, matrices_sha256(model)):
+            raise ReceiptError(f"receipt refused: {phase}: it computes with other matrices than the optimiser left")
+        sums = self._phase(phase)
+        sums.norms_checked += 1
+        sums.norms_noised += norms_sha256(model) != clean
+
+    def count_escape(self, phase: Phase, function: str) -> None:
+        """Note a call that holds a matrix product out of reach."""
+        escaped = self._phase(phase).escaped
+        escaped[function] = escaped.get(function, 0) + 1
+
+    def count_call(self, phase: Phase, operator: str, layer: int | None, error: ErrorModel, elements: int) -> None:
+        """Note one noised operator or module call on `elements` elements."""
+        cell = self._cells.get((phase, operator, layer))
+        if cell is None:
+            cell = CellSums(phase, operator, layer, error, RatioSums(quantity_of(error)))
+            self._cells[phase, operator, layer] = cell
+        cell.calls += 1
+        cell.elements += elements
+        self._phase(phase).noised_calls += 1
+
+    def expect_modules(self, count: int) -> None:
+        """Note how many modules the module noise selects."""
+        self._num_noised_modules = count
+
+    def count_module(self, phase: Phase, name: str) -> None:
+        """Note that module noise reached the module `name`."""
+        self._phase(phase).modules.add(name)
+
+    def wants_flops(self, phase: Phase) -> bool:
+        """Tell whether the operations of a forward pass in `phase` are still to be counted: one is enough."""
+        return self._phase(phase).flops is None
+
+    def count_flops(self, phase: Phase, flops: int) -> None:
+        """Note the operations of one whole forward pass."""
+        self._phase(phase).flops = flops
+
+    def count_noised_flops(self, phase: Phase, flops: int) -> None:
+        """Add operations of that pass whose result was noised."""
+        self._phase(phase).noised_flops += flops
+
+    def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
+        """Keep a sample of an output before and after its noise (same shapes); summed up by `settle`."""
+        self._samples[phase, operator, layer].append((before, after))
+
+    def witness(self, phase: Phase, bare: Tensor, used: Tensor) -> None:
+        """Compare outputs recomputed by bare torch with those that the model used (same shapes)."""
+        sums = self._phase(phase)
+        sums.witness.add(bare, used)
+        sums.witnessed_elements += bare.numel()
+
+    def measure_hidden(self, layer: int, before: Tensor, after: Tensor) -> None:
+        """Keep a sample of a layer's hidden states before and after AQN's relative noise (same shapes)."""
+        self._hidden.append((layer, before, after))
+
+    def refuse_stray_hidden_noise(self) -> None:
+        """Raise ReceiptError if training noised hidden states outside a rollout, which settles its own."""
+        if self._hidden and self._watch_norms:
+            layers = sorted({layer for layer, _, _ in self._hidden})
+            raise ReceiptError(f"receipt refused: AQN noised the hidden states of layers {layers} outside the rollout")
+
+    def settle_hidden(self) -> dict[int, tuple[float, int]]:
+        """Return per layer (sum of squared relative errors, number of elements) measured since the last call."""
+        sums: dict[int, RatioSums] = defaultdict(RatioSums)
+        for layer, before, after in self._hidden:
+            sums[layer].add(before, after)
+        self._hidden.clear()
+        return {layer: (one.squares, one.count) for layer, one in sums.items()}
+
+    def note_foreign_faults(self, modules: Sequence[str]) -> None:
+        """Note modules with a simulated fault that is none of this recorder's."""
+        self._foreign_faults.update(modules)
+
+    def count_fault(self, phase: Phase, number: int, changed: Tensor) -> None:
+        """Note one call of the site of fault `number`; `changed` is the mask of elements that the fault changed."""
+        sums = self._faults.setdefault((phase, number), FaultSums(phase, number))
+        sums.calls += 1
+        sums.elements += changed.numel()
+        self._affected[phase, number].append(changed.sum())
+
+    def count_fault_gradient(self, number: int, changed: Tensor, arrived: Tensor, passed: Tensor) -> None:
+        """Note the gradient that arrived behind fault `number` and what of it passed through (same shapes).
+
+        `changed` is the mask of elements that the fault changed in the forward pass.
+        """
+        zeroed = (arrived != 0) & (passed == 0)
+        squares = arrived.double().square()
+        self._gradients.setdefault(number, GradientSums(number)).calls += 1
+        self._flows[number].append(
+            torch.stack(
+                [
+                    (arrived != 0).sum(),
+                    zeroed.sum(),
+                    (changed & (passed != 0)).sum(),
+                    squares.sum(),
+                    (squares * zeroed).sum(),
+                ]
+            )
+        )
+
+    def fault_counts(self, phase: Phase) -> tuple[int, int]:
+        """Return (elements, affected elements) over all faults in `phase` up to now."""
+        self.settle()
+        sums = [one for (when, _), one in self._faults.items() if when == phase]
+        return sum(one.elements for one in sums), sum(one.affected_elements for one in sums)
+
+    @property
+    def last_weight_sync(self) -> WeightSync | None:
+        """The latest redraw of AQN noise, if there was one."""
+        return self._weight_syncs[-1] if self._weight_syncs else None
+
+    def add_weight_sync(self, sync: WeightSync) -> None:
+        """Note one redraw of AQN noise."""
+        self._weight_syncs.append(sync)
+
+    def measure_sigma_factor(self, layer: int | None, squared_factors: float, elements: int) -> None:
+        """Add the sum of (added noise / scheduled sigma)^2 over elements of one target."""
+        sums = self._weight_factors.setdefault(layer, FactorSums(layer))
+        sums.squares += squared_factors
+        sums.elements += elements
+
+    def settle(self) -> None:
+        """Sum up the kept samples, so that memory stays flat over a long run."""
+        for key, pairs in self._samples.items():
+            before, after = zip(*pairs, strict=True)
+            self._cells[key].ratios.add(torch.cat(before), torch.cat(after))
+        for place, counts in self._affected.items():
+            self._faults[place].affected_elements += sum(int(count) for count in counts)
+        for number, flows in self._flows.items():
+            for flow in flows:
+                self._gradients[number].add(flow.tolist())
+        self._samples.clear()
+        self._affected.clear()
+        self._flows.clear()
+
+    def state(self) -> RecorderState:
+        """Return a copy of everything gathered so far; call it between phases, as `restore` brings back sums only."""
+        self.refuse_stray_hidden_noise()
+        self.settle()
+        return copy.deepcopy(
+            RecorderState(
+                cells=list(self._cells.values()),
+                phases=list(self._phases.values()),
+                faults=list(self._faults.values()),
+                gradients=list(self._gradients.values()),
+                active_faults=[fault.state() for fault in self.active_faults],
+                foreign_faults=self._foreign_faults,
+                weight_syncs=self._weight_syncs,
+                weight_factors=list(self._weight_factors.values()),
+                num_noised_modules=self._num_noised_modules,
+            )
+        )
+
+    def restore(self, state: RecorderState) -> None:
+        """Go on from `state`, forgetting everything gathered so far."""
+        state = copy.deepcopy(state)
+        self._cells = {(cell.phase, cell.operator, cell.layer): cell for cell in state.cells}
+        self._phases = {sums.phase: sums for sums in state.phases}
+        self._faults = {(sums.phase, sums.fault): sums for sums in state.faults}
+        self._gradients = {sums.fault: sums for sums in state.gradients}
+        for active, kept in zip(self.active_faults, state.active_faults, strict=True):
+            active.restore(kept)
+        self._foreign_faults = state.foreign_faults
+        self._weight_syncs = state.weight_syncs
+        self._weight_factors = {sums.layer: sums for sums in state.weight_factors}
+        self._num_noised_modules = state.num_noised_modules
+        self._samples.clear()
+        self._affected.clear()
+        self._flows.clear()
+        self._hidden.clear()
+
+    def receipt(self) -> Receipt:
+        """Return the account of everything recorded so far."""
+        self.refuse_stray_hidden_noise()
+        self.settle()
+        return Receipt(
+            operator_noise=self.operator_noise,
+            module_noise=self.module_noise,
+            aqn=self.aqn,
+            expected_phases=self._expected_phases,
+            phases=tuple(
+                PhaseRecord(
+                    phase=phase,
+                    forwards=sums.forwards,
+                    noised_calls=sums.noised_calls,
+                    witnessed_elements=sums.witnessed_elements,
+                    witness_difference=sums.witness.largest_difference,
+                    witness_scale=sums.witness.root_mean_square,
+                    escaped=dict(sums.escaped),
+                    forward_flops=sums.flops or 0,
+                    noised_flops=sums.noised_flops,
+                    modules_noised=len(sums.modules),
+                    norms_checked=sums.norms_checked,
+                    norms_noised=sums.norms_noised,
+                )
+                for phase, sums in self._phases.items()
+            ),
+            cells=tuple(
+                NoiseCell(
+                    phase=phase,
+                    operator=operator,
+                    layer=layer,
+                    calls=cell.calls,
+                    elements=cell.elements,
+                    error=cell.error.kind,
+                    asked=asked_size(cell.error),
+                    measured=cell.ratios.root_mean_square if cell.ratios.count else None,
+                    mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
+                    measured_elements=cell.ratios.count,
+                )
+                for (phase, operator, layer), cell in sorted(
+                    self._cells.items(), key=lambda item: (item[0][0], item[0][2] is None, item[0][2] or 0, item[0][1])
+                )
+            ),
+            faults=tuple(active.fault for active in self.active_faults),
+            fault_cells=tuple(
+                self._fault_cell(*place, sums) for place, sums in sorted(self._faults.items(), key=lambda item: item[0])
+            ),
+            gradient_flows=tuple(
+                _flow(number, sums) for number, sums in sorted(self._gradients.items(), key=lambda item: item[0])
+            ),
+            foreign_faults=tuple(sorted(self._foreign_faults)),
+            weight_syncs=tuple(self._weight_syncs),
+            weight_cells=tuple(
+                WeightCell(layer=layer, measured_factor=(sums.squares / sums.elements) ** 0.5, elements=sums.elements)
+                for layer, sums in self._weight_factors.items()
+            ),
+            layer_factors=self._layer_factors,
+            num_steps=self._num_steps,
+            num_epochs=self._num_epochs,
+            steps_per_rollout=self._steps_per_rollout,
+            norms_watched=self._watch_norms,
+            num_layers=self._num_layers,
+            num_norms=self._num_norms,
+            num_noised_modules=self._num_noised_modules,
+        )
+
+    def _phase(self, phase: Phase) -> PhaseSums:
+        sums = self._phases.get(phase)
+        if sums is None:
+            sums = self._phases[phase] = PhaseSums(phase)
+        return sums
+
+    def _fault_cell(self, phase: Phase, number: int, sums: FaultSums) -> FaultCell:
+        channels = self.active_faults[number].channels
+        return FaultCell(
+            fault=number,
+            phase=phase,
+            calls=sums.calls,
+            elements=sums.elements,
+            affected_elements=sums.affected_elements,
+            num_channels=len(channels),
+            num_faulty_channels=int(channels.sum()),
+        )
+
+
+def _flow(number: int, sums: GradientSums) -> GradientFlow:
+    carried, zeroed, leaked, squares, zeroed_squares = sums.totals
+    return GradientFlow(
+        fault=number,
+        calls=sums.calls,
+        elements=int(carried),
+        zeroed_elements=int(zeroed),
+        leaked_elements=int(leaked),
+        norm=squares**0.5,
+        zeroed_norm=zeroed_squares**0.5,
+    )

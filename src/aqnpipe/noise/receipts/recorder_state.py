@@ -1,0 +1,165 @@
+"""The running sums behind a receipt, as plain data: they can be saved, restored, and added up over processes."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+from pydantic import ConfigDict, TypeAdapter
+from torch import Tensor
+
+from aqnpipe.config.noise import ErrorModel, Phase, Quantity
+from aqnpipe.noise.receipts.receipt import WeightSync
+
+_STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+@dataclass
+class RatioSums:
+    """Running sums of errors, in the unit of their kind (see `Quantity`)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    quantity: Quantity = "relative"
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    largest_difference: float = 0.0
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Add the errors of `after` against `before` (same shapes)."""
+        # In numpy: the samples are short, and its calls cost a fraction of torch's.
+        clean, used = (values.double().cpu().numpy() for values in (before, after))
+        difference = used - clean
+        if clean.size:
+            self.largest_difference = max(self.largest_difference, float(np.abs(difference).max()))
+        known = clean != 0
+        match self.quantity:
+            case "relative":
+                ratio = difference[known] / clean[known]
+            case "absolute":
+                ratio = difference
+            case "outward":
+                ratio = difference[known] * np.sign(clean[known])
+        self.count += ratio.size
+        self.total += float(ratio.sum())
+        self.squares += float(np.square(ratio).sum())
+
+    @property
+    def root_mean_square(self) -> float:
+        """Root of the mean square of all errors; 0 without any."""
+        return (self.squares / self.count) ** 0.5 if self.count else 0.0
+
+
+@dataclass
+class CellSums:
+    """One noised operator, or kind of module, of one layer in one phase."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    phase: Phase
+    operator: str
+    layer: int | None
+    error: ErrorModel
+    ratios: RatioSums
+    calls: int = 0
+    elements: int = 0
+
+
+@dataclass
+class PhaseSums:
+    """What happened in one phase."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    phase: Phase
+    forwards: int = 0
+    noised_calls: int = 0
+    witness: RatioSums = field(default_factory=RatioSums)
+    witnessed_elements: int = 0
+    escaped: dict[str, int] = field(default_factory=dict)
+    flops: int | None = None
+    noised_flops: int = 0
+    modules: set[str] = field(default_factory=set)
+    norms_checked: int = 0
+    norms_noised: int = 0
+
+
+@dataclass
+class FaultSums:
+    """Counts of one fault in one phase."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    phase: Phase
+    fault: int
+    calls: int = 0
+    elements: int = 0
+    affected_elements: int = 0
+
+
+@dataclass
+class GradientSums:
+    """Sums over the gradients at one fault: elements carried, zeroed and leaked, squared norm carried and zeroed."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    fault: int
+    calls: int = 0
+    totals: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def add(self, sums: list[float]) -> None:
+        """Add the five sums of one call."""
+        self.totals = [total + one for total, one in zip(self.totals, sums, strict=True)]
+
+
+@dataclass
+class FactorSums:
+    """AQN noise in one layer: sum of (added noise / scheduled sigma)^2 over its elements."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    layer: int | None
+    squares: float = 0.0
+    elements: int = 0
+
+
+@dataclass
+class ActiveFaultState:
+    """What a fault at work keeps from call to call: the width of its site, and its cached threshold."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    num_channels: int
+    threshold: float | None
+
+
+@dataclass
+class RecorderState:
+    """Everything that a `ReceiptRecorder` has gathered; what it was asked to expect is not part of it.
+
+    Floats survive JSON bit for bit, so that a restored recorder goes on to the same receipt.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    cells: list[CellSums]
+    phases: list[PhaseSums]
+    faults: list[FaultSums]
+    gradients: list[GradientSums]
+    active_faults: list[ActiveFaultState]
+    foreign_faults: set[str]
+    weight_syncs: list[WeightSync]
+    weight_factors: list[FactorSums]
+    num_noised_modules: int
+
+    def to_json(self) -> str:
+        """Return the state as JSON."""
+        return _ADAPTER.dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "RecorderState":
+        """Return the state that `to_json` wrote. Raises pydantic's ValidationError on anything else."""
+        return _ADAPTER.validate_json(text)
+
+
+_ADAPTER = TypeAdapter(RecorderState)

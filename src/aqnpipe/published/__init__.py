@@ -1,0 +1,1 @@
+"""Checks what the printed figures of a publication support."""

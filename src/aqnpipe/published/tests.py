@@ -1,0 +1,262 @@
+"""Tests of printed summaries: accuracies with their numbers of questions, losses with mean and standard deviation.
+
+A paper seldom says which questions were answered, so its accuracies are compared as independent samples. Where both
+sides answered the same questions this is conservative; `largest_discordance` says what pairing could have done.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy import stats
+from statsmodels.stats.proportion import confint_proportions_2indep, test_proportions_2indep
+
+from aqnpipe.comparison.judgement import interval_level_of
+from aqnpipe.config.analysis import TestedClaim
+from aqnpipe.config.published import AccuracyClaim, DifferencesClaim, LossClaim, Pair, RatioClaim, RunScatter
+from aqnpipe.statistics.continuous import FloatArray, Summary, paired_p_range, paired_t, welch_t
+
+Unit = Literal["points", "nats", "ratio"]
+_POINTS = 100.0
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """A fraction of right answers among a number of questions."""
+
+    fraction: float
+    num_questions: int
+
+    @property
+    def correct(self) -> float:
+        """Number of right answers; no whole number where the printed figure is impossible."""
+        return self.fraction * self.num_questions
+
+    @property
+    def variance(self) -> float:
+        """Variance of the fraction."""
+        return self.fraction * (1 - self.fraction) / self.num_questions
+
+
+@dataclass(frozen=True)
+class Result:
+    """A comparison of printed figures in `unit`; `scale` turns fractions (margins) into it.
+
+    `first` and `second` describe the sides; proportions are kept where there are just two.
+    """
+
+    treatment: str
+    control: str
+    unit: Unit
+    scale: float
+    difference: float
+    ci_low: float | None
+    ci_high: float | None
+    p_value: float | None
+    method: str
+    sides: tuple[Proportion, Proportion] | None = None
+    p_paired_low: float | None = None
+    p_paired_high: float | None = None
+
+
+def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Proportion, alpha: float) -> Result:
+    """Compare two accuracies as independent samples: Wald z, Agresti and Caffo's where a side is all right or wrong."""
+    extreme = any(side.fraction in (0.0, 1.0) for side in (treatment, control))
+    method = "agresti-caffo" if extreme else "wald"
+    counts = (treatment.correct, treatment.num_questions, control.correct, control.num_questions)
+    low, high = confint_proportions_2indep(
+        *counts, compare="diff", method=method, alpha=1 - interval_level_of(claim, alpha)
+    )
+
+    def p_value(value: float, alternative: str) -> float:
+        test = test_proportions_2indep(*counts, value=value, compare="diff", method=method, alternative=alternative)
+        return float(test.pvalue)
+
+    margin = claim.margin
+    if margin is None:
+        found = p_value(0.0, "two-sided")
+    else:
+        found = p_value(-margin, "larger")
+        if claim.test == "equivalence":
+            found = max(found, p_value(margin, "smaller"))
+    return Result(
+        treatment=claim.treatment,
+        control=claim.control,
+        unit="points",
+        scale=_POINTS,
+        difference=_POINTS * (treatment.fraction - control.fraction),
+        ci_low=_POINTS * float(low),
+        ci_high=_POINTS * float(high),
+        p_value=found,
+        method=f"two independent proportions, {'Agresti and Caffo' if extreme else 'Wald z'}",
+        sides=(treatment, control),
+    )
+
+
+def differences_result(claim: DifferencesClaim, proportions: Mapping[str, Proportion], alpha: float) -> Result:
+    """Compare two differences of accuracies, each accuracy an independent sample."""
+    first, second = _difference(claim.first, proportions), _difference(claim.second, proportions)
+    variance, difference = _variance(claim.first, claim.second, proportions, 1.0), first - second
+    error = math.sqrt(variance)
+    half = float(stats.norm.ppf((1 + interval_level_of(claim, alpha)) / 2)) * error
+    return Result(
+        treatment=f"{claim.first.treatment} − {claim.first.control}",
+        control=f"{claim.second.treatment} − {claim.second.control}",
+        unit="points",
+        scale=_POINTS,
+        difference=_POINTS * difference,
+        ci_low=_POINTS * (difference - half),
+        ci_high=_POINTS * (difference + half),
+        p_value=_normal_p(claim, difference, error),
+        method="difference of two differences of independent proportions, z",
+    )
+
+
+def ratio_result(claim: RatioClaim, proportions: Mapping[str, Proportion], alpha: float) -> Result:
+    """Compare two differences by their ratio: Fieller's interval, which is unbounded where the divisor may be 0.
+
+    The p-value is that of "the two differences are equal", a ratio of 1.
+    """
+    first, second = _difference(claim.first, proportions), _difference(claim.second, proportions)
+    low, high = _fieller(claim, proportions, float(stats.norm.ppf(1 - alpha / 2)))
+    error = math.sqrt(_variance(claim.first, claim.second, proportions, 1.0))
+    return Result(
+        treatment=f"{claim.first.treatment} − {claim.first.control}",
+        control=f"{claim.second.treatment} − {claim.second.control}",
+        unit="ratio",
+        scale=1.0,
+        difference=first / second if second else math.inf,
+        ci_low=low,
+        ci_high=high,
+        p_value=_normal_p(claim, first - second, error),
+        method="ratio of two differences, Fieller's interval; p for equal differences",
+    )
+
+
+def losses_result(
+    claim: LossClaim, treatment: Summary, control: Summary, alpha: float, values: tuple[FloatArray, FloatArray] | None
+) -> Result:
+    """Compare two losses: paired t over `values`[run] of both sides, else Welch's t from means and deviations.
+
+    Without values the paired test is known only as a range of p-values.
+    """
+    difference = treatment.mean - control.mean
+    if treatment.std == control.std == 0:
+        return Result(
+            treatment=claim.treatment,
+            control=claim.control,
+            unit="nats",
+            scale=1.0,
+            difference=difference,
+            ci_low=None,
+            ci_high=None,
+            p_value=None,
+            method="no test: neither side varies",
+        )
+    width = 1 - interval_level_of(claim, alpha)
+    test = paired_t(*values, width) if values else welch_t(treatment, control, width)
+    margin, freedom = claim.margin, test.degrees_of_freedom
+    p_value = test.p_value
+    if margin is not None:
+        p_value = float(stats.t.sf((difference + margin) / test.standard_error, freedom))
+        if claim.test == "equivalence":
+            p_value = max(p_value, float(stats.t.sf((margin - difference) / test.standard_error, freedom)))
+    same_runs = treatment.num == control.num and margin is None
+    low, high = paired_p_range(treatment, control) if same_runs and not values else (None, None)
+    name = "paired t" if values else "Welch's t"
+    return Result(
+        treatment=claim.treatment,
+        control=claim.control,
+        unit="nats",
+        scale=1.0,
+        difference=difference,
+        ci_low=test.ci_low,
+        ci_high=test.ci_high,
+        p_value=p_value,
+        method=f"{name}, {freedom:.1f} degrees of freedom (standard deviations taken with ddof {treatment.ddof})",
+        p_paired_low=low,
+        p_paired_high=high,
+    )
+
+
+def run_luck_p(claim: AccuracyClaim, difference: float, scatter: RunScatter) -> float:
+    """p of a difference (points) between single runs against the scatter of identical runs: t with their df."""
+    error, freedom = scatter.points * math.sqrt(2), scatter.num_runs - 1
+    if claim.margin is None:
+        return float(2 * stats.t.sf(abs(difference) / error, freedom))
+    margin = _POINTS * claim.margin
+    if claim.test == "non_inferiority":
+        return float(stats.t.sf((difference + margin) / error, freedom))
+    return float(stats.t.sf((margin - abs(difference)) / error, freedom))
+
+
+def largest_discordance(result: Result, alpha: float) -> float | None:
+    """Share of questions with different outcomes up to which McNemar's (asymptotic) test would reject; None: never.
+
+    The test has z = d*sqrt(n)/sqrt(psi - d^2), so it rejects for psi up to n*d^2/z_alpha^2 + d^2. psi is at least |d|.
+    """
+    if result.sides is None or result.sides[0].num_questions != result.sides[1].num_questions:
+        return None
+    difference = result.difference / result.scale
+    limit = difference**2 * (result.sides[0].num_questions / float(stats.norm.ppf(1 - alpha / 2)) ** 2 + 1)
+    return min(limit, 1.0) if limit > abs(difference) else None
+
+
+def questions_per_side(claim: TestedClaim, result: Result, alpha: float, power: float) -> int | None:
+    """Questions that each side needs to show the observed difference, unpaired; None for other than two accuracies."""
+    if result.sides is None:
+        return None
+    difference = result.difference / result.scale
+    if claim.margin is None:
+        distance, tail = abs(difference), alpha / 2
+    else:
+        distance = difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
+        tail = alpha
+    if distance <= 0:
+        return None
+    spread = sum(side.fraction * (1 - side.fraction) for side in result.sides)
+    quantiles = float(stats.norm.ppf(1 - tail) + stats.norm.ppf(power))
+    return math.ceil(quantiles**2 * spread / distance**2)
+
+
+def _difference(pair: Pair, proportions: Mapping[str, Proportion]) -> float:
+    return proportions[pair.treatment].fraction - proportions[pair.control].fraction
+
+
+def _variance(first: Pair, second: Pair, proportions: Mapping[str, Proportion], factor: float) -> float:
+    """Variance of first - factor*second; an accuracy that stands in both counts once with its summed weight."""
+    weights: dict[str, float] = {}
+    for name, weight in (
+        (first.treatment, 1.0),
+        (first.control, -1.0),
+        (second.treatment, -factor),
+        (second.control, factor),
+    ):
+        weights[name] = weights.get(name, 0.0) + weight
+    return sum(weight**2 * proportions[name].variance for name, weight in weights.items())
+
+
+def _fieller(
+    claim: RatioClaim, proportions: Mapping[str, Proportion], quantile: float
+) -> tuple[float | None, float | None]:
+    """Solve (a - r*b)^2 = z^2 Var(a - r*b) for r; (None, None) where the set of ratios is unbounded."""
+    first, second = _difference(claim.first, proportions), _difference(claim.second, proportions)
+    # Var(a - r*b) = var_a - 2r*cov + r^2*var_b, read off at r = 0, 1 and -1.
+    var_a, plus, minus = (_variance(claim.first, claim.second, proportions, r) for r in (0.0, 1.0, -1.0))
+    var_b, covariance = (plus + minus) / 2 - var_a, (minus - plus) / 4
+    square = second**2 - quantile**2 * var_b
+    if square <= 0:
+        return None, None
+    middle = first * second - quantile**2 * covariance
+    root = math.sqrt(middle**2 - square * (first**2 - quantile**2 * var_a))
+    return (middle - root) / square, (middle + root) / square
+
+
+def _normal_p(claim: TestedClaim, difference: float, error: float) -> float:
+    if claim.margin is None:
+        return float(2 * stats.norm.sf(abs(difference) / error))
+    low = float(stats.norm.sf((difference + claim.margin) / error))
+    if claim.test == "non_inferiority":
+        return low
+    return max(low, float(stats.norm.sf((claim.margin - difference) / error)))

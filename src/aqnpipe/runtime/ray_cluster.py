@@ -1,0 +1,260 @@
+"""The Ray cluster that the workers of a job run on: its own, on this machine or the nodes of its Slurm job, or another.
+
+A cluster of its own has no dashboard, reports nothing to anyone, lets in only who has its token, and is gone with all
+its processes when the launch ends, also when the launching process is killed (the kernel ends its children, Slurm the
+steps of a job that ended). On one machine it listens on the loopback interface alone.
+"""
+
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from aqnpipe.device import Device, DeviceKind
+from aqnpipe.errors import DeviceError, WorkerError, first_line
+from aqnpipe.runtime.device_allocation import environment_of_node, nodes_of_job, this_node
+
+ADDRESS = "RAY_ADDRESS"
+"""Names a cluster that exists already (`auto`, or host and port of its head node)."""
+
+RESOURCES: dict[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+"""What Ray calls a device of each kind."""
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    # Workers write to log files of their own.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
+}
+_LOOPBACK = {
+    # By this name Ray keeps to the loopback interface, on any system.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+_TOKEN = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - the name of a variable
+_USERS_OWN_ACCESS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", _TOKEN)
+_SECONDS_TO_JOIN = 180
+_SECONDS_BETWEEN_LOOKS = 0.5
+_LONGEST_TEMPORARY_FOLDER = 40
+"""Ray puts sockets below it, whose whole path may have 107 characters."""
+
+
+@contextmanager
+def ray_cluster(device: Device, num_workers: int, asked_by: str, shared: Path) -> Iterator[None]:
+    """Connect to a Ray cluster with a device for each worker while the body runs.
+
+    The cluster that RAY_ADDRESS names is taken as it is; one of our own has so many devices of this kind, on the nodes
+    of the Slurm job that this process runs in, or on this machine. asked_by: what `num_workers` is called where it was
+    set, for messages. shared: a folder that all nodes see, for the token and the nodes' logs. Raises DeviceError if
+    there are too few devices, WorkerError if Ray does not start on a node.
+    """
+    with ExitStack() as stack:
+        if os.environ.get(ADDRESS):
+            stack.enter_context(_environment(_QUIET))
+            resources = stack.enter_context(_connected(address=os.environ[ADDRESS]))
+        else:
+            nodes = nodes_of_job()
+            here = len(os.sched_getaffinity(0)) if device.kind == "cpu" else device.count
+            where = "on this machine" if len(nodes) < 2 else f"on {len(nodes)} nodes"
+            _check_devices(asked_by, num_workers, device.kind, here * max(1, len(nodes)), where)
+            resources = stack.enter_context(_own_cluster(device.kind, num_workers, nodes, shared))
+        found = int(resources.get(RESOURCES[device.kind], 0))
+        _check_devices(asked_by, num_workers, device.kind, found, "in the Ray cluster")
+        yield
+
+
+def send_output_to(path: Path) -> None:
+    """Send all that this process prints from now on (C libraries too) to the file at `path`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _check_devices(asked_by: str, num_workers: int, kind: DeviceKind, found: int, where: str) -> None:
+    if found < num_workers:
+        what = "CPU cores" if kind == "cpu" else f"{kind} devices"
+        raise DeviceError(f"{asked_by} is {num_workers}, found {found} {what} {where}; every worker needs one")
+
+
+@contextmanager
+def _own_cluster(
+    kind: DeviceKind, num_devices: int, nodes: tuple[str, ...], shared: Path
+) -> Iterator[dict[str, float]]:
+    """Start a cluster that offers so many devices over all nodes; yield its resources, by Ray's names."""
+    alone = len(nodes) < 2
+    offered = _offer(kind, num_devices if alone else math.ceil(num_devices / len(nodes)))
+    with ExitStack() as stack:
+        folder = _temporary_folder()
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        access = stack.enter_context(_own_access(shared))
+        stack.enter_context(_environment({**_QUIET, **(_LOOPBACK if alone else {}), **access}))
+        others = stack.enter_context(_RayNodes(shared))
+        address = {"_node_ip_address": "127.0.0.1"} if alone else {}
+        resources = stack.enter_context(
+            _connected(**offered, **address, include_dashboard=False, _temp_dir=str(folder))
+        )
+        if not alone:
+            others.start([node for node in nodes if node != this_node()], offered, folder)
+            resources = others.wait_until_joined()
+        yield resources
+
+
+class _RayNodes:
+    """Ray on the other nodes of a Slurm job, one job step each; ended with the context."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._steps: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> "_RayNodes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for step in self._steps.values():
+            step.terminate()
+        for step in self._steps.values():
+            step.wait()
+
+    def start(self, nodes: list[str], offered: Mapping[str, Any], folder: Path) -> None:
+        """Start Ray on `nodes`, each offering `offered`, joined to the cluster that this process is connected to.
+
+        folder: Ray's temporary folder, of the same name on every node, which this also removes there.
+        """
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        flags = {"num_cpus": "--num-cpus", "num_gpus": "--num-gpus", "resources": "--resources"}
+        arguments = [
+            f"{flags[name]}={json.dumps(value) if isinstance(value, dict) else value}"
+            for name, value in offered.items()
+        ]
+        ray_command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--block"]
+        script = 'trap : TERM; folder=$1; shift; "$@"; rm -rf "$folder"'
+        for node in nodes:
+            step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+            with (self._logs / f"ray_{node}.log").open("wb") as log:
+                self._steps[node] = subprocess.Popen(  # noqa: S603 - Slurm's own names of nodes
+                    [*step, "sh", "-c", script, "sh", str(folder), *ray_command, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**_without_step(os.environ), **environment_of_node(node)},
+                )
+
+    def wait_until_joined(self) -> dict[str, float]:
+        """Wait until every node is in the cluster; return what it then has."""
+        import ray
+
+        deadline = time.monotonic() + _SECONDS_TO_JOIN
+        while sum(node["Alive"] for node in ray.nodes()) < 1 + len(self._steps):
+            for node, step in self._steps.items():
+                late = time.monotonic() > deadline
+                if step.poll() is not None or late:
+                    why = f"not in the cluster after {_SECONDS_TO_JOIN} s" if late else f"ended with {step.returncode}"
+                    raise WorkerError(f"Ray on node {node}: {why}; log: {self._logs / f'ray_{node}.log'}")
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        found: dict[str, float] = ray.cluster_resources()
+        return found
+
+
+def _offer(kind: DeviceKind, num_devices: int) -> dict[str, Any]:
+    """What a node offers, by the names that `ray.init` has for it."""
+    devices: dict[DeviceKind, dict[str, Any]] = {
+        "cpu": {},
+        "cuda": {"num_gpus": num_devices},
+        "npu": {"resources": {"NPU": num_devices}},
+    }
+    return {"num_cpus": num_devices, **devices[kind]}
+
+
+def _without_step(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what Slurm says of this job step, which would bind another one."""
+    kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in kept or not name.startswith(("SLURM_", "SRUN_", "CUDA_VISIBLE_DEVICES"))
+    }
+
+
+@contextmanager
+def _connected(**arguments: Any) -> Iterator[dict[str, float]]:
+    import ray
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    # Ray keeps the first token that a process used, which may be that of an earlier cluster.
+    AuthenticationTokenLoader.instance().reset_cache()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        _start_ray(arguments)
+        if threading.current_thread() is threading.main_thread():
+            # Ray has put a handler of its own in its place.
+            signal.signal(signal.SIGTERM, handler)
+        yield ray.cluster_resources()
+    finally:
+        ray.shutdown()
+
+
+def _start_ray(arguments: Mapping[str, Any]) -> None:
+    import ray
+
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
+    except Exception as error:
+        # What Ray raises when one of its processes is not there in time; a bare Exception is among it.
+        if type(error) is not Exception and not isinstance(error, RuntimeError | OSError):
+            raise
+        reason = first_line(error)
+        raise WorkerError(
+            f"Ray did not start on node {this_node()}: {reason[:300]} (under heavy load a machine may be too slow for "
+            f"it; {ADDRESS}, where it is set, has to name a cluster that runs); the same command tries again"
+        ) from error
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set what the user has not set, for this process and the cluster that it starts."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _own_access(shared: Path) -> Iterator[dict[str, str]]:
+    """Give the cluster an access token that nobody else has; Ray's default is a file in the user's home."""
+    if any(name in os.environ for name in _USERS_OWN_ACCESS):
+        yield {}
+        return
+    path = shared / "ray_token"
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    try:
+        yield {_TOKEN: str(path)}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _temporary_folder() -> Path:
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= _LONGEST_TEMPORARY_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
+    return Path(tempfile.mkdtemp(prefix="aqn-", dir=parent))

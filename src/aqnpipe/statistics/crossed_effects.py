@@ -1,0 +1,262 @@
+"""Differences over several training seeds: seeds and questions both count as draws from a population.
+
+d[seed, question] is the treatment's correctness minus the control's on the same question, averaged over noise seeds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from aqnpipe.statistics.cochran_cox import Spread
+from aqnpipe.statistics.paired import PairedCounts, mcnemar_exact_p, newcombe_interval, paired_counts, tango_p
+from aqnpipe.statistics.resampling import sign_flip_p
+
+FloatArray = npt.NDArray[np.float64]
+Method = Literal["two_way", "questions", "mcnemar", "no_variance"]
+
+MAX_SEEDS_SEARCHED = 1000
+MAX_QUESTIONS_SEARCHED = 10_000_000
+
+_NO_VARIANCE = 1e-20
+"""Variances of means below this are rounding: one answer of one seed among 100,000 questions gives about 1e-15."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A difference of accuracies (fractions) with what its tests and intervals need.
+
+    `covers_training_luck`: whether more than one training seed entered, so that the estimate is about the arm and not
+    about one run. `spread` is null where the exact methods are used alone, `counts` where the outcomes are no yes or no
+    of one run. `p_seed_t` and `p_permutation`: alternatives beside the primary method, null with a single seed.
+    """
+
+    method: Method
+    num_seeds: int
+    num_questions: int
+    difference: float
+    spread: Spread | None
+    counts: PairedCounts | None
+    p_seed_t: float | None
+    p_permutation: float | None
+
+    @property
+    def covers_training_luck(self) -> bool:
+        """Whether more than one training seed entered."""
+        return self.num_seeds > 1
+
+    @property
+    def varying_spread(self) -> Spread:
+        """The spread, which every estimate without counts has."""
+        if self.spread is None:
+            raise ValueError("no difference varies, so there is no standard error")
+        return self.spread
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Two-sided interval at confidence `level`: Newcombe's for counts, else from the spread (not cut at bounds)."""
+        if self.counts is not None:
+            return newcombe_interval(self.counts, 1 - level)
+        half = self.varying_spread.half_width(level)
+        return self.difference - half, self.difference + half
+
+    def two_sided_p(self) -> float:
+        """p against "no difference": exact McNemar for counts, else from the spread."""
+        if self.counts is not None:
+            return mcnemar_exact_p(self.counts)
+        return min(2 * self.varying_spread.upper_tail(abs(self.difference)), 1.0)
+
+    def upper_p(self, bound: float) -> float:
+        """One-sided p against "the true difference is at most `bound`": Tango's score test for counts."""
+        if self.counts is not None:
+            return tango_p(self.counts, bound)
+        return self.varying_spread.upper_tail(self.difference - bound)
+
+    def lower_p(self, bound: float) -> float:
+        """One-sided p against "the true difference is at least `bound`"."""
+        if self.counts is not None:
+            return tango_p(self.counts.swapped(), -bound)
+        return self.varying_spread.upper_tail(bound - self.difference)
+
+
+@dataclass(frozen=True)
+class Luck:
+    """The luck of training, from all arms of a study: variance of the mean difference that it alone would give."""
+
+    variance: float
+    degrees_of_freedom: float
+
+
+@dataclass(frozen=True)
+class VarianceParts:
+    """Components of the variance of one d[seed, question]; `residual` holds the interaction.
+
+    `arms`: over how many arms the luck was pooled, which multiplies its degrees of freedom.
+    """
+
+    seed: float
+    question: float
+    residual: float
+    arms: float = 1.0
+
+
+def pooled_luck(seed_means: Sequence[FloatArray], seeds_per_side: Sequence[int]) -> Luck | None:
+    """Return the luck in the mean difference of sides with that many seeds each; None where no arm has two seeds.
+
+    `seed_means`: one vector [seed] per arm. Their variances within arms are averaged, weighted by degrees of freedom,
+    as in an analysis of variance: it supposes that training scatters alike in all arms.
+    """
+    freedom = sum(len(one) - 1 for one in seed_means)
+    if freedom == 0:
+        return None
+    within = sum(float(np.sum((one - one.mean()) ** 2)) for one in seed_means) / freedom
+    return Luck(within * sum(1 / number for number in seeds_per_side), float(freedom))
+
+
+def estimate_difference(
+    treatment: FloatArray, control: FloatArray, luck: Luck | None = None, seed: int = 0
+) -> Estimate:
+    """Return the mean of d = treatment - control with what tests it; the method follows from the data.
+
+    Both are scores [seed, question] in [-1, 1]; a control of one seed is compared with every treatment seed.
+    two_way: several seeds. mcnemar: one seed, right or wrong. questions: one seed, averaged over noise seeds.
+    no_variance: no difference varies, so no standard error exists; exact test and interval over the questions.
+    `luck`: what the other arms of the study tell about the luck of training. `seed` draws the permutations of more
+    than 14 seeds.
+    """
+    differences = treatment - control
+    num_seeds, num_questions = differences.shape
+    if num_seeds < 1 or num_questions < 2:
+        raise ValueError(f"need at least 1 seed and 2 questions, found shape {differences.shape}")
+    means = differences.mean(axis=1)
+    spread = two_way_spread(differences, luck) if num_seeds > 1 else _questions_spread(differences[0])
+    counts: PairedCounts | None = None
+    method: Method = "two_way" if num_seeds > 1 else "questions"
+    if spread is None:
+        method, counts = "no_variance", _constant_counts(differences)
+    elif num_seeds == 1 and all(np.isin(side, (0.0, 1.0)).all() for side in (treatment, control)):
+        method, counts = "mcnemar", paired_counts(treatment[0] > 0.5, control[0] > 0.5)
+    return Estimate(
+        method=method,
+        num_seeds=num_seeds,
+        num_questions=num_questions,
+        difference=float(differences.mean()),
+        spread=spread,
+        counts=counts,
+        p_seed_t=seed_t_p(means) if num_seeds > 1 else None,
+        p_permutation=sign_flip_p(means, seed) if num_seeds > 1 else None,
+    )
+
+
+def two_way_spread(differences: FloatArray, luck: Luck | None = None) -> Spread | None:
+    """Return the error of the mean of d[seed, question] with seed and question as crossed random effects.
+
+    The variance of the seed means over their number plus that of the question means over theirs, less the interaction,
+    which is in both (Cameron, Gelbach & Miller 2011). Two seeds tell the luck of training with one degree of freedom,
+    so `luck` lends those of the other arms; where the seeds at hand scatter more, their own scatter stands. Quantiles
+    are weighted as in `Spread`. For error rates by simulation see docs/decisions/0006 and benchmarks/calibration.py.
+    None: nothing varies.
+    """
+    num_seeds, num_questions = differences.shape
+    by_seed = float(differences.mean(axis=1).var(ddof=1)) / num_seeds
+    by_question = float(differences.mean(axis=0).var(ddof=1)) / num_questions
+    if by_seed + by_question < _NO_VARIANCE:
+        return None
+    overlap = interaction_variance(differences) / differences.size
+    freedom = num_seeds - 1.0
+    if luck is not None:
+        by_seed, freedom = max(by_seed, luck.variance), luck.degrees_of_freedom
+    return Spread((by_seed, by_question), (freedom, num_questions - 1.0), overlap)
+
+
+def interaction_variance(differences: FloatArray) -> float:
+    """Mean square of what neither the seed nor the question explains of d[seed, question]."""
+    num_seeds, num_questions = differences.shape
+    seed_means, question_means = differences.mean(axis=1), differences.mean(axis=0)
+    left = differences - seed_means[:, None] - question_means[None, :] + differences.mean()
+    return float(np.sum(left**2)) / ((num_seeds - 1) * (num_questions - 1))
+
+
+def _questions_spread(differences: FloatArray) -> Spread | None:
+    variance = float(differences.var(ddof=1)) / differences.size
+    return Spread((variance,), (differences.size - 1.0,)) if variance > _NO_VARIANCE else None
+
+
+def _constant_counts(differences: FloatArray) -> PairedCounts:
+    """Questions where every seed and every question has the same mean d: all for one side, or for none."""
+    mean, number = float(differences.mean()), differences.shape[1]
+    if abs(mean) < 1e-12:
+        return PairedCounts(number, 0, 0, 0)
+    return PairedCounts(0, number, 0, 0) if mean > 0 else PairedCounts(0, 0, number, 0)
+
+
+def seed_t_p(seed_means: FloatArray) -> float | None:
+    """Two-sided paired t-test over seed means[seed]: valid for these questions, not for others. None: no variance."""
+    if seed_means.var() < _NO_VARIANCE:
+        return None
+    return float(stats.ttest_1samp(seed_means, 0.0).pvalue)
+
+
+def variance_parts(differences: FloatArray, luck: Luck | None = None) -> VarianceParts:
+    """Split the variance of d[seed, question] by the mean squares of a two-way layout without replication.
+
+    One seed cannot tell: all of its variance counts as that of the questions. `luck` as in `two_way_spread`.
+    """
+    num_seeds, num_questions = differences.shape
+    if num_seeds == 1:
+        return VarianceParts(seed=0.0, question=float(differences.var(ddof=1)), residual=0.0)
+    seed_means, question_means = differences.mean(axis=1), differences.mean(axis=0)
+    residual = interaction_variance(differences)
+    by_seed = max(float(seed_means.var(ddof=1)), luck.variance * num_seeds if luck else 0.0)
+    return VarianceParts(
+        seed=max(by_seed - residual / num_questions, 0.0),
+        question=max(float(question_means.var(ddof=1)) - residual / num_seeds, 0.0),
+        residual=residual,
+        arms=luck.degrees_of_freedom / (num_seeds - 1) if luck else 1.0,
+    )
+
+
+def expected_spread(parts: VarianceParts, num_seeds: int, num_questions: int) -> Spread:
+    """The spread to expect with other numbers of seeds and questions; one seed: the spread over questions alone."""
+    by_question = (parts.question + parts.residual / num_seeds) / num_questions
+    if num_seeds == 1:
+        return Spread((by_question,), (num_questions - 1.0,))
+    by_seed = (parts.seed + parts.residual / num_questions) / num_seeds
+    overlap = parts.residual / (num_seeds * num_questions)
+    return Spread((by_seed, by_question), (parts.arms * (num_seeds - 1), num_questions - 1.0), overlap)
+
+
+def seeds_needed(parts: VarianceParts, num_questions: int, distance: float, tail: float, power: float) -> int | None:
+    """Return how many seeds would show a true `distance` from the hypothesis, one-sided at `tail`, at these variances.
+
+    None where the distance is not above 0 or where even MAX_SEEDS_SEARCHED seeds would not do (the questions limit).
+    """
+    return _smallest(
+        lambda number: expected_spread(parts, number, num_questions), 2, MAX_SEEDS_SEARCHED, distance, tail, power
+    )
+
+
+def questions_needed(parts: VarianceParts, num_seeds: int, distance: float, tail: float, power: float) -> int | None:
+    """Return how many questions would show a true `distance` with these seeds; None as in `seeds_needed`."""
+    return _smallest(
+        lambda number: expected_spread(parts, num_seeds, number), 10, MAX_QUESTIONS_SEARCHED, distance, tail, power
+    )
+
+
+def _smallest(
+    spread_with: Callable[[int], Spread], lowest: int, highest: int, distance: float, tail: float, power: float
+) -> int | None:
+    """Bisect for the smallest number whose spread makes `distance` detectable."""
+
+    def enough(number: int) -> bool:
+        return spread_with(number).minimum_detectable(tail, power) <= distance
+
+    if distance <= 0 or not enough(highest):
+        return None
+    low, high = lowest - 1, highest
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -1,0 +1,74 @@
+"""Who draws the rollouts of a run: its own policy, or an engine of vLLM that is sent the policy's weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.config.vllm_support import what_vllm_cannot_roll_out
+from aqnpipe.data.prompts import tokenize_prompts
+from aqnpipe.device import resolve_device
+from aqnpipe.errors import ConfigError
+from aqnpipe.generation.backend_choice import chosen_backend, open_engine
+from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRollouts, VllmRollouts
+from aqnpipe.generation.vllm.launch import vllm_version
+from aqnpipe.generation.vllm.requirements import check_vllm
+from aqnpipe.training.policy import merged_weights
+from aqnpipe.training.ranks import rank_and_size
+
+
+def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
+    """Return what run.json says of the backend that draws the rollouts of `spec`: it decides their bytes.
+
+    Raises ConfigError if vLLM was asked for and cannot draw them, ModelError if it is missing.
+    """
+    if _backend(spec) == "transformers":
+        return {"backend": "transformers"}
+    check_vllm(resolve_device(spec.device).kind)
+    return {"backend": "vllm", "vllm": vllm_version(), "enforce_eager": True}
+
+
+def open_rollouts(
+    spec: TrainingSpec, model_folder: Path, prompts: Sequence[str], tokenizer: Any, scratch: Path
+) -> RolloutEngine:
+    """Return what draws the rollouts of `spec` on these prompts; the caller closes it.
+
+    Each of several workers has its own for its share. Weights on their way to an engine pass through `scratch`.
+    """
+    if _backend(spec) == "transformers":
+        return TransformersRollouts(tokenizer)
+    training, (rank, num_workers) = spec.training, rank_and_size()
+    lengths = map(len, tokenize_prompts(list(prompts), spec.prompt, tokenizer))
+    engine = open_engine(
+        spec.generation,
+        model_folder,
+        tokenizer,
+        dtype=spec.dtype,
+        device=resolve_device(spec.device),
+        max_tokens=max(lengths) + training.max_response_tokens,
+        batch_size=training.sequences_per_step * training.steps_per_rollout // num_workers,
+        threads=training.threads,
+        for_training=True,
+    )
+    return VllmRollouts(
+        engine,
+        scratch / f"weights{rank}",
+        weights=merged_weights,
+        dtype=getattr(torch, spec.dtype),
+        sleeps=spec.generation.rollout_sleep,
+    )
+
+
+def _backend(spec: TrainingSpec) -> str:
+    asked = spec.generation.asked_for_rollouts
+    of_rollouts = spec.generation.model_copy(update={"backend": asked})
+    chosen = chosen_backend(of_rollouts, spec.attention, resolve_device(spec.device))
+    reason = what_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
+    if reason is not None and asked == "vllm":
+        raise ConfigError(
+            f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers "
+            "trains without"
+        )
+    return chosen if reason is None else "transformers"

@@ -1,0 +1,181 @@
+"""The estimate of a study's cost, worked out by hand on a model of 100 parameters."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aqnpipe.cli.check import announcement, check_study
+from aqnpipe.cli.cost_estimate import A100, CPU_CORE, Assumptions, Rates, default_rates, estimate_study
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.study import load_study, load_study_file
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+RATES = Rates(device="test", tflops=1e-9, training_utilization=0.5, generation_utilization=0.1)
+GIVEN = Assumptions(prompt_tokens=10, response_tokens=5, parameters={"base": 100}, rates=RATES)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def config():
+    return yaml.safe_load(Path("config/smoke.yaml").read_text())
+
+
+def plan_of(config) -> StudyPlan:
+    return StudyPlan(load_study(config, "study.yaml"))
+
+
+def costs(config, given=GIVEN):
+    return {cost.phase: cost for cost in estimate_study(plan_of(config), given).phases}
+
+
+def test_every_phase_by_hand(config):
+    found = costs(config)
+    # Two runs of 8 steps of 4 prompts x 4 rollouts, each 15 tokens long: 3,840 tokens, 2 x 100 operations each.
+    for phase, passes in (("rollout", 1), ("reference", 1), ("actor_forward", 1), ("backward", 2)):
+        assert found[phase].tokens == 3840
+        assert found[phase].flops == passes * 200 * 3840
+    # Validation of 10 questions after steps 4 and 8; five evaluations of 40 questions at two levels.
+    assert found["validation"].tokens == 2 * 2 * 10 * 15
+    assert found["evaluation"].tokens == 5 * 2 * 40 * 15
+    assert "old_policy" not in found
+    # 1e-9 TFLOP/s are 1,000 operations a second; half of them in training passes, a tenth in generation.
+    assert found["reference"].device_hours == pytest.approx(200 * 3840 / 500 / 3600)
+    assert found["rollout"].device_hours == pytest.approx(200 * 3840 / 100 / 3600)
+
+
+def test_totals_and_disk_by_hand(config):
+    estimate = estimate_study(plan_of(config), GIVEN)
+    assert estimate.flops == sum(phase.flops for phase in estimate.phases)
+    # A third of every sequence is generated, in rollout, validation and evaluation alone.
+    assert estimate.generated_tokens == (3840 + 600 + 6000) / 3
+    # Two checkpoints of each of two runs in float32; three resume points with weights and two moments.
+    assert estimate.checkpoint_gigabytes == pytest.approx(2 * 2 * 100 * 4 / 1e9)
+    assert estimate.working_gigabytes == pytest.approx(3 * 3 * 100 * 4 / 1e9)
+    started = GIVEN.model_copy(update={"rates": RATES.model_copy(update={"seconds_per_job": 36.0})})
+    extra = estimate_study(plan_of(config), started).device_hours - estimate.device_hours
+    assert extra == pytest.approx((2 + 5) * 0.01)
+
+
+def test_settings_that_cost_or_save_passes(config):
+    plain = costs(config)["backward"].flops
+    config["training"]["gradient_checkpointing"] = True
+    assert costs(config)["backward"].flops == 1.5 * plain
+    config["training"]["lora"] = {"rank": 4, "alpha": 8}
+    assert costs(config)["backward"].flops == plain
+    assert estimate_study(plan_of(config), GIVEN).working_gigabytes == 0
+    config["training"].update(kl_coefficient=0.0, steps_per_rollout=2)
+    found = costs(config)
+    assert "reference" not in found
+    assert found["old_policy"].flops == found["actor_forward"].flops
+
+
+def test_what_is_not_given_is_counted_or_said_to_be_assumed(config):
+    estimate = estimate_study(plan_of(config), Assumptions())
+    assert estimate.rates == CPU_CORE
+    assert estimate.parameters == {"base": 1_102_208}
+    assert re.match(r"prompts of \d\d tokens, counted in the generated questions", estimate.assumed[0])
+    assert "upper bound" in estimate.assumed[1]
+    real = estimate_study(StudyPlan(load_study_file(Path("config/qwen2.5-7b.yaml"))), Assumptions())
+    assert real.rates == A100
+    assert real.assumed[0] == "prompts of 150 tokens, assumed (--prompt-tokens)"
+
+
+def test_samples_and_examples_cost_what_they_add(config):
+    plain = costs(config)
+    config["evaluation"]["sampling"] = {"temperature": 1.0, "num_samples": 4}
+    assert costs(config)["evaluation"].tokens == 4 * plain["evaluation"].tokens
+    assert costs(config)["rollout"] == plain["rollout"]
+    config["dataset"] = {"source": "hub", "num_train": 32, "num_test": 10}
+    config["prompt"] = {"layout": "question_answer", "num_examples": 5}
+    source = estimate_study(plan_of(config), GIVEN.model_copy(update={"prompt_tokens": None})).assumed[0]
+    assert source == "prompts of 1050 tokens, assumed (--prompt-tokens)"
+
+
+def test_generated_prompts_are_as_long_as_the_tokenizer_makes_them(config):
+    from aqnpipe.data.loader import load_problems
+    from aqnpipe.models.tokenizer import build_tokenizer
+
+    plan = plan_of(config)
+    tokenizer = build_tokenizer()
+    questions = load_problems(plan.study.config.dataset, "train")["question"]
+    lengths = [len(tokenizer(question).input_ids) for question in questions]
+    estimate = estimate_study(plan, Assumptions(response_tokens=5))
+    rollout = next(cost for cost in estimate.phases if cost.phase == "rollout")
+    # The tokenizer also has a token for the space before a number, at most three numbers in a question of this study.
+    counted = rollout.tokens / (2 * 8 * 16) - 5
+    assert counted == pytest.approx(sum(lengths) / len(lengths), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c["models"]["base"].update(source="some/model"), r"size of some/model .* --parameters base=N"),
+        (lambda c: c.update(dataset={"source": "hub", "num_train": 16}), r"set dataset\.num_test"),
+        (lambda c: c.update(device="npu"), r"--tflops PEAK"),
+    ],
+)
+def test_what_has_to_be_stated_is_asked_for(config, edit, message):
+    edit(config)
+    plan = plan_of(config)
+    with pytest.raises(ConfigError, match=message):
+        estimate_study(plan, Assumptions())
+    checked = check_study(plan, Assumptions())
+    assert checked.estimate is None
+    assert re.search(message, checked.missing)
+    assert re.search(message, announcement(plan))
+
+
+def test_rates_follow_the_device(config):
+    assert default_rates(plan_of(config)) == CPU_CORE
+    assert default_rates(plan_of({**config, "device": "cuda"})) == A100
+
+
+def test_large_studies_are_announced_and_small_ones_not(config):
+    assert announcement(plan_of(config)) is None
+    line = announcement(StudyPlan(load_study_file(Path("config/qwen2.5-1.5b.yaml"))))
+    assert re.match(r"estimated cost: [\d,.]+ A100 hours, \d", line)
+
+
+@pytest.mark.parametrize("study", ["smoke", "dead-zone", "qwen2.5-7b"])
+def test_jobs_are_those_that_snakemake_plans(study):
+    snakemake = Path(sys.executable).with_name("snakemake")
+    study_file = f"config/{study}.yaml"
+    command = [snakemake, "--dry-run", "--forceall", "--quiet", "rules", "--configfile", study_file]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    table = (run.stdout + run.stderr).split("Job stats:")[1]
+    planned = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+    assert StudyPlan(load_study_file(Path(study_file))).jobs() == {
+        name: count for name, count in planned.items() if name not in ("all", "total")
+    }
+
+
+def aqnpipe(*arguments):
+    command = [Path(sys.executable).with_name("aqnpipe"), "check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates():
+    text = aqnpipe("config/qwen2.5-7b.yaml").stdout
+    for part in ("jobs: ", "train 9", "estimated cost", "7,616 million", "312 TFLOP/s", "assumed to reach 35%"):
+        assert part in text
+    options = ("--tflops", "624", "--json", "--response-tokens", "128", "--training-utilization", "0.5")
+    estimate = json.loads(aqnpipe("config/qwen2.5-7b.yaml", *options).stdout)["estimate"]
+    assert estimate["rates"]["tflops"] == 624
+    assert estimate["rates"]["training_utilization"] == 0.5
+    assert "responses of 128 tokens, as given" in estimate["assumed"]
+
+
+def test_a_wrong_size_is_one_line():
+    result = aqnpipe("config/smoke.yaml", "--parameters", "large=3e9")
+    assert result.returncode == 2
+    assert result.stderr == "ERROR: --parameters large=3e9: expected ROLE=NUMBER, roles base\n"

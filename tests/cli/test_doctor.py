@@ -1,0 +1,145 @@
+"""`aqnpipe doctor`: what fits, what does not, and whether a profile can run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from aqnpipe.doctor import checks, command, profiles
+from typer.testing import CliRunner
+
+from aqnpipe import allocation
+from aqnpipe.cli.doctor.checks import version_checks
+from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
+from aqnpipe.cli.doctor.slurm import SlurmPartition, parse_partitions
+from aqnpipe.cli.main import app
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = (
+    SlurmPartition("gpu", "gpu:a100:8", None, 128, 1_000_000, 2),
+    SlurmPartition("npu", "npu:910c:16(S:0-1)", 2880, 320, 2_000_000, 1),
+    SlurmPartition("cpu", "", None, 64, 256_000, 4),
+)
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for variable in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def problems(found):
+    return {one.name: f"{one.found} {one.advice}" for one in found if one.status == "problem"}
+
+
+def profile(name, **site):
+    """A profile's keys, after an edit of its site block."""
+    keys = yaml.safe_load(Path("profiles", name, "config.yaml").read_text())
+    keys["__variables__"].update(site)
+    return profiles.yte.process_yaml(yaml.safe_dump(keys), require_use_yte=True)
+
+
+def test_partitions_are_read_as_sinfo_prints_them():
+    gpu, batch = parse_partitions(
+        "gpu*|gpu:a100:8(S:0-1),nvme:1|1-12:30:00|128+|1000000+|3\nbatch|(null)|infinite|4|8000|1\n"
+    )
+    assert gpu == SlurmPartition("gpu", "gpu:a100:8(S:0-1),nvme:1", 2190, 128, 1_000_000, 3)
+    assert batch == SlurmPartition("batch", "", None, 4, 8000, 1)
+    assert [gpu.num_devices(gres) for gres in ("gpu:a100", "gpu", "gpu:h100", "nvme")] == [8, 8, 0, 1]
+    assert parse_partitions("short|(null)|45:00|1|1|1")[0].minutes == 45
+
+
+@pytest.mark.parametrize("name", ["a100", "ascend"])
+def test_a_cluster_that_has_what_a_profile_asks_for(name):
+    found = profile_checks(read_profile(name), CLUSTER)
+    assert not problems(found)
+    assert {"train", "evaluate", "srdd_diagnose", "fault_loss", "other jobs", "study"} <= {one.name for one in found}
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ({"device_partition": "big"}, "no partition big the cluster has cpu, gpu, npu"),
+        ({"device_gres": "gpu:h100"}, "0 gpu:h100 per node (gpu:a100:8)"),
+        ({"train_nodes": 3}, "partition gpu has 2 nodes for the 3 of a job"),
+        ({"train_devices": 16}, "8 gpu:a100 per node"),
+        ({"cpus_per_device": 32}, "128 CPUs per node"),
+        ({"mem_mb_per_device": 200_000}, "1000000 MB per node"),
+        (
+            {"device_partition": "npu", "device_gres": "npu:910c", "train_minutes": 10_000},
+            "a time limit of 2880 minutes",
+        ),
+    ],
+)
+def test_what_the_cluster_lacks_is_said(site, said):
+    assert said in problems(profile_checks(profile("a100", **site), CLUSTER))["train"]
+
+
+@pytest.mark.parametrize(("devices", "status"), [(4, "problem"), (8, "ok"), (16, "untested")])
+def test_every_worker_of_a_run_needs_a_device(devices, status):
+    workers = next(
+        one for one in profile_checks(profile("a100", train_devices=devices), CLUSTER) if one.name == "workers"
+    )
+    assert (workers.status, workers.found) == (status, f"8 per training run, on {devices} devices")
+
+
+@pytest.mark.parametrize("partitions", [None, ()])
+def test_a_cluster_profile_needs_a_cluster(partitions):
+    assert "no cluster here" in problems(profile_checks(read_profile("a100"), partitions))["Slurm"]
+
+
+def test_the_workstation_needs_as_many_devices_as_its_jobs_lease(monkeypatch):
+    monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ("0", "1") if kind == "cuda" else ())
+    assert "2 devices of kind cuda" in problems(profile_checks(profile("workstation"), None))["leases"]
+    assert not problems(profile_checks(profile("workstation", devices=2), None))
+
+
+def test_a_study_that_does_not_load_is_a_problem():
+    found = profile_checks({"configfile": "config/none.yaml"}, None)
+    assert problems(found) == {"study": "config/none.yaml: no such file choose another by --configfile"}
+
+
+def test_an_unknown_profile_is_named_beside_those_there_are():
+    with pytest.raises(ConfigError, match="no profile 'a10', found a100, ascend, default, workstation"):
+        read_profile("a10")
+
+
+def test_versions_are_held_against_requirements_and_tested_ones(monkeypatch, tmp_path):
+    installed = {"torch": "2.13.0+cu128", "trl": "1.16.0", "ray": "2.1"}
+    required = {"aqnpipe": ["torch", "trl>=1"], "trl": ["torch<2.9", "ray>=3; extra == 'many'"]}
+    monkeypatch.setattr(checks, "_version", installed.get)
+    monkeypatch.setattr(checks.metadata, "requires", lambda name: required.get(name))
+    (tmp_path / "constraints.txt").write_text("# pins\nray==2.2\ntorch==2.13.0\n")
+    found = {one.name: (one.status, one.advice) for one in version_checks(tmp_path / "constraints.txt")}
+    assert found["torch"] == ("problem", "trl needs torch<2.9")
+    assert found["trl"] == ("ok", "")
+    assert found["ray"] == ("untested", "the tests ran with 2.2")
+    assert found["vllm"][0] == "missing"
+
+
+def test_a_library_that_everybody_needs_is_a_problem_where_it_is_not(monkeypatch):
+    monkeypatch.setattr(checks, "_version", lambda name: None if name == "polars" else "1")
+    monkeypatch.setattr(checks, "_demands", lambda names: {})
+    assert problems(version_checks()) == {"polars": "not installed make setup"}
+
+
+def test_on_the_command_line(monkeypatch):
+    monkeypatch.setattr(command, "read_partitions", lambda: None)
+    monkeypatch.setattr(command, "machine_checks", lambda results, partitions: [])
+    done = CliRunner().invoke(app, ["doctor", "--profile", "a100", "--json"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["can_run"] is False
+    done = CliRunner().invoke(app, ["doctor", "--profile", "a100"])
+    assert "!! Slurm" in done.stdout
+    assert done.stdout.endswith("Profile a100 cannot run here.\n")
+    done = CliRunner().invoke(app, ["doctor", "--profile", "default"])
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "Profile default can run here.")
+
+
+def test_this_machine_is_looked_at():
+    found = {one.name: one for one in checks.machine_checks(Path("results"), None)}
+    assert {"GPUs", "NPUs", "python", "torch", "vllm", "ray", "Slurm", "disk", "machine"} <= set(found)
+    assert found["torch"].status in ("ok", "untested")
+    assert found["Slurm"].status == "missing"

@@ -1,0 +1,54 @@
+"""`aqnpipe report`: compare and report on an unfinished study."""
+
+import json
+from pathlib import Path
+
+import pytest
+import synthetic_evaluations as synthetic
+import yaml
+from typer.testing import CliRunner
+
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.published import AuditFile
+from aqnpipe.cli.main import app
+from aqnpipe.statistics import stage
+
+PUBLISHED = Path(__file__).parents[1] / "config" / "published.yaml"
+
+
+@pytest.fixture
+def vouched_for(monkeypatch):
+    """The stages before would have left what the made-up evaluations do not have."""
+    monkeypatch.setattr(stage, "broken_links", lambda plan: dict.fromkeys(plan.evaluations(), ()))
+
+
+@pytest.fixture
+def unfinished(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = synthetic.write_evaluations(tmp_path, synthetic.study())
+    made.find("E5", 1).table.unlink()
+    config = json.loads(made.study.config.model_dump_json())
+    config |= {"arms_file": "arms.yaml", "models": {"base": {"source": "tiny"}}}
+    config["statistics"] |= {"published": str(PUBLISHED)}
+    Path("study.yaml").write_text(yaml.safe_dump(config))
+    Path("arms.yaml").write_text(yaml.safe_dump({"arms": synthetic.ARMS}))
+
+
+def test_evaluations_without_what_they_come_from_prove_nothing(unfinished):
+    CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    claims = read_json(Path("results/claims.json"), ClaimsFile).claims
+    assert {claim.verdict for claim in claims} == {"invalid"}
+    assert any("is not what the record's stage wrote" in (claim.invalid_reason or "") for claim in claims)
+
+
+def test_what_exists_is_reported_and_what_misses_is_named(unfinished, vouched_for):
+    result = CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    assert result.stdout.splitlines() == ["compare: 8 of 9 evaluations exist", "report: results/report.html"]
+    claims = read_json(Path("results/claims.json"), ClaimsFile)
+    assert claims.missing == ("base/E5 seed 1 step 60",)
+    verdicts = {claim.comparison_id: claim.verdict for claim in claims.claims}
+    assert verdicts["E5b-vs-E5@0"] == "invalid"
+    assert verdicts["baseline-vs-pretrained@0"] == "supported"
+    assert "base/E5 seed 1 step 60" in Path("results/report.html").read_text()
+    assert read_json(Path("results/audit.json"), AuditFile).claims

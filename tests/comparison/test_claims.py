@@ -1,0 +1,188 @@
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aqnpipe.artifacts.comparisons import RefusalKind
+from aqnpipe.comparison.claims import refusal_sentence, sentence_of
+from aqnpipe.comparison.contrasts import Contrast, Refusal, Scores, Side
+from aqnpipe.comparison.judgement import holm, judge, p_value_of
+from aqnpipe.config.analysis import ArmComparison, DegradationComparison, LevelComparison, StatisticsConfig
+from aqnpipe.report.wording import Text, points
+from aqnpipe.statistics import audit_wording, wording
+from aqnpipe.statistics.crossed_effects import VarianceParts, estimate_difference, questions_needed, variance_parts
+
+probabilities = st.lists(st.floats(0, 1), min_size=1, max_size=12)
+SETTINGS = StatisticsConfig()
+
+
+def test_holm_by_hand():
+    """Sorted 0.01, 0.02, 0.03 times 3, 2, 1, then made monotone: 0.03, 0.04, 0.04."""
+    assert holm([0.02, 0.01, 0.03]) == pytest.approx([0.04, 0.03, 0.04])
+    assert holm([]) == []
+
+
+@given(probabilities)
+@settings(max_examples=8, deadline=None)  # statsmodels collects garbage in every call, about 0.1 s
+def test_holm_keeps_the_order_and_never_helps(p_values):
+    adjusted = holm(p_values)
+    order = np.argsort(p_values)
+    assert all(after >= before - 1e-12 for before, after in zip(p_values, adjusted, strict=True))
+    assert np.all(np.diff(np.array(adjusted)[order]) >= -1e-12)
+    assert max(adjusted) <= 1
+
+
+def judged(treatment, control, kind="arms", p_holm=None, family_size=1, **test):
+    test = test or {"expected": "lower" if kind == "levels" else "higher"}
+    if kind == "levels":
+        comparison = LevelComparison(arm="E5b", noise_level=0.1, claim="noise hurts", **test)
+        sides = Side("base", "E5b", 0.1), Side("base", "E5b", 0.0)
+    else:
+        cls = DegradationComparison if kind == "degradation" else ArmComparison
+        level = 0.1 if kind == "degradation" else 0.0
+        comparison = cls(treatment="E5b", control="E5", noise_level=level, claim="AQN helps", **test)
+        sides = Side("base", "E5b", level), Side("base", "E5", level)
+    scores = Scores(treatment, control, float(treatment.mean()), float(control.mean()), None)
+    contrast = Contrast("id", comparison, *sides, scores, None)
+    estimate = estimate_difference(treatment, control)
+    p_holm = p_value_of(comparison, estimate) if p_holm is None else p_holm
+    judgement = judge(contrast, estimate, variance_parts(treatment - control), p_holm, family_size, SETTINGS)
+    return judgement, sentence_of(contrast, scores, estimate, judgement, SETTINGS)
+
+
+def answers(seeds, accuracy, seed, questions=300):
+    return (np.random.default_rng(seed).random((seeds, questions)) < accuracy).astype(float)
+
+
+def test_clear_differences_are_supported_or_refuted_by_their_direction():
+    better, worse = answers(4, 0.8, 1), answers(4, 0.5, 2)
+    assert judged(better, worse)[0].verdict == "supported"
+    judgement, sentence = judged(worse, better)
+    assert judgement.verdict == "refuted"
+    assert "goes against the claim" in sentence.en
+    assert "相反" in sentence.zh
+    assert judged(worse, better, expected="lower")[0].verdict == "supported"
+
+
+def test_holm_and_not_the_single_p_decides():
+    assert judged(answers(4, 0.8, 1), answers(4, 0.5, 2), p_holm=0.05)[0].verdict == "not_shown"
+
+
+def test_a_single_run_per_arm_never_shows_an_effect_of_the_arm():
+    for kind in ("arms", "degradation"):
+        judgement, sentence = judged(answers(1, 0.9, 1), answers(1, 0.3, 2), kind)
+        assert judgement.verdict == "not_shown"
+        assert judgement.seeds_needed is None
+        assert "luck of training" in sentence.en
+        assert "at least two seeds" in sentence.en
+    margin = {"test": "non_inferiority", "margin": 0.05}
+    assert judged(answers(1, 0.9, 1), answers(1, 0.3, 2), **margin)[0].verdict == "not_shown"
+
+
+def test_a_single_run_can_show_what_noise_does_to_it():
+    assert judged(answers(1, 0.3, 1), answers(1, 0.9, 2), "levels")[0].verdict == "supported"
+
+
+def test_non_inferiority_is_decided_by_its_margin():
+    """1 point lower with a standard error of about 1 point: not worse than by 5 points, but maybe than by 2."""
+    control = answers(5, 0.7, 1, questions=2000)
+    treatment = control.copy()
+    treatment[:, :20] = 0.0
+    assert judged(treatment, control, test="non_inferiority", margin=0.05)[0].verdict == "supported"
+    _, sentence = judged(treatment, control, test="non_inferiority", margin=0.05)
+    assert "E5b is worse than E5 by less than 5.0 points" in sentence.en
+    assert "不到 5.0 个百分点" in sentence.zh
+    judgement, sentence = judged(treatment, control, test="non_inferiority", margin=0.002)
+    assert judgement.verdict == "refuted"
+    assert "beyond the margin" in sentence.en
+
+
+def test_equivalence_needs_both_sides():
+    same = answers(4, 0.7, 1, questions=1000)
+    other = same.copy()
+    other[:, ::100] = 1 - other[:, ::100]
+    judgement, sentence = judged(other, same, test="equivalence", margin=0.05)
+    assert judgement.verdict == "supported"
+    assert "differ by less than 5.0 points" in sentence.en
+    assert judgement.interval_level == pytest.approx(0.9)
+    assert -0.05 < judgement.ci_low < judgement.ci_high < 0.05
+    assert judged(answers(4, 0.9, 3), answers(4, 0.5, 2), test="equivalence", margin=0.05)[0].verdict == "refuted"
+    wide = judged(answers(3, 0.71, 3, 60), answers(3, 0.7, 4, 60), test="equivalence", margin=0.01)
+    assert wide[0].verdict == "not_shown"
+    assert "inside the margin" in wide[1].en
+
+
+@given(st.floats(-0.03, 0.03), st.sampled_from([0.02, 0.05]))
+@settings(max_examples=30, deadline=None)
+def test_margins_are_decided_as_the_interval_says(shift, margin):
+    """Before Holm, TOST at alpha supports where the 1 - 2*alpha interval lies inside the margins, and nowhere else."""
+    control = answers(3, 0.7, 1)
+    treatment = control + shift + np.random.default_rng(5).normal(0, 0.2, control.shape)
+    judgement, _ = judged(treatment, control, test="equivalence", margin=margin)
+    inside = -margin < judgement.ci_low and judgement.ci_high < margin
+    assert (judgement.verdict == "supported") == inside
+    judgement, _ = judged(treatment, control, test="non_inferiority", margin=margin)
+    assert (judgement.verdict == "supported") == (judgement.ci_low > -margin)
+
+
+def test_a_larger_family_asks_for_more():
+    small, large = (judged(answers(3, 0.62, 1), answers(3, 0.6, 2), family_size=n)[0] for n in (1, 20))
+    assert large.minimum_detectable > small.minimum_detectable
+    parts = VarianceParts(seed=0.0, question=0.2, residual=0.1)
+    assert questions_needed(parts, 3, 0.02, 0.05 / 40, 0.8) > questions_needed(parts, 3, 0.02, 0.05 / 2, 0.8)
+
+
+def test_the_sentence_carries_the_numbers():
+    treatment, control = answers(3, 0.62, 1), answers(3, 0.6, 2)
+    judgement, sentence = judged(treatment, control)
+    assert judgement.verdict == "not_shown"
+    for text in (sentence.en.replace("\u00a0", " "), sentence.zh.replace("\u00a0", " ")):
+        assert f"{100 * treatment.mean():.1f} %" in text
+        assert f"{100 * control.mean():.1f} %" in text
+        assert points((treatment - control).mean(), sign=True) in text
+        assert points(judgement.ci_low, sign=True) in text
+        assert points(judgement.ci_high, sign=True) in text
+        assert f"p = {judgement.p_value:.2f}" in text
+        assert points(judgement.minimum_detectable) in text
+    assert "3 seeds, 300 questions" in sentence.en
+    assert "3 个种子，300 道题" in sentence.zh
+
+
+def test_degradation_is_told_as_two_costs():
+    control = answers(3, 0.7, 1) * 0.0
+    treatment = control - 0.1
+    treatment[:, 0] = -0.2
+    _, sentence = judged(treatment, control, "degradation")
+    assert "From no noise to 10\u00a0% noise, E5b changes by −10.0 points and E5 by +0.0" in sentence.en
+
+
+def test_identical_sides_are_said_to_be_identical():
+    same = answers(2, 0.6, 1)
+    judgement, sentence = judged(same, same)
+    assert judgement.verdict == "not_shown"
+    assert "every question is answered equally well" in sentence.en
+
+
+def test_points_have_no_minus_before_zero():
+    assert points(-0.0001, sign=True) == "+0.0"
+    assert points(-0.0243, sign=True) == "−2.4"
+
+
+@pytest.mark.parametrize("module", [wording, audit_wording])
+def test_both_languages_use_the_same_values(module):
+    """A refusal's kind is said in Chinese alone: its reason names files and keys in English."""
+    templates = [one for one in vars(module).values() if isinstance(one, Text)]
+    assert len(templates) > 5
+    for template in templates:
+        english, chinese = ({name for _, name, _, _ in string.Formatter().parse(text) if name} for text in template)
+        assert english == chinese or template is wording.NOT_COMPARED
+
+
+def test_every_refusal_has_words():
+    for kind in RefusalKind.__args__:
+        sentence = refusal_sentence(Refusal(kind, "why"))
+        assert sentence.en == "Not compared: why."
+        assert wording.REFUSALS[kind] in sentence.zh
+    assert set(wording.REFUSALS) == set(RefusalKind.__args__)

@@ -1,0 +1,368 @@
+import dataclasses
+
+import numpy as np
+import polars as pl
+import pytest
+from made_up import evaluation_receipt
+from sealed_files import write_sealed_parquet
+
+from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
+from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.errors import DataError
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+
+
+@pytest.fixture(scope="module")
+def originals(synthetic, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluations")
+    return folder, synthetic.write_evaluations(folder, synthetic.study())
+
+
+@pytest.fixture
+def artifacts(originals, tmp_path):
+    folder, made_up = originals
+    return made_up.copied(folder, tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path):
+    outputs = ComparisonOutputs.in_folder(tmp_path)
+
+    def compared(study, evaluations):
+        compare(study, evaluations, outputs)
+        return (
+            read_table(outputs.accuracy, AccuracyTable),
+            read_table(outputs.comparisons, ComparisonTable),
+            read_json(outputs.claims, ClaimsFile),
+        )
+
+    return compared
+
+
+def find(artifacts, arm, seed=0):
+    return artifacts.find(arm, seed)
+
+
+def rewrite_table(source, change):
+    write_table(source.table, change(pl.read_parquet(source.table)), EvaluationTable)
+
+
+def verdicts(claims):
+    return {claim.comparison_id: claim.verdict for claim in claims.claims}
+
+
+def reason(claims, comparison_id):
+    return next(claim.invalid_reason for claim in claims.claims if claim.comparison_id == comparison_id)
+
+
+def test_a_whole_study(artifacts, run):
+    accuracy, comparisons, claims = run(artifacts.study, artifacts.evaluations)
+    assert len(accuracy) == len(artifacts.evaluations) * 3
+    assert comparisons["comparison_id"].to_list() == [
+        "baseline-vs-pretrained@0",
+        "baseline@0.1-vs-0",
+        "E5b@0.1-vs-0",
+        "E5-vs-baseline@0",
+        "E5b-vs-E5@0",
+        "srdd_guided-vs-E5b@0.1",
+    ]
+    assert verdicts(claims)["baseline-vs-pretrained@0"] == "supported"
+    assert comparisons["verdict"].to_list() == [claim.verdict for claim in claims.claims]
+    assert claims.family_size == 6
+
+
+def test_numbers_follow_from_the_rows(artifacts, run):
+    accuracy, comparisons, claims = run(artifacts.study, artifacts.evaluations)
+    rows = [pl.read_parquet(find(artifacts, arm, seed).table) for arm in ("E5b", "E5") for seed in (0, 1)]
+    right = [table.filter(pl.col("noise_level") == 0)["correct_strict"].mean() for table in rows]
+    row = comparisons.row(by_predicate=pl.col("comparison_id") == "E5b-vs-E5@0", named=True)
+    assert row["treatment_accuracy"] == pytest.approx(np.mean(right[:2]))
+    assert row["difference"] == pytest.approx(np.mean(right[:2]) - np.mean(right[2:]))
+    shown = accuracy.filter(pl.col("arm") == "E5b", pl.col("seed") == 1, pl.col("noise_level") == 0)
+    assert shown["accuracy"].item() == pytest.approx(right[1])
+    assert shown["parse_failure_fraction"].item() == pytest.approx(1 - right[1])
+    claim = next(one for one in claims.claims if one.comparison_id == "E5b-vs-E5@0")
+    assert [seed.difference for seed in claim.seeds] == pytest.approx([right[0] - right[2], right[1] - right[3]])
+    assert sum((claim.seeds[0].both_correct, claim.seeds[0].only_treatment)) == right[0] * 200
+
+
+def test_noise_seeds_are_averaged_per_question(artifacts, run):
+    _, comparisons, claims = run(artifacts.study, artifacts.evaluations)
+    rows = pl.concat(pl.read_parquet(find(artifacts, "baseline", seed).table) for seed in (0, 1))
+    noisy = rows.filter(pl.col("noise_level") == 0.1)
+    row = comparisons.row(by_predicate=pl.col("comparison_id") == "baseline@0.1-vs-0", named=True)
+    assert row["treatment_accuracy"] == pytest.approx(noisy["correct_strict"].mean())
+    assert noisy["noise_seed"].n_unique() == 2
+    claim = next(one for one in claims.claims if one.comparison_id == "baseline@0.1-vs-0")
+    assert claim.seeds[0].both_correct + claim.seeds[0].neither <= 200
+
+
+def test_same_inputs_same_bytes(artifacts, run, tmp_path):
+    run(artifacts.study, artifacts.evaluations)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    first = [path.read_bytes() for path in files]
+    run(artifacts.study, artifacts.evaluations)
+    assert len(files) == 7
+    assert first == [path.read_bytes() for path in files]
+
+
+def test_one_seed_shows_nothing_about_arms(synthetic, run, tmp_path):
+    study = synthetic.study(seeds=[0])
+    made = synthetic.write_evaluations(tmp_path, study)
+    _, comparisons, claims = run(study, made.evaluations)
+    arms = comparisons.filter(pl.col("kind") == "arms")
+    assert set(arms["verdict"]) == {"not_shown"}
+    assert all("luck of training is not covered" in method for method in arms["method"])
+    assert "supported" in comparisons.filter(pl.col("kind") == "levels")["verdict"]
+    assert claims.family_size == 6
+
+
+def test_earlier_checkpoints_do_not_enter_comparisons(synthetic, artifacts, run, tmp_path):
+    extra = synthetic.write_evaluation(tmp_path, artifacts.study, "E5", 0, 30)
+    rewrite_table(extra, lambda table: table.with_columns(correct_strict=pl.lit(value=False)))
+    _, before, _ = run(artifacts.study, artifacts.evaluations)
+    accuracy, after, _ = run(artifacts.study, [extra, *artifacts.evaluations])
+    assert after.equals(before)
+    assert accuracy.filter(pl.col("step") == 30)["accuracy"].to_list() == [0.0, 0.0, 0.0]
+
+
+def test_other_questions_are_not_compared(artifacts, run):
+    rewrite_table(find(artifacts, "E5"), lambda table: table.filter(pl.col("question_id") != "q00003"))
+    _, comparisons, claims = run(artifacts.study, artifacts.evaluations)
+    assert verdicts(claims)["E5b-vs-E5@0"] == "invalid"
+    assert "answered different questions" in reason(claims, "E5b-vs-E5@0")
+    assert comparisons.row(by_predicate=pl.col("comparison_id") == "E5b-vs-E5@0", named=True)["p_value"] is None
+    assert claims.family_size == 4
+
+
+def test_duplicated_rows_are_not_compared(artifacts, run):
+    source = find(artifacts, "E5")
+    table = pl.read_parquet(source.table)
+    write_sealed_parquet(source.table, pl.concat([table, table.head(2)]))
+    _, _, claims = run(artifacts.study, artifacts.evaluations)
+    assert "2 rows repeat" in reason(claims, "E5b-vs-E5@0")
+
+
+def test_identical_responses_across_levels_are_a_red_flag(artifacts, run):
+    source = find(artifacts, "E5b", 1)
+    rewrite_table(source, lambda table: table.with_columns(response=pl.col("question_id")))
+    _, _, claims = run(artifacts.study, artifacts.evaluations)
+    assert "noise was probably absent" in reason(claims, "E5b@0.1-vs-0")
+    assert "noise was probably absent" in reason(claims, "srdd_guided-vs-E5b@0.1")
+    assert reason(claims, "E5b-vs-E5@0") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"config": {"dtype": "float32", "evaluation": {"max_response_tokens": 80, "primary_scorer": "strict"}}},
+            "config.evaluation.max_response_tokens is 40",
+        ),
+        (
+            {
+                "config": {
+                    "dtype": "float32",
+                    "evaluation": {"max_response_tokens": 40, "primary_scorer": "last_number"},
+                }
+            },
+            "config.evaluation.primary_scorer is 'strict'",
+        ),
+        ({"config": {"dtype": "bfloat16"}}, "config.dtype is 'float32'"),
+        ({"code_digest": "fedcba"}, "code_digest is"),
+        ({"inputs_sha256": {"test_problems": "cd" * 32}}, "inputs.test_problems is"),
+        ({"device": "cuda"}, "device is"),
+        ({"identity": {"arm": "E5", "seed": 1, "step": 60}}, "the record says seed 1, expected 0"),
+    ],
+)
+def test_other_settings_are_not_compared(artifacts, run, change, expected):
+    source = find(artifacts, "E5")
+    old = read_json(source.record, RunRecord)
+    write_json(source.record, old.model_copy(update=change))
+    _, _, claims = run(artifacts.study, artifacts.evaluations)
+    assert verdicts(claims)["E5b-vs-E5@0"] == "invalid"
+    assert expected in reason(claims, "E5b-vs-E5@0")
+    assert verdicts(claims)["baseline@0.1-vs-0"] != "invalid"
+
+
+def test_a_failed_receipt_is_not_compared(synthetic, artifacts, run):
+    source = find(artifacts, "E5")
+    receipts = read_json(source.receipt, EvaluationReceipts)
+    clean = evaluation_receipt(0.0)
+    broken = [one.model_copy(update={"receipt": clean}) if one.noise_level else one for one in receipts.passes]
+    write_json(source.receipt, receipts.model_copy(update={"passes": tuple(broken)}))
+    _, _, claims = run(artifacts.study, artifacts.evaluations)
+    assert "receipt refused: pass at level 0.05" in reason(claims, "E5b-vs-E5@0")
+
+
+def test_a_missing_receipt_is_not_compared(artifacts, run):
+    source = find(artifacts, "E5")
+    receipts = read_json(source.receipt, EvaluationReceipts)
+    write_json(source.receipt, receipts.model_copy(update={"passes": receipts.passes[:-1]}))
+    _, _, claims = run(artifacts.study, artifacts.evaluations)
+    assert "no receipt for level 0.1, noise seed 1" in reason(claims, "E5b-vs-E5@0")
+
+
+def test_a_run_without_its_last_step_is_not_compared(artifacts, run):
+    source = find(artifacts, "E5")
+    early = dataclasses.replace(source, step=30)
+    old = read_json(source.record, RunRecord)
+    write_json(source.record, old.model_copy(update={"identity": {"arm": "E5", "step": 30}}))
+    _, _, claims = run(artifacts.study, [early if one is source else one for one in artifacts.evaluations])
+    assert reason(claims, "E5b-vs-E5@0") == "missing evaluations: base/E5 seed 0 step 60"
+
+
+def test_missing_seeds_are_not_compared(artifacts, run):
+    present = [one for one in artifacts.evaluations if (one.arm, one.seed) != ("E5", 1)]
+    _, _, claims = run(artifacts.study, present)
+    assert reason(claims, "E5b-vs-E5@0") == "missing evaluations: base/E5 seed 1 step 60"
+    assert claims.missing == ("base/E5 seed 1 step 60",)
+    assert verdicts(claims)["baseline@0.1-vs-0"] != "invalid"
+
+
+def test_a_missing_file_is_one_clear_error(artifacts, run):
+    find(artifacts, "E5").receipt.unlink()
+    with pytest.raises(DataError, match="no such file"):
+        run(artifacts.study, artifacts.evaluations)
+
+
+def changed(artifacts, **changes):
+    """The same evaluations under another study file."""
+    config = artifacts.study.config.model_dump(mode="json") | changes
+    return artifacts.study.model_validate({"config": config, "arms": artifacts.study.arms})
+
+
+def test_tables_stand_as_csv_beside_the_parquet(artifacts, run, tmp_path):
+    _, comparisons, _ = run(artifacts.study, artifacts.evaluations)
+    written = pl.read_csv(tmp_path / "comparisons.csv", schema=comparisons.schema)
+    assert written.equals(comparisons)
+    assert {path.name for path in tmp_path.glob("*.csv")} == {"accuracy.csv", "comparisons.csv", "robustness.csv"}
+
+
+def test_robustness_of_every_arm(artifacts, run, tmp_path):
+    accuracy, _, _ = run(artifacts.study, artifacts.evaluations)
+    table = read_table(tmp_path / "robustness.parquet", RobustnessTable)
+    assert table["arm"].to_list() == ["pretrained", "baseline", "E5", "E5b", "srdd_guided"]
+    row = table.row(by_predicate=pl.col("arm") == "E5", named=True)
+    shown = accuracy.filter(pl.col("arm") == "E5").group_by("noise_level").agg(pl.col("accuracy").mean())
+    by_level = dict(shown.iter_rows())
+    assert row["accuracy_lowest_level"] == pytest.approx(by_level[0.0])
+    assert row["slope"] == pytest.approx(by_level[0.1] - by_level[0.0])
+    assert row["joint_p"] < 0.01
+    assert row["problem"] is None
+    assert table.filter(pl.col("arm") == "pretrained")["num_seeds"].item() == 1
+
+
+def mean_accuracy(artifacts, arm, level):
+    tables = [pl.read_parquet(find(artifacts, arm, seed).table) for seed in (0, 1)]
+    return np.mean([one.filter(pl.col("noise_level") == level)["correct_strict"].mean() for one in tables])
+
+
+def test_margins_families_and_degradation(synthetic, artifacts, run):
+    study = changed(
+        artifacts,
+        comparisons=[
+            synthetic.degradation("E5b", "E5", family="robustness"),
+            synthetic.arms("E5b", "E5", expected=None, test="equivalence", margin=0.3, family="robustness"),
+            synthetic.levels("E5", test="non_inferiority", margin=0.001),
+            synthetic.arms("E5b", "E5"),
+        ],
+    )
+    _, comparisons, claims = run(study, artifacts.evaluations)
+    assert [(family.name, family.size) for family in claims.families] == [("robustness", 2), ("main", 2)]
+    first, second, third, fourth = comparisons.rows(named=True)
+    assert first["comparison_id"] == "E5b-vs-E5@0-to-0.1"
+    assert first["difference"] == pytest.approx(first["treatment_change"] - first["control_change"])
+    cost = mean_accuracy(artifacts, "E5b", 0.1) - mean_accuracy(artifacts, "E5b", 0.0)
+    assert first["treatment_change"] == pytest.approx(cost)
+    assert first["control_accuracy"] == pytest.approx(mean_accuracy(artifacts, "E5", 0.1))
+    assert (second["test"], second["margin"], second["verdict"]) == ("equivalence", 0.3, "supported")
+    assert (second["interval_level"], fourth["interval_level"]) == (0.9, 0.95)
+    # Holm within the family: the smaller of two p-values is doubled, whatever the other family holds.
+    smaller, larger = sorted((first["p_value"], second["p_value"]))
+    adjusted = sorted((first["p_holm"], second["p_holm"]))
+    assert adjusted == pytest.approx([min(2 * smaller, 1), max(2 * smaller, larger)])
+    assert (third["margin"], third["treatment_change"]) == (0.001, None)
+    assert third["verdict"] in ("refuted", "not_shown")
+
+
+def test_a_study_without_comparisons_gets_the_usual_ones(artifacts, run):
+    study = changed(artifacts, comparisons=[])
+    _, comparisons, claims = run(study, artifacts.evaluations)
+    assert set(comparisons["kind"]) == {"arms", "levels", "degradation"}
+    assert {family.name for family in claims.families} == {"arms", "levels", "degradation"}
+    assert not any(claim.declared for claim in claims.claims)
+    assert "invalid" not in verdicts(claims).values()
+
+
+def test_the_luck_of_training_is_pooled_over_arms(artifacts, run):
+    _, comparisons, _ = run(artifacts.study, artifacts.evaluations)
+    freedom = dict(comparisons.select("comparison_id", "degrees_of_freedom").iter_rows())
+    assert freedom["E5b-vs-E5@0"] == 4  # four arms of two seeds
+
+
+def test_the_same_weights_are_not_two_arms(artifacts, run):
+    first, second = (read_json(find(artifacts, arm).record, RunRecord) for arm in ("E5", "E5b"))
+    write_json(find(artifacts, "E5b").record, second.model_copy(update={"inputs_sha256": first.inputs_sha256}))
+    _, _, claims = run(artifacts.study, artifacts.evaluations)
+    assert "are the same weights" in reason(claims, "E5b-vs-E5@0")
+
+
+def test_two_noisy_levels_with_the_same_responses_are_a_red_flag(synthetic, artifacts, run):
+    rewrite_table(
+        find(artifacts, "E5"),
+        lambda table: table.with_columns(
+            response=pl.when(pl.col("noise_level") > 0).then(pl.lit("the same")).otherwise(pl.col("response"))
+        ),
+    )
+    study = changed(artifacts, comparisons=[synthetic.arms("E5b", "E5", 0.1), synthetic.arms("E5b", "E5")])
+    _, _, claims = run(study, artifacts.evaluations)
+    noisy, clean = claims.claims
+    assert noisy.invalid_kind == "identical_outputs"
+    assert "equals the response at noise level 0.05" in noisy.invalid_reason
+    assert "输出完全相同" in noisy.sentence_zh
+    assert clean.verdict != "invalid"
+
+
+def test_an_unfinished_study_is_compared_as_far_as_it_goes(artifacts, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = StudyPlan(artifacts.study)
+    assert len(existing_evaluations(plan)) == len(artifacts.evaluations) == plan.num_evaluations
+    find(artifacts, "srdd_guided").receipt.unlink()
+    # Behind made-up evaluations there are no runs.
+    found = [dataclasses.replace(one, broken_links=()) for one in existing_evaluations(plan)]
+    accuracy, comparisons, claims = run(artifacts.study, found)
+    assert verdicts(claims)["srdd_guided-vs-E5b@0.1"] == "invalid"
+    assert comparisons.filter(pl.col("verdict") == "invalid").height == 1
+    assert claims.missing == ("base/srdd_guided seed 0 step 60",)
+    assert len(accuracy) == (plan.num_evaluations - 1) * 3
+    table = read_table(tmp_path / "robustness.parquet", RobustnessTable)
+    assert "missing evaluations" in table.filter(pl.col("arm") == "srdd_guided")["problem"].item()
+
+
+def test_a_study_with_nothing_yet(artifacts, run):
+    accuracy, comparisons, claims = run(artifacts.study, [])
+    assert accuracy.is_empty()
+    assert set(comparisons["verdict"]) == {"invalid"}
+    assert {claim.invalid_kind for claim in claims.claims} == {"missing"}
+    assert claims.family_size == 0
+
+
+def test_sham_arms_give_a_false_positive_rate(synthetic, run, tmp_path):
+    study = synthetic.study(arms=["baseline", "E5", "E5b", "E5b_sham"], comparisons=[])
+    made = synthetic.write_evaluations(tmp_path, study)
+    _, _, claims = run(study, made.evaluations)
+    across, single = claims.sham_rates
+    assert (across.kind, across.tests, across.identical) == ("across_seeds", 3, 0)
+    assert (single.kind, single.tests) == ("single_runs", 6)
+    assert 0 <= across.ci_low <= across.rejected / across.tests <= across.ci_high <= 1
+    for seed in (0, 1):
+        real, sham = (read_json(made.find(arm, seed).record, RunRecord) for arm in ("E5b", "E5b_sham"))
+        write_json(made.find("E5b_sham", seed).record, sham.model_copy(update={"inputs_sha256": real.inputs_sha256}))
+    _, _, claims = run(study, made.evaluations)
+    assert claims.sham_rates[0].identical == 3
+    assert claims.sham_rates[0].rejected == 0

@@ -1,0 +1,113 @@
+"""The pieces of an evaluation: every batch once, put together in any order, nothing missing and nothing twice."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.errors import WorkerError
+from aqnpipe.evaluation.shards import AnsweredPiece, Piece, answered_passes, pieces_of
+from aqnpipe.runtime.evaluation_workers import answering_here
+
+PROMPTS = [[5] * length for length in (4, 9, 4, 2, 7)]
+
+
+def spec(**changes):
+    settings = {
+        "model_role": "base",
+        "arm_id": "test",
+        "seed": 0,
+        "step": 1,
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "eager",
+        "prompt": {},
+        "evaluation": {
+            "noise_levels": (0.0, 0.2),
+            "noise_seeds": (3, 4),
+            "max_response_tokens": 4,
+            "batch_size": 2,
+            "sampling": {"temperature": 1.0, "num_samples": 2},
+        },
+    }
+    return EvaluationSpec.model_validate(settings | changes)
+
+
+@pytest.fixture(scope="module")
+def answers(save_model):
+    pieces = pieces_of(spec(), PROMPTS)
+    with answering_here(spec(), save_model(num_layers=1), max_tokens=16) as answering:
+        return list(answering.answers(pieces))
+
+
+def test_a_piece_is_a_batch_of_prompts_of_like_length():
+    pieces = pieces_of(spec(), PROMPTS)
+    assert [piece.number for piece in pieces] == list(range(3 * 2 * 3))
+    assert [(piece.noise_level, piece.noise_seed) for piece in pieces[::6]] == [(0.0, 3), (0.2, 3), (0.2, 4)]
+    assert {len(piece.batches) for piece in pieces} == {1}
+    first_pass = [piece.batches[0] for piece in pieces[:6]]
+    assert [batch.questions for batch in first_pass] == [(3, 0), (2, 4), (1,)] * 2
+    assert [(batch.sample, batch.number, batch.step) for batch in first_pass] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (0, 2, 2),
+        (1, 0, 3),
+        (1, 1, 4),
+        (1, 2, 5),
+    ]
+    assert first_pass[1].prompts == ((5,) * 4, (5,) * 7)
+
+
+def test_a_pass_with_a_threshold_of_its_first_call_is_one_piece():
+    fault = {"type": "dead_zone", "layer": 0, "magnitude": 0.1}
+    dynamic, cached = (pieces_of(spec(faults=(fault | {"threshold": t},)), PROMPTS) for t in ("dynamic", "cached"))
+    assert (len(dynamic), len(cached)) == (18, 3)
+    assert [batch for piece in dynamic[:6] for batch in piece.batches] == list(cached[0].batches)
+
+
+def test_pieces_and_answers_survive_json(answers):
+    piece = pieces_of(spec(), PROMPTS)[7]
+    assert Piece.from_json(piece.to_json()) == piece
+    assert all(AnsweredPiece.from_json(one.to_json()) == one for one in answers)
+
+
+def test_the_order_of_answers_does_not_matter(answers):
+    pieces = pieces_of(spec(), PROMPTS)
+    in_order = list(answered_passes(spec(), pieces, answers))
+    shuffled = random.Random(1).sample(answers, len(answers))
+    assert list(answered_passes(spec(), pieces, shuffled)) == in_order
+    assert [(one.noise_level, one.noise_seed) for one in in_order] == [(0.0, 3), (0.2, 3), (0.2, 4)]
+    assert [[len(sample) for sample in one.samples] for one in in_order] == [[5, 5]] * 3
+    second = answers[1].completions[0]
+    assert [in_order[0].samples[0][question] for question in (2, 4)] == list(second)
+
+
+def test_a_receipt_is_of_all_its_pieces(answers):
+    passes = list(answered_passes(spec(), pieces_of(spec(), PROMPTS), answers))
+    for number, one in enumerate(passes):
+        (record,) = one.receipt.check().phases
+        states = [answer.account.states[0] for answer in answers[6 * number : 6 * (number + 1)]]
+        assert record.forwards == sum(state.phases[0].forwards for state in states)
+        assert record.noised_calls == sum(state.phases[0].noised_calls for state in states)
+        assert sum(cell.elements for cell in one.receipt.cells) == sum(
+            cell.elements for state in states for cell in state.cells
+        )
+
+
+def test_a_missing_piece_is_refused_and_its_pass_never_comes(answers):
+    passes = answered_passes(spec(), pieces_of(spec(), PROMPTS), [one for one in answers if one.number != 8])
+    assert [(next(passes).noise_seed)] == [3]
+    with pytest.raises(WorkerError, match="pieces 8 of 18 of the evaluation were not answered"):
+        list(passes)
+
+
+def test_a_piece_that_is_answered_twice_is_refused(answers):
+    with pytest.raises(WorkerError, match="piece 2 of 18 of the evaluation was answered twice"):
+        list(answered_passes(spec(), pieces_of(spec(), PROMPTS), [*answers[:3], answers[2]]))
+
+
+def test_a_piece_with_too_few_answers_is_refused(answers):
+    short = replace(answers[0], completions=(answers[0].completions[0][:1],))
+    with pytest.raises(WorkerError, match="piece 0 of 18 of the evaluation was not wholly answered"):
+        list(answered_passes(spec(), pieces_of(spec(), PROMPTS), [short, *answers[1:]]))

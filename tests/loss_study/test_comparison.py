@@ -1,0 +1,254 @@
+"""What a loss study shows: effects put into made-up losses are found, and nothing is found where there is none."""
+
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+from scipy import stats
+
+from aqnpipe.artifacts.files import read_json, write_json, write_table
+from aqnpipe.artifacts.lineage import digests_of_outputs
+from aqnpipe.artifacts.loss_studies import FaultLossFile, FaultLossTable
+from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.config.analysis import StatisticsConfig
+from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
+from aqnpipe.errors import DataError
+from aqnpipe.loss_study.comparison import LossInputs, compare_losses
+from aqnpipe.noise.receipts.loss_study_receipt import FaultLossPass, FaultLossReceipts
+from aqnpipe.noise.receipts.receipt import FaultCell, GradientFlow, PhaseRecord, Receipt, WeightCell, WeightSync
+
+NUM_TEXTS, SEEDS, VOCABULARY, MAGNITUDE = 40, (0, 1, 2, 3), 100, 0.3
+LAYERS = {"clean": (), "fault_only": (), "global": (0, 1, 2, 3), "targeted": (1,), "wrong_layers": (3,)}
+MEANS = {"clean": 0.1, "fault_only": 0.5, "global": 0.5, "targeted": 0.45, "wrong_layers": 0.5}
+
+
+def receipt_of(condition):
+    """A receipt without a problem, as a pass of that condition would leave it."""
+    fault = Fault(type="dead_zone", layer=1, magnitude=MAGNITUDE)
+    faulty, layers = condition != "clean", LAYERS[condition]
+    phases = ("evaluation", "backward") if faulty else ("evaluation",)
+    uniform = condition == "global"
+    aqn = AdaptiveNoise(
+        schedule=ConstantSigma(sigma=0.01), targets="hidden_states", layer_sigmas_from=None if uniform else "broken"
+    )
+    sync = WeightSync(
+        step=0,
+        sigma_scheduled=0.01,
+        sigma_asked=0.01,
+        sigma_measured=0.01,
+        targets=4,
+        elements=1000,
+        squared_error_ratio=1.0,
+        clean_sha256_before="a",
+        clean_sha256_after="a",
+    )
+    record = {
+        "forwards": NUM_TEXTS,
+        "noised_calls": 0,
+        "witnessed_elements": 10,
+        "witness_difference": 0.0,
+        "witness_scale": 0.0,
+        "escaped": {},
+    }
+    return Receipt(
+        operator_noise=None,
+        aqn=aqn if layers else None,
+        faults=(fault,) if faulty else (),
+        expected_phases=phases,
+        phases=tuple(PhaseRecord(phase=phase, **record) for phase in phases),
+        cells=(),
+        weight_syncs=(sync,) if layers else (),
+        weight_cells=tuple(WeightCell(layer=layer, measured_factor=1.0, elements=1000) for layer in layers),
+        layer_factors={layer: float(layer in layers) for layer in range(4)} if layers and not uniform else None,
+        fault_cells=(
+            FaultCell(
+                fault=0,
+                phase="evaluation",
+                calls=NUM_TEXTS,
+                elements=1000,
+                affected_elements=250,
+                num_channels=8,
+                num_faulty_channels=8,
+            ),
+        )
+        if faulty
+        else (),
+        gradient_flows=(
+            GradientFlow(
+                fault=0, calls=1, elements=800, zeroed_elements=200, leaked_elements=0, norm=5.0, zeroed_norm=3.0
+            ),
+        )
+        if faulty
+        else (),
+        num_layers=4,
+        num_norms=9,
+        num_steps=1 if layers else 0,
+        num_epochs=1 if layers else 0,
+    )
+
+
+def write_losses(folder, means=MEANS, seed=0):
+    """Losses with a common scatter of texts (0.2), one of noise seeds (0.002) and one of their pairs (0.01)."""
+    rng = np.random.default_rng(seed)
+    by_text = rng.normal(0, 0.2, NUM_TEXTS)
+    rows, passes = [], []
+    for condition, mean in means.items():
+        noisy = bool(LAYERS[condition])
+        order = "after_noise" if condition in ("global", "targeted") else None
+        magnitude = 0.0 if condition == "clean" else MAGNITUDE
+        for noise_seed in SEEDS if noisy else (0,):
+            scatter = rng.normal(0, 0.002) + rng.normal(0, 0.01, NUM_TEXTS) if noisy else np.zeros(NUM_TEXTS)
+            rows += [
+                {
+                    "question_id": f"test-{index:02}",
+                    "condition": condition,
+                    "magnitude": magnitude,
+                    "order": order,
+                    "noise_seed": noise_seed,
+                    "loss": float(abs(mean + text + extra)),
+                    "text_loss": 4.0,
+                    "scored_tokens": 9,
+                    "text_tokens": 30,
+                    "survival_rate": 0.75 if magnitude else 1.0,
+                }
+                for index, (text, extra) in enumerate(zip(by_text + 1.0, scatter, strict=True))
+            ]
+            passes.append(
+                FaultLossPass(
+                    condition=condition,
+                    magnitude=magnitude,
+                    order=order,
+                    noise_seed=noise_seed,
+                    noised_layers=LAYERS[condition],
+                    receipt=receipt_of(condition),
+                )
+            )
+    inputs = LossInputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    write_table(inputs.table, pl.DataFrame(rows, schema_overrides={"order": pl.String}), FaultLossTable)
+    receipts = FaultLossReceipts(
+        vocabulary_size=VOCABULARY, num_layers=4, faulty_layers=(1,), gamma=0.01, passes=tuple(passes)
+    )
+    write_json(inputs.receipt, receipts)
+    identity = {"model": "base", "name": "made-up"}
+    record = RunRecord(
+        stage="fault_loss", identity=identity, config={}, code_digest="", inputs_sha256={}, versions={}, device="cpu"
+    )
+    write_json(inputs.record, record)
+    vouch(inputs)
+    return inputs
+
+
+def vouch(inputs):
+    """Let the record speak of table and receipt as they are now."""
+    record = read_json(inputs.record, RunRecord)
+    written = digests_of_outputs({"table": inputs.table, "receipt": inputs.receipt})
+    write_json(inputs.record, record.model_copy(update={"outputs_sha256": written}))
+
+
+def compared(folder, **changes):
+    compare_losses(write_losses(folder, **changes), StatisticsConfig(), folder / "claims.json")
+    return read_json(folder / "claims.json", FaultLossFile)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return compared(tmp_path_factory.mktemp("losses"))
+
+
+def by_id(file):
+    return {one.comparison_id: one for one in file.comparisons}
+
+
+def test_effects_that_are_there_are_found_and_others_are_not(found):
+    verdicts = {name: one.verdict for name, one in by_id(found).items()}
+    assert verdicts == {
+        "fault_only_vs_clean_0.3": "supported",
+        "global_vs_fault_only_0.3_after_noise": "not_shown",
+        "targeted_vs_fault_only_0.3_after_noise": "supported",
+        "wrong_layers_vs_fault_only_0.3": "not_shown",
+        "targeted_vs_global_0.3_after_noise": "supported",
+        "targeted_vs_wrong_layers_0.3_after_noise": "supported",
+    }
+    assert {family.name: family.size for family in found.families} == {"harm": 1, "noise": 3, "place": 2}
+
+
+def test_differences_intervals_and_the_published_test_are_computed_from_the_table(found, tmp_path):
+    table = pl.read_parquet(write_losses(tmp_path).table)
+
+    def losses(condition):
+        rows = table.filter(pl.col("condition") == condition).sort("noise_seed", "question_id")
+        return rows["loss"].to_numpy().reshape(-1, NUM_TEXTS)
+
+    one = by_id(found)["targeted_vs_global_0.3_after_noise"]
+    difference = losses("targeted") - losses("global")
+    assert one.difference == pytest.approx(difference.mean())
+    assert one.ci_low < difference.mean() < one.ci_high
+    reference = stats.ttest_rel(losses("targeted").mean(axis=1), losses("global").mean(axis=1))
+    assert one.p_seed_t == pytest.approx(reference.pvalue)
+    harm = by_id(found)["fault_only_vs_clean_0.3"]
+    assert harm.num_seeds == 1
+    assert harm.difference == pytest.approx(0.4)
+
+
+def test_conditions_carry_survival_and_gradient_flow(found):
+    conditions = {one.condition: one for one in found.conditions}
+    assert conditions["clean"].survival_rate is None
+    assert conditions["targeted"].survival_rate == 0.75
+    assert conditions["targeted"].gradient_zeroed_share == 0.25
+    assert conditions["targeted"].gradient_zeroed_norm_share == pytest.approx(0.6)
+    assert conditions["targeted"].seed_sd > 0
+    assert conditions["fault_only"].seed_sd is None
+    assert conditions["wrong_layers"].noised_layers == (3,)
+    assert found.uniform == pytest.approx(math.log(100))
+
+
+def test_an_effect_against_the_claim_refutes_it(tmp_path):
+    worse = compared(tmp_path, means={**MEANS, "targeted": 0.6})
+    one = by_id(worse)["targeted_vs_fault_only_0.3_after_noise"]
+    assert one.verdict == "refuted"
+    assert "speak against the claim" in one.sentence
+    assert "nats" in one.sentence
+
+
+def test_losses_worse_than_guessing_are_not_compared(tmp_path):
+    """The published dead-zone study compared losses above ln|V|."""
+    broken = compared(tmp_path, means={**MEANS, "fault_only": 5.0, "global": 5.0, "targeted": 4.0})
+    verdicts = {name: one.verdict for name, one in by_id(broken).items()}
+    assert verdicts["targeted_vs_fault_only_0.3_after_noise"] == "invalid"
+    assert verdicts["targeted_vs_global_0.3_after_noise"] == "invalid"
+    assert by_id(broken)["targeted_vs_global_0.3_after_noise"].p_holm is None
+    assert "worse than guessing uniformly" in by_id(broken)["targeted_vs_global_0.3_after_noise"].sentence
+    assert {one.condition for one in broken.conditions if one.above_uniform} == {"fault_only", "global", "targeted"}
+
+
+def test_false_alarms_without_any_effect_stay_at_alpha(tmp_path):
+    """Two comparisons of noise in each of 60 made-up studies; with 5 % each, at most 14 of 120 (five SD)."""
+    equal = dict.fromkeys(("fault_only", "global", "targeted"), 0.5)
+    p_values = [
+        one.p_value
+        for seed in range(60)
+        for one in compared(tmp_path / str(seed), means=equal, seed=seed).comparisons
+        if one.family == "noise"
+    ]
+    assert len(p_values) == 120
+    assert sum(p < 0.05 for p in p_values) <= 6 + 5 * (120 * 0.05 * 0.95) ** 0.5
+
+
+def test_rows_without_a_receipt_are_refused(tmp_path):
+    inputs = write_losses(tmp_path)
+    receipts = read_json(inputs.receipt, FaultLossReceipts)
+    write_json(inputs.receipt, receipts.model_copy(update={"passes": receipts.passes[:-1]}))
+    vouch(inputs)
+    with pytest.raises(DataError, match="no receipt for pass"):
+        compare_losses(inputs, StatisticsConfig(), tmp_path / "claims.json")
+
+
+def test_a_pass_whose_noise_went_elsewhere_is_refused(tmp_path):
+    inputs = write_losses(tmp_path)
+    receipts = read_json(inputs.receipt, FaultLossReceipts)
+    wrong = receipts.passes[-1].model_copy(update={"noised_layers": (0,)})
+    write_json(inputs.receipt, receipts.model_copy(update={"passes": (*receipts.passes[:-1], wrong)}))
+    vouch(inputs)
+    with pytest.raises(DataError, match=r"noise was measured in layers \[3\]"):
+        compare_losses(inputs, StatisticsConfig(), tmp_path / "claims.json")

@@ -1,0 +1,301 @@
+"""Faults of a machine within phases: their order with hidden-state noise, gradients, survival, receipts, replay."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+
+from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
+from aqnpipe.errors import ReceiptError
+from aqnpipe.noise import faults
+from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.injection.fault_injection import StruckSites
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+KEY = NoiseKey(seed=3, step=2)
+LAYER = 1
+DEAD_ZONE = Fault(type="dead_zone", layer=LAYER, magnitude=0.2)
+IDS = torch.randint(2, 64, (4, 12), generator=torch.Generator().manual_seed(1))
+ALL = torch.ones(32, dtype=torch.bool)
+
+
+def recorder_for(*asked, phases=("actor_forward",), **settings):
+    return ReceiptRecorder(
+        operator_noise=None, faults=asked, expected_phases=phases, num_layers=3, num_norms=7, **settings
+    )
+
+
+def layer_output(model, recorder=None, phase="rollout", hidden_sigmas=None, key=KEY):
+    """What leaves layer LAYER after all hooks, seen as what enters the next layer."""
+    seen = []
+    handle = model.model.layers[LAYER + 1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        if recorder is None:
+            model(IDS)
+        else:
+            with phase_noise(model, recorder, phase, key, hidden_sigmas=hidden_sigmas):
+                model(IDS)
+    handle.remove()
+    return seen[0]
+
+
+def strike(hidden, fault=DEAD_ZONE):
+    return faults.apply_fault(hidden, fault, ALL, call=0)
+
+
+def relative_noise(model, sigma):
+    """The factor that AQN's noise puts on every element of the layer's output, from a run without faults."""
+    ordered = layer_output(model, recorder_for(), hidden_sigmas={LAYER: sigma})
+    return ordered / layer_output(model)
+
+
+def test_the_default_order_lets_noise_lift_values_over_the_threshold(model):
+    clean = layer_output(model)
+    noised = layer_output(model, recorder_for(), hidden_sigmas={LAYER: 0.5})
+    found = layer_output(model, recorder_for(DEAD_ZONE), hidden_sigmas={LAYER: 0.5})
+    assert torch.equal(found, strike(noised))
+    lifted = (strike(clean) == 0) & (found != 0)
+    assert lifted.any()
+    assert torch.equal(found[lifted], noised[lifted])
+
+
+def test_relative_noise_after_the_fault_revives_no_exact_zero(model):
+    clean = layer_output(model)
+    fault = DEAD_ZONE.model_copy(update={"order": "before_noise"})
+    found = layer_output(model, recorder_for(fault), hidden_sigmas={LAYER: 0.5})
+    dead = strike(clean) == 0
+    assert 0.1 < dead.float().mean() < 0.9
+    assert torch.equal(found == 0, dead)
+    torch.testing.assert_close(found, strike(clean) * relative_noise(model, 0.5))
+
+
+def test_around_the_noise_is_strike_noise_strike(model):
+    clean = layer_output(model)
+    fault = DEAD_ZONE.model_copy(update={"order": "around_noise"})
+    found = layer_output(model, recorder_for(fault), hidden_sigmas={LAYER: 0.5})
+    # The noise is keyed by place, so a machine whose fault comes first of all shows what enters the second strike.
+    first = layer_output(
+        model,
+        recorder_for(DEAD_ZONE.model_copy(update={"order": "before_noise"})),
+        hidden_sigmas={LAYER: 0.5},
+    )
+    assert torch.equal(found, strike(first))
+    assert torch.equal(found[strike(clean) == 0], torch.zeros_like(found[strike(clean) == 0]))
+    assert ((found == 0) & (strike(clean) != 0)).any()
+
+
+@pytest.mark.parametrize("order", ["after_noise", "before_noise", "around_noise"])
+def test_without_noise_the_fault_strikes_once_whatever_the_order(model, order):
+    # Saturation with a threshold of each call would clamp further at a second strike.
+    fault = Fault(type="saturation", layer=LAYER, magnitude=0.3, order=order)
+    assert torch.equal(layer_output(model, recorder_for(fault)), strike(layer_output(model), fault))
+
+
+def test_survival_rates_are_those_counted_by_hand(model):
+    clean = layer_output(model)
+    noised = layer_output(model, recorder_for(), hidden_sigmas={LAYER: 0.5})
+    before = layer_output(
+        model, recorder_for(DEAD_ZONE.model_copy(update={"order": "before_noise"})), hidden_sigmas={LAYER: 0.5}
+    )
+    expected = {
+        "after_noise": (strike(noised) != noised).sum(),
+        "before_noise": (strike(clean) != clean).sum(),
+        "around_noise": ((strike(clean) != clean) | (strike(before) != before)).sum(),
+    }
+    for order, affected in expected.items():
+        recorder = recorder_for(DEAD_ZONE.model_copy(update={"order": order}))
+        layer_output(model, recorder, hidden_sigmas={LAYER: 0.5})
+        (cell,) = recorder.receipt().fault_cells
+        assert (cell.calls, cell.elements, cell.num_faulty_channels) == (1, clean.numel(), 32)
+        assert cell.affected_elements == int(affected)
+        assert cell.survival_rate == 1 - int(affected) / clean.numel()
+    assert len(set(map(int, expected.values()))) == 3
+
+
+def gradient_run(model, *asked, sigma=0.0, phase="actor_forward"):
+    """Loss, gradients of weights, and the receipt of a forward and backward pass."""
+    recorder = recorder_for(*asked, phases=("actor_forward", "backward"))
+    model.zero_grad()
+    with phase_noise(model, recorder, phase, KEY, backward=True, hidden_sigmas={LAYER: sigma} if sigma else None):
+        logits = model(IDS, use_cache=False).logits
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+    recorder.count_forward("backward")
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, recorder.receipt()
+
+
+@pytest.mark.parametrize("order", ["after_noise", "before_noise", "around_noise"])
+def test_the_gradient_is_zero_exactly_where_the_output_was_zeroed(model, order):
+    _, receipt = gradient_run(model, DEAD_ZONE.model_copy(update={"order": order}), sigma=0.3)
+    (cell,), (flow,) = receipt.fault_cells, receipt.gradient_flows
+    assert flow.calls == 1
+    assert flow.leaked_elements == 0
+    assert 0 < flow.zeroed_elements <= cell.affected_elements
+    assert flow.zeroed_share == flow.zeroed_elements / flow.elements
+    assert 0 < flow.zeroed_norm < flow.norm
+
+
+def test_the_recorded_gradient_is_that_of_autograd_by_hand(model):
+    """The same network with the fault written out, its gradient taken on both sides of the fault."""
+    _, receipt = gradient_run(model, DEAD_ZONE)
+    sides = {}
+
+    def written_out(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.retain_grad()
+        struck = torch.where(hidden.abs() < 0.2 * hidden.abs().max(), 0.0, 1.0) * hidden
+        struck.retain_grad()
+        sides.update(entering=hidden, leaving=struck)
+        return (struck, *output[1:]) if isinstance(output, tuple) else struck
+
+    handle = model.model.layers[LAYER].register_forward_hook(written_out)
+    logits = model(IDS, use_cache=False).logits
+    handle.remove()
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+    arrived, passed = sides["leaving"].grad, sides["entering"].grad
+    (flow,) = receipt.gradient_flows
+    assert flow.elements == int((arrived != 0).sum())
+    assert flow.zeroed_elements == int(((arrived != 0) & (passed == 0)).sum())
+    assert flow.norm == pytest.approx(arrived.norm().item(), rel=1e-5)
+    assert flow.zeroed_norm == pytest.approx((arrived - passed).norm().item(), rel=1e-5)
+    receipt.check()
+
+
+@pytest.mark.parametrize("kind", ["noise", "bias"])
+def test_faults_that_add_let_the_whole_gradient_pass(model, kind):
+    _, receipt = gradient_run(model, Fault(type=kind, layer=LAYER, magnitude=0.5))
+    (flow,) = receipt.check().gradient_flows
+    assert flow.zeroed_elements == 0
+    assert flow.norm > 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        DEAD_ZONE,
+        Fault(type="noise", layer=LAYER, magnitude=0.5, seed=4),
+        Fault(type="spike", layer=0, magnitude=1.0, site="o_proj"),
+    ],
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_computes_the_same_fault_again(make_model, fault, reentrant):
+    model = make_model(attention_dropout=0.0).train()
+    expected, plain = gradient_run(model, fault)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    found, receipt = gradient_run(model, fault)
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    assert receipt.fault_cells == plain.fault_cells
+    assert receipt.gradient_flows == plain.gradient_flows
+    receipt.check()
+
+
+def test_the_same_key_replays_the_fault_and_another_does_not(model):
+    fault = Fault(type="noise", layer=LAYER, magnitude=0.5)
+    first = layer_output(model, recorder_for(fault))
+    assert torch.equal(first, layer_output(model, recorder_for(fault)))
+    for other in (NoiseKey(seed=3, step=3), NoiseKey(seed=4, step=2), NoiseKey(seed=3, step=2, rank=1)):
+        assert not torch.equal(first, layer_output(model, recorder_for(fault), key=other))
+
+
+def test_a_cached_threshold_is_kept_over_the_phases_of_a_run(model):
+    recorder = recorder_for(DEAD_ZONE.model_copy(update={"threshold": "cached"}))
+    first = layer_output(model, recorder)
+    clean = layer_output(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.5)
+    smaller = layer_output(model)
+    found = layer_output(model, recorder, phase="reference")
+    assert torch.equal(first, strike(clean))
+    assert torch.equal(found, faults.dead_zone(smaller, 0.2, clean.abs().max()))
+
+
+def test_the_witness_sees_raw_outputs_under_a_fault_on_a_linear_module(model):
+    recorder = recorder_for(Fault(type="bias", layer=LAYER, magnitude=0.5, site="down_proj"), phases=("rollout",))
+    layer_output(model, recorder)
+    receipt = recorder.receipt().check()
+    assert receipt.phases[0].witness_difference == 0.0
+    assert receipt.phases[0].witnessed_elements > 0
+
+
+def test_hooks_are_gone_after_an_exception(model):
+    count = sum(len(module._forward_hooks) for module in model.modules())
+    with pytest.raises(RuntimeError), phase_noise(model, recorder_for(DEAD_ZONE), "rollout", KEY):
+        raise RuntimeError
+    assert sum(len(module._forward_hooks) for module in model.modules()) == count
+
+
+def test_aqn_on_hidden_states_and_a_fault_have_one_receipt(model):
+    aqn = AdaptiveNoise(schedule=ConstantSigma(sigma=0.1), targets="hidden_states", layer_sigmas_from="dead_zone")
+    factors = {0: 0.0, 1: 1.0, 2: 0.0}
+    recorder = recorder_for(DEAD_ZONE, phases=("rollout",), aqn=aqn, num_steps=1, num_epochs=1, layer_factors=factors)
+    targets = target_factors(model, aqn, factors)
+    with noised_rollout(model, recorder, targets, sigma=0.1, seed=0, step=0) as sigmas:
+        layer_output(model, recorder, hidden_sigmas=sigmas)
+    receipt = recorder.receipt().check()
+    assert {cell.layer for cell in receipt.weight_cells} == {LAYER}
+    assert receipt.fault_cells[0].affected_elements > 0
+
+
+def test_hidden_noise_passes_gradients_straight_through(model):
+    """d(noised)/d(hidden) is 1, not the noise's factor."""
+    hidden = torch.randn(2, 3, 32, requires_grad=True)
+    recorder = recorder_for()
+    noised = StruckSites(PhaseState(model, recorder, "rollout", KEY), {LAYER: 0.5})._noised(LAYER, 0.5, hidden)
+    noised.sum().backward()
+    assert not torch.equal(noised, hidden)
+    assert torch.equal(hidden.grad, torch.ones_like(hidden))
+
+
+# -- what the receipt refuses ------------------------------------------------------------------------------------------
+
+
+def test_a_fault_that_changes_nothing_is_refused(model):
+    recorder = recorder_for(Fault(type="dead_zone", layer=LAYER, magnitude=1e-12), phases=("rollout",))
+    layer_output(model, recorder)
+    with pytest.raises(
+        ReceiptError, match=r"fault dead_zone in layer 1 \(layer_output\) changed none of 1536 elements"
+    ):
+        recorder.receipt().check()
+
+
+def test_a_phase_without_the_fault_is_refused(model):
+    recorder = recorder_for(DEAD_ZONE, phases=("rollout", "reference"))
+    layer_output(model, recorder)
+    recorder.count_forward("reference")
+    with pytest.raises(ReceiptError, match=r"reference: fault dead_zone in layer 1 .* did not run"):
+        recorder.receipt().check()
+
+
+def test_a_fault_that_nobody_asked_for_is_refused(model):
+    recorder = recorder_for(phases=("rollout",))
+    with faults.simulated_faults(model, [DEAD_ZONE]):
+        layer_output(model, recorder)
+    with pytest.raises(ReceiptError, match=r"model\.layers\.1: a simulated fault was there, none was asked for"):
+        recorder.receipt().check()
+
+
+def test_a_backward_pass_past_the_fault_is_refused(model):
+    recorder = recorder_for(DEAD_ZONE, phases=("rollout", "backward"))
+    layer_output(model, recorder)
+    recorder.count_forward("backward")
+    with pytest.raises(ReceiptError, match="no gradient was seen at fault dead_zone"):
+        recorder.receipt().check()
+
+
+def test_a_gradient_that_leaks_through_a_dead_zone_is_refused(model, monkeypatch):
+    """Straight through instead of masked."""
+    monkeypatch.setattr(
+        faults, "dead_zone", lambda hidden, m, top: hidden - (hidden * (hidden.abs() < m * top)).detach()
+    )
+    _, receipt = gradient_run(model, DEAD_ZONE)
+    with pytest.raises(ReceiptError, match="elements that it replaced passed a gradient"):
+        receipt.check()
+
+
+def test_order_is_about_layer_outputs():
+    with pytest.raises(ValidationError, match="order around_noise is about noise on hidden states"):
+        Fault(type="dead_zone", layer=0, magnitude=0.1, site="o_proj", order="around_noise")

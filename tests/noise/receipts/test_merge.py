@@ -1,0 +1,228 @@
+"""Merged receipts: the sums of one recorder that saw everything, and refusals that name the worker."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aqnpipe.config.noise import AdaptiveNoise, Fault, OperatorNoise
+from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.receipts.merge import WorkerAccount, merge_states, merged_receipt, read_accounts
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder_state import RecorderState
+
+NOISE = OperatorNoise.model_validate({"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}})
+SCHEDULE = {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.05}
+FAULT = Fault.model_validate({"type": "saturation", "layer": 1, "magnitude": 0.3, "sparsity": 0.5})
+MODES = {
+    "clean": {},
+    "operators": {"operator_noise": NOISE},
+    "norms": {"aqn": {"schedule": SCHEDULE}},
+    "hidden": {"aqn": {"schedule": SCHEDULE, "targets": "hidden_states"}},
+    "fault": {"operator_noise": NOISE, "faults": (FAULT,)},
+}
+
+
+def recorder_for(mode):
+    asked = dict(MODES[mode])
+    aqn = AdaptiveNoise.model_validate(asked.pop("aqn")) if "aqn" in asked else None
+    return ReceiptRecorder(
+        operator_noise=asked.get("operator_noise"),
+        aqn=aqn,
+        faults=asked.get("faults", ()),
+        expected_phases=("rollout", "actor_forward"),
+        num_layers=3,
+        num_norms=7,
+        num_steps=2,
+        num_epochs=1,
+    )
+
+
+def record(recorder, model, rank):
+    """Two steps of what a worker does: a rollout of a length of its own, then a forward and backward pass."""
+    factors = target_factors(model, recorder.aqn, None) if recorder.aqn else {}
+    for step in range(2):
+        key = NoiseKey(seed=0, step=step, rank=rank)
+        tokens = torch.randint(2, 64, (4, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+        sigma = 0.05 if recorder.aqn else 0.0
+        with (
+            noised_rollout(model, recorder, factors, sigma=sigma, seed=0, step=step) as sigmas,
+            torch.no_grad(),
+            phase_noise(model, recorder, "rollout", key, hidden_sigmas=sigmas),
+        ):
+            for _ in range(3 + rank):
+                model(tokens, use_cache=False)
+        with phase_noise(model, recorder, "actor_forward", key, backward=True):
+            loss = model(tokens, use_cache=False).logits.square().mean()
+        loss.backward()
+        recorder.count_forward("backward")
+        model.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def accounts_of(make_model):
+    """Return (recorder, accounts of two workers) for a mode; each mode is recorded once."""
+    kept = {}
+
+    def get(mode):
+        if mode not in kept:
+            torch.manual_seed(0)
+            model = make_model(num_layers=3)
+            accounts = []
+            for rank in range(2):
+                recorder = recorder_for(mode)
+                record(recorder, model, rank)
+                accounts.append(WorkerAccount(rank, 2, recorder.state()))
+            kept[mode] = accounts
+        return recorder_for(mode), copy.deepcopy(kept[mode])
+
+    return get
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_merged_receipt_is_that_of_one_recorder_that_saw_everything(mode, accounts_of, make_model):
+    torch.manual_seed(0)
+    model = make_model(num_layers=3)
+    both = recorder_for(mode)
+    for rank in range(2):
+        record(both, model, rank)
+    merged = merged_receipt(*accounts_of(mode))
+    assert merged.num_workers == 2
+    expected = both.receipt()
+    for ours, theirs in zip(merged.cells, expected.cells, strict=True):
+        assert (ours.calls, ours.elements, ours.measured_elements) == (
+            theirs.calls, theirs.elements, theirs.measured_elements,
+        )  # fmt: skip
+        assert ours.measured == pytest.approx(theirs.measured, rel=1e-12)
+        assert ours.mean_error == pytest.approx(theirs.mean_error, rel=1e-9, abs=1e-15)
+    for ours, theirs in zip(merged.phases, expected.phases, strict=True):
+        assert (ours.forwards, ours.noised_calls, ours.witnessed_elements, ours.witness_difference) == (
+            theirs.forwards, theirs.noised_calls, theirs.witnessed_elements, theirs.witness_difference,
+        )  # fmt: skip
+        assert ours.witness_scale == pytest.approx(theirs.witness_scale, rel=1e-12)
+    assert merged.fault_cells == expected.fault_cells
+    for ours, theirs in zip(merged.gradient_flows, expected.gradient_flows, strict=True):
+        assert ours.model_dump() == pytest.approx(theirs.model_dump(), rel=1e-12)
+
+
+def test_noise_on_weights_is_kept_once_and_noise_on_hidden_states_is_added_up(accounts_of):
+    for mode, share in (("norms", 1), ("hidden", 2)):
+        recorder, accounts = accounts_of(mode)
+        first = accounts[0].state.weight_syncs
+        merged = merged_receipt(recorder, accounts)
+        assert [sync.step for sync in merged.weight_syncs] == [0, 1]
+        if mode == "norms":
+            assert list(merged.weight_syncs) == first
+        else:
+            both = [sum(a.state.weight_syncs[i].elements for a in accounts) for i in range(2)]
+            assert [sync.elements for sync in merged.weight_syncs] == both
+        assert merged.weight_cells[0].elements >= share * first[0].elements // 7
+
+
+def test_measured_scales_of_workers_are_merged_by_their_elements(accounts_of):
+    """3 elements with relative errors of 0.1, one with 0.3: sqrt((3*0.01 + 0.09)/4) = 0.17320508."""
+    _, accounts = accounts_of("operators")
+    states = [account.state for account in accounts]
+    for state, count, square in ((states[0], 3, 0.01), (states[1], 1, 0.09)):
+        state.cells = state.cells[:1]
+        state.cells[0].ratios = replace(state.cells[0].ratios, count=count, squares=count * square, total=0.0)
+    cell = merge_states(states, per_worker_draws=False).cells[0]
+    assert cell.ratios.root_mean_square == pytest.approx(0.17320508, rel=1e-8)
+
+
+def test_accounts_survive_their_files(accounts_of, tmp_path):
+    _, accounts = accounts_of("operators")
+    for account in accounts:
+        account.write(tmp_path)
+    assert read_accounts(tmp_path, 2) == accounts
+
+
+def test_a_missing_worker_is_refused(accounts_of, tmp_path):
+    _, accounts = accounts_of("operators")
+    accounts[0].write(tmp_path)
+    with pytest.raises(ReceiptError, match="no account of worker 1 of 2"):
+        read_accounts(tmp_path, 2)
+
+
+def test_an_account_of_another_launch_or_no_account_at_all_is_refused(accounts_of, tmp_path):
+    _, accounts = accounts_of("operators")
+    for account in accounts:
+        account.write(tmp_path)
+    replace(accounts[1], num_workers=4).write(tmp_path)
+    with pytest.raises(ReceiptError, match="is of worker 1 of 4, expected 1 of 2"):
+        read_accounts(tmp_path, 2)
+    (tmp_path / "worker1.json").write_text(json.dumps({"rank": 1}))
+    with pytest.raises(ReceiptError, match=r"worker1\.json: num_workers: missing key"):
+        read_accounts(tmp_path, 2)
+
+
+def refusal(accounts_of, mode, change):
+    recorder, accounts = accounts_of(mode)
+    state: RecorderState = accounts[1].state
+    change(state)
+    with pytest.raises(ReceiptError) as refused:
+        merged_receipt(recorder, accounts)
+    return str(refused.value)
+
+
+def test_a_worker_without_its_noise_is_refused(accounts_of):
+    def silent(state):
+        state.cells = [cell for cell in state.cells if cell.phase != "rollout"]
+
+    assert "worker 1 of 2: rollout: noise was asked for but never reached layers" in refusal(
+        accounts_of, "operators", silent
+    )
+
+
+def test_a_worker_whose_noise_stopped_half_way_is_refused(accounts_of):
+    """What was noised is in order, so that only the count of calls gives it away."""
+
+    def short(state):
+        for cell in state.cells:
+            if cell.phase == "actor_forward":
+                cell.calls -= cell.calls // 2
+
+    text = refusal(accounts_of, "operators", short)
+    assert "worker 1 of 2: actor_forward linear layer 0: 7 noised calls in 2 passes, worker 0 had 14 in 2" in text
+
+
+def test_a_worker_with_fewer_passes_is_refused(accounts_of):
+    def idle(state):
+        for phase in state.phases:
+            if phase.phase == "backward":
+                phase.forwards = 1
+
+    assert "worker 1 of 2: backward: 1 passes, worker 0 had 2" in refusal(accounts_of, "operators", idle)
+
+
+def test_a_worker_that_lacks_a_phase_is_refused(accounts_of):
+    def absent(state):
+        state.phases = [phase for phase in state.phases if phase.phase != "actor_forward"]
+
+    assert "worker 1 of 2: phase actor_forward never ran" in refusal(accounts_of, "clean", absent)
+
+
+@pytest.mark.parametrize("mode", ["norms", "hidden"])
+def test_workers_with_different_clean_weights_or_sigmas_are_refused(accounts_of, mode):
+    def other_weights(state):
+        sync = state.weight_syncs[1]
+        changed = {"clean_sha256_before": "0" * 64, "clean_sha256_after": "0" * 64}
+        state.weight_syncs[1] = sync.model_copy(update=changed)
+
+    assert "worker 1 of 2: AQN step 1: clean_sha256_before is 000000000000" in refusal(accounts_of, mode, other_weights)
+
+    def other_sigma(state):
+        state.weight_syncs[0] = state.weight_syncs[0].model_copy(update={"sigma_asked": 0.04})
+
+    assert "worker 1 of 2: AQN step 0: sigma_asked is 0.04, 0.05" in refusal(accounts_of, mode, other_sigma)
+
+
+def test_a_worker_that_missed_a_sync_is_refused(accounts_of):
+    def forget(state):
+        state.weight_syncs.pop()
+
+    assert "worker 1 of 2: AQN: 1 weight syncs, worker 0 had 2" in refusal(accounts_of, "norms", forget)

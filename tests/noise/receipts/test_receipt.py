@@ -1,0 +1,123 @@
+"""Receipts that were tampered with, or tell of a run that went wrong, are refused; honest ones are not."""
+
+import pytest
+import torch
+
+from aqnpipe.config.noise import ModuleNoise, OperatorNoise, RelativeGaussian, SystematicBias
+from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout",))
+
+
+def receipt_of(model, operator_noise=NOISE, module_noise=None, forwards=4):
+    recorder = ReceiptRecorder(
+        operator_noise=operator_noise,
+        module_noise=module_noise,
+        expected_phases=("rollout",),
+        num_layers=3,
+        num_norms=7,
+    )
+    with torch.no_grad(), phase_noise(model, recorder, "rollout", NoiseKey(seed=0, step=0)):
+        for index in range(forwards):
+            model(torch.randint(2, 64, (4, 12), generator=torch.Generator().manual_seed(index)), use_cache=False)
+    return recorder.receipt()
+
+
+def with_cell(receipt, index=0, **changes):
+    cells = list(receipt.cells)
+    cells[index] = cells[index].model_copy(update=changes)
+    return receipt.model_copy(update={"cells": tuple(cells)})
+
+
+def with_phase(receipt, **changes):
+    return receipt.model_copy(update={"phases": (receipt.phases[0].model_copy(update=changes),)})
+
+
+@pytest.fixture
+def honest(model):
+    return receipt_of(model).check()
+
+
+def test_a_receipt_survives_its_file(honest):
+    assert Receipt.model_validate_json(honest.model_dump_json()) == honest
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.2, 2.0])
+def test_another_scale_than_asked_is_refused(honest, factor):
+    with pytest.raises(ReceiptError, match=r"measured scale .*, asked 0\.05"):
+        with_cell(honest, measured=0.05 * factor).check()
+
+
+def test_an_error_with_a_mean_is_refused(honest):
+    with pytest.raises(ReceiptError, match=r"mean error 0\.03 is not 0"):
+        with_cell(honest, mean_error=0.03).check()
+
+
+def test_a_cell_that_was_asked_otherwise_is_refused(honest):
+    """The spec in the receipt decides what was asked, not what the cell says of itself."""
+    with pytest.raises(ReceiptError, match=r"noised with relative_gaussian 0\.1, which was not asked for"):
+        with_cell(honest, asked=0.1, measured=0.1).check()
+
+
+def test_a_cell_without_measurements_is_refused(honest):
+    with pytest.raises(ReceiptError, match="noised calls but nothing measured"):
+        with_cell(honest, measured=None, mean_error=None, measured_elements=0).check()
+
+
+def test_a_layer_without_its_products_is_refused(honest):
+    cells = tuple(cell for cell in honest.cells if (cell.operator, cell.layer) != ("linear", 1))
+    with pytest.raises(ReceiptError, match=r"no linear was noised in layers \[1\]"):
+        honest.model_copy(update={"cells": cells}).check()
+
+
+def test_operator_noise_beside_module_noise_alone_is_refused(model):
+    """Module noise in a phase is no licence for operator noise in it."""
+    modules = ModuleNoise(modules="linear", error=RelativeGaussian(scale=0.05))
+    receipt = receipt_of(model, operator_noise=NOISE, module_noise=modules).check()
+    for asked in ("operator_noise", "module_noise"):
+        with pytest.raises(ReceiptError, match="none were asked for"):
+            receipt.model_copy(update={asked: None}).check()
+
+
+def test_a_witness_that_saw_nothing_is_refused(honest):
+    with pytest.raises(ReceiptError, match="no operator output was compared"):
+        with_phase(honest, witnessed_elements=0).check()
+
+
+def test_a_bias_of_the_wrong_sign_is_refused(model):
+    noise = OperatorNoise(error=SystematicBias(scale=0.01), phases=("rollout",))
+    receipt = receipt_of(model, noise).check()
+    with pytest.raises(ReceiptError, match=r"mean error -0\.01 is not 0\.01"):
+        with_cell(receipt, mean_error=-0.01).check()
+
+
+def test_nothing_asked_and_nothing_done_is_in_order(model):
+    receipt = receipt_of(model, operator_noise=None).check()
+    assert receipt.cells == ()
+    assert receipt.phases[0].noised_share == 0.0
+
+
+def test_every_false_alarm_would_be_one_in_a_million(make_model):
+    """Forty honest runs of seeds of their own, each with dozens of cells: none is refused."""
+    model = make_model()
+    for seed in range(40):
+        recorder = ReceiptRecorder(operator_noise=NOISE, expected_phases=("rollout",), num_layers=3, num_norms=7)
+        with torch.no_grad(), phase_noise(model, recorder, "rollout", NoiseKey(seed=seed, step=0)):
+            model(torch.randint(2, 64, (2, 8), generator=torch.Generator().manual_seed(seed)), use_cache=False)
+        recorder.receipt().check()
+
+
+@pytest.mark.parametrize("asked", ["operator_noise", "module_noise"])
+def test_noise_for_a_phase_that_the_run_does_not_have_is_refused(model, asked):
+    """Noise on the reference alone, in a training without one, would be noise that nobody ever meets."""
+    error = RelativeGaussian(scale=0.05)
+    noise = {
+        "operator_noise": OperatorNoise(error=error, phases=("reference",)),
+        "module_noise": ModuleNoise(modules="linear", error=error, phases=("reference",)),
+    }
+    receipt = receipt_of(model, **{"operator_noise": None, asked: noise[asked]})
+    with pytest.raises(ReceiptError, match="noise was asked for in reference alone, which never ran"):
+        receipt.check()

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.cli.main import app
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.noise import (
+    AdaptiveNoise,
+    EpochAwareRanges,
+    EpochRange,
+    ModuleNoise,
+    OperatorNoise,
+    RelativeGaussian,
+)
+from aqnpipe.config.study import read_arms
+from aqnpipe.noise.measure_arm import measure_arm
+from aqnpipe.noise.receipts.receipt import Receipt
+
+E5 = OperatorNoise(error=RelativeGaussian(scale=0.05))
+AQN = AdaptiveNoise(schedule=EpochAwareRanges(ranges=(EpochRange(sigma_start=0.05, sigma_end=0.01),)))
+
+
+def test_an_arm_that_does_what_it_says_passes(model):
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    receipt = measure_arm(model, Arm(description="", operator_noise=E5, aqn=AQN), prompt_tokens=32).check()
+    assert {record.phase for record in receipt.phases if record.noised_calls} == set(E5.phases)
+    assert {record.phase: record.noised_share for record in receipt.phases}["rollout"] == 1.0
+    assert receipt.weight_syncs[0].sigma_scheduled == 0.05
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_norm_hooks_reach_hardly_any_operation(model):
+    noise = ModuleNoise(modules="minimal", error=RelativeGaussian(scale=0.05))
+    receipt = measure_arm(model, Arm(description="", module_noise=noise)).check()
+    assert receipt.phases[0].modules_noised == 7
+    assert receipt.phases[0].noised_share == 0.0
+
+
+def test_a_model_whose_attention_escapes_is_told(make_model):
+    model = make_model(attn_implementation="sdpa")
+    problems = measure_arm(model, Arm(description="", operator_noise=E5)).problems()
+    assert any("scaled_dot_product_attention escaped" in problem for problem in problems)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["noise-audit", "tiny", *arguments])
+
+
+def test_the_command_shows_what_was_reached(tmp_path):
+    result = run("--arm", "E5b", "--json", str(tmp_path / "receipt.json"))
+    assert result.exit_code == 0, result.output
+    assert "100.0%" in result.output
+    assert "restored bit for bit" in " ".join(result.output.split())
+    assert "every phase has what was asked for" in result.output
+    receipt = read_json(tmp_path / "receipt.json", Receipt)
+    assert receipt.problems() == []
+
+
+def test_an_unknown_arm_names_those_that_there_are():
+    result = run("--arm", "E99")
+    assert result.exit_code == 1
+    assert "unknown arm 'E99', config/arms.yaml defines" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "arm", [name for name, arm in read_arms(Path("config/arms.yaml")).items() if arm.model == "base"]
+)
+def test_every_shipped_arm_does_what_it_asks_for(arm, make_model):
+    measure_arm(make_model(intermediate_size=64), read_arms(Path("config/arms.yaml"))[arm]).check()

@@ -1,0 +1,229 @@
+"""The audit of the published figures, against what is known about them from an independent analysis."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from statsmodels.stats.proportion import proportions_ztest
+
+from aqnpipe.config.published import PublishedFile, RatioClaim
+from aqnpipe.published.check import audit, audit_file
+from aqnpipe.published.tests import Proportion, Result, largest_discordance, ratio_result
+from aqnpipe.statistics.grim import agrees, possible_counts, possible_sizes
+
+PUBLISHED = Path(__file__).parents[2] / "config" / "published.yaml"
+
+
+@pytest.fixture(scope="module")
+def audited():
+    return audit_file(PUBLISHED)
+
+
+def claim(audited, name):
+    return next(one for one in audited.claims if one.id == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "difference", "low", "high", "p_value"),
+    [
+        ("noise-hurts", -8.72, -12.1, -5.3, 5e-7),
+        ("aqn-helps", 2.43, -1.09, 5.94, 0.18),
+        ("global-helps", 0.61, -2.94, 4.15, 0.74),
+        ("epoch-aware-beats-global", 1.82, -1.69, 5.33, 0.31),
+        ("aqn-helps-all-operators", 1.14, -2.37, 4.65, 0.53),
+        ("E5b-58-changes", -1.0, -9.1, 7.1, 0.81),
+    ],
+)
+def test_the_known_table_is_reproduced(audited, name, difference, low, high, p_value):
+    one = claim(audited, name)
+    assert one.difference == pytest.approx(difference, abs=0.0051)
+    assert one.ci_low == pytest.approx(low, abs=0.051)
+    assert one.ci_high == pytest.approx(high, abs=0.051)
+    assert one.p_value == pytest.approx(p_value, rel=0.1)
+    assert not [text for text in one.differs if "re-analysis" in text]
+
+
+def test_an_impossible_accuracy_is_found_and_its_claim_is_void(audited):
+    impossible = [one for one in audited.accuracies if not one.possible]
+    assert [one.id for one in impossible] == ["E7c"]
+    assert impossible[0].nearest == pytest.approx((100 * 1180 / 1319, 100 * 1181 / 1319))
+    assert 200 in impossible[0].possible_sizes
+    assert 1319 not in impossible[0].possible_sizes
+    one = claim(audited, "aqn-helps-7B")
+    assert one.verdict == "invalid"
+    assert "not possible with 1,319 questions (next to it: 89.46 and 89.54 %)" in one.sentence
+    assert any("0.83" in text for text in one.differs)
+
+
+def test_which_claims_stand(audited):
+    verdicts = {one.id: one.verdict for one in audited.claims}
+    assert [name for name, verdict in verdicts.items() if verdict == "supported"] == ["noise-hurts"]
+    assert {verdicts[name] for name in ("aqn-helps", "global-helps", "E5b-58-robust", "E7c-robust", "AA")} == {
+        "not_shown"
+    }
+    assert {verdicts[name] for name in ("targeted-beats-global", "clean-recovery-E5b")} == {"invalid"}
+    assert claim(audited, "noise-hurts").p_run_luck == pytest.approx(
+        2 * stats.t.sf(8.7187 / (1.6 * math.sqrt(2)), 5), rel=1e-3
+    )
+
+
+def test_losses_are_worse_than_guessing(audited):
+    above = {one.id: one.above_uniform for one in audited.losses}
+    assert above == {"clean": False, "dead-zone": True, "global": True, "targeted": True, "healthy": True}
+    assert audited.losses[0].uniform == pytest.approx(11.93, abs=0.005)
+    one = claim(audited, "targeted-beats-global")
+    reference = stats.ttest_ind_from_stats(12.8374, 0.0054, 5, 12.8606, 0.0105, 5, equal_var=False)
+    assert one.p_value == pytest.approx(reference.pvalue)
+    assert one.p_paired_low < 0.0126 < one.p_paired_high
+    assert any("paired t-test" in note for note in one.notes)
+
+
+def test_detectable_differences_and_where_they_differ(audited):
+    large, small = audited.detectable
+    assert (round(100 * large.asymptotic, 2), large.differs) == (2.44, ())
+    assert (round(100 * small.asymptotic, 1), round(100 * small.exact, 1)) == (6.2, 6.4)
+    assert "reported 6.5 points, here 6.23" in small.differs[0]
+
+
+def test_equal_accuracies_at_every_level_are_a_red_flag(audited):
+    assert [one.id for one in audited.series if one.identical] == ["E5d-116"]
+
+
+def test_the_effect_of_one_may_be_any_multiple_of_the_other(audited):
+    one = claim(audited, "four-times")
+    assert one.verdict == "not_shown"
+    assert (one.ci_low, one.ci_high) == (None, None)
+    assert "interval unbounded" in one.sentence
+    assert "区间无界" in one.sentence_zh
+
+
+def test_fiellers_interval_holds_where_its_equation_does():
+    """At its ends r the difference a - r*b is just significant: |a - r*b| = 1.96 * SE(a - r*b)."""
+    shares = {"a": 0.9, "b": 0.7, "c": 0.5}
+    proportions = {name: Proportion(share, 2000) for name, share in shares.items()}
+    ratio = RatioClaim.model_validate(
+        {
+            "id": "r",
+            "claim": "twice",
+            "kind": "ratio",
+            "first": {"treatment": "a", "control": "c"},
+            "second": {"treatment": "b", "control": "c"},
+            "expected": "higher",
+        }
+    )
+    result = ratio_result(ratio, proportions, 0.05)
+    assert result.difference == pytest.approx(2.0)
+    for end in (result.ci_low, result.ci_high):
+        value = 0.4 - end * 0.2
+        variance = (0.9 * 0.1 + end**2 * 0.7 * 0.3 + (end - 1) ** 2 * 0.25) / 2000
+        assert abs(value) == pytest.approx(stats.norm.ppf(0.975) * math.sqrt(variance))
+
+
+@given(st.integers(2, 3000), st.data())
+def test_every_real_count_is_possible(number, data):
+    count = data.draw(st.integers(0, number))
+    assert count in possible_counts(f"{100 * count / number:.2f}", number)
+
+
+def test_counts_by_hand():
+    assert possible_counts("89.50", 1319) == ()
+    assert possible_counts("89.50", 200) == (179,)
+    assert possible_counts("89.5", 1319) == (1180, 1181)
+    assert possible_counts("65.63", 640) == (420,)  # 65.625, rounded up
+    assert possible_counts("65.62", 640) == (420,)  # the same, rounded to even
+    assert possible_sizes("33.33", sizes=(4, 300)) == (3, 300)
+
+
+def test_agreement_is_at_the_printed_precision():
+    assert agrees(0.1764, "0.18")
+    assert not agrees(0.1764, "0.17")
+    assert agrees(4.6e-7, "5e-7")
+    assert not agrees(4.4e-7, "5e-7")
+
+
+def test_largest_discordance_is_where_mcnemar_turns():
+    """50 more right of 1,000: significant by z = 50/sqrt(disagreements) - d^2 up to about 650 disagreements."""
+    sides = (Proportion(0.75, 1000), Proportion(0.70, 1000))
+    result = Result("a", "b", "points", 100.0, 5.0, None, None, None, "", sides)
+    limit = largest_discordance(result, 0.05)
+    z = 0.05 * math.sqrt(1000) / math.sqrt(limit - 0.05**2)
+    assert z == pytest.approx(stats.norm.ppf(0.975))
+
+
+def minimal(**changes):
+    content = {
+        "title": "A paper",
+        "source": "somewhere",
+        "accuracies": [
+            {"id": "ours", "label": "ours", "percent": "80.0", "num_questions": 1000},
+            {"id": "theirs", "label": "theirs", "percent": "75.0", "num_questions": 1000},
+        ],
+        "claims": [
+            {
+                "id": "better",
+                "claim": "ours is better",
+                "kind": "accuracies",
+                "treatment": "ours",
+                "control": "theirs",
+                "expected": "higher",
+            }
+        ],
+    }
+    return content | changes
+
+
+def test_a_paper_without_more_than_two_accuracies():
+    found = audit(PublishedFile.model_validate(minimal()))
+    one = found.claims[0]
+    assert one.verdict == "supported"
+    assert one.p_run_luck is None
+    pooled = proportions_ztest([800, 750], [1000, 1000])[1]
+    assert one.p_value == pytest.approx(pooled, rel=0.05)
+    assert json.loads(found.model_dump_json())["claims"][0]["verdict"] == "supported"
+
+
+def test_a_claim_that_a_paper_contradicts_is_refuted():
+    content = minimal()
+    content["claims"][0]["expected"] = "lower"
+    assert audit(PublishedFile.model_validate(content)).claims[0].verdict == "refuted"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accuracies": [{"id": "a", "label": "a", "percent": 70.2, "num_questions": 10}]}, "percent"),
+        ({"accuracies": [{"id": "a", "label": "a", "percent": "1e3", "num_questions": 10}]}, "percentage from 0"),
+        ({"claims": [minimal()["claims"][0] | {"control": "nobody"}]}, "unknown id 'nobody'"),
+        ({"claims": minimal()["claims"] * 2}, "id better is used twice"),
+        ({"titel": "x"}, "titel: unknown key"),
+        ({"claims": [minimal()["claims"][0] | {"test": "equivalence", "expected": None}]}, "needs a margin"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path, change, message):
+    from aqnpipe.errors import DataError
+
+    path = tmp_path / "paper.yaml"
+    path.write_text(yaml.safe_dump(minimal(**change)))
+    with pytest.raises(DataError, match=message) as caught:
+        audit_file(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_losses_of_every_run_are_paired():
+    ours, theirs = [3.1, 2.9, 3.4, 3.0], [3.2, 3.1, 3.45, 3.2]
+    losses = [
+        {"id": name, "label": name, "mean": sum(v) / 4, "std": 0.2, "num_runs": 4, "values": v}
+        for name, v in (("ours", ours), ("theirs", theirs))
+    ]
+    claim = {"id": "lower", "claim": "ours is lower", "kind": "losses", "treatment": "ours", "control": "theirs"}
+    content = minimal(losses=losses, claims=[claim | {"expected": "lower"}])
+    one = audit(PublishedFile.model_validate(content)).claims[0]
+    assert one.p_value == pytest.approx(stats.ttest_rel(ours, theirs).pvalue)
+    assert one.method.startswith("paired t, 3.0 degrees of freedom")
+    assert one.verdict == "supported"

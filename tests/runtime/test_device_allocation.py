@@ -1,0 +1,136 @@
+"""What a scheduler, or a lease, gives a job."""
+
+import os
+import stat
+
+import pytest
+
+from aqnpipe import allocation
+from aqnpipe.errors import DeviceError
+from aqnpipe.runtime.device_allocation import (
+    Allocation,
+    allocated_devices,
+    current_allocation,
+    devices_of_machine,
+    environment_of_node,
+    nodes_of_job,
+    place_of_job,
+    slurm_npu_ids,
+)
+
+# As Slurm 22.05 prints it.
+ONE_NODE = """JobId=2 JobName=wrap
+   JobState=RUNNING Reason=None Dependency=(null)
+   NodeList=npu01
+   JOB_GRES=npu:910c:4
+     Nodes=npu01 CPU_IDs=60-63 Mem=100 GRES=npu:910c:4(IDX:0-2,5)
+   TresPerNode=gres:npu:910c:4
+"""
+THREE_NODES = """JobId=3 JobName=wrap
+   ReqNodeList=(null) ExcNodeList=npu11
+   NodeList=npu[09-10],npu12
+     Nodes=npu[09-10] CPU_IDs=63 Mem=100 GRES=npu:910c:2(IDX:6-7)
+     Nodes=npu12 CPU_IDs=63 Mem=100 GRES=npu:910c:2(IDX:0,3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch, tmp_path):
+    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURMD_NODENAME"):
+        monkeypatch.setenv(name, "")  # so that it is restored, whatever the test does to it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(allocation, "LEASES", tmp_path / "leases")
+    monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ())
+
+
+@pytest.fixture
+def in_slurm(monkeypatch, tmp_path):
+    """A Slurm job whose `scontrol` answers with the text given."""
+
+    def enter(details, node="npu01", code=0):
+        script = tmp_path / "scontrol"
+        script.write_text(f"#!/bin/sh\necho 'slurm: no such job' >&2\ncat <<'EOF'\n{details}EOF\nexit {code}\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setenv("SLURM_JOB_ID", "2")
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+
+    return enter
+
+
+def test_nodes_are_those_of_the_job_and_each_has_devices_of_its_own(in_slurm):
+    assert nodes_of_job() == ()
+    in_slurm(THREE_NODES, node="npu09")
+    assert nodes_of_job() == ("npu09", "npu10", "npu12")
+    assert environment_of_node("npu12") == {"ASCEND_RT_VISIBLE_DEVICES": "0,3"}
+    in_slurm("JobId=4\n   NodeList=gpu01\n", node="gpu01")
+    assert nodes_of_job() == ("gpu01",)
+    assert environment_of_node("gpu01") == {}
+
+
+def test_npu_ids_come_from_the_job_of_the_node():
+    assert slurm_npu_ids(ONE_NODE, "npu01") == ("0", "1", "2", "5")
+    assert slurm_npu_ids(THREE_NODES, "npu10") == ("6", "7")
+    assert slurm_npu_ids(THREE_NODES, "npu12") == ("0", "3")
+    assert slurm_npu_ids(THREE_NODES, "npu11") == ()
+    assert slurm_npu_ids("Nodes=gpu01 CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1)", "gpu01") == ()
+
+
+def test_ascend_ids_of_a_slurm_job_are_set(in_slurm):
+    in_slurm(ONE_NODE)
+    found = current_allocation()
+    assert found == Allocation("npu", ("0", "1", "2", "5"))
+    assert str(found) == "devices given: ASCEND_RT_VISIBLE_DEVICES=0,1,2,5"
+    assert place_of_job() == "node npu01, Slurm job 2"
+    assert os.environ["ASCEND_RT_VISIBLE_DEVICES"] == "0,1,2,5"
+
+
+def test_what_slurm_says_itself_is_taken(in_slurm, monkeypatch):
+    in_slurm("", node="gpu01", code=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert current_allocation() == Allocation("cuda", ("2", "3"))
+
+
+def test_a_slurm_job_without_devices(in_slurm):
+    in_slurm("   NodeList=gpu01\n", node="gpu01")
+    assert str(current_allocation()) == "devices given: none"
+
+
+def test_slurm_that_does_not_answer_is_an_error(in_slurm):
+    in_slurm("", code=1)
+    with pytest.raises(DeviceError, match="Slurm job 2: cannot ask for its devices: slurm: no such job"):
+        current_allocation()
+
+
+def test_a_lease_is_what_the_process_sees(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    with allocated_devices("cuda", 1) as first:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+        with allocated_devices("auto", 1) as second:
+            assert (first.ids, second.ids) == (("4",), ("6",))
+            assert str(second) == "devices leased: CUDA_VISIBLE_DEVICES=6"
+
+
+def test_devices_are_found_in_dev_and_a_cpu_study_rehearses_with_them(monkeypatch):
+    monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ("0", "1") if kind == "cuda" else ())
+    assert devices_of_machine("auto") == devices_of_machine("cpu") == devices_of_machine("cuda") == ("cuda", ("0", "1"))
+    assert devices_of_machine("npu") == ("cpu", ())
+
+
+def test_more_leases_than_devices_is_an_error():
+    with (
+        pytest.raises(DeviceError, match=r"gives 1 of this machine's devices to a job, found 0"),
+        allocated_devices("auto", 1),
+    ):
+        pass
+
+
+def test_leases_and_a_scheduler_exclude_each_other(in_slurm, monkeypatch):
+    in_slurm("", node="gpu01")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with (
+        pytest.raises(DeviceError, match="found Slurm job 2, expected a machine without"),
+        allocated_devices("cuda", 1),
+    ):
+        pass

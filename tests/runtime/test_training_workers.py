@@ -1,0 +1,304 @@
+"""Two CPU workers on a Ray cluster of two nodes (or on one of their own): same learning, same bytes, no hang, no rest.
+
+Ray takes some ten seconds to start, so the tests share one cluster and the runs on it.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+from pydantic import ValidationError
+from ray_nodes import two_ray_nodes
+from safetensors.torch import load_file
+from tiny_training import write_builtin_inputs
+
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.runs import TrainingMetrics
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.errors import DeviceError, TrainingError, WorkerError
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.training import stage, workers
+from aqnpipe.training.run import run_worker
+from aqnpipe.training.workspace import Workspace
+
+NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
+AQN = {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.01}}
+SETTINGS = {
+    "epochs": 1,
+    "prompts_per_step": 4,
+    "rollouts_per_prompt": 4,
+    "micro_batch_size": 4,
+    "learning_rate": 1e-4,
+    "max_response_tokens": 24,
+    "checkpoint_every": 2,
+    "resume_every": 1,
+    "validation_questions": 5,
+    "num_workers": 2,
+}
+
+
+def spec(noisy=False, **training):
+    return TrainingSpec(
+        model_role="base",
+        arm_id="test",
+        arm={"description": "", "operator_noise": NOISE if noisy else None, "aqn": AQN if noisy else None},
+        seed=0,
+        num_steps=3,
+        device="cpu",
+        dtype="float32",
+        attention="eager",
+        prompt={},
+        training={**SETTINGS, **training},
+    )
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_builtin_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_ray_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def finished(cluster, inputs, tmp_path_factory):
+    """Return the folder of a finished run and what it said, by name; each run is made once."""
+    folder = tmp_path_factory.mktemp("runs")
+    asked = {
+        "one": spec(num_workers=1),
+        "two": spec(),
+        "noisy": spec(noisy=True),
+        "noisy, not promoted": spec(noisy=True),
+    }
+    kept = {}
+
+    def get(name):
+        if name not in kept:
+            said = []
+            run = folder / name / "run"
+            if name.endswith("not promoted"):
+                made = workspace(folder / name)
+                run = made.run
+                workers.run_workers(asked[name], inputs, made, None, said.append)
+            else:
+                stage.train(asked[name], inputs, run, folder / name / "scratch", said.append)
+            kept[name] = run, said
+        return kept[name]
+
+    return get
+
+
+def metrics_of(run):
+    return read_table(run / "metrics.parquet", TrainingMetrics)
+
+
+def digests(run):
+    return {str(path.relative_to(run)): sha256_of_file(path) for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_two_workers_learn_what_one_does(finished):
+    """Draws are keyed by the place in the whole batch, so that the rollouts are the same; the loss to 6 decimals.
+
+    The sums are in another order, which is all that may differ: weights move by at most learning_rate in a step of
+    Adam, and by far less where a gradient changes in its last digits only.
+    """
+    (one, _), (two, said) = finished("one"), finished("two")
+    alone, together = metrics_of(one), metrics_of(two)
+    assert together["reward_mean"].n_unique() > 1
+    assert (alone["loss"].abs() > 1e-3).any()
+    for column in ("reward_mean", "reward_std", "response_tokens_mean", "truncated_fraction", "validation_accuracy"):
+        assert alone[column].to_list() == together[column].to_list(), column
+    for column, bound in (("loss", 1e-6), ("grad_norm", 1e-4)):
+        assert (alone[column] - together[column]).abs().max() < bound, column
+    weights = [load_file(run / "checkpoints" / "step3" / "model.safetensors") for run in (one, two)]
+    assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 3 * 1e-4 / 4
+    assert said[0] == f"base/test seed 0: 2 workers, on {socket.gethostname()}"
+    steps = [line.split(" reward")[0] for line in said[1:]]
+    assert steps == [f"base/test seed 0: step {step}/3" for step in (1, 2, 3)]
+
+
+@pytest.mark.slow
+def test_the_receipt_is_of_both_workers(finished):
+    (one, _), (two, _), (noisy, _) = finished("one"), finished("two"), finished("noisy")
+    alone, together, noised = (read_json(run / "receipt.json", Receipt).check() for run in (one, two, noisy))
+    assert (alone.num_workers, together.num_workers, noised.num_workers) == (1, 2, 2)
+    passes = [{record.phase: record.forwards for record in receipt.phases} for receipt in (alone, together)]
+    for phase in ("reference", "actor_forward", "backward"):
+        assert passes[0][phase] == passes[1][phase] == 3 * 4
+    scale, elements = noised.measured_scale("actor_forward")
+    assert abs(scale / 0.05 - 1) < 5 / (2 * elements) ** 0.5
+    assert [sync.step for sync in noised.weight_syncs] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_workers_draw_noise_of_their_own(finished):
+    """Equal noise on both would leave as many different outputs as one worker has."""
+    noisy, _ = finished("noisy, not promoted")
+    accounts = sorted(noisy.parent.glob("accounts/worker*.json"))
+    states = [pl.read_json(account)["state"].to_list()[0] for account in accounts]
+    squares = [[cell["ratios"]["squares"] for cell in state["cells"]] for state in states]
+    assert len(squares) == 2
+    assert all(first != second for first, second in zip(*squares, strict=True))
+
+
+@pytest.mark.slow
+def test_the_same_run_gives_the_same_bytes(finished):
+    run, again = digests(finished("noisy")[0]), digests(finished("noisy, not promoted")[0])
+    del run["run.json"]
+    assert run == again
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.errors import AqnpipeError
+from aqnpipe.training.run import TrainingInputs
+from aqnpipe.training.stage import train
+
+if __name__ == "__main__":
+    spec, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    inputs = TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+    try:
+        train(TrainingSpec.model_validate_json(spec), inputs, out / "run", out / "scratch", print)
+    except AqnpipeError as error:
+        sys.exit(f"ERROR: {error}")
+"""
+
+
+class Launch:
+    """A launch in a process of its own, on a cluster of its own."""
+
+    def __init__(self, inputs, out):
+        out.mkdir(exist_ok=True)
+        script = out / "launch.py"
+        script.write_text(textwrap.dedent(SCRIPT))
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.log = out / "log"
+        self._resume_points = out / "scratch"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", script, spec(noisy=True).model_dump_json(), inputs.model.parent, out],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=own,
+                cwd=out,
+            )
+
+    def wait_for_step(self, step, timeout=400):
+        """Wait until the resume point after `step` is there; return the process ids below the launch by command."""
+        until = time.monotonic() + timeout
+        while not list(self._resume_points.glob(f"*/resume/step{step}")):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
+        return descendants(self.process.pid)
+
+
+def descendants(pid):
+    table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()]
+    found, parents = {}, {pid}
+    while parents:
+        below = {int(row[0]): row[2] for row in rows if int(row[1]) in parents}
+        found |= below
+        parents = set(below)
+    return found
+
+
+def wait_until_gone(pids, timeout=90):
+    until = time.monotonic() + timeout
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < until, f"processes left: {alive}"
+        time.sleep(0.2)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_same_bytes(finished, inputs, tmp_path):
+    out = tmp_path / "killed"
+    launch = Launch(inputs, out)
+    below = launch.wait_for_step(1)
+    worker = max(pid for pid, command in below.items() if "RayTrainWorker" in command)
+    os.kill(worker, signal.SIGKILL)
+    assert launch.process.wait(timeout=60) == 1
+    assert "of 2 died (killed, or out of memory?), so all were ended" in launch.log.read_text().splitlines()[-1]
+    wait_until_gone(below)
+
+    launch = Launch(inputs, out)
+    below = launch.wait_for_step(2)
+    launch.process.kill()
+    launch.process.wait()
+    wait_until_gone(below)
+    assert "going on after step 1" in launch.log.read_text()
+
+    said = []
+    stage.train(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
+    assert "going on after step 2" in said[0]
+    assert digests(out / "run") == digests(finished("noisy")[0])
+
+
+@pytest.mark.slow
+def test_an_error_of_a_worker_comes_out_as_it_is(cluster, inputs, tmp_path):
+    with pytest.raises(TrainingError, match=r"^base/test seed 0: grad_norm is \S+, beyond stop_grad_norm 1e-09"):
+        workers.run_workers(spec(stop_grad_norm=1e-9), inputs, workspace(tmp_path), None)
+
+
+@pytest.mark.slow
+def test_more_workers_than_the_cluster_has_devices_are_refused(cluster, inputs, tmp_path):
+    with pytest.raises(DeviceError, match=r"num_workers is 4, found 2 CPU cores in the Ray cluster"):
+        workers.run_workers(spec(num_workers=4), inputs, workspace(tmp_path), None)
+
+
+def test_more_workers_than_this_machine_has_devices_are_refused(inputs, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(DeviceError, match=r"num_workers is 2, found 1 CPU cores on this machine"):
+        workers.run_workers(spec(), inputs, workspace(tmp_path), None)
+
+
+def test_a_run_with_fewer_workers_than_asked_is_refused(inputs, tmp_path):
+    """What a launcher leaves that silently starts one process."""
+    with pytest.raises(WorkerError, match=r"1 workers train, training\.num_workers asks for 2"):
+        run_worker(spec(), inputs, workspace(tmp_path), None)
+
+
+def test_shares_that_do_not_come_out_even_are_refused():
+    with pytest.raises(ValidationError, match="num_workers 3 must divide prompts_per_step 4: the rollouts"):
+        spec(num_workers=3)
+    with pytest.raises(ValidationError, match=r"micro_batch_size 3 must divide .*/num_workers 2 = 8"):
+        spec(micro_batch_size=3)
+
+
+def test_a_worker_without_questions_to_validate_on_is_refused():
+    with pytest.raises(ValidationError, match="validation_questions 1 must be at least num_workers 2"):
+        spec(validation_questions=1)
+
+
+def test_shares_of_a_model_are_refused():
+    with pytest.raises(ValidationError, match=r"fsdp is not supported: receipts cannot .* expected data"):
+        spec(parallelism="fsdp")
+
+
+def workspace(folder):
+    made = Workspace(folder / "scratch" / "key")
+    made.run.mkdir(parents=True)
+    return made

@@ -1,0 +1,196 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy import stats
+
+from aqnpipe.statistics.crossed_effects import (
+    MAX_SEEDS_SEARCHED,
+    Luck,
+    VarianceParts,
+    estimate_difference,
+    expected_spread,
+    pooled_luck,
+    questions_needed,
+    seeds_needed,
+    two_way_spread,
+    variance_parts,
+)
+
+
+def answers(seeds=3, questions=40, accuracy=0.6, seed=0):
+    return (np.random.default_rng(seed).random((seeds, questions)) < accuracy).astype(float)
+
+
+def test_two_way_spread_by_hand():
+    """Seed means 0.25 and 0.75 (variance 1/8), question means 0, 0.5, 0.5, 1 (1/6), what is left over +-0.25 (1/6)."""
+    spread = two_way_spread(np.array([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0]]))
+    assert spread.variances == pytest.approx((1 / 8 / 2, 1 / 6 / 4))
+    assert spread.degrees_of_freedom == (1, 3)
+    assert spread.overlap == pytest.approx(8 * 0.25**2 / (1 * 3) / 8)
+
+
+def test_pooled_luck_by_hand():
+    """Within-arm sums of squares 2 and 8 with 1 and 1 degrees of freedom: 5; sides of two seeds each: 5/2 + 5/2."""
+    luck = pooled_luck([np.array([1.0, 3.0]), np.array([2.0, 6.0])], [2, 2])
+    assert luck == Luck(5.0, 2.0)
+    assert pooled_luck([np.array([1.0]), np.array([2.0])], [1, 1]) is None
+
+
+def test_luck_of_other_arms_replaces_a_smaller_one_of_two_seeds():
+    differences = np.array([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
+    own = two_way_spread(differences)
+    lent = two_way_spread(differences, Luck(0.5, 6.0))
+    assert lent.variances == (0.5, own.variances[1])
+    assert lent.degrees_of_freedom == (6.0, 3.0)
+    kept = two_way_spread(np.array([[0.0, 0.0], [1.0, 0.5]]), Luck(1e-6, 6.0))
+    assert kept.variances[0] == pytest.approx(0.75**2 / 2 / 2)
+
+
+def test_estimate_over_seeds_uses_that_spread():
+    treatment, control = answers(accuracy=0.8, seed=1), answers(accuracy=0.5, seed=2)
+    estimate = estimate_difference(treatment, control)
+    spread, mean = two_way_spread(treatment - control), (treatment - control).mean()
+    assert estimate.method == "two_way"
+    assert estimate.covers_training_luck
+    assert estimate.two_sided_p() == pytest.approx(2 * spread.upper_tail(mean))
+    low, high = estimate.interval(0.95)
+    assert (low, high) == pytest.approx((mean - spread.half_width(0.95), mean + spread.half_width(0.95)))
+    means = (treatment - control).mean(axis=1)
+    assert estimate.p_seed_t == pytest.approx(stats.ttest_1samp(means, 0).pvalue)
+    assert estimate.p_permutation == pytest.approx(0.25)
+
+
+def test_p_and_interval_agree_whatever_the_test():
+    """Where the p-value against a bound is 2.5 %, an end of the 95 % interval is that bound."""
+    estimate = estimate_difference(answers(3, 200, 0.62, 1), answers(3, 200, 0.6, 2))
+    low, high = estimate.interval(0.95)
+    assert estimate.upper_p(low) == pytest.approx(0.025, rel=1e-4)
+    assert estimate.lower_p(high) == pytest.approx(0.025, rel=1e-4)
+
+
+def test_one_noise_seeded_run_is_the_paired_t_test():
+    treatment, control = answers(1, 60, 0.8, 1), answers(2, 60, 0.5, 2).mean(axis=0, keepdims=True)
+    estimate = estimate_difference(treatment, control)
+    reference = stats.ttest_rel(treatment[0], control[0])
+    assert estimate.method == "questions"
+    assert not estimate.covers_training_luck
+    assert estimate.p_seed_t is None
+    assert estimate.two_sided_p() == pytest.approx(reference.pvalue)
+    assert estimate.interval(0.95) == pytest.approx(tuple(reference.confidence_interval(0.95)))
+    shifted = stats.ttest_rel(treatment[0] + 0.05, control[0], alternative="greater")
+    assert estimate.upper_p(-0.05) == pytest.approx(shifted.pvalue)
+
+
+def test_one_run_of_right_or_wrong_is_exact():
+    treatment, control = np.array([[1.0] * 8 + [0.0] * 4]), np.array([[0.0] * 6 + [1.0] * 2 + [0.0] * 4])
+    estimate = estimate_difference(treatment, control)
+    assert estimate.method == "mcnemar"
+    assert estimate.difference == pytest.approx(0.5)
+    assert estimate.two_sided_p() == pytest.approx(2 * 0.5**6)
+
+
+def test_identical_outputs_have_p_1_and_an_honest_interval():
+    same = answers()
+    estimate = estimate_difference(same, same)
+    assert (estimate.method, estimate.difference, estimate.two_sided_p()) == ("no_variance", 0.0, 1.0)
+    assert estimate.spread is None
+    low, high = estimate.interval(0.95)
+    assert low < 0 < high
+
+
+def test_a_difference_without_variance_is_tested_exactly():
+    for sign in (1, -1):
+        estimate = estimate_difference(np.full((2, 5), sign > 0, dtype=float), np.full((2, 5), sign < 0, dtype=float))
+        assert (estimate.method, estimate.difference) == ("no_variance", sign)
+        assert estimate.two_sided_p() == pytest.approx(2 * 0.5**5)
+
+
+def test_seed_and_question_means_that_cancel_do_not_give_a_certain_result():
+    estimate = estimate_difference(np.array([[1.0, 0.0], [0.0, 1.0]]), np.zeros((2, 2)))
+    assert estimate.two_sided_p() > 0.05
+
+
+@pytest.mark.parametrize("outcomes", [[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
+def test_means_without_variance_count_for_the_side_that_has_more_whatever_the_first_answer_is(outcomes):
+    better, none = np.array(outcomes), np.zeros((2, 2))
+    for_it, against = estimate_difference(better, none), estimate_difference(none, better)
+    assert (for_it.method, for_it.difference, against.difference) == ("no_variance", 0.5, -0.5)
+    assert (for_it.counts.only_treatment, for_it.counts.only_control) == (2, 0)
+    assert against.counts == for_it.counts.swapped()
+
+
+def test_a_pretrained_control_stands_against_every_seed():
+    treatment, control = answers(3, 40, 0.9), answers(1, 40, 0.4)
+    estimate = estimate_difference(treatment, control)
+    assert estimate.num_seeds == 3
+    assert estimate.difference == pytest.approx(treatment.mean() - control.mean())
+
+
+def test_too_little_data_is_refused():
+    with pytest.raises(ValueError, match="at least 1 seed and 2 questions"):
+        estimate_difference(np.ones((1, 1)), np.ones((1, 1)))
+
+
+outcomes = arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 12)), elements=st.sampled_from([0.0, 1.0]))
+
+
+@given(outcomes, st.data())
+@settings(deadline=None)
+def test_swapping_sides_negates_the_difference(treatment, data):
+    control = data.draw(arrays(np.float64, treatment.shape, elements=st.sampled_from([0.0, 1.0])))
+    one, other = estimate_difference(treatment, control), estimate_difference(control, treatment)
+    assert other.difference == pytest.approx(-one.difference)
+    assert other.two_sided_p() == pytest.approx(one.two_sided_p())
+    assert other.upper_p(-0.1) == pytest.approx(one.lower_p(0.1))
+    (low, high), (back_low, back_high) = one.interval(0.95), other.interval(0.95)
+    assert (back_low, back_high) == (pytest.approx(-high), pytest.approx(-low))
+
+
+def test_variance_parts_find_what_was_put_in():
+    """Means of 300 made-up studies lie within five standard errors of the true components."""
+    draws = np.random.default_rng(5)
+    true = np.array([0.2**2, 0.5**2, 0.7**2])
+    found = []
+    for _ in range(300):
+        scale = np.sqrt(true)
+        data = draws.normal(0, scale[0], (6, 1)) + draws.normal(0, scale[1], (1, 60))
+        parts = variance_parts(data + draws.normal(0, scale[2], (6, 60)))
+        found.append([parts.seed, parts.question, parts.residual])
+    errors = np.std(found, axis=0) / math.sqrt(300)
+    assert np.all(np.abs(np.mean(found, axis=0) - true) < 5 * errors)
+
+
+def test_more_seeds_are_needed_for_smaller_differences():
+    parts = VarianceParts(seed=0.02**2, question=0.01, residual=0.2, arms=3.0)
+    needed = [seeds_needed(parts, 1319, distance, 0.025, 0.8) for distance in (0.1, 0.05, 0.02)]
+    assert None not in needed
+    assert 2 <= needed[0] < needed[1] < needed[2] <= MAX_SEEDS_SEARCHED
+    for number, distance in zip(needed, (0.1, 0.05, 0.02), strict=True):
+        assert expected_spread(parts, number, 1319).minimum_detectable(0.025, 0.8) <= distance
+        assert expected_spread(parts, max(number - 1, 1), 1319).minimum_detectable(0.025, 0.8) > distance or number == 2
+
+
+def test_questions_can_be_the_limit():
+    parts = VarianceParts(seed=0.0, question=0.2, residual=0.1)
+    assert seeds_needed(parts, 200, 0.01, 0.025, 0.8) is None
+    number = questions_needed(parts, 3, 0.01, 0.025, 0.8)
+    assert expected_spread(parts, 3, number).minimum_detectable(0.025, 0.8) <= 0.01
+    assert seeds_needed(parts, number, 0.01, 0.025, 0.8) <= 3
+
+
+def test_nothing_is_needed_for_no_difference():
+    parts = VarianceParts(seed=0.0, question=0.2, residual=0.1)
+    assert seeds_needed(parts, 200, 0.0, 0.025, 0.8) is None
+    assert questions_needed(parts, 1, -0.1, 0.025, 0.8) is None
+
+
+def test_questions_of_one_run_by_the_formula():
+    """Variance 0.1, 2 points, 80 % power: (1.96 + 0.84)^2 * 0.1/0.02^2 = 1,962; t asks for a few more."""
+    parts = variance_parts(np.array([[0.0] * 90 + [1.0] * 10]))
+    assert parts.question == pytest.approx(0.0909, abs=1e-4)
+    needed = questions_needed(VarianceParts(0.0, 0.1, 0.0), 1, 0.02, 0.025, 0.8)
+    assert math.ceil((stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) ** 2 * 0.1 / 0.02**2) <= needed <= 1970

@@ -1,0 +1,23 @@
+"""Adapter: rule fault_loss."""
+
+from pathlib import Path
+
+from aqnpipe.config.run import FaultLossSpec
+from aqnpipe.runtime.jobs import logged_device_job
+
+spec = FaultLossSpec.model_validate(snakemake.params.spec)
+with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
+    from aqnpipe.loss_study.stage import FaultLossOutputs, fault_loss
+
+    fault_loss(
+        spec,
+        Path(snakemake.input.model).parent,
+        Path(snakemake.input.test_problems),
+        FaultLossOutputs(
+            table=Path(snakemake.output.table),
+            receipt=Path(snakemake.output.receipt),
+            record=Path(snakemake.output.record),
+        ),
+        say,
+        *map(Path, snakemake.input.train_problems),
+    )
