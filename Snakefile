@@ -29,7 +29,7 @@ localrules:
     prepare_model,
     generate_layer_sigmas,
     compare_losses,
-    audit,
+    check_published,
 
 
 rule all:

@@ -2,7 +2,7 @@
 
 `OMP_NUM_THREADS=1 python benchmarks/calibration.py [--studies 2000]` prints the table of benchmarks/README.md. A
 made-up study has several arms and seeds; an answer is right with a probability that depends on the question (shared by
-all arms), on how the arm takes the question, and on the luck of the run, which shifts all of a run's accuracy.
+all arms), on how the arm takes the question, and on the seed_variance of the run, which shifts all of a run's accuracy.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scipy import optimize, stats
 
 from aqnpipe.statistics.cochran_cox import Spread
-from aqnpipe.statistics.crossed_effects import pooled_luck, seed_t_p, two_way_spread
+from aqnpipe.statistics.crossed_effects import pooled_seed_variance, seed_t_p, two_way_spread
 from aqnpipe.statistics.resampling import Resampler, sign_flip_p
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,21 +26,21 @@ INTERCEPT, DIFFICULTY, TASTE = 1.2, 2.0, 1.0
 
 @dataclass(frozen=True)
 class Design:
-    """Sizes of a made-up study; luck is the standard deviation of a run's accuracy in points.
+    """Sizes of a made-up study; seed_variance is the standard deviation of a run's accuracy in points.
 
     `other_luck`: of the arms that are not compared (null: the same). `effect`: true difference of the first two arms.
     """
 
     num_seeds: int
     num_questions: int
-    luck: float
+    seed_variance: float
     num_arms: int = 4
     other_luck: float | None = None
     effect: float = 0.0
 
 
 def population_accuracy(shift: float, spread: float = 0.0) -> float:
-    """Expected accuracy over questions, arms' views and luck, by Gauss-Hermite quadrature."""
+    """Expected accuracy over questions, arms' views and seed_variance, by Gauss-Hermite quadrature."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     logits = INTERCEPT + shift + nodes * np.sqrt(DIFFICULTY**2 + TASTE**2 + spread**2)
     return float(np.sum(weights / (1 + np.exp(-logits))) / weights.sum())
@@ -64,23 +64,23 @@ def studies(design: Design, number: int, seed: int) -> Iterator[FloatArray]:
     """Yield outcomes[arm, seed, question] of `number` made-up studies."""
     draws = np.random.default_rng(seed)
     sizes = (design.num_arms, design.num_seeds, 1)
-    luck = np.full((design.num_arms, 1, 1), luck_in_logits(design.luck))
+    seed_variance = np.full((design.num_arms, 1, 1), luck_in_logits(design.seed_variance))
     if design.other_luck is not None:
-        luck[2:] = luck_in_logits(design.other_luck)
+        seed_variance[2:] = luck_in_logits(design.other_luck)
     shift = np.zeros((design.num_arms, 1, 1))
-    shift[0] = shift_for(design.effect, float(luck[0, 0, 0]))
+    shift[0] = shift_for(design.effect, float(seed_variance[0, 0, 0]))
     for _ in range(number):
         difficulty = draws.normal(0, DIFFICULTY, design.num_questions)
         taste = draws.normal(0, TASTE, (design.num_arms, 1, design.num_questions))
-        logits = INTERCEPT + shift + difficulty + taste + luck * draws.standard_normal(sizes)
+        logits = INTERCEPT + shift + difficulty + taste + seed_variance * draws.standard_normal(sizes)
         yield (draws.random(logits.shape) < 1 / (1 + np.exp(-logits))).astype(np.float64)
 
 
 def pooled_spread(outcomes: FloatArray) -> Spread | None:
-    """Spread of arm 0 minus arm 1 as the compare stage estimates it, luck pooled over all arms."""
+    """Spread of arm 0 minus arm 1 as the compare stage estimates it, seed_variance pooled over all arms."""
     num_seeds = outcomes.shape[1]
-    luck = pooled_luck(list(outcomes.mean(axis=2)), [num_seeds, num_seeds]) if num_seeds > 1 else None
-    return two_way_spread(outcomes[0] - outcomes[1], luck)
+    seed_variance = pooled_seed_variance(list(outcomes.mean(axis=2)), [num_seeds, num_seeds]) if num_seeds > 1 else None
+    return two_way_spread(outcomes[0] - outcomes[1], seed_variance)
 
 
 def misses(design: Design, number: int, seed: int, alpha: float = 0.05) -> dict[str, float]:
@@ -107,7 +107,9 @@ def misses(design: Design, number: int, seed: int, alpha: float = 0.05) -> dict[
 
 
 def _designs() -> list[Design]:
-    same = [Design(k, n, luck) for n in (200, 1319) for k in (2, 3, 5, 10) for luck in (0.0, 1.0, 3.0)]
+    same = [
+        Design(k, n, seed_variance) for n in (200, 1319) for k in (2, 3, 5, 10) for seed_variance in (0.0, 1.0, 3.0)
+    ]
     unequal = [Design(k, 1319, 3.0, other_luck=1.0) for k in (2, 5)]
     return [*same, *unequal]
 
@@ -122,11 +124,18 @@ def main() -> None:
     for design in _designs():
         found = misses(design, arguments.studies, seed=5, alpha=arguments.alpha)
         if header is None:
-            header = ["seeds", "questions", "luck", *found]
+            header = ["seeds", "questions", "seed_variance", *found]
             print("| " + " | ".join(header) + " |")  # noqa: T201
             print("|" + "---|" * len(header))  # noqa: T201
-        luck = f"{design.luck:g}" + (f", others {design.other_luck:g}" if design.other_luck is not None else "")
-        cells = [str(design.num_seeds), str(design.num_questions), luck, *(f"{100 * v:.1f}" for v in found.values())]
+        seed_variance = f"{design.seed_variance:g}" + (
+            f", others {design.other_luck:g}" if design.other_luck is not None else ""
+        )
+        cells = [
+            str(design.num_seeds),
+            str(design.num_questions),
+            seed_variance,
+            *(f"{100 * v:.1f}" for v in found.values()),
+        ]
         print("| " + " | ".join(cells) + " |", flush=True)  # noqa: T201
 
 

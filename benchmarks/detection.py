@@ -54,7 +54,7 @@ from aqnpipe.seeding import derive_seed
 
 FOLDER = Path(__file__).parent
 TYPES = ("dead_zone", "saturation", "noise", "bias", "spike")
-SPARSITIES = {"100 %": 1.0, "10 %": 0.1, "1 %": 0.01, "0.1 %": 0.001, "one lane": 1e-9}
+SPARSITIES = {"100 %": 1.0, "10 %": 0.1, "1 %": 0.01, "0.1 %": 0.001, "one channel": 1e-9}
 MAGNITUDES = (0.3, 0.03, 0.001, 0.00001)
 SCANNED_SITES = ("layer_output", "attention_output", "mlp_output")
 """The scans look at layer outputs; faults deeper inside are left to the exact probes."""
@@ -153,7 +153,7 @@ def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float
     with simulated_faults(of.model, [fault]):
         faulty, faulty_loss = logits_and_loss(of)
     changed = any(not torch.equal(a, b) for a, b in zip(clean, faulty, strict=True))
-    lanes = true_lanes(of.model, fault)
+    channels = true_lanes(of.model, fault)
     with simulated_faults(of.model, [fault]):
         measured = measure(of, scan=site in SCANNED_SITES)
     found = measured["exact"].faults
@@ -167,16 +167,16 @@ def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float
         "sparsity": sparsity,
         "magnitude": magnitude,
         "seed": seed,
-        "lanes": len(lanes),
+        "channels": len(channels),
         "bits_change": changed,
         "loss_change": faulty_loss - clean_loss,
         "placed": bool(right),
         "elsewhere": len(found) - len(right),
         "type_right": bool(right) and right[0].type == kind,
-        "lanes_right": bool(right) and set(right[0].lane_indices) == lanes,
+        "lanes_right": bool(right) and set(right[0].faulty_channel_indices) == channels,
         "magnitude_found": right[0].magnitude if right else None,
         "threshold_found": right[0].threshold if right else None,
-        "chance_to_see": chance_to_see(fault, len(lanes), measured["exact"]),
+        "chance_to_see": chance_to_see(fault, len(channels), measured["exact"]),
         "scan_verdict": measured["scan_verdict"],
         "scan_layer_right": None if measured["scan_verdict"] is None else measured["scan_layer"] == layer,
         **measured["scores"],
@@ -191,7 +191,7 @@ def clean_outputs(name: str, dtype: str) -> tuple[list[Tensor], float]:
 
 
 def true_lanes(model: nn.Module, fault: Fault) -> set[int]:
-    """The lanes that the fault sits on; the width is that of the site's output in a clean forward."""
+    """The channels that the fault sits on; the width is that of the site's output in a clean forward."""
     width: list[int] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
@@ -205,16 +205,16 @@ def true_lanes(model: nn.Module, fault: Fault) -> set[int]:
     return set(faulty_channels(width[0], fault.sparsity, fault.seed).nonzero().flatten().tolist())
 
 
-def chance_to_see(fault: Fault, num_lanes: int, exact: ExactResult) -> float:
+def chance_to_see(fault: Fault, num_channels: int, exact: ExactResult) -> float:
     """Probability that the fault strikes during the exact probes: 1 for permanent ones."""
     if fault.type != "spike":
         return 1.0
     seen = sum(
-        check.elements_per_lane
+        check.elements_per_channel
         for check in exact.checks
         if (check.layer, check.site) == (fault.layer, fault.site) and check.probe != "monomial"
     )
-    return float(1 - (1 - SPIKE_PROBABILITY * fault.magnitude) ** (seen * num_lanes))
+    return float(1 - (1 - SPIKE_PROBABILITY * fault.magnitude) ** (seen * num_channels))
 
 
 def measure(of: Subject, *, scan: bool = True) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def measure(of: Subject, *, scan: bool = True) -> dict[str, Any]:
         "scan_verdict": verdict.verdict if verdict else None,
         "scan_layer": verdict.layer if verdict else None,
         "scores": {
-            "score_exact": float(sum(fault.lanes or 0 for fault in exact.faults)),
+            "score_exact": float(sum(fault.channels or 0 for fault in exact.faults)),
             **(scan_scores(scans[0]) if scans else dict.fromkeys(SCAN_SCORES)),
         },
         "costs": {
@@ -324,7 +324,7 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "",
         f"**Permanent faults** ({permanent.height}): {visible.height} change a bit of the logits on the model's "
         f"prompts. Of these exact probes place {share(visible['placed'])} in the exact layer and site, name the type "
-        f"of {share(visible['type_right'])} and exactly the faulty lanes of {share(visible['lanes_right'])}. Of the "
+        f"of {share(visible['type_right'])} and exactly the faulty channels of {share(visible['lanes_right'])}. Of the "
         f"{permanent.height - visible.height} that change no bit there, exact probes still see "
         f"{share(permanent.filter(~pl.col('bits_change'))['placed'])}. Faults reported at a wrong place: "
         f"{int(faults['elsewhere'].sum())} in {faults.height} runs.",

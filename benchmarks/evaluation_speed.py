@@ -40,9 +40,9 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import Example
 from aqnpipe.data.generated import generate_problems
 from aqnpipe.data.prompts import end_of_response, prompt_token_ids
-from aqnpipe.evaluation.shards import answer, answered_passes, pieces_of
+from aqnpipe.evaluation.local_runner import load_generator
+from aqnpipe.evaluation.shards import assembled_passes, run_shard, shards_of
 from aqnpipe.models.loading import load_tokenizer
-from aqnpipe.runtime.evaluation_workers import load_generator
 
 CONSOLE = Console(width=200)
 HARNESS = "lm-evaluation-harness (hf)"
@@ -134,8 +134,8 @@ def our_answers(name: str, folder: Path, task: Task) -> Callable[[int], list[str
 
     def answers(batch_size: int) -> list[str]:
         asked = spec(batch_size)
-        pieces = pieces_of(asked, task.prompts(tokenizer))
-        (done,) = answered_passes(asked, pieces, (answer(generator, asked, piece) for piece in pieces))
+        shards = shards_of(asked, task.prompts(tokenizer))
+        (done,) = assembled_passes(asked, shards, (run_shard(generator, asked, shard) for shard in shards))
         done.receipt.check()
         texts = tokenizer.batch_decode([one.token_ids for one in done.samples[0]], skip_special_tokens=True)
         return [end_of_response(text, task.prompt_format.stop_text) for text in texts]

@@ -58,7 +58,7 @@ def kills(study: FaultedStudy, generator: random.Random, whole: Reference) -> Fa
     for _ in range(generator.randint(4, 9)):
         run = study.start()
         what = generator.choice(["a job", "Snakemake and its jobs", "Snakemake and its jobs", "Snakemake alone"])
-        place = _struck(run, what, generator, whole)
+        place = _fault_injection(run, what, generator, whole)
         if place is None:
             break
         faults.append([f"SIGKILL of {what}", place])
@@ -87,7 +87,7 @@ def read_only(study: FaultedStudy, generator: random.Random, whole: Reference) -
     """Kill a study, then run it on what became a read-only disk."""
     run = study.start()
     if generator.random() < 0.75:
-        _struck(run, "Snakemake and its jobs", generator, whole)
+        _fault_injection(run, "Snakemake and its jobs", generator, whole)
     run.kill_all()
     study.disk("ro")
     refused = study.start()
@@ -139,7 +139,7 @@ def clock(study: FaultedStudy, generator: random.Random, whole: Reference) -> Fa
     jumped = time.time()
     study.python.set_clock(jump)
     if generator.random() < 0.5:
-        _struck(run, "Snakemake and its jobs", generator, whole)
+        _fault_injection(run, "Snakemake and its jobs", generator, whole)
         run.kill_all()
     elif run.wait() and not (jump < 0 and "older modification time" in run.said()):
         raise BrokenError(f"the clock jumped: {run.said()}")
@@ -246,7 +246,7 @@ def _trial(python: WarmPython, folder: Path, kind: str, seed: int, whole: Refere
     return {"seed": seed, "kind": kind, "faults": faults, "wrong": wrong}
 
 
-def _struck(run: Run, what: str, generator: random.Random, whole: Reference) -> str | None:
+def _fault_injection(run: Run, what: str, generator: random.Random, whole: Reference) -> str | None:
     """Strike at a random moment; where it did, in words, or None if the run ended before."""
     if what == "a job":
         count = generator.randint(1, 3)

@@ -40,12 +40,12 @@ def large_study(folder: Path, num_arms: int, num_seeds: int) -> None:
     known = yaml.safe_load((folder / "config" / "arms.yaml").read_text(encoding="utf-8"))["arms"]
     arms = {f"arm{number:03}": known[study["arms"][number % len(study["arms"])]] for number in range(num_arms)}
     names = {name: list(arms)[index] for index, name in enumerate(study["arms"])}
-    for key in ("comparisons", "fault_losses"):
+    for key in ("comparisons", "loss_studies"):
         study.pop(key, None)
     study["report"].pop("explore", None)
     steps = study["training"]["epochs"] * (study["dataset"]["num_train"] // study["training"]["prompts_per_step"])
     study["training"]["checkpoint_every"] = -(-steps // 3)
-    arms = {name: {**arm, "sham_of": names.get(arm.get("sham_of"))} for name, arm in arms.items()}
+    arms = {name: {**arm, "aa_control_of": names.get(arm.get("aa_control_of"))} for name, arm in arms.items()}
     study |= {"study": "large", "results_dir": "results/large", "arms_file": "config/large-arms.yaml"}
     study |= {"arms": list(arms), "seeds": list(range(num_seeds))}
     (folder / "config" / "large-arms.yaml").write_text(yaml.safe_dump({"arms": arms}), encoding="utf-8")

@@ -120,7 +120,7 @@ def test_a_worker_computes_on_the_device_of_its_number(monkeypatch, visible, num
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    assert devices.own_device_id("cuda") == expected
+    assert devices.local_device_id("cuda") == expected
 
 
 def test_the_name_of_one_device(monkeypatch):

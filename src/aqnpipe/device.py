@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 DeviceKind = Literal["cpu", "cuda", "npu"]
-AskedDevice = Literal["auto", "cpu", "cuda", "npu"]
+RequestedDevice = Literal["auto", "cpu", "cuda", "npu"]
 
 VISIBLE_DEVICES: dict[DeviceKind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The environment variable by which a scheduler says which devices a process may use."""
@@ -47,7 +47,7 @@ class Device:
         return f"{self.kind}: {self.count} x {', '.join(dict.fromkeys(self.names))}"
 
 
-def resolve_device(asked: AskedDevice) -> Device:
+def resolve_device(asked: RequestedDevice) -> Device:
     """Return the devices to compute on. `auto` takes NPUs where there are some, else GPUs, else the CPU.
 
     Raises DeviceError, saying what was found and how to get it, if what was asked for is not there, or if `auto` would
@@ -97,7 +97,7 @@ def visible_ids(kind: DeviceKind) -> tuple[str, ...]:
     return () if text.strip() in _NO_DEVICES else tuple(part.strip() for part in text.split(","))
 
 
-def own_device_number(kind: DeviceKind) -> int:
+def local_device_index(kind: DeviceKind) -> int:
     """Return the number of this process's device among those that it sees.
 
     Of several workers on a node each may see all of its devices, and has the one of its own number (LOCAL_RANK), or see
@@ -106,13 +106,13 @@ def own_device_number(kind: DeviceKind) -> int:
     return 0 if len(visible_ids(kind)) == 1 else int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def own_device_id(kind: DeviceKind) -> str:
+def local_device_id(kind: DeviceKind) -> str:
     """Return the id of the GPU or NPU that this process computes on."""
-    number, ids = own_device_number(kind), visible_ids(kind)
+    number, ids = local_device_index(kind), visible_ids(kind)
     return ids[number] if ids else str(number)
 
 
-def give_devices(kind: DeviceKind, ids: tuple[str, ...]) -> None:
+def set_visible_devices(kind: DeviceKind, ids: tuple[str, ...]) -> None:
     """Let this process and its children see only the devices `ids`; to be called before torch is imported."""
     os.environ[VISIBLE_DEVICES[kind]] = ",".join(ids)
 

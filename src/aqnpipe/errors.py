@@ -86,7 +86,7 @@ class RunInterruptedError(AqnpipeError):
 class ReceiptError(AqnpipeError):
     """What was measured is not what was asked for: noise missing, wrong in size, or present where none was asked."""
 
-    advice = "nothing of this job was kept; `aqnpipe noise-audit` shows what the noise of an arm reaches and measures"
+    advice = "nothing of this job was kept; `aqnpipe measure-noise` shows what the noise of an arm reaches and measures"
 
 
 class DeviceError(AqnpipeError):

@@ -363,7 +363,9 @@ SABOTAGES = (
     ),
     ending("results edited by hand", "correct_strict is set in a table with another tool", _plain_edit),
     Sabotage(
-        "results edited and sealed", "correct_strict is set and the file sealed anew", _with_table("guided", _all_right)
+        "results edited and with_checksum",
+        "correct_strict is set and the file with_checksum anew",
+        _with_table("guided", _all_right),
     ),
     Sabotage(
         "results edited and vouched for",
@@ -418,14 +420,14 @@ SABOTAGES = (
     Sabotage("sigmas edited by hand", "0.05 is written as 0.06", edited(_edited_sigmas), TRAIN, AFTER_TRAINING),
     reporting(
         "accuracies edited",
-        "accuracy.parquet is changed and sealed before the report",
+        "accuracy.parquet is changed and with_checksum before the report",
         _edited_numbers("accuracy.parquet", "accuracy"),
     ),
     reporting(
         "comparisons edited",
-        "a p-value is changed and sealed before the report",
+        "a p-value is changed and with_checksum before the report",
         _edited_numbers("comparisons.parquet", "p_holm"),
     ),
-    reporting("verdicts edited", "every verdict of claims.json is set to supported and sealed", _edited_verdict),
+    reporting("verdicts edited", "every verdict of claims.json is set to supported and with_checksum", _edited_verdict),
 )
 """Every sabotage of files."""

@@ -30,7 +30,7 @@ from aqnpipe.data.loader import load_problems
 from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DataError, ModelError
 from aqnpipe.models.loading import prepare_model, refuse_damaged
-from aqnpipe.published.check import audit_file
+from aqnpipe.published.check import check_published_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = int(os.environ.get("AQNPIPE_FUZZ_EXAMPLES", "20"))
@@ -159,10 +159,10 @@ def test_every_byte_and_every_length_is_noticed(artifacts, tmp_path, name):
 @given(content=anything)
 @fuzzed
 def test_a_sealed_artifact_of_anything_else_is_refused(tmp_path, content):
-    from aqnpipe.artifacts.checksums import UNSEALED, sealed
+    from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, with_checksum
 
-    text = json.dumps({"x": content}, indent=2).removesuffix("\n}") + f',\n  "seal": "{UNSEALED}"\n}}\n'
-    (tmp_path / "v.json").write_bytes(sealed(text.encode()))
+    text = json.dumps({"x": content}, indent=2).removesuffix("\n}") + f',\n  "checksum": "{CHECKSUM_PLACEHOLDER}"\n}}\n'
+    (tmp_path / "v.json").write_bytes(with_checksum(text.encode()))
     with one_clear_line() as refusals:
         read_json(tmp_path / "v.json", Verdict)
     assert refusals
@@ -260,7 +260,7 @@ def test_any_study_is_valid_or_refused(tmp_path, monkeypatch, name, data):
 @fuzzed
 def test_any_bytes_as_a_study_or_as_published_figures_are_refused(tmp_path, content):
     (tmp_path / "any.yaml").write_bytes(content)
-    for read in (load_study_file, audit_file):
+    for read in (load_study_file, check_published_file):
         with one_clear_line() as refusals:
             read(tmp_path / "any.yaml")
         assert refusals
@@ -272,7 +272,7 @@ def test_any_published_figures_are_audited_or_refused(tmp_path, data):
     content = yaml.safe_load((ROOT / "config" / "published.yaml").read_text(encoding="utf-8"))
     (tmp_path / "published.yaml").write_text(yaml.safe_dump(changed(data, content)), encoding="utf-8")
     with one_clear_line():
-        audit_file(tmp_path / "published.yaml")
+        check_published_file(tmp_path / "published.yaml")
 
 
 @given(data=st.data())
@@ -337,7 +337,7 @@ REFUSED_AS_COMMANDS = {
     "a fault of no known type": (["diagnose", "tiny", "--fault", "type=x,layer=1"], "none", b""),
     "a model folder with nothing in it": (["diagnose", "./model"], "model/notes", b"x"),
     "a diagnosis cut in two": (["sigmas", "diagnosis.json"], "diagnosis.json", b'{"verdict": "heal'),
-    "an arm that nobody declared": (["noise-audit", "tiny", "--arm", "E99"], "none", b""),
+    "an arm that nobody declared": (["measure-noise", "tiny", "--arm", "E99"], "none", b""),
 }
 
 

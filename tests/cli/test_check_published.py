@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 
 from aqnpipe import cli
-from aqnpipe.artifacts.published import AuditFile
+from aqnpipe.artifacts.published import PublishedCheck
 
 PUBLISHED = str(Path(__file__).parents[2] / "config" / "published.yaml")
 
 
 @pytest.fixture
 def audit(monkeypatch, capsys):
-    """Run `aqnpipe audit` in this process; return exit code, standard output and standard error."""
+    """Run `aqnpipe check-published` in this process; return exit code, standard output and standard error."""
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["aqnpipe", "audit", *arguments])
@@ -32,7 +32,7 @@ def test_the_table_names_every_claim_and_the_impossible_figure(audit):
 
 
 def test_json_is_the_artifact(audit):
-    found = AuditFile.model_validate(json.loads(audit(PUBLISHED, "--json")[1]))
+    found = PublishedCheck.model_validate(json.loads(audit(PUBLISHED, "--json")[1]))
     assert found.claims[0].verdict == "supported"
     assert found.claims[0].sentence_zh.startswith("E5 对 baseline：−8.72 个百分点")
 

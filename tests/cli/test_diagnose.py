@@ -41,8 +41,8 @@ def test_healthy_is_exit_0_with_a_table_on_standard_output():
 
 def test_fault_is_exit_3_and_the_json_says_where(diagnosis):
     content = json.loads(diagnosis.read_text())
-    assert {"verdict", "layer", "type", "site", "lanes", "forward_equivalents", "layers"} <= content.keys()
-    found = [content[key] for key in ("verdict", "layer", "type", "site", "lanes")]
+    assert {"verdict", "layer", "type", "site", "channels", "forward_equivalents", "layers"} <= content.keys()
+    found = [content[key] for key in ("verdict", "layer", "type", "site", "channels")]
     assert found == ["fault", 2, "saturation", "o_proj", 1]
     assert len(content["layers"]) == 6
     assert content["layers"][2]["faulty_sites"] == ["o_proj"]

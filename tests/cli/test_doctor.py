@@ -55,7 +55,7 @@ def test_partitions_are_read_as_sinfo_prints_them():
 def test_a_cluster_that_has_what_a_profile_asks_for(name):
     found = profile_checks(read_profile(name), CLUSTER)
     assert not problems(found)
-    assert {"train", "evaluate", "srdd_diagnose", "fault_loss", "other jobs", "study"} <= {one.name for one in found}
+    assert {"train", "evaluate", "srdd_diagnose", "loss_study", "other jobs", "study"} <= {one.name for one in found}
 
 
 @pytest.mark.parametrize(

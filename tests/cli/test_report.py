@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.artifacts.published import AuditFile
+from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.cli.main import app
 from aqnpipe.statistics import stage
 
@@ -20,7 +20,7 @@ PUBLISHED = Path(__file__).parents[1] / "config" / "published.yaml"
 @pytest.fixture
 def vouched_for(monkeypatch):
     """The stages before would have left what the made-up evaluations do not have."""
-    monkeypatch.setattr(stage, "broken_links", lambda plan: dict.fromkeys(plan.evaluations(), ()))
+    monkeypatch.setattr(stage, "lineage_problems", lambda plan: dict.fromkeys(plan.evaluations(), ()))
 
 
 @pytest.fixture
@@ -51,4 +51,4 @@ def test_what_exists_is_reported_and_what_misses_is_named(unfinished, vouched_fo
     assert verdicts["E5b-vs-E5@0"] == "invalid"
     assert verdicts["baseline-vs-pretrained@0"] == "supported"
     assert "base/E5 seed 1 step 60" in Path("results/report.html").read_text()
-    assert read_json(Path("results/audit.json"), AuditFile).claims
+    assert read_json(Path("results/published.json"), PublishedCheck).claims

@@ -75,7 +75,7 @@ def test_a_single_run_per_arm_never_shows_an_effect_of_the_arm():
         judgement, sentence = judged(answers(1, 0.9, 1), answers(1, 0.3, 2), kind)
         assert judgement.verdict == "not_shown"
         assert judgement.seeds_needed is None
-        assert "luck of training" in sentence.en
+        assert "seed_variance of training" in sentence.en
         assert "at least two seeds" in sentence.en
     margin = {"test": "non_inferiority", "margin": 0.05}
     assert judged(answers(1, 0.9, 1), answers(1, 0.3, 2), **margin)[0].verdict == "not_shown"

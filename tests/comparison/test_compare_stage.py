@@ -116,7 +116,7 @@ def test_one_seed_shows_nothing_about_arms(synthetic, run, tmp_path):
     _, comparisons, claims = run(study, made.evaluations)
     arms = comparisons.filter(pl.col("kind") == "arms")
     assert set(arms["verdict"]) == {"not_shown"}
-    assert all("luck of training is not covered" in method for method in arms["method"])
+    assert all("seed_variance of training is not covered" in method for method in arms["method"])
     assert "supported" in comparisons.filter(pl.col("kind") == "levels")["verdict"]
     assert claims.family_size == 6
 
@@ -334,7 +334,7 @@ def test_an_unfinished_study_is_compared_as_far_as_it_goes(artifacts, run, tmp_p
     assert len(existing_evaluations(plan)) == len(artifacts.evaluations) == plan.num_evaluations
     find(artifacts, "srdd_guided").receipt.unlink()
     # Behind made-up evaluations there are no runs.
-    found = [dataclasses.replace(one, broken_links=()) for one in existing_evaluations(plan)]
+    found = [dataclasses.replace(one, lineage_problems=()) for one in existing_evaluations(plan)]
     accuracy, comparisons, claims = run(artifacts.study, found)
     assert verdicts(claims)["srdd_guided-vs-E5b@0.1"] == "invalid"
     assert comparisons.filter(pl.col("verdict") == "invalid").height == 1
@@ -356,7 +356,7 @@ def test_sham_arms_give_a_false_positive_rate(synthetic, run, tmp_path):
     study = synthetic.study(arms=["baseline", "E5", "E5b", "E5b_sham"], comparisons=[])
     made = synthetic.write_evaluations(tmp_path, study)
     _, _, claims = run(study, made.evaluations)
-    across, single = claims.sham_rates
+    across, single = claims.aa_control_rates
     assert (across.kind, across.tests, across.identical) == ("across_seeds", 3, 0)
     assert (single.kind, single.tests) == ("single_runs", 6)
     assert 0 <= across.ci_low <= across.rejected / across.tests <= across.ci_high <= 1
@@ -364,5 +364,5 @@ def test_sham_arms_give_a_false_positive_rate(synthetic, run, tmp_path):
         real, sham = (read_json(made.find(arm, seed).record, RunRecord) for arm in ("E5b", "E5b_sham"))
         write_json(made.find("E5b_sham", seed).record, sham.model_copy(update={"inputs_sha256": real.inputs_sha256}))
     _, _, claims = run(study, made.evaluations)
-    assert claims.sham_rates[0].identical == 3
-    assert claims.sham_rates[0].rejected == 0
+    assert claims.aa_control_rates[0].identical == 3
+    assert claims.aa_control_rates[0].rejected == 0

@@ -22,7 +22,7 @@ def pairs(found, kind):
 
 
 def test_every_arm_meets_its_counterpart():
-    sham = NOISE | AQN | {"sham_of": "helped"}
+    sham = NOISE | AQN | {"aa_control_of": "helped"}
     found = default_comparisons(
         arms(clean={}, noisy=NOISE, helped=NOISE | AQN, guided=NOISE | GUIDED, sham=sham), (0.0, 0.05, 0.1)
     )

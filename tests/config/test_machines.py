@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.run import EvaluationSpec, FaultLossSpec, TrainingSpec
+from aqnpipe.config.run import EvaluationSpec, LossStudySpec, TrainingSpec
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
 
@@ -44,11 +44,11 @@ def test_editing_a_machines_words_changes_no_job(config):
 
 def test_a_loss_study_is_one_job_with_its_files(config):
     plan = StudyPlan(load_study(config))
-    assert plan.fault_loss_files("parquet") == ["results/dead-zone/fault_loss/base/dead_zone.parquet"]
-    spec = FaultLossSpec.model_validate(plan.fault_loss_spec("base", "dead_zone"))
+    assert plan.loss_study_files("parquet") == ["results/dead-zone/loss_study/base/dead_zone.parquet"]
+    spec = LossStudySpec.model_validate(plan.loss_study_spec("base", "dead_zone"))
     assert spec.faults[0].layer == 3
     assert spec.settings.magnitudes[2] == 0.01
-    assert plan.fault_loss_threads("base", "dead_zone") == 1
+    assert plan.loss_study_threads("base", "dead_zone") == 1
 
 
 def _set(config, path, value):
@@ -64,23 +64,23 @@ def _set(config, path, value):
         (["machines"], {"device": {}}, r"machines: arm dead_zone_none needs the machine 'dead_zone', found device"),
         (["evaluation", "pretrained_machine"], "x", r"evaluation\.pretrained_machine: unknown machine 'x'"),
         (
-            ["fault_losses", 0, "machine"],
+            ["loss_studies", 0, "machine"],
             "x",
-            r"fault_losses\.0\.machine: unknown machine 'x', the study has dead_zone",
+            r"loss_studies\.0\.machine: unknown machine 'x', the study has dead_zone",
         ),
-        (["fault_losses", 0, "model"], "large", r"fault_losses\.0\.model: unknown role 'large', the study has base"),
-        (["fault_losses", 0, "magnitudes"], [0.1, 1.5], r"fault_losses\.0\.magnitudes\.1: .*found 1\.5"),
-        (["fault_losses", 0, "magnitudes"], [], r"fault_losses\.0\.magnitudes: "),
-        (["fault_losses", 0, "conditions"], ["dirty"], r"fault_losses\.0\.conditions\.0: .*found 'dirty'"),
-        (["fault_losses", 0, "orders"], ["sideways"], r"fault_losses\.0\.orders\.0: .*found 'sideways'"),
-        (["fault_losses", 0, "gamma"], 0, r"fault_losses\.0\.gamma: .*found 0"),
-        (["fault_losses", 0, "noise_seeds"], [1, 1], r"noise_seeds must not repeat a value"),
-        (["fault_losses", 0, "texts"], 3, r"fault_losses\.0\.texts: unknown key"),
-        (["machines", "dead_zone", "faults"], [], r"fault_losses\.0\.machine: dead_zone has no faults"),
+        (["loss_studies", 0, "model"], "large", r"loss_studies\.0\.model: unknown role 'large', the study has base"),
+        (["loss_studies", 0, "magnitudes"], [0.1, 1.5], r"loss_studies\.0\.magnitudes\.1: .*found 1\.5"),
+        (["loss_studies", 0, "magnitudes"], [], r"loss_studies\.0\.magnitudes: "),
+        (["loss_studies", 0, "conditions"], ["dirty"], r"loss_studies\.0\.conditions\.0: .*found 'dirty'"),
+        (["loss_studies", 0, "orders"], ["sideways"], r"loss_studies\.0\.orders\.0: .*found 'sideways'"),
+        (["loss_studies", 0, "gamma"], 0, r"loss_studies\.0\.gamma: .*found 0"),
+        (["loss_studies", 0, "noise_seeds"], [1, 1], r"noise_seeds must not repeat a value"),
+        (["loss_studies", 0, "texts"], 3, r"loss_studies\.0\.texts: unknown key"),
+        (["machines", "dead_zone", "faults"], [], r"loss_studies\.0\.machine: dead_zone has no faults"),
         (
             ["machines", "dead_zone", "faults", 0, "site"],
             "o_proj",
-            r"fault_losses\.0\.orders: dead_zone has faults at other sites than layer_output",
+            r"loss_studies\.0\.orders: dead_zone has faults at other sites than layer_output",
         ),
         (
             ["machines", "dead_zone", "faults", 0],
@@ -97,8 +97,8 @@ def test_a_mistake_is_one_line(config, path, value, message):
 
 
 def test_two_loss_studies_of_one_name_are_refused(config):
-    config["fault_losses"] *= 2
-    with pytest.raises(ConfigError, match="fault_losses must not repeat a name"):
+    config["loss_studies"] *= 2
+    with pytest.raises(ConfigError, match="loss_studies must not repeat a name"):
         load_study(config, "study.yaml")
 
 

@@ -47,7 +47,7 @@ def test_healthy_models_are_exact_at_every_site(random_model, architecture, dtyp
     assert all(check.mismatch is None for check in result.checks)
     assert (result.faults, result.tolerance, result.unfit, result.uncovered) == ((), {}, {}, ())
     assert result.forward_equivalents <= 12
-    assert (1 - CONFIG.intermittent_rate) ** result.elements_per_lane <= CONFIG.miss_probability
+    assert (1 - CONFIG.intermittent_rate) ** result.elements_per_channel <= CONFIG.miss_probability
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -64,13 +64,13 @@ def test_a_single_lane_is_placed_at_three_outputs_a_linear_and_a_norm(random_mod
     for number, site in enumerate(
         ("layer_output", "attention_output", "mlp_output", "k_proj", "post_attention_layernorm")
     ):
-        # a spike on one lane is a matter of luck at 0.3 %; at 1 % it escapes with odds of 1e-10
+        # a spike on one channel is a matter of seed_variance at 0.3 %; at 1 % it escapes with odds of 1e-10
         magnitude = 1.0 if kind == "spike" else 0.05
         fault = Fault(type=kind, layer=number % 3, magnitude=magnitude, sparsity=1e-9, site=site, seed=number)
         result = found_in(model, fault)
         assert places(result) == [(fault.layer, site, kind)]
-        lane = faulty_channels(result.faults[0].num_channels, fault.sparsity, fault.seed).nonzero().item()
-        assert result.faults[0].lane_indices == (lane,)
+        channel = faulty_channels(result.faults[0].num_channels, fault.sparsity, fault.seed).nonzero().item()
+        assert result.faults[0].faulty_channel_indices == (channel,)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -155,9 +155,9 @@ def test_faults_between_the_linears_have_their_own_place(random_model, site, end
     model = random_model()
 
     def halve_a_lane(module, args):
-        lane = torch.ones(args[0].shape[-1])
-        lane[5] = 0.5
-        return (args[0] * lane,)
+        channel = torch.ones(args[0].shape[-1])
+        channel[5] = 0.5
+        return (args[0] * channel,)
 
     with hooked(site_module(model, 1, end), halve_a_lane, before=True):
         found = run_exact(model, CONFIG).faults
@@ -181,9 +181,9 @@ def test_repeat_probe_catches_noise_that_only_real_inputs_show(random_model):
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("stuck", lambda lane: torch.full_like(lane, 3.0)),
-        ("gain", lambda lane: lane * 1.5),
-        ("other", lambda lane: lane.square()),
+        ("stuck", lambda channel: torch.full_like(channel, 3.0)),
+        ("gain", lambda channel: channel * 1.5),
+        ("other", lambda channel: channel.square()),
     ],
 )
 def test_other_ways_to_fail_have_names_too(random_model, kind, change):
@@ -196,7 +196,7 @@ def test_other_ways_to_fail_have_names_too(random_model, kind, change):
 
     with hooked(site_module(model, 1, "layer_output"), strike):
         (fault,) = run_exact(model, CONFIG).faults
-    assert (fault.type, fault.lane_indices) == (kind, (7,))
+    assert (fault.type, fault.faulty_channel_indices) == (kind, (7,))
 
 
 def test_a_device_that_rounds_gets_a_stated_bound_and_real_faults_stand_out(random_model):
@@ -213,7 +213,7 @@ def test_a_device_that_rounds_gets_a_stated_bound_and_real_faults_stand_out(rand
     assert verdict.verdict == "healthy"
     assert verdict.tolerance == healthy.tolerance
     faulty = found_in(model, Fault(type="saturation", layer=1, magnitude=0.01, site="o_proj", sparsity=1e-9))
-    assert [(fault.layer, fault.site, fault.lanes) for fault in faulty.faults] == [(1, "o_proj", 1)]
+    assert [(fault.layer, fault.site, fault.channels) for fault in faulty.faults] == [(1, "o_proj", 1)]
 
 
 def test_what_most_layers_fail_makes_it_abstain(random_model):

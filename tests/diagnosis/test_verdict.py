@@ -80,7 +80,7 @@ def exact_result(**changes) -> ExactResult:
         "tolerance": {},
         "unfit": {},
         "uncovered": (),
-        "elements_per_lane": 2400,
+        "elements_per_channel": 2400,
         "forward_equivalents": 11.0,
         "num_tokens": 400,
     }
@@ -92,15 +92,15 @@ def fault_at(layer: int, site: str) -> LocatedFault:
         layer=layer,
         site=site,
         type="saturation",
-        lanes=1,
-        lane_indices=(7,),
+        channels=1,
+        faulty_channel_indices=(7,),
         num_channels=64,
         magnitude=0.3,
         magnitude_low=0.29,
         magnitude_high=0.31,
         threshold="dynamic",
         probes=("identity",),
-        evidence="1 of 64 lanes differ",
+        evidence="1 of 64 channels differ",
     )
 
 
@@ -108,7 +108,13 @@ def test_exact_probes_decide_against_the_scans():
     both = judge(exact_result(), (table(), [ZEROS_IN_0], 9.0), DiagnosisConfig())
     assert (both.verdict, both.method, both.forward_equivalents) == ("healthy", "all", 20.0)
     found = judge(exact_result(faults=(fault_at(4, "o_proj"),)), (table(), [], 9.0), DiagnosisConfig())
-    assert (found.verdict, found.layer, found.site, found.type, found.lanes) == ("fault", 4, "o_proj", "saturation", 1)
+    assert (found.verdict, found.layer, found.site, found.type, found.channels) == (
+        "fault",
+        4,
+        "o_proj",
+        "saturation",
+        1,
+    )
 
 
 def test_all_faults_are_reported_and_the_first_leads():

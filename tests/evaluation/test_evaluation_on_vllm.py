@@ -76,7 +76,7 @@ def test_clean_responses_are_those_of_transformers(tmp_path, problems, on_vllm):
 def test_every_pass_is_proven_and_the_record_names_the_engine(on_vllm):
     receipts = read_json(on_vllm.receipt, EvaluationReceipts)
     assert receipts.problems() == []
-    assert [receipt.receipt.asked_scale("evaluation") for receipt in receipts.passes] == [0.0, 0.2, 0.2]
+    assert [receipt.receipt.requested_scale("evaluation") for receipt in receipts.passes] == [0.0, 0.2, 0.2]
     for one in receipts.passes:
         scale, elements = one.receipt.measured_scale("evaluation")
         assert abs(scale - one.noise_level) <= 5 * one.noise_level / max(1, 2 * elements) ** 0.5

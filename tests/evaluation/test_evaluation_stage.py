@@ -79,7 +79,7 @@ def test_each_pass_has_its_own_noise_proven(tmp_path, model_dir, problems):
     assert receipts.problems() == []
     clean, noisy, _ = receipts.passes
     assert clean.receipt.phases[0].noised_calls == 0
-    assert clean.receipt.phases[0].witness_difference == 0.0
+    assert clean.receipt.phases[0].reference_check_difference == 0.0
     scale, elements = noisy.receipt.measured_scale("evaluation")
     assert abs(scale / 0.2 - 1) < 5 / (2 * elements) ** 0.5
 

@@ -1,4 +1,4 @@
-"""Evaluations of several samples per question: rows, luck that is shared and luck that is not, refusals."""
+"""Evaluations of several samples per question: rows, seed_variance that is shared and seed_variance that is not, refusals."""
 
 import polars as pl
 import pytest

@@ -1,4 +1,4 @@
-"""The pieces of an evaluation: every batch once, put together in any order, nothing missing and nothing twice."""
+"""The shards of an evaluation: every batch once, put together in any order, nothing missing and nothing twice."""
 
 import random
 from dataclasses import replace
@@ -7,8 +7,8 @@ import pytest
 
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import WorkerError
-from aqnpipe.evaluation.shards import AnsweredPiece, Piece, answered_passes, pieces_of
-from aqnpipe.runtime.evaluation_workers import answering_here
+from aqnpipe.evaluation.shards import Shard, ShardResult, assembled_passes, shards_of
+from aqnpipe.runtime.evaluation_workers import local_shard_runner
 
 PROMPTS = [[5] * length for length in (4, 9, 4, 2, 7)]
 
@@ -36,17 +36,17 @@ def spec(**changes):
 
 @pytest.fixture(scope="module")
 def answers(save_model):
-    pieces = pieces_of(spec(), PROMPTS)
-    with answering_here(spec(), save_model(num_layers=1), max_tokens=16) as answering:
-        return list(answering.answers(pieces))
+    shards = shards_of(spec(), PROMPTS)
+    with local_shard_runner(spec(), save_model(num_layers=1), max_tokens=16) as runner:
+        return list(runner.answers(shards))
 
 
 def test_a_piece_is_a_batch_of_prompts_of_like_length():
-    pieces = pieces_of(spec(), PROMPTS)
-    assert [piece.number for piece in pieces] == list(range(3 * 2 * 3))
-    assert [(piece.noise_level, piece.noise_seed) for piece in pieces[::6]] == [(0.0, 3), (0.2, 3), (0.2, 4)]
-    assert {len(piece.batches) for piece in pieces} == {1}
-    first_pass = [piece.batches[0] for piece in pieces[:6]]
+    shards = shards_of(spec(), PROMPTS)
+    assert [shard.number for shard in shards] == list(range(3 * 2 * 3))
+    assert [(shard.noise_level, shard.noise_seed) for shard in shards[::6]] == [(0.0, 3), (0.2, 3), (0.2, 4)]
+    assert {len(shard.batches) for shard in shards} == {1}
+    first_pass = [shard.batches[0] for shard in shards[:6]]
     assert [batch.questions for batch in first_pass] == [(3, 0), (2, 4), (1,)] * 2
     assert [(batch.sample, batch.number, batch.step) for batch in first_pass] == [
         (0, 0, 0),
@@ -61,22 +61,22 @@ def test_a_piece_is_a_batch_of_prompts_of_like_length():
 
 def test_a_pass_with_a_threshold_of_its_first_call_is_one_piece():
     fault = {"type": "dead_zone", "layer": 0, "magnitude": 0.1}
-    dynamic, cached = (pieces_of(spec(faults=(fault | {"threshold": t},)), PROMPTS) for t in ("dynamic", "cached"))
+    dynamic, cached = (shards_of(spec(faults=(fault | {"threshold": t},)), PROMPTS) for t in ("dynamic", "cached"))
     assert (len(dynamic), len(cached)) == (18, 3)
-    assert [batch for piece in dynamic[:6] for batch in piece.batches] == list(cached[0].batches)
+    assert [batch for shard in dynamic[:6] for batch in shard.batches] == list(cached[0].batches)
 
 
 def test_pieces_and_answers_survive_json(answers):
-    piece = pieces_of(spec(), PROMPTS)[7]
-    assert Piece.from_json(piece.to_json()) == piece
-    assert all(AnsweredPiece.from_json(one.to_json()) == one for one in answers)
+    shard = shards_of(spec(), PROMPTS)[7]
+    assert Shard.from_json(shard.to_json()) == shard
+    assert all(ShardResult.from_json(one.to_json()) == one for one in answers)
 
 
 def test_the_order_of_answers_does_not_matter(answers):
-    pieces = pieces_of(spec(), PROMPTS)
-    in_order = list(answered_passes(spec(), pieces, answers))
+    shards = shards_of(spec(), PROMPTS)
+    in_order = list(assembled_passes(spec(), shards, answers))
     shuffled = random.Random(1).sample(answers, len(answers))
-    assert list(answered_passes(spec(), pieces, shuffled)) == in_order
+    assert list(assembled_passes(spec(), shards, shuffled)) == in_order
     assert [(one.noise_level, one.noise_seed) for one in in_order] == [(0.0, 3), (0.2, 3), (0.2, 4)]
     assert [[len(sample) for sample in one.samples] for one in in_order] == [[5, 5]] * 3
     second = answers[1].completions[0]
@@ -84,7 +84,7 @@ def test_the_order_of_answers_does_not_matter(answers):
 
 
 def test_a_receipt_is_of_all_its_pieces(answers):
-    passes = list(answered_passes(spec(), pieces_of(spec(), PROMPTS), answers))
+    passes = list(assembled_passes(spec(), shards_of(spec(), PROMPTS), answers))
     for number, one in enumerate(passes):
         (record,) = one.receipt.check().phases
         states = [answer.account.states[0] for answer in answers[6 * number : 6 * (number + 1)]]
@@ -96,18 +96,18 @@ def test_a_receipt_is_of_all_its_pieces(answers):
 
 
 def test_a_missing_piece_is_refused_and_its_pass_never_comes(answers):
-    passes = answered_passes(spec(), pieces_of(spec(), PROMPTS), [one for one in answers if one.number != 8])
+    passes = assembled_passes(spec(), shards_of(spec(), PROMPTS), [one for one in answers if one.number != 8])
     assert [(next(passes).noise_seed)] == [3]
-    with pytest.raises(WorkerError, match="pieces 8 of 18 of the evaluation were not answered"):
+    with pytest.raises(WorkerError, match="shards 8 of 18 of the evaluation were not answered"):
         list(passes)
 
 
 def test_a_piece_that_is_answered_twice_is_refused(answers):
-    with pytest.raises(WorkerError, match="piece 2 of 18 of the evaluation was answered twice"):
-        list(answered_passes(spec(), pieces_of(spec(), PROMPTS), [*answers[:3], answers[2]]))
+    with pytest.raises(WorkerError, match="shard 2 of 18 of the evaluation was answered twice"):
+        list(assembled_passes(spec(), shards_of(spec(), PROMPTS), [*answers[:3], answers[2]]))
 
 
 def test_a_piece_with_too_few_answers_is_refused(answers):
     short = replace(answers[0], completions=(answers[0].completions[0][:1],))
-    with pytest.raises(WorkerError, match="piece 0 of 18 of the evaluation was not wholly answered"):
-        list(answered_passes(spec(), pieces_of(spec(), PROMPTS), [short, *answers[1:]]))
+    with pytest.raises(WorkerError, match="shard 0 of 18 of the evaluation was not wholly answered"):
+        list(assembled_passes(spec(), shards_of(spec(), PROMPTS), [short, *answers[1:]]))

@@ -33,7 +33,7 @@ def sync(before="clean", after="clean", step=0):
     return WeightSync(
         step=step,
         sigma_scheduled=0.05,
-        sigma_asked=0.05,
+        sigma_requested=0.05,
         sigma_measured=0.05,
         targets=7,
         elements=224,

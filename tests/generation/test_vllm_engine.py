@@ -120,8 +120,8 @@ def test_greedy_tokens_equal_those_of_transformers(engine, reference, prompts):
     assert clean == run(reference, PassNoise(), prompts)[0]
     assert "stop" in {one.finish_reason for one in clean}
     (record,) = receipt.check().phases
-    assert (record.noised_calls, record.witness_difference) == (0, 0.0)
-    assert record.witnessed_elements > 1000
+    assert (record.noised_calls, record.reference_check_difference) == (0, 0.0)
+    assert record.reference_checked_elements > 1000
     assert record.forwards == max(len(one.token_ids) for one in clean)
 
 
@@ -155,7 +155,7 @@ def test_every_projection_of_a_merged_module_has_its_own_line(engine, prompts):
         }
     widths = {cell.operator: cell.elements for cell in receipt.cells if cell.layer == 0}
     assert widths["linear.q_proj"] == 2 * widths["linear.k_proj"] == 2 * widths["linear.v_proj"]
-    assert abs(record.witness_scale / 0.2 - 1) < 5 / (2 * record.witnessed_elements) ** 0.5
+    assert abs(record.reference_check_scale / 0.2 - 1) < 5 / (2 * record.reference_checked_elements) ** 0.5
 
 
 def test_noise_is_replayed_by_its_key_and_gone_after_the_pass(engine, reference, prompts):

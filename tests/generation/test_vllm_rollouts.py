@@ -199,7 +199,7 @@ def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults
         ]
         assert min(differences) > 0.001
     ours, theirs = (state.weight_syncs[0] for state, _ in accounts)
-    assert (ours.sigma_asked, ours.targets) == (theirs.sigma_asked, theirs.targets)
+    assert (ours.sigma_requested, ours.targets) == (theirs.sigma_requested, theirs.targets)
 
 
 @pytest.mark.parametrize("flaw", ["changed", "missing", "stranger"])

@@ -9,13 +9,13 @@ from scipy import stats
 
 from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
-from aqnpipe.artifacts.loss_studies import FaultLossFile, FaultLossTable
+from aqnpipe.artifacts.loss_studies import LossStudyFile, LossStudyTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
 from aqnpipe.errors import DataError
 from aqnpipe.loss_study.comparison import LossInputs, compare_losses
-from aqnpipe.noise.receipts.loss_study_receipt import FaultLossPass, FaultLossReceipts
+from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.receipt import FaultCell, GradientFlow, PhaseRecord, Receipt, WeightCell, WeightSync
 
 NUM_TEXTS, SEEDS, VOCABULARY, MAGNITUDE = 40, (0, 1, 2, 3), 100, 0.3
@@ -35,7 +35,7 @@ def receipt_of(condition):
     sync = WeightSync(
         step=0,
         sigma_scheduled=0.01,
-        sigma_asked=0.01,
+        sigma_requested=0.01,
         sigma_measured=0.01,
         targets=4,
         elements=1000,
@@ -46,9 +46,9 @@ def receipt_of(condition):
     record = {
         "forwards": NUM_TEXTS,
         "noised_calls": 0,
-        "witnessed_elements": 10,
-        "witness_difference": 0.0,
-        "witness_scale": 0.0,
+        "reference_checked_elements": 10,
+        "reference_check_difference": 0.0,
+        "reference_check_scale": 0.0,
         "escaped": {},
     }
     return Receipt(
@@ -115,7 +115,7 @@ def write_losses(folder, means=MEANS, seed=0):
                 for index, (text, extra) in enumerate(zip(by_text + 1.0, scatter, strict=True))
             ]
             passes.append(
-                FaultLossPass(
+                LossStudyPass(
                     condition=condition,
                     magnitude=magnitude,
                     order=order,
@@ -125,14 +125,14 @@ def write_losses(folder, means=MEANS, seed=0):
                 )
             )
     inputs = LossInputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
-    write_table(inputs.table, pl.DataFrame(rows, schema_overrides={"order": pl.String}), FaultLossTable)
-    receipts = FaultLossReceipts(
+    write_table(inputs.table, pl.DataFrame(rows, schema_overrides={"order": pl.String}), LossStudyTable)
+    receipts = LossStudyReceipts(
         vocabulary_size=VOCABULARY, num_layers=4, faulty_layers=(1,), gamma=0.01, passes=tuple(passes)
     )
     write_json(inputs.receipt, receipts)
     identity = {"model": "base", "name": "made-up"}
     record = RunRecord(
-        stage="fault_loss", identity=identity, config={}, code_digest="", inputs_sha256={}, versions={}, device="cpu"
+        stage="loss_study", identity=identity, config={}, code_digest="", inputs_sha256={}, versions={}, device="cpu"
     )
     write_json(inputs.record, record)
     vouch(inputs)
@@ -148,7 +148,7 @@ def vouch(inputs):
 
 def compared(folder, **changes):
     compare_losses(write_losses(folder, **changes), StatisticsConfig(), folder / "claims.json")
-    return read_json(folder / "claims.json", FaultLossFile)
+    return read_json(folder / "claims.json", LossStudyFile)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_false_alarms_without_any_effect_stay_at_alpha(tmp_path):
 
 def test_rows_without_a_receipt_are_refused(tmp_path):
     inputs = write_losses(tmp_path)
-    receipts = read_json(inputs.receipt, FaultLossReceipts)
+    receipts = read_json(inputs.receipt, LossStudyReceipts)
     write_json(inputs.receipt, receipts.model_copy(update={"passes": receipts.passes[:-1]}))
     vouch(inputs)
     with pytest.raises(DataError, match="no receipt for pass"):
@@ -246,7 +246,7 @@ def test_rows_without_a_receipt_are_refused(tmp_path):
 
 def test_a_pass_whose_noise_went_elsewhere_is_refused(tmp_path):
     inputs = write_losses(tmp_path)
-    receipts = read_json(inputs.receipt, FaultLossReceipts)
+    receipts = read_json(inputs.receipt, LossStudyReceipts)
     wrong = receipts.passes[-1].model_copy(update={"noised_layers": (0,)})
     write_json(inputs.receipt, receipts.model_copy(update={"passes": (*receipts.passes[:-1], wrong)}))
     vouch(inputs)

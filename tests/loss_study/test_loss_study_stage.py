@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from aqnpipe.artifacts.files import read_json, read_table, write_table
-from aqnpipe.artifacts.loss_studies import FaultLossTable
+from aqnpipe.artifacts.loss_studies import LossStudyTable
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.config.loss_study import FaultLossConfig
-from aqnpipe.config.run import FaultLossSpec
+from aqnpipe.config.loss_study import LossStudyConfig
+from aqnpipe.config.run import LossStudySpec
 from aqnpipe.errors import DataError, ReceiptError
-from aqnpipe.evaluation import fault_loss as stage
-from aqnpipe.loss_study.stage import FaultLossOutputs, fault_loss, loss_passes, noised_layers
+from aqnpipe.evaluation import loss_study as stage
+from aqnpipe.loss_study.stage import LossStudyOutputs, loss_passes, loss_study, noised_layers
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
-from aqnpipe.noise.receipts.loss_study_receipt import FaultLossReceipts
+from aqnpipe.noise.receipts.loss_study_receipt import LossStudyReceipts
 
 NUM_TEXTS = 4
 FAULT = {"type": "dead_zone", "layer": 1, "magnitude": 0.5}
@@ -54,7 +54,7 @@ def spec(faults=(FAULT,), **settings):
         "noise_seeds": (0, 1),
         "num_texts": NUM_TEXTS,
     }
-    return FaultLossSpec(
+    return LossStudySpec(
         model_role="base",
         faults=faults,
         dtype="float32",
@@ -65,12 +65,12 @@ def spec(faults=(FAULT,), **settings):
 
 
 def outputs(folder):
-    return FaultLossOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    return LossStudyOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
 
 
 def run(folder, model_dir, problems, **settings):
-    fault_loss(spec(**settings), model_dir, problems, outputs(folder), lambda _: None)
-    return read_table(outputs(folder).table, FaultLossTable)
+    loss_study(spec(**settings), model_dir, problems, outputs(folder), lambda _: None)
+    return read_table(outputs(folder).table, LossStudyTable)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def losses(table, condition, magnitude=0.0, order=None, noise_seed=0):
 
 
 def test_every_condition_has_every_text_once_per_pass(finished):
-    table = read_table(outputs(finished).table, FaultLossTable)
+    table = read_table(outputs(finished).table, LossStudyTable)
     counts = dict(table.group_by("condition").len().rows())
     noisy = 2 * 2 * NUM_TEXTS  # magnitudes, noise seeds
     assert counts == {
@@ -121,7 +121,7 @@ def test_losses_are_those_of_a_plain_forward_pass(finished, model_dir, problems)
     def dead_zone(module, args, output):
         return torch.where(output.abs() < 0.3 * output.abs().max(), torch.zeros_like(output), output)
 
-    found = read_table(outputs(finished).table, FaultLossTable)
+    found = read_table(outputs(finished).table, LossStudyTable)
     assert losses(found, "clean") == pytest.approx(list(plain()), rel=1e-5)
     handle = model.model.layers[1].register_forward_hook(dead_zone)
     assert losses(found, "fault_only", 0.3) == pytest.approx(list(plain()), rel=1e-5)
@@ -129,7 +129,7 @@ def test_losses_are_those_of_a_plain_forward_pass(finished, model_dir, problems)
 
 
 def test_survival_falls_with_the_threshold_and_is_one_without_a_fault(finished):
-    table = read_table(outputs(finished).table, FaultLossTable)
+    table = read_table(outputs(finished).table, LossStudyTable)
     rates = dict(table.filter(pl.col("condition").is_in(["clean", "fault_only"])).group_by("magnitude").agg(
         pl.col("survival_rate").mean()).rows())  # fmt: skip
     assert rates[0.0] == 1.0
@@ -137,7 +137,7 @@ def test_survival_falls_with_the_threshold_and_is_one_without_a_fault(finished):
 
 
 def test_receipts_prove_fault_noise_and_gradient_of_every_pass(finished):
-    receipts = read_json(outputs(finished).receipt, FaultLossReceipts)
+    receipts = read_json(outputs(finished).receipt, LossStudyReceipts)
     assert receipts.problems() == []
     assert (receipts.num_layers, receipts.faulty_layers) == (4, (1,))
     assert receipts.vocabulary_size == len(build_tokenizer())
@@ -165,7 +165,7 @@ def test_noise_is_common_to_the_conditions_that_have_it(model_dir, problems, tmp
 
 
 def test_seeds_and_orders_make_a_difference(finished):
-    table = read_table(outputs(finished).table, FaultLossTable)
+    table = read_table(outputs(finished).table, LossStudyTable)
     assert losses(table, "targeted", 0.3, "after_noise", 0) != losses(table, "targeted", 0.3, "after_noise", 1)
     assert losses(table, "targeted", 0.3, "after_noise", 0) != losses(table, "targeted", 0.3, "around_noise", 0)
 
@@ -213,7 +213,7 @@ def test_a_machine_faulty_in_all_layers_has_no_healthy_one():
 
 
 def test_passes_are_counted_by_hand():
-    settings = FaultLossConfig(
+    settings = LossStudyConfig(
         name="x", machine="m", magnitudes=(0.1, 0.2, 0.3), orders=("after_noise", "before_noise"), noise_seeds=(0, 1)
     )
     passes = list(loss_passes(settings))

@@ -47,7 +47,7 @@ def test_a_model_whose_attention_escapes_is_told(make_model):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["noise-audit", "tiny", *arguments])
+    return CliRunner().invoke(app, ["measure-noise", "tiny", *arguments])
 
 
 def test_the_command_shows_what_was_reached(tmp_path):

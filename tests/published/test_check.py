@@ -12,7 +12,7 @@ from scipy import stats
 from statsmodels.stats.proportion import proportions_ztest
 
 from aqnpipe.config.published import PublishedFile, RatioClaim
-from aqnpipe.published.check import audit, audit_file
+from aqnpipe.published.check import audit, check_published_file
 from aqnpipe.published.tests import Proportion, Result, largest_discordance, ratio_result
 from aqnpipe.statistics.grim import agrees, possible_counts, possible_sizes
 
@@ -21,7 +21,7 @@ PUBLISHED = Path(__file__).parents[2] / "config" / "published.yaml"
 
 @pytest.fixture(scope="module")
 def audited():
-    return audit_file(PUBLISHED)
+    return check_published_file(PUBLISHED)
 
 
 def claim(audited, name):
@@ -67,7 +67,7 @@ def test_which_claims_stand(audited):
         "not_shown"
     }
     assert {verdicts[name] for name in ("targeted-beats-global", "clean-recovery-E5b")} == {"invalid"}
-    assert claim(audited, "noise-hurts").p_run_luck == pytest.approx(
+    assert claim(audited, "noise-hurts").p_run_to_run == pytest.approx(
         2 * stats.t.sf(8.7187 / (1.6 * math.sqrt(2)), 5), rel=1e-3
     )
 
@@ -181,7 +181,7 @@ def test_a_paper_without_more_than_two_accuracies():
     found = audit(PublishedFile.model_validate(minimal()))
     one = found.claims[0]
     assert one.verdict == "supported"
-    assert one.p_run_luck is None
+    assert one.p_run_to_run is None
     pooled = proportions_ztest([800, 750], [1000, 1000])[1]
     assert one.p_value == pytest.approx(pooled, rel=0.05)
     assert json.loads(found.model_dump_json())["claims"][0]["verdict"] == "supported"
@@ -210,7 +210,7 @@ def test_a_broken_file_is_one_line(tmp_path, change, message):
     path = tmp_path / "paper.yaml"
     path.write_text(yaml.safe_dump(minimal(**change)))
     with pytest.raises(DataError, match=message) as caught:
-        audit_file(path)
+        check_published_file(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
 

@@ -296,7 +296,7 @@ def test_paired_tables_are_the_claims(visit, built):
 def test_curves_have_the_numbers_of_the_runs(visit, built):
     seen = visit(built.page)
     seen.open_all()
-    for column in ("reward_mean", "kl", "validation_accuracy", "sigma_asked", "sigma_measured"):
+    for column in ("reward_mean", "kl", "validation_accuracy", "sigma_requested", "sigma_measured"):
         shown = {int(row[0]): row[1:] for row in seen.rows(f"curve-{column}")}
         assert max(shown) == 60
         for position, run in enumerate(built.made.runs):

@@ -7,13 +7,13 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import Family
 from aqnpipe.artifacts.files import read_json, write_json
-from aqnpipe.artifacts.loss_studies import FaultLossComparison, FaultLossCondition, FaultLossFile
+from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile
 from aqnpipe.config.noise import Fault
 from aqnpipe.noise.receipts.receipt import FaultCell, GradientFlow, Receipt
 
 
 def condition(name, magnitude, loss, order=None, above=False):
-    return FaultLossCondition(
+    return LossStudyCondition(
         condition=name,
         magnitude=magnitude,
         order=order,
@@ -29,7 +29,7 @@ def condition(name, magnitude, loss, order=None, above=False):
 
 
 def comparison(number, family, verdict, p_seed_t):
-    return FaultLossComparison(
+    return LossStudyComparison(
         comparison_id=str(number),
         family=family,
         magnitude=0.3,
@@ -53,7 +53,7 @@ def comparison(number, family, verdict, p_seed_t):
 
 
 def losses():
-    return FaultLossFile(
+    return LossStudyFile(
         name="made-up",
         model="base",
         gamma=0.01,
@@ -97,7 +97,7 @@ def page(synthetic, built, tmp_path_factory):
     write_json(folder / "receipt.json", struck)
     run = dataclasses.replace(inputs.runs[0], receipt=folder / "receipt.json")
     changed = dataclasses.replace(
-        inputs, runs=(run, *inputs.runs[1:]), fault_losses=(folder / "claims.json", folder / "missing.json")
+        inputs, runs=(run, *inputs.runs[1:]), loss_studies=(folder / "claims.json", folder / "missing.json")
     )
     html = {}
     for language in ("en", "zh"):

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.artifacts.published import AuditedAccuracy, AuditedClaim, AuditedLoss, AuditedSeries, AuditFile
+from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, CheckedLoss, CheckedSeries, PublishedCheck
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.published import side_by_side
@@ -28,10 +28,10 @@ def accuracy(name, printed, low, high, **changes):
         "ci_low": low,
         "ci_high": high,
     }
-    return AuditedAccuracy(**values | changes)
+    return CheckedAccuracy(**values | changes)
 
 
-CLAIM = AuditedClaim(
+CLAIM = CheckedClaim(
     id="aqn-helps",
     claim="AQN helps",
     claim_zh="AQN 有益",
@@ -47,7 +47,7 @@ CLAIM = AuditedClaim(
     interval_level=0.95,
     p_value=0.18,
     p_holm=0.9,
-    p_run_luck=0.32,
+    p_run_to_run=0.32,
     largest_discordance=None,
     p_paired_low=None,
     p_paired_high=None,
@@ -59,7 +59,7 @@ CLAIM = AuditedClaim(
     notes=(),
     differs=(),
 )
-AUDIT = AuditFile(
+AUDIT = PublishedCheck(
     title="A paper",
     source="somewhere",
     alpha=0.05,
@@ -77,7 +77,7 @@ AUDIT = AuditFile(
         accuracy("E5b", "77.5", 0.712, 0.827, noise_level=0.1, num_questions=200),
     ),
     losses=(
-        AuditedLoss(
+        CheckedLoss(
             id="dz",
             label="dead zone",
             arm=None,
@@ -90,7 +90,7 @@ AUDIT = AuditFile(
         ),
     ),
     claims=(CLAIM,),
-    series=(AuditedSeries(id="E5d", label="E5d", printed=("74.50",) * 3, identical=True, p_value=1.0),),
+    series=(CheckedSeries(id="E5d", label="E5d", printed=("74.50",) * 3, identical=True, p_value=1.0),),
     detectable=(),
 )
 
@@ -98,8 +98,8 @@ AUDIT = AuditFile(
 @pytest.fixture(scope="module")
 def with_audit(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
-    write_json(folder / "audit.json", AUDIT)
-    inputs = replace(built.made.report_inputs(built.folder), audit=folder / "audit.json")
+    write_json(folder / "published.json", AUDIT)
+    inputs = replace(built.made.report_inputs(built.folder), audit=folder / "published.json")
     return built.build(inputs=inputs, into=folder)
 
 
@@ -154,4 +154,4 @@ def test_without_an_audit_there_is_no_such_section(built):
 
 def test_the_plan_asks_for_it_where_the_study_names_a_file(synthetic, tmp_path):
     study = synthetic.study(statistics={"published": "config/published.yaml"})
-    assert inputs_of(StudyPlan(study), tmp_path).audit == tmp_path / "results" / "audit.json"
+    assert inputs_of(StudyPlan(study), tmp_path).audit == tmp_path / "results" / "published.json"

@@ -188,7 +188,7 @@ def test_pictures_round_positions_but_never_labels():
 def test_long_training_is_thinned_and_keeps_its_last_step():
     steps = 400
     rows = pl.DataFrame({"step": range(1, steps + 1)}).with_columns(
-        *(pl.lit(value).alias(name) for name, value in {"reward_mean": 0.5, "sigma_asked": 0.05}.items()),
+        *(pl.lit(value).alias(name) for name, value in {"reward_mean": 0.5, "sigma_requested": 0.05}.items()),
         kl=pl.lit(None, pl.Float64),
         sigma_measured=pl.lit(0.05),
         validation_accuracy=pl.when(pl.col("step") == steps).then(0.5),
@@ -216,7 +216,7 @@ def test_kl_gets_decades_where_a_peak_would_hide_the_rest(peak, labels):
         arm=pl.lit("E5"),
         seed=pl.lit(0, pl.Int64),
         reward_mean=pl.lit(0.5),
-        sigma_asked=pl.lit(0.0),
+        sigma_requested=pl.lit(0.0),
         sigma_measured=pl.lit(0.0),
         validation_accuracy=pl.lit(None, pl.Float64),
     )

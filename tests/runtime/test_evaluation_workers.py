@@ -51,7 +51,7 @@ def cluster():
 
 
 def spec(**changes):
-    """Two samples of two passes in batches of two: 16 pieces."""
+    """Two samples of two passes in batches of two: 16 shards."""
     settings = {
         "model_role": "base",
         "arm_id": "test",
@@ -121,7 +121,7 @@ def test_when_all_actors_die_the_stage_fails_and_writes_nothing(tmp_path, model_
             for process in actor_processes(os.getpid()):
                 os.kill(process, signal.SIGKILL)
 
-    with pytest.raises(WorkerError, match=r"all 2 evaluation workers died, 16 of 16 pieces are not answered"):
+    with pytest.raises(WorkerError, match=r"all 2 evaluation workers died, 16 of 16 shards are not answered"):
         run(tmp_path, model_dir, problems, workers=2, say=say)
     assert [path.name for path in tmp_path.iterdir()] == ["t.workers"]
 
@@ -165,6 +165,6 @@ def test_a_killed_actors_work_is_done_by_the_other_on_a_cluster_of_its_own(
 
     assert run(tmp_path, model_dir, problems, workers=2, say=say) == alone
     assert "evaluation worker" in said[1]
-    assert "of 2 died (killed, or out of memory?): the others answer its piece again" in said[1]
+    assert "of 2 died (killed, or out of memory?): the others answer its shard again" in said[1]
     assert len(read_table(outputs(tmp_path).table, EvaluationTable)) == 2 * 2 * NUM_QUESTIONS
     assert addresses == {"127.0.0.1"}

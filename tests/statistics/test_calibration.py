@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from aqnpipe.statistics.crossed_effects import estimate_difference, pooled_luck
+from aqnpipe.statistics.crossed_effects import estimate_difference, pooled_seed_variance
 from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts, tango_p
 from aqnpipe.statistics.robustness import joint_test
 
@@ -33,18 +33,20 @@ def simulation():
 def estimates(simulation, design, number=STUDIES, seed=11):
     for outcomes in simulation.studies(design, number, seed):
         num_seeds = outcomes.shape[1]
-        luck = pooled_luck(list(outcomes.mean(axis=2)), [num_seeds, num_seeds]) if num_seeds > 1 else None
-        yield estimate_difference(outcomes[0], outcomes[1], luck)
+        seed_variance = (
+            pooled_seed_variance(list(outcomes.mean(axis=2)), [num_seeds, num_seeds]) if num_seeds > 1 else None
+        )
+        yield estimate_difference(outcomes[0], outcomes[1], seed_variance)
 
 
 @pytest.mark.parametrize(
-    ("num_seeds", "num_questions", "luck"),
+    ("num_seeds", "num_questions", "seed_variance"),
     [(2, 200, 0.0), (2, 1319, 3.0), (3, 500, 1.0), (3, 1319, 2.0), (5, 200, 3.0), (5, 1319, 1.0), (10, 500, 2.0)],
 )
 @pytest.mark.parametrize("effect", [0.0, 0.06])
-def test_intervals_hold_the_true_difference(simulation, num_seeds, num_questions, luck, effect):
+def test_intervals_hold_the_true_difference(simulation, num_seeds, num_questions, seed_variance, effect):
     """Without an effect a miss is a false finding (type-I error); with one it is a lack of coverage."""
-    design = simulation.Design(num_seeds, num_questions, luck, effect=effect)
+    design = simulation.Design(num_seeds, num_questions, seed_variance, effect=effect)
     missed = 0
     for estimate in estimates(simulation, design, number=STUDIES if num_seeds * num_questions < 5000 else STUDIES // 2):
         low, high = estimate.interval(0.95)
@@ -54,7 +56,7 @@ def test_intervals_hold_the_true_difference(simulation, num_seeds, num_questions
 
 
 def test_a_real_effect_is_found(simulation):
-    """10 points with 5 seeds and 1,319 questions, luck of 1 point: the detectable difference is below 6 points."""
+    """10 points with 5 seeds and 1,319 questions, seed_variance of 1 point: the detectable difference is below 6 points."""
     found = [one.two_sided_p() < 0.05 for one in estimates(simulation, simulation.Design(5, 1319, 1.0, effect=0.1), 60)]
     assert sum(found) >= 55
 
@@ -106,7 +108,7 @@ def test_the_joint_test_of_levels(simulation):
 
 
 def test_ignoring_the_luck_of_training_would_fool_us(simulation):
-    """One run per arm, luck of 3 points: McNemar on the two checkpoints rejects far too often as a test of arms."""
+    """One run per arm, seed_variance of 3 points: McNemar on the two checkpoints rejects far too often as a test of arms."""
     design = simulation.Design(1, 1319, 3.0, num_arms=2)
     rejected = sum(one.two_sided_p() < 0.05 for one in estimates(simulation, design, 200))
     assert rejected > stats.binom.ppf(0.9999, 200, 0.05)

@@ -9,11 +9,11 @@ from scipy import stats
 
 from aqnpipe.statistics.crossed_effects import (
     MAX_SEEDS_SEARCHED,
-    Luck,
+    SeedVariance,
     VarianceParts,
     estimate_difference,
     expected_spread,
-    pooled_luck,
+    pooled_seed_variance,
     questions_needed,
     seeds_needed,
     two_way_spread,
@@ -35,18 +35,18 @@ def test_two_way_spread_by_hand():
 
 def test_pooled_luck_by_hand():
     """Within-arm sums of squares 2 and 8 with 1 and 1 degrees of freedom: 5; sides of two seeds each: 5/2 + 5/2."""
-    luck = pooled_luck([np.array([1.0, 3.0]), np.array([2.0, 6.0])], [2, 2])
-    assert luck == Luck(5.0, 2.0)
-    assert pooled_luck([np.array([1.0]), np.array([2.0])], [1, 1]) is None
+    seed_variance = pooled_seed_variance([np.array([1.0, 3.0]), np.array([2.0, 6.0])], [2, 2])
+    assert seed_variance == SeedVariance(5.0, 2.0)
+    assert pooled_seed_variance([np.array([1.0]), np.array([2.0])], [1, 1]) is None
 
 
 def test_luck_of_other_arms_replaces_a_smaller_one_of_two_seeds():
     differences = np.array([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
     own = two_way_spread(differences)
-    lent = two_way_spread(differences, Luck(0.5, 6.0))
+    lent = two_way_spread(differences, SeedVariance(0.5, 6.0))
     assert lent.variances == (0.5, own.variances[1])
     assert lent.degrees_of_freedom == (6.0, 3.0)
-    kept = two_way_spread(np.array([[0.0, 0.0], [1.0, 0.5]]), Luck(1e-6, 6.0))
+    kept = two_way_spread(np.array([[0.0, 0.0], [1.0, 0.5]]), SeedVariance(1e-6, 6.0))
     assert kept.variances[0] == pytest.approx(0.75**2 / 2 / 2)
 
 
@@ -55,7 +55,7 @@ def test_estimate_over_seeds_uses_that_spread():
     estimate = estimate_difference(treatment, control)
     spread, mean = two_way_spread(treatment - control), (treatment - control).mean()
     assert estimate.method == "two_way"
-    assert estimate.covers_training_luck
+    assert estimate.covers_seed_variance
     assert estimate.two_sided_p() == pytest.approx(2 * spread.upper_tail(mean))
     low, high = estimate.interval(0.95)
     assert (low, high) == pytest.approx((mean - spread.half_width(0.95), mean + spread.half_width(0.95)))
@@ -77,7 +77,7 @@ def test_one_noise_seeded_run_is_the_paired_t_test():
     estimate = estimate_difference(treatment, control)
     reference = stats.ttest_rel(treatment[0], control[0])
     assert estimate.method == "questions"
-    assert not estimate.covers_training_luck
+    assert not estimate.covers_seed_variance
     assert estimate.p_seed_t is None
     assert estimate.two_sided_p() == pytest.approx(reference.pvalue)
     assert estimate.interval(0.95) == pytest.approx(tuple(reference.confidence_interval(0.95)))

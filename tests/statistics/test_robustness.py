@@ -5,7 +5,13 @@ import statsmodels.api as sm
 from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 
-from aqnpipe.statistics.robustness import cochran_q_p, joint_test, robustness_row, slope_luck, slope_per_question
+from aqnpipe.statistics.robustness import (
+    cochran_q_p,
+    joint_test,
+    robustness_row,
+    slope_per_question,
+    slope_seed_variance,
+)
 
 LEVELS = (0.0, 0.05, 0.1)
 
@@ -73,7 +79,7 @@ def test_row_of_one_run_and_of_several():
     assert one["joint_p"] < 0.001
     assert one["cochran_q_p"] < 0.001
     arms = [outcomes((0.75, 0.7, 0.5), seeds=3, noise_seeds=2, seed=seed) for seed in (1, 2)]
-    several = robustness_row(LEVELS, arms[0], slope_luck(LEVELS, arms), 0.05)
+    several = robustness_row(LEVELS, arms[0], slope_seed_variance(LEVELS, arms), 0.05)
     assert several["num_seeds"] == 3
     assert several["cochran_q_p"] is None
     assert several["slope_p"] < 0.05

@@ -46,9 +46,9 @@ def evaluation_pass(
 ) -> pl.DataFrame:
     """Rows of one pass; questions are equally hard for every arm."""
     difficulty = np.random.default_rng(7).normal(0, 2, num_questions)
-    luck = np.random.default_rng(derive_seed(seed, f"luck {arm}")).normal(0, 0.05)
+    seed_variance = np.random.default_rng(derive_seed(seed, f"seed_variance {arm}")).normal(0, 0.05)
     draws = np.random.default_rng(derive_seed(seed, f"draws {arm} {level}", noise_seed))
-    chances = logit + luck + difficulty - LEVEL_COST[level]
+    chances = logit + seed_variance + difficulty - LEVEL_COST[level]
     correct = draws.random(num_questions) < 1 / (1 + np.exp(-chances))
     answers = [str(number) if right else None for number, right in enumerate(correct)]
     return pl.DataFrame(
@@ -93,9 +93,9 @@ def receipt(
                 phase=phase,
                 forwards=10,
                 noised_calls=420 if asked else 0,
-                witnessed_elements=0 if phase == "backward" else 51200,
-                witness_difference=0.31 if asked and phase != "backward" else 0.0,
-                witness_scale=asked * 1.001,
+                reference_checked_elements=0 if phase == "backward" else 51200,
+                reference_check_difference=0.31 if asked and phase != "backward" else 0.0,
+                reference_check_scale=asked * 1.001,
                 escaped={},
             )
             for phase, asked in scale.items()
@@ -134,7 +134,7 @@ def _sync(weight_noise: AdaptiveNoise, step: int, num_steps: int, draws: np.rand
     return WeightSync(
         step=step,
         sigma_scheduled=sigma,
-        sigma_asked=sigma,
+        sigma_requested=sigma,
         sigma_measured=sigma * math.sqrt(ratio),
         targets=13,
         elements=elements,

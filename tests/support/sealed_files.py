@@ -5,12 +5,12 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.artifacts.checksums import UNSEALED, sealed
+from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, with_checksum
 
 
 def write_sealed_parquet(path: Path, table: pl.DataFrame) -> None:
-    """Write any table as a sealed parquet file, in place of what is there."""
+    """Write any table as a with_checksum parquet file, in place of what is there."""
     buffer = io.BytesIO()
-    table.write_parquet(buffer, metadata={"seal": UNSEALED})
+    table.write_parquet(buffer, metadata={"checksum": CHECKSUM_PLACEHOLDER})
     path.unlink(missing_ok=True)
-    path.write_bytes(sealed(buffer.getvalue()))
+    path.write_bytes(with_checksum(buffer.getvalue()))

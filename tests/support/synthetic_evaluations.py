@@ -22,7 +22,7 @@ ARMS: dict[str, dict[str, Any]] = {
         "operator_noise": NOISE,
         "aqn": AQN | {"layer_sigmas_from": "target"},
     },
-    "E5b_sham": {"description": "E5b without its noise on the norms", "operator_noise": NOISE, "sham_of": "E5b"},
+    "E5b_sham": {"description": "E5b without its noise on the norms", "operator_noise": NOISE, "aa_control_of": "E5b"},
 }
 LOGITS = {"pretrained": -0.5, "baseline": 1.6, "E5": 1.45, "E5b": 1.48, "srdd_guided": 1.5, "E5b_sham": 1.48}
 

@@ -213,7 +213,7 @@ def _metrics(arm: str, seed: int, num_steps: int, receipt: Receipt) -> pl.DataFr
             "logp_difference_max": np.full(num_steps, 1e-2),
             "sampler_kl": np.full(num_steps, 1e-6),
             "importance_ratio_mean": pl.Series([None] * num_steps, dtype=pl.Float64),
-            "sigma_asked": [sync.sigma_asked for sync in syncs] or np.zeros(num_steps),
+            "sigma_requested": [sync.sigma_requested for sync in syncs] or np.zeros(num_steps),
             "sigma_measured": [sync.sigma_measured for sync in syncs] or np.zeros(num_steps),
             "validation_accuracy": pl.Series(validation, dtype=pl.Float64),
         }

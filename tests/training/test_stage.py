@@ -9,7 +9,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
-from aqnpipe.noise.injection.fault_injection import StruckSites
+from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.receipts.receipt import Receipt
 
 
@@ -33,7 +33,7 @@ def test_a_run_leaves_its_artifacts_and_an_honest_receipt(inputs, tmp_path):
     assert [sync.step for sync in receipt.weight_syncs] == [0, 1]
     metrics = read_table(tmp_path / "run" / "metrics.parquet", TrainingMetrics)
     assert metrics["step"].to_list() == [1, 2]
-    assert metrics["sigma_asked"].to_list() == pytest.approx([0.05, 0.03])
+    assert metrics["sigma_requested"].to_list() == pytest.approx([0.05, 0.03])
     assert metrics["validation_accuracy"].is_null().to_list() == [True, False]
     record = read_json(tmp_path / "run" / "run.json", RunRecord)
     assert record.identity["arm"] == "test"
@@ -143,8 +143,8 @@ def test_the_fault_changes_what_is_learned(inputs, tmp_path, monkeypatch):
 
 
 def test_a_fault_forgotten_in_one_phase_fails_the_run(inputs, tmp_path, monkeypatch):
-    original = StruckSites._find
-    monkeypatch.setattr(StruckSites, "_find", lambda self: [] if self.state.phase == "reference" else original(self))
+    original = FaultInjection._find
+    monkeypatch.setattr(FaultInjection, "_find", lambda self: [] if self.state.phase == "reference" else original(self))
     with pytest.raises(ReceiptError, match="reference: fault dead_zone in layer 1 \\(layer_output\\) did not run"):
         run(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -75,7 +75,7 @@ def test_mini_batches_share_a_rollout_and_its_sigma(inputs, tmp_path, monkeypatc
     )
     table = metrics(folder)
     sigmas = [0.05, 0.05, 0.03, 0.03]  # linear from 0.05 to 0.01 over 4 steps, at steps 0 and 2
-    assert table["sigma_asked"].to_list() == pytest.approx(sigmas)
+    assert table["sigma_requested"].to_list() == pytest.approx(sigmas)
     assert table["sigma_measured"].to_list() == pytest.approx(sigmas, rel=0.2)
     assert table["reward_mean"].to_list() == [0.5] * 4
     receipt = read_json(folder / "receipt.json", Receipt).check()
@@ -153,7 +153,7 @@ def test_tensorboard_gets_the_sigmas_beside_the_run_and_changes_nothing_in_it(in
         assert sha256_of_file(plain / file) == sha256_of_file(tracked / file)
     (events,) = (tmp_path / "tracked.logs" / "tensorboard").iterdir()
     scalars = scalars_of(events.read_bytes(), loader.Event)
-    assert scalars["train/sigma_asked"] == pytest.approx([0.05, 0.03])
+    assert scalars["train/sigma_requested"] == pytest.approx([0.05, 0.03])
     assert scalars["train/sigma_measured"] == pytest.approx(metrics(plain)["sigma_measured"].to_list())
     assert "train/reward" in scalars
 
@@ -210,7 +210,7 @@ def test_wandb_writes_a_run_offline_and_changes_nothing_in_it(inputs, tmp_path, 
     wandb.finish()
     for file in ("metrics.parquet", "receipt.json", "checkpoints/step2/model.safetensors"):
         assert sha256_of_file(plain / file) == sha256_of_file(tracked / file)
-    assert logged["train/sigma_asked"] == pytest.approx(0.03)
+    assert logged["train/sigma_requested"] == pytest.approx(0.03)
     assert logged["train/sigma_measured"] == pytest.approx(metrics(plain)["sigma_measured"].to_list()[-1])
     (folder,) = (tmp_path / "tracked.logs" / "wandb").glob("offline-run-*")
     assert list(folder.glob("*.wandb"))

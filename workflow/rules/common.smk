@@ -10,7 +10,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
 from aqnpipe.artifacts.provenance import code_digest
-from aqnpipe.runtime.study_lock import hold_study, mend_study
+from aqnpipe.runtime.study_lock import hold_study, recover_study
 
 STUDY_FILE = ", ".join(map(str, workflow.overwrite_configfiles)) or "config/config.yaml"
 
@@ -28,7 +28,7 @@ RESULTS = PLAN.results
 # Before Snakemake looks at locks and times of files: one that was killed has left its locks behind.
 if workflow.is_main_process and not workflow.output_settings.dryrun:
     try:
-        WORKING = mend_study(RESULTS)
+        WORKING = recover_study(RESULTS)
     except AqnpipeError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

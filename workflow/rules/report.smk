@@ -40,22 +40,22 @@ rule compare:
         "../scripts/compare.py"
 
 
-rule audit:
+rule check_published:
     """Re-test the published figures that the study names."""
     input:
         STUDY.config.statistics.published or [],
     output:
-        f"{RESULTS}/audit.json",
+        f"{RESULTS}/published.json",
     log:
-        f"{RESULTS}/logs/audit.log",
+        f"{RESULTS}/logs/check_published.log",
     benchmark:
-        f"{RESULTS}/benchmarks/audit.tsv"
+        f"{RESULTS}/benchmarks/check_published.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:
         code=code_digest("aqnpipe.published.check"),
     message:
-        "audit: {input}"
+        "check_published: {input}"
     script:
         "../scripts/check_published.py"
 
@@ -67,7 +67,7 @@ rule report:
         comparisons=f"{RESULTS}/comparisons.parquet",
         robustness=f"{RESULTS}/robustness.parquet",
         claims=f"{RESULTS}/claims.json",
-        audit=[f"{RESULTS}/audit.json"] if STUDY.config.statistics.published else [],
+        published=[f"{RESULTS}/published.json"] if STUDY.config.statistics.published else [],
         test_problems=f"{RESULTS}/data/test.parquet",
         metrics=PLAN.run_files("metrics.parquet"),
         receipts=PLAN.run_files("receipt.json"),
@@ -78,7 +78,7 @@ rule report:
         layers=PLAN.diagnosis_files("layers.parquet"),
         verdicts=PLAN.diagnosis_files("verdict.json"),
         sigmas=PLAN.all_sigmas_files(),
-        fault_losses=PLAN.fault_loss_files("claims.json"),
+        loss_studies=PLAN.loss_study_files("claims.json"),
     output:
         html=report(f"{RESULTS}/report.html", caption="../report/page.rst", category="Answer"),
         summary=report(f"{RESULTS}/summary.md", caption="../report/summary.rst", category="Answer"),

@@ -5,20 +5,22 @@ from pathlib import Path
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.runtime.jobs import logged_device_job
 
+table = Path(snakemake.output.table)
 spec = EvaluationSpec.model_validate(snakemake.params.spec)
 with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
     from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+    from aqnpipe.runtime.evaluation_workers import evaluation_runner
 
     evaluate(
         spec,
         Path(snakemake.input.model).parent,
         Path(snakemake.input.test_problems),
         EvaluationOutputs(
-            table=Path(snakemake.output.table),
+            table=table,
             receipt=Path(snakemake.output.receipt),
             record=Path(snakemake.output.record),
         ),
         say,
         *map(Path, snakemake.input.train_problems),
-        workers=int(snakemake.resources.get("workers", 1)),
+        open_runner=evaluation_runner(int(snakemake.resources.get("workers", 1)), table.with_suffix(".workers"), say),
     )

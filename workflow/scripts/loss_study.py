@@ -1,19 +1,19 @@
-"""Adapter: rule fault_loss."""
+"""Adapter: rule loss_study."""
 
 from pathlib import Path
 
-from aqnpipe.config.run import FaultLossSpec
+from aqnpipe.config.run import LossStudySpec
 from aqnpipe.runtime.jobs import logged_device_job
 
-spec = FaultLossSpec.model_validate(snakemake.params.spec)
+spec = LossStudySpec.model_validate(snakemake.params.spec)
 with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
-    from aqnpipe.loss_study.stage import FaultLossOutputs, fault_loss
+    from aqnpipe.loss_study.stage import LossStudyOutputs, loss_study
 
-    fault_loss(
+    loss_study(
         spec,
         Path(snakemake.input.model).parent,
         Path(snakemake.input.test_problems),
-        FaultLossOutputs(
+        LossStudyOutputs(
             table=Path(snakemake.output.table),
             receipt=Path(snakemake.output.receipt),
             record=Path(snakemake.output.record),

@@ -14,21 +14,21 @@ from aqnpipe.errors import DataError
 
 _MARK = "aqnpipe-sha256:"
 _NUM_DIGITS = 64
-_SEAL = re.compile(rf"{_MARK}([0-9a-f]{{{_NUM_DIGITS}}})".encode())
+_CHECKSUM = re.compile(rf"{_MARK}([0-9a-f]{{{_NUM_DIGITS}}})".encode())
 
-UNSEALED = _MARK + "0" * _NUM_DIGITS
+CHECKSUM_PLACEHOLDER = _MARK + "0" * _NUM_DIGITS
 """What a writer puts in the place of the digest."""
 
 
-def sealed(content: bytes) -> bytes:
-    """Return `content` with its digest in the last place of `UNSEALED`; DataError if it has none."""
-    place = content.rfind(UNSEALED.encode())
+def with_checksum(content: bytes) -> bytes:
+    """Return `content` with its digest in the last place of `CHECKSUM_PLACEHOLDER`; DataError if it has none."""
+    place = content.rfind(CHECKSUM_PLACEHOLDER.encode())
     if place < 0:
         raise DataError("content without a place for its seal; this is a bug")
     return _with_digest(content, place + len(_MARK), hashlib.sha256(content).hexdigest().encode())
 
 
-def read_sealed(path: Path) -> bytes:
+def read_verified(path: Path) -> bytes:
     """Return the bytes of `path`; DataError of one line if there is no such file or it is not what was written."""
     try:
         content = path.read_bytes()
@@ -36,7 +36,7 @@ def read_sealed(path: Path) -> bytes:
         raise DataError(f"{path}: no such file") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    found = list(_SEAL.finditer(content))
+    found = list(_CHECKSUM.finditer(content))
     if not found:
         raise DataError(f"{path}: no seal in it, so it was cut off or not written by aqnpipe; make it again")
     start = found[-1].start(1)

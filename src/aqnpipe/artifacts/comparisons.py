@@ -12,7 +12,7 @@ class AccuracyTable(pa.DataFrameModel):
     """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
 
     `accuracy`: of the study's primary scorer. `ci_low` and `ci_high`: its Wilson interval over the questions, without
-    the luck of training. `truncated_fraction`: responses that were cut off at the limit of tokens.
+    the seed_variance of training. `truncated_fraction`: responses that were cut off at the limit of tokens.
     `parse_failure_fraction`: those in which the primary scorer found no answer; `parse_failure_<scorer>`: each scorer.
     """
 
@@ -54,7 +54,7 @@ class ComparisonTable(pa.DataFrameModel):
     two-sided, non_inferiority and equivalence (TOST) are one-sided against `margin`. `interval_level` is the confidence
     of all intervals of the row: 1 - alpha for superiority, 1 - 2*alpha for the one-sided tests, so that before Holm the
     interval and the p-value decide alike. `p_holm` is adjusted over the valid comparisons of the row's `family`.
-    `degrees_of_freedom` are those of the luck of training, pooled over arms (of the questions for a single run).
+    `degrees_of_freedom` are those of the seed_variance of training, pooled over arms (of the questions for a single run).
     Beside the primary analysis: `bootstrap_low`/`bootstrap_high` (seeds and questions resampled), `p_seed_t` (paired t
     over seed means) and `p_permutation` (signs of seeds flipped), the last two always two-sided against 0 and null with
     a single seed. The minimum detectable difference (from 0, or from the margin) is at the study's power and the
@@ -198,11 +198,11 @@ class Family(Artifact):
     size: int
 
 
-class ShamRate(Artifact):
+class AAControlRate(Artifact):
     """How often A/A comparisons (a sham arm against the arm that it imitates) came out significant at `alpha`.
 
     `across_seeds`: the primary analysis, one test per sham arm and noise level. `single_runs`: exact McNemar of single
-    pairs of runs, which does not cover the luck of training. `identical`: tests whose two sides answered every
+    pairs of runs, which does not cover the seed_variance of training. `identical`: tests whose two sides answered every
     question alike, which no test can reject. Intervals: Clopper-Pearson at 1 - alpha. The tests share questions and
     runs, so the intervals are approximate.
     """
@@ -228,6 +228,6 @@ class ClaimsFile(Artifact):
     family_size: int
     families: tuple[Family, ...]
     claims: tuple[Claim, ...]
-    sham_rates: tuple[ShamRate, ...] = ()
+    aa_control_rates: tuple[AAControlRate, ...] = ()
     missing: tuple[str, ...] = ()
     tables_sha256: dict[str, str] = Field(default_factory=dict)

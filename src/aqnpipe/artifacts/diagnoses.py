@@ -54,13 +54,15 @@ class Finding(Artifact):
 
 
 class LocatedFault(Artifact):
-    """One fault that was found: where, what, on which lanes, how strong, and which probes saw it."""
+    """One fault that was found: where, what, on which channels, how strong, and which probes saw it."""
 
     layer: int = Field(ge=0)
     site: str = Field(description="site of config.noise.FaultSite, attention_core or mlp_core; layer if not resolved")
     type: Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
-    lanes: int | None = Field(ge=1, description="number of faulty output channels; null where the method cannot tell")
-    lane_indices: tuple[int, ...]
+    channels: int | None = Field(
+        ge=1, description="number of faulty output channels; null where the method cannot tell"
+    )
+    faulty_channel_indices: tuple[int, ...]
     num_channels: int | None
     magnitude: float | None = Field(description="m as in noise/faults.py, relative to the reference of its type")
     magnitude_low: float | None = Field(description="the magnitude lies between low and high")
@@ -82,7 +84,7 @@ class DiagnosisOrigin(Artifact):
 class Verdict(Artifact):
     """results/srdd/<model>/<machine>/verdict.json: what the diagnosis found.
 
-    `layer`, `type`, `site` and `lanes` are those of the first of `faults`. Exact probes decide where they ran. A fault
+    `layer`, `type`, `site` and `channels` are those of the first of `faults`. Exact probes decide where they ran. A fault
     that strikes by chance with `intermittent_rate` per element escapes with `miss_probability`; permanent ones do not.
     `false_alarm_bound` is the upper 95 % bound of the share of healthy machines called faulty, from the benchmark.
     """
@@ -92,7 +94,7 @@ class Verdict(Artifact):
     layer: int | None
     type: str | None
     site: str | None = None
-    lanes: int | None = None
+    channels: int | None = None
     faults: tuple[LocatedFault, ...] = ()
     findings: tuple[Finding, ...]
     method: DiagnosisMethod = "statistical"
@@ -100,7 +102,9 @@ class Verdict(Artifact):
         default={}, description="bound on relative deviation per probe and site; those not named are held to bits"
     )
     uncovered_sites: tuple[str, ...] = Field(default=(), description="places that no exact probe could be built for")
-    elements_per_lane: int | None = Field(default=None, description="values seen on every lane of every probed site")
+    elements_per_channel: int | None = Field(
+        default=None, description="values seen on every channel of every probed site"
+    )
     intermittent_rate: float | None = None
     miss_probability: float | None = None
     false_alarm_bound: float | None = None

@@ -1,4 +1,4 @@
-"""Reading and writing artifacts: sealed, validated, and never half a file."""
+"""Reading and writing artifacts: with_checksum, validated, and never half a file."""
 
 import io
 import json
@@ -15,17 +15,19 @@ import polars as pl
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aqnpipe.artifacts.checksums import UNSEALED, read_sealed, sealed
+from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, read_verified, with_checksum
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import DataError, first_line
-from aqnpipe.runtime.study_lock import FOLDERS
 
 _JSON_END = "\n}"
-_JSON_SEAL = ',\n  "seal": "'
+_JSON_CHECKSUM = ',\n  "checksum": "'
 
 _FILE = "aqnpipe_file"
 
 Model = TypeVar("Model", bound=BaseModel)
+
+RESULT_FOLDERS = ("data", "models", "srdd", "runs", "eval", "loss_study")
+"""The folders of a study's results; the results of another study may be in a folder beside them."""
 
 STAGED = ".staged"
 """End of the names of hidden folders in which artifacts are written; a killed job leaves its own behind."""
@@ -52,7 +54,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
 def remove_staged(results: Path) -> None:
     """Remove the folders in `results` in which killed jobs were writing; for when no job of the study runs."""
     name = f".*{STAGED}"
-    deeper = (path for folder in FOLDERS for path in (results / folder).rglob(name))
+    deeper = (path for folder in RESULT_FOLDERS for path in (results / folder).rglob(name))
     for path in [*results.glob(name), *deeper]:
         shutil.rmtree(path)
 
@@ -64,14 +66,16 @@ def write_text(target: Path, text: str) -> None:
 
 
 def write_json(target: Path, model: BaseModel) -> None:
-    """Write a pydantic model as indented, sealed JSON, atomically."""
+    """Write a pydantic model as indented, with_checksum JSON, atomically."""
     text = model.model_dump_json(indent=2)
-    _write_sealed(target, f'{text.removesuffix(_JSON_END)}{_JSON_SEAL}{UNSEALED}"{_JSON_END}\n'.encode())
+    _write_with_checksum(
+        target, f'{text.removesuffix(_JSON_END)}{_JSON_CHECKSUM}{CHECKSUM_PLACEHOLDER}"{_JSON_END}\n'.encode()
+    )
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
     """Read and validate a JSON artifact; DataError naming the file and the first problem."""
-    content, seal, _ = read_sealed(path).decode().rpartition(_JSON_SEAL)
+    content, seal, _ = read_verified(path).decode().rpartition(_JSON_CHECKSUM)
     if not seal:
         raise DataError(f"{path}: its seal is not where write_json puts it; make it again")
     return _valid(path, lambda: model.model_validate_json(content + _JSON_END))
@@ -80,12 +84,12 @@ def read_json(path: Path, model: type[Model]) -> Model:
 def write_yaml(target: Path, model: BaseModel) -> None:
     """Write a pydantic model as YAML, atomically; the seal is its last line."""
     text = yaml.safe_dump(json.loads(model.model_dump_json()), sort_keys=False, allow_unicode=True)
-    _write_sealed(target, f"{text}# {UNSEALED}\n".encode())
+    _write_with_checksum(target, f"{text}# {CHECKSUM_PLACEHOLDER}\n".encode())
 
 
 def read_yaml(path: Path, model: type[Model]) -> Model:
     """Read and validate a YAML artifact; DataError naming the file and the first problem."""
-    return _valid(path, lambda: model.model_validate(yaml.safe_load(read_sealed(path).decode())))
+    return _valid(path, lambda: model.model_validate(yaml.safe_load(read_verified(path).decode())))
 
 
 def read_users_yaml(path: Path, model: type[Model]) -> Model:
@@ -102,8 +106,8 @@ def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameMode
     """Validate `table` against `schema` and write it as parquet with a seal in its metadata, atomically."""
     validated = _validated(target, table, schema)
     buffer = io.BytesIO()
-    validated.write_parquet(buffer, compression="zstd", statistics=True, metadata={"seal": UNSEALED})
-    _write_sealed(target, buffer.getvalue())
+    validated.write_parquet(buffer, compression="zstd", statistics=True, metadata={"checksum": CHECKSUM_PLACEHOLDER})
+    _write_with_checksum(target, buffer.getvalue())
 
 
 def write_csv(target: Path, table: pl.DataFrame) -> None:
@@ -144,16 +148,16 @@ def _is_valid_together(tables: Sequence[pl.DataFrame], schema: type[pa.DataFrame
 
 def read_unchecked_table(path: Path) -> pl.DataFrame:
     """Read a parquet artifact whole, whatever its columns; DataError as `read_table`."""
-    content = read_sealed(path)
+    content = read_verified(path)
     try:
         return pl.read_parquet(io.BytesIO(content))
     except pl.exceptions.PolarsError as error:
         raise DataError(f"{path}: not a readable parquet file ({first_line(error)})") from error
 
 
-def _write_sealed(target: Path, content: bytes) -> None:
+def _write_with_checksum(target: Path, content: bytes) -> None:
     with atomic_path(target) as temporary:
-        temporary.write_bytes(sealed(content))
+        temporary.write_bytes(with_checksum(content))
 
 
 def _valid(path: Path, read: Callable[[], Model]) -> Model:

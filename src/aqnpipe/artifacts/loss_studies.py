@@ -8,8 +8,8 @@ from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
 
 
-class FaultLossTable(pa.DataFrameModel):
-    """results/fault_loss/<model>/<name>.parquet: the loss of one text in one pass per row, in nats per token.
+class LossStudyTable(pa.DataFrameModel):
+    """results/loss_study/<model>/<name>.parquet: the loss of one text in one pass per row, in nats per token.
 
     `loss`: mean cross entropy of the gold solution's tokens given the question; `text_loss`: of all tokens but the
     first. `magnitude`: of the machine's faults, 0 without. `order`: null unless a faulty layer has noise.
@@ -34,7 +34,7 @@ class FaultLossTable(pa.DataFrameModel):
         unique = ["question_id", "condition", "magnitude", "order", "noise_seed"]  # noqa: RUF012 - pandera's own form
 
 
-class FaultLossCondition(Artifact):
+class LossStudyCondition(Artifact):
     """One condition of a loss study at one magnitude and order; losses in nats per token, means over texts and seeds.
 
     `mean_loss`: over the tokens of gold solutions, `mean_text_loss`: over all tokens but the first. `seed_sd`: standard
@@ -55,7 +55,7 @@ class FaultLossCondition(Artifact):
     above_uniform: bool
 
 
-class FaultLossComparison(Artifact):
+class LossStudyComparison(Artifact):
     """Two conditions of a loss study, texts and noise seeds paired; differences in nats, treatment minus control.
 
     The claim of families `noise` and `place` is a lower loss, that of `harm` a higher one. `p_value` and the interval
@@ -85,8 +85,8 @@ class FaultLossComparison(Artifact):
     sentence_zh: str
 
 
-class FaultLossFile(Artifact):
-    """results/fault_loss/<model>/<name>.claims.json: what a loss study shows. `uniform` is ln|V|."""
+class LossStudyFile(Artifact):
+    """results/loss_study/<model>/<name>.claims.json: what a loss study shows. `uniform` is ln|V|."""
 
     name: str
     model: str
@@ -97,5 +97,5 @@ class FaultLossFile(Artifact):
     uniform: float
     alpha: float
     families: tuple[Family, ...]
-    conditions: tuple[FaultLossCondition, ...]
-    comparisons: tuple[FaultLossComparison, ...]
+    conditions: tuple[LossStudyCondition, ...]
+    comparisons: tuple[LossStudyComparison, ...]

@@ -6,7 +6,7 @@ from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 
 
-class AuditedAccuracy(Artifact):
+class CheckedAccuracy(Artifact):
     """A reported accuracy: is it possible at all, and how sure is it? Fractions; `printed` is percent as printed.
 
     `arm`, `noise_level` and `step` tie it to a study's arm (null where it has none). `correct`: numbers of right
@@ -30,7 +30,7 @@ class AuditedAccuracy(Artifact):
     ci_high: float
 
 
-class AuditedLoss(Artifact):
+class CheckedLoss(Artifact):
     """A reported loss in nats per token; `uniform` is ln|V|, the loss of guessing uniformly (null: |V| unknown)."""
 
     id: str
@@ -44,10 +44,10 @@ class AuditedLoss(Artifact):
     above_uniform: bool
 
 
-class AuditedClaim(Artifact):
+class CheckedClaim(Artifact):
     """A claim of the audited paper. Differences in `unit`: points (percent), nats, or ratio.
 
-    `p_run_luck`: t-test of the difference against the standard deviation between identical runs (null where the file
+    `p_run_to_run`: t-test of the difference against the standard deviation between identical runs (null where the file
     states none, or the claim is not about arms); a claim about arms has to pass it too. `largest_discordance`: the
     share of questions with different outcomes below which a paired test would have been significant (null where the
     outcomes were not paired or it would not have been at any share). `p_paired_low`/`p_paired_high`: the range of a
@@ -70,7 +70,7 @@ class AuditedClaim(Artifact):
     interval_level: float
     p_value: float | None
     p_holm: float | None
-    p_run_luck: float | None
+    p_run_to_run: float | None
     largest_discordance: float | None
     p_paired_low: float | None
     p_paired_high: float | None
@@ -83,7 +83,7 @@ class AuditedClaim(Artifact):
     differs: tuple[str, ...]
 
 
-class AuditedSeries(Artifact):
+class CheckedSeries(Artifact):
     """Reported accuracies of one checkpoint over noise levels; equal ones at every level are a red flag.
 
     `p_value`: chi-squared test of equal accuracies, as if every level had its own questions.
@@ -96,7 +96,7 @@ class AuditedSeries(Artifact):
     p_value: float | None
 
 
-class AuditedDetectable(Artifact):
+class CheckedDetectable(Artifact):
     """Smallest true paired difference (fraction) that McNemar's test finds at `num_questions`."""
 
     num_questions: int
@@ -106,8 +106,8 @@ class AuditedDetectable(Artifact):
     differs: tuple[str, ...]
 
 
-class AuditFile(Artifact):
-    """results/audit.json: what a paper's printed figures support, see `aqnpipe audit`."""
+class PublishedCheck(Artifact):
+    """results/published.json: what a paper's printed figures support, see `aqnpipe check-published`."""
 
     title: str
     source: str
@@ -116,8 +116,8 @@ class AuditFile(Artifact):
     family_size: int
     run_sd_points: float | None
     run_sd_runs: int | None
-    accuracies: tuple[AuditedAccuracy, ...]
-    losses: tuple[AuditedLoss, ...]
-    claims: tuple[AuditedClaim, ...]
-    series: tuple[AuditedSeries, ...]
-    detectable: tuple[AuditedDetectable, ...]
+    accuracies: tuple[CheckedAccuracy, ...]
+    losses: tuple[CheckedLoss, ...]
+    claims: tuple[CheckedClaim, ...]
+    series: tuple[CheckedSeries, ...]
+    detectable: tuple[CheckedDetectable, ...]

@@ -28,7 +28,7 @@ class TrainingMetrics(pa.DataFrameModel):
     logp_difference_max: float = pa.Field(ge=0)
     sampler_kl: float = pa.Field(ge=0)
     importance_ratio_mean: float = pa.Field(ge=0, nullable=True)
-    sigma_asked: float = pa.Field(ge=0)
+    sigma_requested: float = pa.Field(ge=0)
     sigma_measured: float = pa.Field(ge=0)
     validation_accuracy: float = pa.Field(nullable=True)
 

@@ -125,7 +125,7 @@ def _what_runs(study: Path, plan: StudyPlan) -> str:
     return (
         f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
         f"{plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
-        f"{len(config.fault_losses)} loss studies, {len(plan.study.comparisons())} comparisons; "
+        f"{len(config.loss_studies)} loss studies, {len(plan.study.comparisons())} comparisons; "
         f"report in {plan.results}/report.html"
     )
 

@@ -50,7 +50,7 @@ def diagnose(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="draws probes, scan noise and random weights")] = 0,
 ) -> None:
-    """Diagnose a machine: is a layer faulty, where, on which lanes. Exit code 0 healthy, 3 fault, 4 abstain.
+    """Diagnose a machine: is a layer faulty, where, on which channels. Exit code 0 healthy, 3 fault, 4 abstain.
 
     Weights are exchanged layer by layer for known ones and come back; a model of the real shape with random weights
     tests a device as well as a trained one.
@@ -185,11 +185,11 @@ def _show(file: DiagnosisFile) -> None:
     console.print(Text(file.verdict.upper(), style), Text(f"{file.model} on {file.device}, {file.dtype}"))
     console.print(Text(file.reason))
     if file.faults:
-        faults = _table("Faults", left=("layer", "site", "type"), right=("lanes", "magnitude", "threshold"))
+        faults = _table("Faults", left=("layer", "site", "type"), right=("channels", "magnitude", "threshold"))
         for fault in file.faults:
-            lanes = "?" if fault.lanes is None else f"{fault.lanes} of {fault.num_channels}"
+            channels = "?" if fault.channels is None else f"{fault.channels} of {fault.num_channels}"
             magnitude = "?" if fault.magnitude is None else f"{fault.magnitude:.3g}"
-            faults.add_row(str(fault.layer), fault.site, fault.type, lanes, magnitude, fault.threshold or "")
+            faults.add_row(str(fault.layer), fault.site, fault.type, channels, magnitude, fault.threshold or "")
         console.print(faults)
     layers = _table("Layers", left=("layer", "faulty sites"), right=("values probed", "deviation", *_SHOWN_SCANS))
     for layer in file.layers:

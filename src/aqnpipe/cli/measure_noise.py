@@ -57,9 +57,11 @@ def _coverage(receipt: "Receipt") -> "Table":
     """One row per phase: calls, the share of the operations that was reached, asked and measured size of the error."""
     from rich.table import Table
 
-    table = Table("phase", "forwards", "noised calls", "share of FLOPs", "asked", "measured", "witness", title="phases")
+    table = Table(
+        "phase", "forwards", "noised calls", "share of FLOPs", "asked", "measured", "reference check", title="phases"
+    )
     for record in receipt.phases:
-        asked = receipt.asked_scale(record.phase)
+        asked = receipt.requested_scale(record.phase)
         measured, elements = receipt.measured_scale(record.phase)
         share = record.noised_share
         table.add_row(
@@ -69,7 +71,7 @@ def _coverage(receipt: "Receipt") -> "Table":
             "-" if share is None else f"{share:.1%}",
             f"{asked:.4g}" if asked else "none",
             f"{measured:.4g} (n = {elements:,})" if elements else "-",
-            "-" if record.phase == "backward" else f"{record.witness_scale:.4g}",
+            "-" if record.phase == "backward" else f"{record.reference_check_scale:.4g}",
         )
     return table
 

@@ -25,7 +25,7 @@ def report_on_what_exists(plan: StudyPlan) -> Iterator[str]:
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
     from aqnpipe.loss_study.comparison import compare_losses, existing_losses
-    from aqnpipe.published.check import audit_file
+    from aqnpipe.published.check import check_published_file
     from aqnpipe.report.inputs import inputs_of
     from aqnpipe.report.stage import ReportOutputs, build_report
 
@@ -35,7 +35,7 @@ def report_on_what_exists(plan: StudyPlan) -> Iterator[str]:
     compare(plan.study, evaluations, ComparisonOutputs.in_folder(results))
     published = plan.study.config.statistics.published
     if published is not None:
-        write_json(results / "audit.json", audit_file(Path(published)))
+        write_json(results / "published.json", check_published_file(Path(published)))
     for inputs, claims in existing_losses(plan):
         compare_losses(inputs, plan.study.config.statistics, claims)
     outputs = ReportOutputs.in_folder(results)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from statsmodels.stats.proportion import proportion_confint
 
-from aqnpipe.artifacts.comparisons import ShamRate
+from aqnpipe.artifacts.comparisons import AAControlRate
 from aqnpipe.comparison.contrasts import Contrast, Contrasts
 from aqnpipe.config.analysis import ArmComparison
 from aqnpipe.config.study import Study
@@ -24,7 +24,7 @@ class _Outcome:
 _IDENTICAL = _Outcome(1.0, identical=True)
 
 
-def sham_rates(study: Study, contrasts: Contrasts) -> tuple[ShamRate, ...]:
+def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate, ...]:
     """Compare every sham arm of the study with its model at every noise level; empty where there is none.
 
     Equal weights on both sides, which other comparisons refuse, count as identical. Other refusals are left out.
@@ -38,7 +38,7 @@ def sham_rates(study: Study, contrasts: Contrasts) -> tuple[ShamRate, ...]:
             single += [_IDENTICAL] * len(study.config.seeds)
             continue
         if len(one.scores.seed_tables) > 1:
-            estimate = estimate_difference(one.scores.treatment, one.scores.control, one.scores.luck)
+            estimate = estimate_difference(one.scores.treatment, one.scores.control, one.scores.seed_variance)
             across.append(_Outcome(estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
         single += [
             _Outcome(table.mcnemar_p, table.only_treatment + table.only_control == 0)
@@ -49,7 +49,7 @@ def sham_rates(study: Study, contrasts: Contrasts) -> tuple[ShamRate, ...]:
 
 
 def _sham_contrasts(study: Study, contrasts: Contrasts) -> list[Contrast]:
-    pairs = [(name, arm.sham_of) for name, arm in study.arms.items() if arm.sham_of in study.arms]
+    pairs = [(name, arm.aa_control_of) for name, arm in study.arms.items() if arm.aa_control_of in study.arms]
     return [
         contrasts.of(
             ArmComparison(treatment=sham, control=str(real), noise_level=level, expected="higher", claim="A/A"), "A/A"
@@ -59,10 +59,10 @@ def _sham_contrasts(study: Study, contrasts: Contrasts) -> list[Contrast]:
     ]
 
 
-def _rate(kind: Literal["across_seeds", "single_runs"], outcomes: Sequence[_Outcome], alpha: float) -> ShamRate:
+def _rate(kind: Literal["across_seeds", "single_runs"], outcomes: Sequence[_Outcome], alpha: float) -> AAControlRate:
     rejected = sum(one.p_value < alpha for one in outcomes)
     low, high = proportion_confint(rejected, max(len(outcomes), 1), alpha=alpha, method="beta")
-    return ShamRate(
+    return AAControlRate(
         kind=kind,
         alpha=alpha,
         tests=len(outcomes),

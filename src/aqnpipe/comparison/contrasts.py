@@ -11,7 +11,7 @@ from aqnpipe.artifacts.comparisons import RefusalKind, SeedComparison
 from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.crossed_effects import Luck, pooled_luck
+from aqnpipe.statistics.crossed_effects import SeedVariance, pooled_seed_variance
 from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts
 from aqnpipe.statistics.resampling import Resampler
 
@@ -45,14 +45,14 @@ class Scores:
 
     Correctness in [0, 1]; in a degradation comparison what the noise level changes, in [-1, 1]. A control of one row
     (the pretrained model) stands against every treatment seed. The accuracies are those at the sides' noise levels.
-    `luck`: what all arms of the model tell about the luck of training in this difference.
+    `seed_variance`: what all arms of the model tell about the seed_variance of training in this difference.
     """
 
     treatment: FloatArray
     control: FloatArray
     treatment_accuracy: float
     control_accuracy: float
-    luck: Luck | None
+    seed_variance: SeedVariance | None
     seed_tables: tuple[SeedComparison, ...] = ()
 
 
@@ -178,11 +178,11 @@ class Contrasts:
             control=theirs - _correctness(second, 0.0) if clean else theirs,
             treatment_accuracy=float(ours.mean()),
             control_accuracy=float(theirs.mean()),
-            luck=self._luck(treatment, control, comparison),
+            seed_variance=self._luck(treatment, control, comparison),
             seed_tables=self._seed_tables(pairs, treatment, control),
         )
 
-    def _luck(self, treatment: Side, control: Side, comparison: Comparison) -> Luck | None:
+    def _luck(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
         trained = [side for side in (treatment, control) if side.arm != PRETRAINED]
         if comparison.kind == "levels":
             trained = trained[:1]
@@ -190,7 +190,7 @@ class Contrasts:
         key = (treatment.model, level, change)
         if key not in self._seed_means:
             self._seed_means[key] = list(self._means_of_arms(*key))
-        return pooled_luck(self._seed_means[key], [len(self._seeds(side.arm)) for side in trained])
+        return pooled_seed_variance(self._seed_means[key], [len(self._seeds(side.arm)) for side in trained])
 
     def _means_of_arms(self, model: str, level: float, change: bool) -> Iterator[FloatArray]:
         """Mean score of every seed, one vector per trained arm whose evaluations are all there and sound."""

@@ -29,7 +29,7 @@ _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
 class EvaluationInput:
     """One evaluated checkpoint and the files that the evaluate stage wrote for it; step 0 is the pretrained model.
 
-    `broken_links`: what speaks against these files being what the study asked for, see `statistics.chain`.
+    `lineage_problems`: what speaks against these files being what the study asked for, see `statistics.chain`.
     """
 
     model: str
@@ -39,7 +39,7 @@ class EvaluationInput:
     table: Path
     receipt: Path
     record: Path
-    broken_links: tuple[str, ...] = ()
+    lineage_problems: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> Lo
         ("receipt", [f"receipt refused: {problem}" for problem in receipts.problems()]),
         ("receipt", _pass_problems(rows, receipts)),
         ("record", _identity_problems(source, record)),
-        ("record", list(source.broken_links)),
+        ("record", list(source.lineage_problems)),
     ]
     return LoadedEvaluation(
         source=source,

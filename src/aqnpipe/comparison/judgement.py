@@ -12,10 +12,10 @@ from aqnpipe.statistics.crossed_effects import Estimate, Method, VarianceParts, 
 
 METHODS: dict[Method, str] = {
     "two_way": "paired differences, seeds and questions as crossed random effects, "
-    "the luck of training pooled over arms, Cochran and Cox's t",
+    "the seed_variance of training pooled over arms, Cochran and Cox's t",
     "mcnemar": "one run: exact McNemar (Tango's score test against a margin), Newcombe's interval; "
-    "the luck of training is not covered",
-    "questions": "one run: t over questions, noise seeds averaged; the luck of training is not covered",
+    "the seed_variance of training is not covered",
+    "questions": "one run: t over questions, noise seeds averaged; the seed_variance of training is not covered",
     "no_variance": "no difference varies: exact McNemar and Newcombe's interval over the questions",
 }
 
@@ -68,7 +68,7 @@ def needs_several_seeds(contrast: Contrast) -> bool:
 
 def can_carry(contrast: Contrast, estimate: Estimate) -> bool:
     """Whether the data can carry the claim at all."""
-    return estimate.covers_training_luck or not needs_several_seeds(contrast)
+    return estimate.covers_seed_variance or not needs_several_seeds(contrast)
 
 
 def judge(

@@ -30,12 +30,12 @@ Checkpoint = tuple[str, str, int, int]
 _SCORED_COLUMNS = [f"{part}_{one}" for one in SCORERS for part in ("answer", "correct")]
 
 
-def broken_links(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
+def lineage_problems(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
     """Return for every evaluation of the study what speaks against it; nothing for one that has no record.
 
     Raises DataError or ModelError where a file is damaged.
     """
-    chain = _Chain(plan)
+    chain = _Lineage(plan)
     found = {checkpoint: chain.problems(checkpoint) for checkpoint in plan.evaluations()}
     for (_, arm, *_), twins in chain.twins().items():
         for one in twins:
@@ -44,7 +44,7 @@ def broken_links(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
     return {checkpoint: tuple(problems) for checkpoint, problems in found.items()}
 
 
-class _Chain:
+class _Lineage:
     """One study's files; what several evaluations share is looked at once."""
 
     def __init__(self, plan: StudyPlan) -> None:

@@ -14,7 +14,7 @@ import polars as pl
 from aqnpipe.artifacts.comparisons import AccuracyTable, Claim, ClaimsFile, ComparisonTable, Family, RobustnessTable
 from aqnpipe.artifacts.files import write_csv, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
-from aqnpipe.comparison.aa_controls import sham_rates
+from aqnpipe.comparison.aa_controls import aa_control_rates
 from aqnpipe.comparison.claims import refusal_sentence, sentence_of
 from aqnpipe.comparison.contrasts import (
     Checkpoint,
@@ -28,13 +28,13 @@ from aqnpipe.comparison.contrasts import (
 )
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
 from aqnpipe.comparison.judgement import METHODS, Judgement, holm, interval_level_of, judge, p_value_of
-from aqnpipe.comparison.lineage import broken_links
+from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference, variance_parts
 from aqnpipe.statistics.resampling import Resampler
-from aqnpipe.statistics.robustness import JOINT_METHOD, robustness_row, slope_luck
+from aqnpipe.statistics.robustness import JOINT_METHOD, robustness_row, slope_seed_variance
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -81,9 +81,9 @@ def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
         *(map(Path, plan.evaluation_files(suffix)) for suffix in ("parquet", "receipt.json", "run.json")),
         strict=True,
     )
-    broken = broken_links(plan)
+    broken = lineage_problems(plan)
     return [
-        replace(EvaluationInput(*checkpoint, *paths), broken_links=broken[checkpoint])
+        replace(EvaluationInput(*checkpoint, *paths), lineage_problems=broken[checkpoint])
         for checkpoint, *paths in files
         if all(path.is_file() for path in paths)
     ]
@@ -115,7 +115,7 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
             family_size=sum(families.values()),
             families=tuple(Family(name=name, size=size) for name, size in families.items()),
             claims=tuple(claims),
-            sham_rates=sham_rates(study, contrasts),
+            aa_control_rates=aa_control_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
             tables_sha256=digests_of_outputs(
                 {path.name: path for path in (outputs.accuracy, outputs.comparisons, outputs.robustness)}
@@ -155,7 +155,7 @@ def _tested(contrast: Contrast, seed: int) -> _Tested | None:
     if contrast.scores is None:
         return None
     scores = contrast.scores
-    estimate = estimate_difference(scores.treatment, scores.control, scores.luck, seed)
+    estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance, seed)
     return _Tested(contrast, scores, estimate, p_value_of(contrast.comparison, estimate))
 
 
@@ -179,7 +179,9 @@ def _judged(
 ) -> tuple[dict[str, Any], Claim]:
     contrast, scores, estimate = tested.contrast, tested.scores, tested.estimate
     differences = scores.treatment - scores.control
-    judgement = judge(contrast, estimate, variance_parts(differences, scores.luck), p_holm, family_size, settings)
+    judgement = judge(
+        contrast, estimate, variance_parts(differences, scores.seed_variance), p_holm, family_size, settings
+    )
     bootstrap = resampler.interval(differences, judgement.interval_level)
     sentence = sentence_of(contrast, scores, estimate, judgement, settings)
     changes = contrast.comparison.kind == "degradation"
@@ -296,11 +298,11 @@ def _robustness_of_model(
             found[arm] = _outcomes(contrasts.runs_of(model, arm), levels)
         except RefusedError as error:
             problems[arm] = error.refusal.reason
-    luck = slope_luck(levels, [one for arm, one in found.items() if arm != PRETRAINED])
+    seed_variance = slope_seed_variance(levels, [one for arm, one in found.items() if arm != PRETRAINED])
     return [
         empty | {"arm": arm, "problem": problems[arm]}
         if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], luck, alpha)
+        else empty | {"arm": arm} | robustness_row(levels, found[arm], seed_variance, alpha)
         for arm in arms
     ]
 

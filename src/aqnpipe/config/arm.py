@@ -54,14 +54,14 @@ class Arm(FrozenModel):
     task: str | None = Field(
         default=None, description="task of the data set that the arm is meant for; null: any. Others are refused"
     )
-    sham_of: str | None = Field(
+    aa_control_of: str | None = Field(
         default=None,
         description="id of the arm that this one imitates without its active part: their comparison is an A/A test",
     )
     seed_offset: int = Field(
         default=0,
         ge=0,
-        description="added to the study's seeds for everything random in training: the same arm with other luck",
+        description="added to the study's seeds for everything random in training: the same arm with other seed_variance",
     )
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ def default_comparisons(arms: Mapping[str, Arm], noise_levels: Sequence[float]) 
     noise. degradation: what that level costs a noise or AQN arm against what it costs its counterparts. What needs the
     level 0 or a level above is left out where the study has none.
     """
-    usual = {name: arm for name, arm in arms.items() if arm.sham_of is None}
+    usual = {name: arm for name, arm in arms.items() if arm.aa_control_of is None}
     pairs = [(name, control) for name in usual for control in _controls(name, usual)]
     found: list[Comparison] = []
     clean, top = 0.0 in noise_levels, max(noise_levels)
@@ -79,7 +79,7 @@ def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
 
 def _noise(arm: Arm) -> dict[str, object]:
     """Return everything that the arm adds besides AQN."""
-    return arm.model_dump(exclude={"description", "model", "aqn", "machine", "sham_of", "seed_offset"})
+    return arm.model_dump(exclude={"description", "model", "aqn", "machine", "aa_control_of", "seed_offset"})
 
 
 def _uses_noise(arm: Arm) -> bool:

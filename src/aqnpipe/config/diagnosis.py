@@ -26,7 +26,7 @@ class DiagnosisConfig(FrozenModel):
         default=0.003, gt=0, lt=1, description="probability per element of the rarest chance fault that must be seen"
     )
     miss_probability: float = Field(
-        default=0.001, gt=0, lt=1, description="probability at which such a fault on a single lane may be missed"
+        default=0.001, gt=0, lt=1, description="probability at which such a fault on a single channel may be missed"
     )
     seed: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=1)

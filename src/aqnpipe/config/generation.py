@@ -35,6 +35,6 @@ class GenerationConfig(FrozenModel):
     )
 
     @property
-    def asked_for_rollouts(self) -> AskedBackend:
+    def requested_for_rollouts(self) -> AskedBackend:
         """What was asked for the rollouts of training."""
         return self.rollout_backend or self.backend

@@ -16,7 +16,7 @@ fault and noise in all layers, in the faulty ones, in all but these, or in as ma
 fault in depth, or drawn."""
 
 
-class FaultLossConfig(FrozenModel):
+class LossStudyConfig(FrozenModel):
     """Loss of texts (question, gold solution) under a machine's faults at several magnitudes, with and without noise.
 
     The noise is AQN's on hidden states, relative with standard deviation `gamma` in every layer that has it, so that

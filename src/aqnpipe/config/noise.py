@@ -96,7 +96,7 @@ def quantity_of(error: ErrorModel) -> Quantity:
             return "relative"
 
 
-def asked_size(error: ErrorModel) -> float:
+def requested_size(error: ErrorModel) -> float:
     """Return the root mean square that `error` should measure as; an upper bound for roundings of a number format.
 
     Truncation to b bits changes a number by less than 2^-b of itself, rounding to a 4-bit format by all of it at most.
@@ -353,3 +353,22 @@ class Machine(FrozenModel):
 
     description: str = ""
     faults: tuple[Fault, ...] = Field(default=(), description="struck in this order where several share a site")
+
+
+class NoiseSpec(FrozenModel):
+    """What a run or pass computes under: noise on operators, on modules and by AQN, and the faults of its machine."""
+
+    operator_noise: OperatorNoise | None = None
+    module_noise: ModuleNoise | None = None
+    aqn: AdaptiveNoise | None = None
+    faults: tuple[Fault, ...] = ()
+
+    def operator_noise_in(self, phase: Phase) -> OperatorNoise | None:
+        """Return the noise on operators in `phase`; None if there is none."""
+        noise = self.operator_noise
+        return noise if noise is not None and noise.is_active and phase in noise.phases else None
+
+    def module_noise_in(self, phase: Phase) -> ModuleNoise | None:
+        """Return the noise on modules in `phase`; None if there is none."""
+        noise = self.module_noise
+        return noise if noise is not None and noise.is_active and phase in noise.phases else None

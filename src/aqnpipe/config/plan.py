@@ -5,10 +5,10 @@ from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.diagnosis import SigmaStrategy
-from aqnpipe.config.loss_study import FaultLossConfig
+from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault
-from aqnpipe.config.run import EvaluationSpec, FaultLossSpec, TrainingSpec
+from aqnpipe.config.run import EvaluationSpec, LossStudySpec, TrainingSpec
 from aqnpipe.config.study import Study
 from aqnpipe.errors import ConfigError
 
@@ -48,7 +48,7 @@ class StudyPlan:
 
     def jobs(self) -> dict[str, int]:
         """Jobs per rule of the workflow when nothing is there yet, `all` aside; rules without a job are left out."""
-        losses = self.study.config.fault_losses
+        losses = self.study.config.loss_studies
         counts = {
             "prepare_data": 2,
             "prepare_model": len({*self.study.model_roles(), *(one.model for one in losses)}),
@@ -56,10 +56,10 @@ class StudyPlan:
             "generate_layer_sigmas": len(self.all_sigmas_files()),
             "train": len(self.runs()),
             "evaluate": self.num_evaluations,
-            "fault_loss": len(losses),
+            "loss_study": len(losses),
             "compare_losses": len(losses),
             "compare": 1,
-            "audit": int(self.study.config.statistics.published is not None),
+            "check_published": int(self.study.config.statistics.published is not None),
             "report": 1,
         }
         return {rule: count for rule, count in counts.items() if count}
@@ -92,9 +92,9 @@ class StudyPlan:
             for role, arm, seed, step in self.evaluations()
         ]
 
-    def fault_loss_files(self, suffix: str) -> list[str]:
+    def loss_study_files(self, suffix: str) -> list[str]:
         """One file of every loss study, in the order of the study."""
-        return [f"{self.results}/fault_loss/{one.model}/{one.name}.{suffix}" for one in self.study.config.fault_losses]
+        return [f"{self.results}/loss_study/{one.model}/{one.name}.{suffix}" for one in self.study.config.loss_studies]
 
     def diagnosis_files(self, name: str) -> list[str]:
         """One file of every diagnosis, in the order of `diagnoses`."""
@@ -169,11 +169,11 @@ class StudyPlan:
             evaluation=config.evaluation,
         ).model_dump(mode="json")
 
-    def fault_loss_spec(self, model: str, name: str) -> dict[str, Any]:
-        """Parameters of one loss study (`FaultLossSpec` as plain data)."""
+    def loss_study_spec(self, model: str, name: str) -> dict[str, Any]:
+        """Parameters of one loss study (`LossStudySpec` as plain data)."""
         config = self.study.config
-        settings = self._fault_loss(model, name)
-        return FaultLossSpec(
+        settings = self._loss_study(model, name)
+        return LossStudySpec(
             model_role=model,
             faults=self.faults(settings.machine),
             device=config.device,
@@ -183,16 +183,16 @@ class StudyPlan:
             settings=settings,
         ).model_dump(mode="json")
 
-    def fault_loss_threads(self, model: str, name: str) -> int:
+    def loss_study_threads(self, model: str, name: str) -> int:
         """Threads of one loss study."""
-        return self._fault_loss(model, name).threads
+        return self._loss_study(model, name).threads
 
     def faults(self, machine: str | None) -> tuple[Fault, ...]:
         """The simulated faults of a machine; none of the real device."""
         return self.study.config.machines[machine].faults if machine is not None else ()
 
-    def _fault_loss(self, model: str, name: str) -> FaultLossConfig:
-        return next(one for one in self.study.config.fault_losses if (one.model, one.name) == (model, name))
+    def _loss_study(self, model: str, name: str) -> LossStudyConfig:
+        return next(one for one in self.study.config.loss_studies if (one.model, one.name) == (model, name))
 
     def study_params(self) -> dict[str, Any]:
         """The whole study as plain data, for the jobs that look at all of it."""

@@ -1,4 +1,4 @@
-"""Printed figures of a paper and its claims, as `aqnpipe audit` reads them (config/published.yaml is an example)."""
+"""Printed figures of a paper and its claims, as `aqnpipe check-published` reads them (config/published.yaml is an example)."""
 
 from collections.abc import Iterator
 from decimal import Decimal

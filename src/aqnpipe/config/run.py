@@ -5,11 +5,11 @@ from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.generation import GenerationConfig
-from aqnpipe.config.loss_study import FaultLossConfig
+from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Fault
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.device import AskedDevice
+from aqnpipe.device import RequestedDevice
 
 
 class TrainingSpec(FrozenModel):
@@ -24,7 +24,7 @@ class TrainingSpec(FrozenModel):
     faults: tuple[Fault, ...] = ()
     seed: int
     num_steps: int
-    device: AskedDevice = "auto"
+    device: RequestedDevice = "auto"
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
@@ -45,7 +45,7 @@ class EvaluationSpec(FrozenModel):
     seed: int
     step: int
     faults: tuple[Fault, ...] = ()
-    device: AskedDevice = "auto"
+    device: RequestedDevice = "auto"
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
@@ -53,13 +53,13 @@ class EvaluationSpec(FrozenModel):
     evaluation: EvaluationConfig
 
 
-class FaultLossSpec(FrozenModel):
+class LossStudySpec(FrozenModel):
     """One loss study. `faults` are those of its machine, whose magnitudes and orders the settings replace."""
 
     model_role: str
     faults: tuple[Fault, ...]
-    device: AskedDevice = "auto"
+    device: RequestedDevice = "auto"
     dtype: Dtype
     attention: Attention
     prompt: PromptFormat
-    settings: FaultLossConfig
+    settings: LossStudyConfig

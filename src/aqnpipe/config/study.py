@@ -15,12 +15,12 @@ from aqnpipe.config.default_comparisons import default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.generation import GenerationConfig
-from aqnpipe.config.loss_study import FaultLossConfig
+from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, Machine
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.config.vllm_support import what_vllm_cannot_roll_out
-from aqnpipe.device import AskedDevice
+from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError, ModelError
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -42,7 +42,7 @@ class StudyConfig(FrozenModel):
     prompt: PromptFormat = PromptFormat()
     arms: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
-    device: AskedDevice = Field(
+    device: RequestedDevice = Field(
         default="auto",
         description="what jobs compute on: auto (NPUs, else GPUs, else the CPU), cpu, cuda or npu; a job that does not "
         "find what was asked for ends with an error",
@@ -52,7 +52,7 @@ class StudyConfig(FrozenModel):
     sigma_rule: SigmaRule = SigmaRule()
     generation: GenerationConfig = GenerationConfig()
     evaluation: EvaluationConfig
-    fault_losses: tuple[FaultLossConfig, ...] = Field(
+    loss_studies: tuple[LossStudyConfig, ...] = Field(
         default=(), description="loss studies of machines with simulated faults, without training"
     )
     statistics: StatisticsConfig = StatisticsConfig()
@@ -67,9 +67,9 @@ class StudyConfig(FrozenModel):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must not repeat a value")
-        names = [(one.model, one.name) for one in self.fault_losses]
+        names = [(one.model, one.name) for one in self.loss_studies]
         if len(set(names)) != len(names):
-            raise ValueError("fault_losses must not repeat a name")
+            raise ValueError("loss_studies must not repeat a name")
         return self
 
     @model_validator(mode="after")
@@ -179,7 +179,7 @@ def _cross_reference_problems(study: StudyConfig, arms: Mapping[str, Arm], sourc
     yield from _schedules_that_do_not_fit(study, arms)
     yield from _comparison_problems(study, source)
     yield from _explore_problems(study, arms, source)
-    yield from _sham_problems(study, arms)
+    yield from _aa_control_problems(study, arms)
 
 
 def _unknown_names(study: StudyConfig, arms: Mapping[str, Arm], source: str) -> Iterator[str]:
@@ -207,8 +207,8 @@ def _machine_problems(study: StudyConfig, source: str) -> Iterator[str]:
     machine = study.evaluation.pretrained_machine
     if machine is not None and machine not in study.machines:
         yield f"{source}: evaluation.pretrained_machine: unknown machine {machine!r}, the study has {known}"
-    for index, losses in enumerate(study.fault_losses):
-        where = f"{source}: fault_losses.{index}"
+    for index, losses in enumerate(study.loss_studies):
+        where = f"{source}: loss_studies.{index}"
         if losses.model not in study.models:
             yield f"{where}.model: unknown role {losses.model!r}, the study has {', '.join(study.models)}"
         if losses.machine not in study.machines:
@@ -275,7 +275,7 @@ def _what_vllm_cannot_compute(study: StudyConfig, arms: Mapping[str, Arm], sourc
                 f"{source}: models.{role}.attention: found {study.models[role].attention}, generation.backend vllm "
                 "needs sdpa: noise on attention as one operator"
             )
-    for name in study.arms if study.generation.asked_for_rollouts == "vllm" else ():
+    for name in study.arms if study.generation.requested_for_rollouts == "vllm" else ():
         reason = what_vllm_cannot_roll_out(arms[name])
         if reason is not None:
             yield (
@@ -333,12 +333,12 @@ def _explore_problems(study: StudyConfig, arms: Mapping[str, Arm], source: str) 
         )
 
 
-def _sham_problems(study: StudyConfig, arms: Mapping[str, Arm]) -> Iterator[str]:
+def _aa_control_problems(study: StudyConfig, arms: Mapping[str, Arm]) -> Iterator[str]:
     for name in study.arms:
-        target = arms[name].sham_of
+        target = arms[name].aa_control_of
         if target is None:
             continue
-        where = f"{study.arms_file}: arms.{name}.sham_of"
+        where = f"{study.arms_file}: arms.{name}.aa_control_of"
         if target not in arms:
             yield f"{where}: unknown arm {target!r}, the file defines {', '.join(sorted(arms))}"
         elif target == name:

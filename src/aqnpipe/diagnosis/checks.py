@@ -1,4 +1,4 @@
-"""Answers compared with what was expected, lane by lane."""
+"""Answers compared with what was expected, channel by channel."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,19 +8,19 @@ from torch import Tensor
 
 Probe = Literal["identity", "linear", "norm", "attention", "mlp", "integer", "monomial", "repeat"]
 
-KEPT_LANES = 64
-"""Of a mismatch only so many lanes are kept value by value; all are counted."""
+KEPT_CHANNELS = 64
+"""Of a mismatch only so many channels are kept value by value; all are counted."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What differs: `lanes` with their largest relative `deviations`, and values [elements, kept lanes] as float64.
+    """What differs: `channels` with their largest relative `deviations`, and values [elements, kept channels] as float64.
 
-    maximum, mean and std are of the magnitudes and values of the whole expected tensor, healthy lanes included. The
+    maximum, mean and std are of the magnitudes and values of the whole expected tensor, healthy channels included. The
     elements come from `calls` calls of the module, one after the other.
     """
 
-    lanes: Tensor
+    channels: Tensor
     deviations: Tensor
     expected: Tensor
     observed: Tensor
@@ -31,7 +31,7 @@ class Mismatch:
     calls: int = 1
 
     def beyond(self, bound: float) -> "Mismatch | None":
-        """Return the part of the mismatch on lanes whose deviation exceeds `bound`, None if there is none."""
+        """Return the part of the mismatch on channels whose deviation exceeds `bound`, None if there is none."""
         keep = self.deviations > bound
         if keep.all():
             return self
@@ -39,7 +39,7 @@ class Mismatch:
             return None
         kept = keep[: self.expected.shape[1]]
         return Mismatch(
-            self.lanes[keep],
+            self.channels[keep],
             self.deviations[keep],
             self.expected[:, kept],
             self.observed[:, kept],
@@ -58,8 +58,8 @@ class Check:
     probe: Probe
     layer: int
     site: str
-    num_lanes: int
-    elements_per_lane: int
+    num_channels: int
+    elements_per_channel: int
     mismatch: Mismatch | None
 
     @property
@@ -69,14 +69,14 @@ class Check:
 
 
 def compare(probe: Probe, layer: int, site: str, expected: Tensor, observed: Tensor, calls: int = 1) -> Check:
-    """Compare tensors [..., lanes] of `calls` calls value by value; -0 equals 0 and NaN equals NaN."""
-    num_lanes = observed.shape[-1]
-    expected = expected.to(observed.device, observed.dtype).reshape(-1, num_lanes)
-    observed = observed.detach().reshape(-1, num_lanes)
+    """Compare tensors [..., channels] of `calls` calls value by value; -0 equals 0 and NaN equals NaN."""
+    num_channels = observed.shape[-1]
+    expected = expected.to(observed.device, observed.dtype).reshape(-1, num_channels)
+    observed = observed.detach().reshape(-1, num_channels)
     if expected.shape != observed.shape:
         raise ValueError(f"{probe} of {site}: expected shape {tuple(expected.shape)}, found {tuple(observed.shape)}")
     mismatch = None if torch.equal(expected, observed) else _mismatch(expected, observed, calls)
-    return Check(probe, layer, site, num_lanes, len(observed), mismatch)
+    return Check(probe, layer, site, num_channels, len(observed), mismatch)
 
 
 def differs(expected: Tensor, observed: Tensor) -> Tensor:
@@ -86,18 +86,18 @@ def differs(expected: Tensor, observed: Tensor) -> Tensor:
 
 def _mismatch(expected: Tensor, observed: Tensor, calls: int) -> Mismatch | None:
     changed = differs(expected, observed)
-    lanes = changed.any(0).nonzero().squeeze(1)
-    if not len(lanes):
+    channels = changed.any(0).nonzero().squeeze(1)
+    if not len(channels):
         return None
     magnitudes = expected.double().abs()
     mean = float(magnitudes.mean())
-    scale = magnitudes[:, lanes]
+    scale = magnitudes[:, channels]
     scale = torch.where(scale > 0, scale, mean or 1.0)
-    relative = (observed[:, lanes].double() - expected[:, lanes].double()).abs() / scale
-    relative = torch.where(changed[:, lanes], relative.nan_to_num(nan=torch.inf), 0.0)
-    kept = lanes[:KEPT_LANES]
+    relative = (observed[:, channels].double() - expected[:, channels].double()).abs() / scale
+    relative = torch.where(changed[:, channels], relative.nan_to_num(nan=torch.inf), 0.0)
+    kept = channels[:KEPT_CHANNELS]
     return Mismatch(
-        lanes=lanes.cpu(),
+        channels=channels.cpu(),
         deviations=relative.amax(0).cpu(),
         expected=expected[:, kept].double().cpu(),
         observed=observed[:, kept].double().cpu(),

@@ -1,4 +1,4 @@
-"""From mismatches to a type, lanes and a magnitude: each type has its own mark on a Latin square of powers of two."""
+"""From mismatches to a type, channels and a magnitude: each type has its own mark on a Latin square of powers of two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,28 +37,28 @@ class Mark:
 
 def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Sequence[Check]) -> LocatedFault:
     """Return the fault that the mismatching checks of one site show; `all_checks` are all of that site, for rates."""
-    mark = mark_of(telling(evidence))
-    lanes = faulty_lanes(evidence)
+    mark = mark_of(most_informative(evidence))
+    channels = faulty_channel_indices_of(evidence)
     if mark.kind == "spike":
-        mark = _spike_rate(evidence, all_checks, len(lanes))
+        mark = _spike_rate(evidence, all_checks, len(channels))
     probes = tuple(dict.fromkeys(check.probe for check in evidence))
     return LocatedFault(
         layer=layer,
         site=site,
         type=mark.kind,
-        lanes=len(lanes),
-        lane_indices=tuple(lanes),
-        num_channels=evidence[0].num_lanes,
+        channels=len(channels),
+        faulty_channel_indices=tuple(channels),
+        num_channels=evidence[0].num_channels,
         magnitude=mark.magnitude,
         magnitude_low=mark.low,
         magnitude_high=mark.high,
         threshold=None,
         probes=probes,
-        evidence=_in_words(evidence, len(lanes)),
+        evidence=_in_words(evidence, len(channels)),
     )
 
 
-def telling(evidence: Sequence[Check]) -> Mismatch:
+def most_informative(evidence: Sequence[Check]) -> Mismatch:
     """Return the mismatch that says most about the type."""
     best = min(evidence, key=lambda check: (_MOST_TELLING.index(check.probe), -check.deviation))
     if best.mismatch is None:
@@ -66,14 +66,14 @@ def telling(evidence: Sequence[Check]) -> Mismatch:
     return best.mismatch
 
 
-def faulty_lanes(evidence: Sequence[Check]) -> list[int]:
-    """Return the lanes that differ, in order; not by monomial, whose rows are permuted, if another probe tells."""
+def faulty_channel_indices_of(evidence: Sequence[Check]) -> list[int]:
+    """Return the channels that differ, in order; not by monomial, whose rows are permuted, if another probe tells."""
     direct = [check for check in evidence if check.probe != "monomial"] or list(evidence)
-    return sorted({int(lane) for check in direct if check.mismatch for lane in check.mismatch.lanes})
+    return sorted({int(channel) for check in direct if check.mismatch for channel in check.mismatch.channels})
 
 
 def mark_of(mismatch: Mismatch) -> Mark:
-    """Tell the type of a mismatch by the first explanation that fits every value on its lanes."""
+    """Tell the type of a mismatch by the first explanation that fits every value on its channels."""
     expected, observed = mismatch.expected, mismatch.observed
     changed = differs(expected, observed)
     for explain in (_dead_zone, _saturation, _stuck, _gain, _bias, _noise_or_spike):
@@ -111,7 +111,7 @@ def _saturation(mismatch: Mismatch, changed: Tensor) -> Mark | None:
 
 
 def _stuck(mismatch: Mismatch, changed: Tensor) -> Mark | None:
-    """Every lane puts out one value, whatever it should."""
+    """Every channel puts out one value, whatever it should."""
     observed = mismatch.observed
     if len(observed) < 2 or not (observed == observed[:1]).all() or not changed.any(0).all():
         return None
@@ -175,15 +175,15 @@ def _noise_or_spike(mismatch: Mismatch, changed: Tensor) -> Mark | None:
     return Mark("noise", sigma, magnitude, float(low), float(high))
 
 
-def _spike_rate(evidence: Sequence[Check], all_checks: Sequence[Check], num_lanes: int) -> Mark:
-    """Magnitude from how often elements on the faulty lanes were struck, with its exact 95 % interval."""
+def _spike_rate(evidence: Sequence[Check], all_checks: Sequence[Check], num_channels: int) -> Mark:
+    """Magnitude from how often elements on the faulty channels were struck, with its exact 95 % interval."""
     struck = sum(
         int(differs(check.mismatch.expected, check.mismatch.observed).sum())
         for check in evidence
         if check.probe != "monomial" and check.mismatch
     )
-    kept = min(num_lanes, max((check.mismatch.expected.shape[1] for check in evidence if check.mismatch), default=1))
-    seen = kept * sum(check.elements_per_lane for check in all_checks if check.probe != "monomial")
+    kept = min(num_channels, max((check.mismatch.expected.shape[1] for check in evidence if check.mismatch), default=1))
+    seen = kept * sum(check.elements_per_channel for check in all_checks if check.probe != "monomial")
     if not seen or struck > seen:
         return Mark("spike")
     interval = stats.binomtest(struck, seen).proportion_ci(0.95, "exact")
@@ -197,10 +197,10 @@ def _offset_at_smallest(expected: Tensor, observed: Tensor) -> float:
     return float(torch.median((observed - expected)[smallest]))
 
 
-def _in_words(evidence: Sequence[Check], num_lanes: int) -> str:
+def _in_words(evidence: Sequence[Check], num_channels: int) -> str:
     worst = max(evidence, key=lambda check: check.deviation)
     return (
-        f"{num_lanes} of {evidence[0].num_lanes} lanes differ from the right answer "
+        f"{num_channels} of {evidence[0].num_channels} channels differ from the right answer "
         f"({', '.join(dict.fromkeys(check.probe for check in evidence))}; largest relative deviation "
         f"{worst.deviation:.3g})"
     )

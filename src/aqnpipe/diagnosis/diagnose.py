@@ -79,11 +79,11 @@ def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str |
     seen: dict[str, int] = {}
     for check in checks:
         if check.probe != "monomial":
-            seen[check.site] = seen.get(check.site, 0) + check.elements_per_lane
+            seen[check.site] = seen.get(check.site, 0) + check.elements_per_channel
     return LayerMetrics(
         layer=layer,
         sites_probed=len(seen),
-        values_probed=sum(check.elements_per_lane * check.num_lanes for check in checks),
+        values_probed=sum(check.elements_per_channel * check.num_channels for check in checks),
         values_per_lane=min(seen.values()),
         faulty_sites=tuple(fault.site for fault in diagnosed.exact.faults if fault.layer == layer),
         # a spike may be infinite in a narrow dtype, which JSON cannot hold

@@ -16,7 +16,7 @@ from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.classify import classify
 from aqnpipe.diagnosis.patterns import exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs, norm_offset
-from aqnpipe.diagnosis.refine import look_closer
+from aqnpipe.diagnosis.refine import refine_fault
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import LayerSites, layer_sites
 
@@ -36,7 +36,7 @@ class ExactResult:
     tolerance: dict[str, float]
     unfit: dict[str, float]
     uncovered: tuple[str, ...]
-    elements_per_lane: int
+    elements_per_channel: int
     forward_equivalents: float
     num_tokens: int
 
@@ -69,24 +69,24 @@ def run_exact(model: nn.Module, config: DiagnosisConfig, say: Callable[[str], No
         for (layer, site), evidence in suspects.items():
             elements = [check for check in checks if (check.layer, check.site) == (layer, site)]
             fault = classify(layer, site, evidence, elements)
-            faults.append(look_closer(fault, evidence, probers[layer], inputs))
+            faults.append(refine_fault(fault, evidence, probers[layer], inputs))
     return ExactResult(
         checks=checks,
         faults=tuple(sorted(faults, key=lambda fault: (fault.layer, fault.site))),
         tolerance=tolerance,
         unfit=unfit,
         uncovered=_uncovered(layers, checks),
-        elements_per_lane=elements_per_lane(checks),
+        elements_per_channel=elements_per_channel(checks),
         forward_equivalents=cost.forward_equivalents,
         num_tokens=num_tokens,
     )
 
 
 def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
-    """Return the tokens of a batch: whole Latin squares, and enough to see an intermittent fault on any lane.
+    """Return the tokens of a batch: whole Latin squares, and enough to see an intermittent fault on any channel.
 
     A fault of probability p per element escapes n elements with probability (1-p)^n; every site is checked at least
-    `exact_repeats + 1` times per lane and token.
+    `exact_repeats + 1` times per channel and token.
     """
     elements = log(config.miss_probability) / log(1 - config.intermittent_rate)
     period = len(exponent_ladder(dtype))
@@ -140,7 +140,7 @@ def tolerances(checks: Sequence[Check], eps: float, num_layers: int) -> tuple[di
 def suspected(
     checks: Sequence[Check], tolerance: dict[str, float], unfit: dict[str, float]
 ) -> dict[tuple[int, str], list[Check]]:
-    """Return the checks beyond tolerance by (layer, site), each with only the lanes that are beyond it."""
+    """Return the checks beyond tolerance by (layer, site), each with only the channels that are beyond it."""
     found: dict[tuple[int, str], list[Check]] = defaultdict(list)
     for check in checks:
         key = f"{check.probe}:{check.site}"
@@ -150,12 +150,12 @@ def suspected(
     return dict(found)
 
 
-def elements_per_lane(checks: Sequence[Check]) -> int:
-    """Return how many values were seen on every lane of every site: the smallest number over layers and sites."""
+def elements_per_channel(checks: Sequence[Check]) -> int:
+    """Return how many values were seen on every channel of every site: the smallest number over layers and sites."""
     seen: dict[tuple[int, str], int] = defaultdict(int)
     for check in checks:
         if check.probe != "monomial":
-            seen[check.layer, check.site] += check.elements_per_lane
+            seen[check.layer, check.site] += check.elements_per_channel
     return min(seen.values())
 
 

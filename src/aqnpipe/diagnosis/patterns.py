@@ -1,7 +1,7 @@
 """Operands with answers that are known bit for bit: powers of two, one-hot weights, norm inputs, small integers.
 
 What a probe is fed decides what it sees. A dead zone spares large values and a clamp spares small ones, each relative
-to the largest value of the call. So every lane (channel) is given the largest and the smallest value of the whole
+to the largest value of the call. So every channel (channel) is given the largest and the smallest value of the whole
 tensor, with both signs, at some token: a Latin square. Products with powers of two, and sums of one term, do not
 round.
 """

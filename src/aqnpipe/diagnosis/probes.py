@@ -96,7 +96,7 @@ class LayerProber:
             return [self._check("linear", name, _selected(x, chosen, signs), module(x))]
 
     def norm(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one norm under three turns of gains, so that every lane carries the largest and the smallest output."""
+        """Run one norm under three turns of gains, so that every channel carries the largest and the smallest output."""
         module = self.sites.norms[name]
         weight = weight_of(module)
         x = norm_input(inputs.num_tokens, weight.numel())

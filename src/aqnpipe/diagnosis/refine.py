@@ -7,7 +7,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import LocatedFault
 from aqnpipe.diagnosis.checks import Check, Mismatch
-from aqnpipe.diagnosis.classify import Mark, mark_of, telling
+from aqnpipe.diagnosis.classify import Mark, mark_of, most_informative
 from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs
 
 _LOWERED_BY = 4
@@ -16,7 +16,7 @@ _LOWERED_BY = 4
 _WITH_REFERENCE = ("dead_zone", "saturation", "bias", "noise")
 
 
-def look_closer(
+def refine_fault(
     fault: LocatedFault, evidence: Sequence[Check], prober: LayerProber, inputs: ProbeInputs
 ) -> LocatedFault:
     """Return `fault` with `threshold` (same shape, same small values, smaller maximum: does the level move?).
@@ -25,7 +25,7 @@ def look_closer(
     it refers to a call that nobody has seen. What looks like chance but repeats is renamed.
     """
     drive = _drive(fault.site, prober)
-    mark = mark_of(telling(evidence))
+    mark = mark_of(most_informative(evidence))
     if drive is not None and fault.type in ("noise", "spike") and _is_repeatable(fault.site, drive, inputs):
         unnamed = {"type": "other", "magnitude": None, "magnitude_low": None, "magnitude_high": None}
         return fault.model_copy(update={**unnamed, "evidence": f"{fault.evidence}; the same at every call"})
@@ -73,9 +73,9 @@ def _lowered(ladder: Tensor) -> Tensor:
 
 
 def _mismatch_at(site: str, checks: Sequence[Check]) -> Mismatch | None:
-    """Return the mismatch of the most telling check of `site`, None if nothing differs."""
+    """Return the mismatch of the most most_informative check of `site`, None if nothing differs."""
     struck = [check for check in checks if check.site == site and check.mismatch]
-    return telling(struck) if struck else None
+    return most_informative(struck) if struck else None
 
 
 def _kept_level(mark: Mark, again: Mismatch | None) -> bool:

@@ -17,7 +17,7 @@ from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Machine
 from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.prompts import prompt_token_ids
-from aqnpipe.device import AskedDevice, resolve_device, torch_device
+from aqnpipe.device import RequestedDevice, resolve_device, torch_device
 from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
@@ -40,7 +40,7 @@ def diagnose(
     *,
     dtype: Dtype = "float32",
     attention: Attention = "eager",
-    device: AskedDevice = "auto",
+    device: RequestedDevice = "auto",
     names: tuple[str, str] = ("", ""),
 ) -> None:
     """Diagnose the model on `machine`, scans on the first num_prompts questions; write layers.parquet and verdict.json.

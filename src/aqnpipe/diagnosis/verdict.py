@@ -47,7 +47,7 @@ def judge(
 
 
 def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any]:
-    miss = (1 - config.intermittent_rate) ** exact.elements_per_lane
+    miss = (1 - config.intermittent_rate) ** exact.elements_per_channel
     first = exact.faults[0] if exact.faults else None
     if exact.faults:
         verdict, reason = "fault", "; ".join(_fault_in_words(fault) for fault in exact.faults)
@@ -57,7 +57,7 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
         verdict = "healthy"
         reason = (
             "every site of every layer gave the right answer; a fault that strikes "
-            f"{config.intermittent_rate:g} of the values of a single lane would be missed with probability {miss:.1e}"
+            f"{config.intermittent_rate:g} of the values of a single channel would be missed with probability {miss:.1e}"
         )
     if exact.unfit:
         worst = max(exact.unfit, key=lambda key: exact.unfit[key])
@@ -76,11 +76,11 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
         "layer": first.layer if first else None,
         "type": first.type if first else None,
         "site": first.site if first else None,
-        "lanes": first.lanes if first else None,
+        "channels": first.channels if first else None,
         "faults": exact.faults,
         "tolerance": exact.tolerance,
         "uncovered_sites": exact.uncovered,
-        "elements_per_lane": exact.elements_per_lane,
+        "elements_per_channel": exact.elements_per_channel,
         "intermittent_rate": config.intermittent_rate,
         "miss_probability": miss,
         "false_alarm_bound": EXACT.upper_bound,
@@ -130,8 +130,8 @@ def _scanned_fault(traces: Sequence[Finding], reason: str) -> LocatedFault:
             "layer": traces[0].layer,
             "site": "layer",
             "type": traces[0].type,
-            "lanes": None,
-            "lane_indices": (),
+            "channels": None,
+            "faulty_channel_indices": (),
             "num_channels": None,
             "magnitude": None,
             "magnitude_low": None,

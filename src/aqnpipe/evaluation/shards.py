@@ -1,11 +1,13 @@
-"""An evaluation cut into pieces that any worker can answer alone, and put together again.
+"""Shards of an evaluation: any worker can run one alone, and their results assemble into passes.
 
-The cut depends on the questions and the settings alone. What a piece gives depends on the piece alone: noise and draws
-are keyed by its batches' numbers, and its account is its own. So the results are the same bytes, whoever answered what.
+The cut depends on the questions and the settings alone. What a shard gives depends on the shard alone: noise and draws
+are keyed by its batches' numbers, and its record is its own. So the results are the same bytes whichever worker ran which shard.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
@@ -14,7 +16,7 @@ from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import WorkerError
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.noisy_passes import NoisyGenerator, PassAccount, PassNoise, pass_receipt
+from aqnpipe.generation.noisy_passes import NoisyGenerator, PassMeasurements, PassNoise, pass_receipt
 from aqnpipe.noise.injection.phase import NoiseKey
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.seeding import derive_seed
@@ -37,8 +39,8 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Batches of one pass (noise level and noise seed); `number` counts the pieces of the evaluation."""
+class Shard:
+    """Batches of one pass (noise level and noise seed); `number` counts the shards of the evaluation."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
 
@@ -48,42 +50,42 @@ class Piece:
     batches: tuple[Batch, ...]
 
     def to_json(self) -> str:
-        """Return the piece as JSON."""
-        return _PIECE.dump_json(self).decode()
+        """Return the shard as JSON."""
+        return _SHARD.dump_json(self).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> "Piece":
-        """Return the piece that `to_json` wrote."""
-        return _PIECE.validate_json(text)
+    def from_json(cls, text: str) -> "Shard":
+        """Return the shard that `to_json` wrote."""
+        return _SHARD.validate_json(text)
 
 
 @dataclass(frozen=True)
-class AnsweredPiece:
-    """What came of a piece: the completions of every batch, in order, and the account of the noise they were under."""
+class ShardResult:
+    """What came of a shard: the completions of every batch, in order, and the account of the noise they were under."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
 
     number: int
     completions: tuple[tuple[Completion, ...], ...]
-    account: PassAccount
+    account: PassMeasurements
 
     def to_json(self) -> str:
-        """Return the answers as JSON; floats survive bit for bit."""
-        return _ANSWERED.dump_json(self).decode()
+        """Return the result as JSON; floats survive bit for bit."""
+        return _SHARD_RESULT.dump_json(self).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> "AnsweredPiece":
-        """Return the answers that `to_json` wrote."""
-        return _ANSWERED.validate_json(text)
+    def from_json(cls, text: str) -> "ShardResult":
+        """Return the result that `to_json` wrote."""
+        return _SHARD_RESULT.validate_json(text)
 
 
-_PIECE = TypeAdapter(Piece)
-_ANSWERED = TypeAdapter(AnsweredPiece)
+_SHARD = TypeAdapter(Shard)
+_SHARD_RESULT = TypeAdapter(ShardResult)
 
 
 @dataclass(frozen=True)
-class AnsweredPass:
-    """All answers of one pass: a list per sample, completions in the order of the questions, and the receipt."""
+class PassResult:
+    """All completions of one pass: a list per sample, completions in the order of the questions, and the receipt."""
 
     noise_level: float
     noise_seed: int
@@ -91,10 +93,22 @@ class AnsweredPass:
     receipt: Receipt
 
 
-def pieces_of(spec: EvaluationSpec, prompts: Sequence[Sequence[int]]) -> list[Piece]:
-    """Return the pieces of an evaluation, pass by pass.
+@dataclass(frozen=True)
+class ShardRunner:
+    """Workers that are ready: the description of their backend for run.json, and how they run shards, in any order."""
 
-    Prompts are batched by length (fewer padding tokens). A piece is one batch; where a fault keeps a threshold from its
+    description: dict[str, str | int | bool]
+    run: Callable[[Sequence[Shard]], Iterator[ShardResult]]
+
+
+OpenShardRunner = Callable[[EvaluationSpec, Path, int], AbstractContextManager[ShardRunner]]
+"""Opens a runner for (spec, folder of the checkpoint, tokens of the longest prompt and its response together)."""
+
+
+def shards_of(spec: EvaluationSpec, prompts: Sequence[Sequence[int]]) -> list[Shard]:
+    """Return the shards of an evaluation, pass by pass.
+
+    Prompts are batched by length (fewer padding tokens). A shard is one batch; where a fault keeps a threshold from its
     first call in the pass, it is the whole pass.
     """
     config = spec.evaluation
@@ -114,48 +128,48 @@ def pieces_of(spec: EvaluationSpec, prompts: Sequence[Sequence[int]]) -> list[Pi
     indivisible = any(fault.threshold == "cached" for fault in spec.faults)
     groups = [tuple(batches)] if indivisible else [(batch,) for batch in batches]
     cut = [(level, seed, group) for level, seed in config.passes() for group in groups]
-    return [Piece(number, *one) for number, one in enumerate(cut)]
+    return [Shard(number, *one) for number, one in enumerate(cut)]
 
 
-def answer(generator: NoisyGenerator, spec: EvaluationSpec, piece: Piece) -> AnsweredPiece:
-    """Generate every response of a piece.
+def run_shard(generator: NoisyGenerator, spec: EvaluationSpec, shard: Shard) -> ShardResult:
+    """Generate every response of a shard.
 
     The noise of a batch is keyed by its step in the pass, its draws by noise seed, sample and number. So both are the
     same for every model that answers the same questions, and the draws also at every level. The spec's faults strike
     throughout; a threshold that they take from each call depends on the prompts of the batch.
     """
-    generator.begin_pass(noise_of(spec, piece.noise_level))
+    generator.begin_pass(noise_of(spec, shard.noise_level))
     completions = []
-    for batch in piece.batches:
-        sampling = sampling_of(spec, piece.noise_seed, batch.sample, batch.number)
-        key = NoiseKey(seed=piece.noise_seed, step=batch.step)
+    for batch in shard.batches:
+        sampling = sampling_of(spec, shard.noise_seed, batch.sample, batch.number)
+        key = NoiseKey(seed=shard.noise_seed, step=batch.step)
         completions.append(tuple(generator.generate(batch.prompts, sampling, key)))
-    return AnsweredPiece(piece.number, tuple(completions), generator.end_pass())
+    return ShardResult(shard.number, tuple(completions), generator.end_pass())
 
 
-def answered_passes(
-    spec: EvaluationSpec, pieces: Sequence[Piece], answers: Iterable[AnsweredPiece]
-) -> Iterator[AnsweredPass]:
-    """Put answers together, which may come in any order; yield the passes in theirs, each as soon as it is whole.
+def assembled_passes(
+    spec: EvaluationSpec, shards: Sequence[Shard], results: Iterable[ShardResult]
+) -> Iterator[PassResult]:
+    """Assemble results, which may come in any order; yield the passes in order, each as soon as it is complete.
 
-    Receipts are not checked. Raises WorkerError if a piece was answered twice, not at all, or not wholly.
+    Receipts are not checked. Raises WorkerError if a shard was run twice, not at all, or in part.
     """
-    due = _by_pass(pieces)
-    known = {piece.number: piece for piece in pieces}
-    answered: dict[int, AnsweredPiece] = {}
-    for one in answers:
-        piece = known.get(one.number)
-        if piece is None or one.number in answered:
-            raise WorkerError(f"piece {one.number} of {len(pieces)} of the evaluation was answered twice")
-        if [len(batch.prompts) for batch in piece.batches] != [len(done) for done in one.completions]:
-            raise WorkerError(f"piece {one.number} of {len(pieces)} of the evaluation was not wholly answered")
-        answered[one.number] = one
-        while due and all(piece.number in answered for piece in due[0]):
+    due = _by_pass(shards)
+    known = {shard.number: shard for shard in shards}
+    done: dict[int, ShardResult] = {}
+    for one in results:
+        shard = known.get(one.number)
+        if shard is None or one.number in done:
+            raise WorkerError(f"shard {one.number} of {len(shards)} of the evaluation was run twice")
+        if [len(batch.prompts) for batch in shard.batches] != [len(done) for done in one.completions]:
+            raise WorkerError(f"shard {one.number} of {len(shards)} of the evaluation is incomplete")
+        done[one.number] = one
+        while due and all(shard.number in done for shard in due[0]):
             whole = due.pop(0)
-            yield _joined(spec, whole, [answered[piece.number] for piece in whole])
+            yield _joined(spec, whole, [done[shard.number] for shard in whole])
     if due:
-        missing = [str(piece.number) for group in due for piece in group if piece.number not in answered]
-        raise WorkerError(f"pieces {', '.join(missing)} of {len(pieces)} of the evaluation were not answered")
+        missing = [str(shard.number) for group in due for shard in group if shard.number not in done]
+        raise WorkerError(f"shards {', '.join(missing)} of {len(shards)} of the evaluation were not run")
 
 
 def noise_of(spec: EvaluationSpec, noise_level: float) -> PassNoise:
@@ -183,19 +197,19 @@ def sampling_of(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) 
     )
 
 
-def _by_pass(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    groups: dict[tuple[float, int], list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault((piece.noise_level, piece.noise_seed), []).append(piece)
+def _by_pass(shards: Sequence[Shard]) -> list[list[Shard]]:
+    groups: dict[tuple[float, int], list[Shard]] = {}
+    for shard in shards:
+        groups.setdefault((shard.noise_level, shard.noise_seed), []).append(shard)
     return list(groups.values())
 
 
-def _joined(spec: EvaluationSpec, pieces: Sequence[Piece], answers: Sequence[AnsweredPiece]) -> AnsweredPass:
-    first = pieces[0]
+def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[ShardResult]) -> PassResult:
+    first = shards[0]
     found: dict[int, dict[int, Completion]] = {}
-    for piece, answered in zip(pieces, answers, strict=True):
-        for batch, completions in zip(piece.batches, answered.completions, strict=True):
+    for shard, result in zip(shards, results, strict=True):
+        for batch, completions in zip(shard.batches, result.completions, strict=True):
             found.setdefault(batch.sample, {}).update(zip(batch.questions, completions, strict=True))
     samples = [[responses[question] for question in range(len(responses))] for _, responses in sorted(found.items())]
-    receipt = pass_receipt(noise_of(spec, first.noise_level), [one.account for one in answers])
-    return AnsweredPass(first.noise_level, first.noise_seed, samples, receipt)
+    receipt = pass_receipt(noise_of(spec, first.noise_level), [one.account for one in results])
+    return PassResult(first.noise_level, first.noise_seed, samples, receipt)

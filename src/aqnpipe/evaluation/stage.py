@@ -1,7 +1,6 @@
 """The evaluate stage: one checkpoint, every question at every noise level, noise seed and sample."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
 from aqnpipe.data.scoring import SCORERS, Scorer, grade
 from aqnpipe.device import resolve_device
-from aqnpipe.evaluation.shards import answered_passes, pieces_of
+from aqnpipe.evaluation.local_runner import local_shard_runner
+from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import load_tokenizer, sha256_of
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.runtime.evaluation_workers import Answering, answering_actors, answering_here
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ def evaluate(
     outputs: EvaluationOutputs,
     say: Callable[[str], None] = print,
     train_problems: Path | None = None,
-    workers: int = 1,
+    open_runner: OpenShardRunner = local_shard_runner,
 ) -> None:
     """Evaluate the checkpoint in `model_dir`, greedily or by samples, and write table, receipts and record.
 
-    The model is loaded once, by each of the `workers`: this process, or Ray actors with a device each; the results are
-    the same. `train_problems`: where the examples of a few-shot prompt are from. Raises DataError if there are too few,
+    `open_runner` starts the workers, each of which loads the model once; which ones has no effect on the results.
+    `train_problems`: where the examples of a few-shot prompt are from. Raises DataError if there are too few,
     if one is a test question, or if prompt and response do not fit into the model; ReceiptError, before anything is
     written, when the noise measured in a pass is not the noise of its level; WorkerError if a worker did not start or
     all have died.
@@ -65,10 +64,11 @@ def evaluate(
     refuse_overlap(examples, problems["question"])
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
     check_context(prompts, config.max_response_tokens, read_model_config(model_dir).get("max_position_embeddings"))
-    pieces = pieces_of(spec, prompts)
+    shards = shards_of(spec, prompts)
     tables, passes = [], []
-    with _answering(spec, model_dir, prompts, workers, outputs, say) as answering:
-        for one in answered_passes(spec, pieces, answering.answers(pieces)):
+    max_tokens = max(map(len, prompts)) + config.max_response_tokens
+    with open_runner(spec, model_dir, max_tokens) as runner:
+        for one in assembled_passes(spec, shards, runner.run(shards)):
             level, noise_seed = one.noise_level, one.noise_seed
             passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=one.receipt.check()))
             tables.append(score(problems, one.samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
@@ -77,24 +77,9 @@ def evaluate(
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes)))
     inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
-    record = _record(spec, model_dir, inputs, device.label, answering.description)
+    record = _record(spec, model_dir, inputs, device.label, runner.description)
     written = digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
     write_json(outputs.record, record.model_copy(update={"outputs_sha256": written}))
-
-
-def _answering(
-    spec: EvaluationSpec,
-    model_dir: Path,
-    prompts: list[list[int]],
-    workers: int,
-    outputs: EvaluationOutputs,
-    say: Callable[[str], None],
-) -> AbstractContextManager[Answering]:
-    max_tokens = max(map(len, prompts)) + spec.evaluation.max_response_tokens
-    if workers == 1:
-        return answering_here(spec, model_dir, max_tokens)
-    folder = outputs.record.with_name(f"{outputs.table.stem}.workers")
-    return answering_actors(spec, model_dir, max_tokens, workers, folder, say)
 
 
 def score(

@@ -11,7 +11,7 @@ class Sampling:
 
     `log_probabilities`: completions say how probable each drawn token was, at this temperature; greedy ones cannot.
     The prompts are rows `first_row` and on of a batch of `num_rows` (None: they are the batch). Every row has draws of
-    its own in it, so that however a batch is shared out over processes, each prompt has the same luck.
+    its own in it, so that however a batch is shared out over processes, each prompt has the same seed_variance.
     A response also ends with the token that completes `stop_text`.
     """
 

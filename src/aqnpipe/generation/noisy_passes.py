@@ -6,96 +6,68 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import ConfigDict, Field
 
-from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNoise, Phase
+from aqnpipe.config.noise import NoiseSpec, Phase
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.layout import decoder_layers, norms_sha256, rms_norms
+from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.phase_state import NoiseKey
-from aqnpipe.noise.receipts.merge import WorkerAccount, merge_states, merged_receipt
+from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states, merged_receipt
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import ActiveFaultState, RecorderState
+from aqnpipe.noise.receipts.recorder_state import RecorderState
 
 
-class PassNoise(FrozenModel):
+class PassNoise(NoiseSpec):
     """What one pass computes under. Plain data, so that it can be sent to the processes of an engine."""
 
     phase: Phase = "evaluation"
-    operator_noise: OperatorNoise | None = None
-    module_noise: ModuleNoise | None = None
-    faults: tuple[Fault, ...] = ()
-
-    @property
-    def operators_at_work(self) -> OperatorNoise | None:
-        """The noise on operators that this phase gets."""
-        noise = self.operator_noise
-        return noise if noise is not None and noise.is_active and self.phase in noise.phases else None
-
-    @property
-    def modules_at_work(self) -> ModuleNoise | None:
-        """The noise on modules that this phase gets."""
-        noise = self.module_noise
-        return noise if noise is not None and noise.is_active and self.phase in noise.phases else None
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing changes what is computed."""
-        return self.operators_at_work is None and self.modules_at_work is None and not self.faults
+        noised = self.operator_noise_in(self.phase) or self.module_noise_in(self.phase) or self.aqn
+        return noised is None and not self.faults
 
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
         """Return a recorder that expects exactly this on a model with so many decoder layers and RMSNorms."""
-        return ReceiptRecorder(
-            operator_noise=self.operator_noise,
-            module_noise=self.module_noise,
-            faults=self.faults,
-            expected_phases=(self.phase,),
-            num_layers=num_layers,
-            num_norms=num_norms,
-        )
+        return ReceiptRecorder(self, expected_phases=(self.phase,), num_layers=num_layers, num_norms=num_norms)
+
+    def active_faults(self) -> ActiveFaults:
+        """Return the faults before their first call in this pass."""
+        return ActiveFaults.of(self.faults)
 
 
 class RolloutNoise(PassNoise):
     """What the policy of a training run rolls out under: a pass of one batch, on weights that the trainer has sent.
 
     `factors` maps the names of AQN's targets to factors on `sigma`. `clean_norms` is the SHA-256 of the trainer's own
-    norm weights; `fault_states` go on from what the run's faults have done before.
+    norm weights; `fault_states` continue what the run's faults have cached before.
     """
 
     phase: Phase = "rollout"
-    aqn: AdaptiveNoise | None = None
     sigma: float = 0.0
     factors: dict[str, float] = Field(default_factory=dict)
     clean_norms: str
     fault_states: tuple[ActiveFaultState, ...]
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing changes what is computed."""
-        return self.aqn is None and super().is_clean
-
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
-        """Return a recorder for one rollout, as far along as that of the run."""
+        """Return a recorder for one rollout."""
         recorder = ReceiptRecorder(
-            operator_noise=self.operator_noise,
-            module_noise=self.module_noise,
-            aqn=self.aqn,
-            faults=self.faults,
-            expected_phases=(self.phase,),
-            num_layers=num_layers,
-            num_norms=num_norms,
-            watch_norms=True,
+            self, expected_phases=(self.phase,), num_layers=num_layers, num_norms=num_norms, watch_norms=True
         )
         recorder.expect_clean_norms(self.clean_norms)
-        for active, state in zip(recorder.active_faults, self.fault_states, strict=True):
-            active.restore(state)
         return recorder
+
+    def active_faults(self) -> ActiveFaults:
+        """Return the faults as the run left them."""
+        return ActiveFaults.of(self.faults, self.fault_states)
 
 
 @dataclass(frozen=True)
-class PassAccount:
+class PassMeasurements:
     """What was recorded in a pass, or in a part of one, by each of the backend's own workers; not yet checked."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -105,7 +77,7 @@ class PassAccount:
     states: tuple[RecorderState, ...]
 
 
-def pass_receipt(noise: PassNoise, parts: Sequence[PassAccount]) -> Receipt:
+def pass_receipt(noise: PassNoise, parts: Sequence[PassMeasurements]) -> Receipt:
     """Return the receipt of a pass under `noise` from the accounts of its parts, in their order; not yet checked.
 
     Workers of one backend are checked against each other: ReceiptError where they do not fit.
@@ -114,7 +86,7 @@ def pass_receipt(noise: PassNoise, parts: Sequence[PassAccount]) -> Receipt:
     recorder = noise.recorder(first.num_layers, first.num_norms)
     states = [merge_states(ranks, per_worker_draws=False) for ranks in zip(*(p.states for p in parts), strict=True)]
     if len(states) > 1:
-        return merged_receipt(recorder, [WorkerAccount(rank, len(states), one) for rank, one in enumerate(states)])
+        return merged_receipt(recorder, [WorkerMeasurements(rank, len(states), one) for rank, one in enumerate(states)])
     recorder.restore(states[0])
     return recorder.receipt()
 
@@ -135,7 +107,7 @@ class NoisyGenerator(Protocol):
         """Return one completion per prompt, in order; the noise of this batch is named by `key`."""
         ...
 
-    def end_pass(self) -> PassAccount:
+    def end_pass(self) -> PassMeasurements:
         """Return the account of the pass; the model is clean again."""
         ...
 
@@ -157,6 +129,7 @@ class TransformersPasses:
         self._norms: str | None = None
         self._backend = TransformersBackend(model, tokenizer)
         self._noise: PassNoise | None = None
+        self._faults = ActiveFaults()
         self._recorder: ReceiptRecorder | None = None
 
     @property
@@ -167,17 +140,18 @@ class TransformersPasses:
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`."""
         self._noise = noise
+        self._faults = noise.active_faults()
         self._recorder = noise.recorder(len(decoder_layers(self._model)), len(rms_norms(self._model)))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey) -> list[Completion]:
         """Return one completion per prompt, in order."""
         if self._noise is None or self._recorder is None:
             raise RuntimeError("no pass has begun; this is a bug")
-        with phase_noise(self._model, self._recorder, self._noise.phase, key):
+        with phase_noise(self._model, self._noise, self._noise.phase, key, self._recorder, faults=self._faults):
             # Under noise each row has its own, so that answers are independent of each other.
             return self._backend.generate(prompts, sampling, reads_beginning_once=self._noise.is_clean)
 
-    def end_pass(self) -> PassAccount:
+    def end_pass(self) -> PassMeasurements:
         """Return the account of the pass."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
@@ -188,7 +162,7 @@ class TransformersPasses:
         if self._norms not in (None, norms):
             raise ReceiptError("receipt refused: the norm weights changed between two passes over the questions")
         self._norms = norms
-        return PassAccount(len(decoder_layers(self._model)), len(rms_norms(self._model)), (recorder.state(),))
+        return PassMeasurements(len(decoder_layers(self._model)), len(rms_norms(self._model)), (recorder.state(),))
 
     def close(self) -> None:
         """Nothing is held but the model itself."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.config.noise import NoiseSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import RolloutNoise
@@ -16,6 +17,7 @@ from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.weights import send_weights
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.noise.aqn import noised_rollout
+from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.merge import add_rollout
@@ -24,13 +26,15 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout to be drawn: its prompts and how tokens are chosen, AQN's sigma, and the name of its noise.
+    """One rollout to be drawn: its prompts and how tokens are chosen, its noise, AQN's sigma, and the key of the noise.
 
-    `factors` maps the names of AQN's targets to factors on `sigma`.
+    `faults` are those of `spec` as earlier phases of the run left them. `factors` maps the names of AQN's targets to factors on `sigma`.
     """
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
+    spec: NoiseSpec
+    faults: ActiveFaults
     key: NoiseKey
     sigma: float
     factors: Mapping[str, float]
@@ -42,7 +46,7 @@ class RolloutEngine(Protocol):
     def roll_out(self, policy: nn.Module, recorder: ReceiptRecorder, rollout: Rollout) -> list[Completion]:
         """Return one completion per prompt, in order, by the weights that `policy` has now.
 
-        They are drawn under what `recorder` asks of the phase "rollout" and under its AQN, and recorded there. Raises
+        They are drawn under the noise of the rollout, which `recorder` records. Raises
         ReceiptError if what was done cannot be told.
         """
         ...
@@ -63,9 +67,11 @@ class TransformersRollouts:
         key = rollout.key
         with (
             noised_rollout(
-                policy, recorder, rollout.factors, sigma=rollout.sigma, seed=key.seed, step=key.step
+                policy, rollout.spec.aqn, rollout.factors, recorder, sigma=rollout.sigma, seed=key.seed, step=key.step
             ) as hidden_sigmas,
-            phase_noise(policy, recorder, "rollout", key, hidden_sigmas=hidden_sigmas),
+            phase_noise(
+                policy, rollout.spec, "rollout", key, recorder, faults=rollout.faults, hidden_sigmas=hidden_sigmas
+            ),
         ):
             return TransformersBackend(policy, self._tokenizer).generate(rollout.prompts, rollout.sampling)
 
@@ -101,18 +107,16 @@ class VllmRollouts:
         clean_norms = self._send(policy)
         self._engine.begin_rollout(
             RolloutNoise(
-                operator_noise=recorder.operator_noise,
-                module_noise=recorder.module_noise,
-                faults=tuple(active.fault for active in recorder.active_faults),
-                fault_states=tuple(active.state() for active in recorder.active_faults),
-                aqn=recorder.aqn,
+                **dict(rollout.spec),
+                fault_states=rollout.faults.states(),
                 sigma=rollout.sigma,
                 factors=dict(rollout.factors),
                 clean_norms=clean_norms,
             )
         )
         completions = self._engine.generate(rollout.prompts, rollout.sampling, rollout.key)
-        state = self._engine.end_rollout()
+        state, fault_states = self._engine.end_rollout()
+        rollout.faults.restore(fault_states)
         if self._sleeps:
             self._engine.fall_asleep()
             self._is_asleep = True

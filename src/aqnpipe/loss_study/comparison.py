@@ -18,13 +18,13 @@ import polars as pl
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
 from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.lineage import record_problems
-from aqnpipe.artifacts.loss_studies import FaultLossComparison, FaultLossCondition, FaultLossFile, FaultLossTable
+from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile, LossStudyTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.judgement import METHODS, holm
 from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
-from aqnpipe.noise.receipts.loss_study_receipt import FaultLossPass, FaultLossReceipts
+from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.published import wording as audit_wording
 from aqnpipe.published.tests import Result
 from aqnpipe.report.wording import Text, joined, say
@@ -96,17 +96,17 @@ class _Contrast:
 def existing_losses(plan: StudyPlan) -> list[tuple[LossInputs, Path]]:
     """Return the loss studies of which table, receipt and record exist, each with the place of its comparisons."""
     suffixes = ("parquet", "receipt.json", "run.json", "claims.json")
-    files = zip(*(map(Path, plan.fault_loss_files(suffix)) for suffix in suffixes), strict=True)
+    files = zip(*(map(Path, plan.loss_study_files(suffix)) for suffix in suffixes), strict=True)
     return [(LossInputs(*paths), claims) for *paths, claims in files if all(path.is_file() for path in paths)]
 
 
 def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path) -> None:
-    """Test every comparison of a loss study and write a `FaultLossFile`.
+    """Test every comparison of a loss study and write a `LossStudyFile`.
 
     Raises DataError where a file is malformed, a receipt is refused, or table and receipts are not of the same passes.
     """
-    table = read_table(inputs.table, FaultLossTable)
-    receipts = read_json(inputs.receipt, FaultLossReceipts)
+    table = read_table(inputs.table, LossStudyTable)
+    receipts = read_json(inputs.receipt, LossStudyReceipts)
     record = read_json(inputs.record, RunRecord)
     for problem in [*_mismatches(table, receipts), *receipts.problems()]:
         raise DataError(f"{inputs.receipt}: {problem}")
@@ -116,8 +116,8 @@ def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path)
 
 
 def loss_file(
-    table: pl.DataFrame, receipts: FaultLossReceipts, record: RunRecord, settings: StatisticsConfig
-) -> FaultLossFile:
+    table: pl.DataFrame, receipts: LossStudyReceipts, record: RunRecord, settings: StatisticsConfig
+) -> LossStudyFile:
     """Return conditions and tested comparisons of a loss study; Holm adjusts within each family."""
     sides = _sides(table)
     uniform = math.log(receipts.vocabulary_size)
@@ -126,7 +126,7 @@ def loss_file(
     above = [_above_uniform(one, uniform) for one in contrasts]
     adjusted = _adjusted(contrasts, estimates, above)
     families = Counter(contrasts[index].family for index in adjusted)
-    return FaultLossFile(
+    return LossStudyFile(
         name=str(record.identity["name"]),
         model=str(record.identity["model"]),
         gamma=receipts.gamma,
@@ -204,7 +204,7 @@ def _adjusted(
 
 def _comparison(
     contrast: _Contrast, estimate: Estimate, p_holm: float | None, above: tuple[Text, ...], alpha: float
-) -> FaultLossComparison:
+) -> LossStudyComparison:
     low, high = estimate.interval(1 - alpha)
     result = Result(
         treatment=contrast.treatment.condition,
@@ -223,7 +223,7 @@ def _comparison(
         verdict = _verdict(contrast, estimate, p_holm, alpha)
         conclusion = audit_wording.CONCLUSIONS[verdict]
     sentence = joined([audit_wording.numbers(result, p_holm), conclusion])
-    return FaultLossComparison(
+    return LossStudyComparison(
         comparison_id=contrast.comparison_id,
         family=contrast.family,
         magnitude=contrast.treatment.magnitude,
@@ -252,7 +252,7 @@ def _verdict(contrast: _Contrast, estimate: Estimate, p_holm: float, alpha: floa
     return "supported" if ("higher" if estimate.difference > 0 else "lower") == contrast.expected else "refuted"
 
 
-def _condition(side: _Side, table: pl.DataFrame, receipts: FaultLossReceipts, uniform: float) -> FaultLossCondition:
+def _condition(side: _Side, table: pl.DataFrame, receipts: LossStudyReceipts, uniform: float) -> LossStudyCondition:
     rows = table.filter(
         pl.col("condition") == side.condition,
         pl.col("magnitude") == side.magnitude,
@@ -261,7 +261,7 @@ def _condition(side: _Side, table: pl.DataFrame, receipts: FaultLossReceipts, un
     passes = [one for one in receipts.passes if _key(one)[:3] == (side.condition, side.magnitude, side.order)]
     flows = [flow for one in passes for flow in one.receipt.gradient_flows]
     seed_means = side.losses.mean(axis=1)
-    return FaultLossCondition(
+    return LossStudyCondition(
         condition=side.condition,
         magnitude=side.magnitude,
         order=side.order,
@@ -278,7 +278,7 @@ def _condition(side: _Side, table: pl.DataFrame, receipts: FaultLossReceipts, un
     )
 
 
-def _survival(passes: Sequence[FaultLossPass]) -> float | None:
+def _survival(passes: Sequence[LossStudyPass]) -> float | None:
     cells = [cell for one in passes for cell in one.receipt.fault_cells]
     elements = sum(cell.elements for cell in cells)
     return 1 - sum(cell.affected_elements for cell in cells) / elements if elements else None
@@ -288,11 +288,11 @@ def _share(part: Sequence[float], whole: Sequence[float], power: float = 1.0) ->
     return (sum(part) / sum(whole)) ** power if sum(whole) else None
 
 
-def _key(one: FaultLossPass) -> tuple[str, float, str | None, int]:
+def _key(one: LossStudyPass) -> tuple[str, float, str | None, int]:
     return one.condition, one.magnitude, one.order, one.noise_seed
 
 
-def _mismatches(table: pl.DataFrame, receipts: FaultLossReceipts) -> list[str]:
+def _mismatches(table: pl.DataFrame, receipts: LossStudyReceipts) -> list[str]:
     columns = ["condition", "magnitude", "order", "noise_seed"]
     in_table = set(table.select(columns).unique().iter_rows())
     in_receipts = {_key(one) for one in receipts.passes}

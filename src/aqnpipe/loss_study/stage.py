@@ -1,4 +1,4 @@
-"""The fault_loss stage: the loss of texts under simulated faults and hidden-state noise; nothing is trained."""
+"""The loss_study stage: the loss of texts under simulated faults and hidden-state noise; nothing is trained."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 from aqnpipe.artifacts.files import read_table, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
-from aqnpipe.artifacts.loss_studies import FaultLossTable
+from aqnpipe.artifacts.loss_studies import LossStudyTable
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.config.loss_study import FaultLossConfig, LossCondition
-from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, Phase
-from aqnpipe.config.run import FaultLossSpec
+from aqnpipe.config.loss_study import LossCondition, LossStudyConfig
+from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, NoiseSpec, Phase
+from aqnpipe.config.run import LossStudySpec
 from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import resolve_device, torch_device
@@ -28,12 +28,12 @@ from aqnpipe.models.loading import load_model, load_tokenizer, refuse_other_weig
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.control_layers import control_layers
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
-from aqnpipe.noise.receipts.loss_study_receipt import FaultLossPass, FaultLossReceipts
+from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 
 @dataclass(frozen=True)
-class FaultLossOutputs:
+class LossStudyOutputs:
     """Files that a loss study writes."""
 
     table: Path
@@ -52,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True)
 class LossPass:
-    """What one pass over the texts computes under; see `noise.fault_loss_receipt.FaultLossPass`."""
+    """What one pass over the texts computes under; see `noise.fault_loss_receipt.LossStudyPass`."""
 
     condition: LossCondition
     magnitude: float = 0.0
@@ -61,11 +61,11 @@ class LossPass:
     with_gradient: bool = False
 
 
-def fault_loss(
-    spec: FaultLossSpec,
+def loss_study(
+    spec: LossStudySpec,
     model_dir: Path,
     test_problems: Path,
-    outputs: FaultLossOutputs,
+    outputs: LossStudyOutputs,
     say: Callable[[str], None] = print,
     train_problems: Path | None = None,
 ) -> None:
@@ -95,7 +95,7 @@ def fault_loss(
             mean = float(rows["loss"].to_numpy().mean())
             say(f"{settings.name}: {one.condition} {one.magnitude:g}{order}: loss {mean:.4f}")
     refuse_other_weights(model, model_dir, spec.dtype)
-    receipts = FaultLossReceipts(
+    receipts = LossStudyReceipts(
         vocabulary_size=model.get_input_embeddings().weight.shape[0],
         num_layers=len(decoder_layers(model)),
         faulty_layers=faulty_layers(spec),
@@ -104,13 +104,13 @@ def fault_loss(
     )
     write_json(outputs.receipt, receipts)
     inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
-    write_table(outputs.table, pl.concat(tables), FaultLossTable)
+    write_table(outputs.table, pl.concat(tables), LossStudyTable)
     record = _record(spec, model_dir, inputs, device.label)
     written = digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
     write_json(outputs.record, record.model_copy(update={"outputs_sha256": written}))
 
 
-def loss_passes(settings: FaultLossConfig) -> Iterator[LossPass]:
+def loss_passes(settings: LossStudyConfig) -> Iterator[LossPass]:
     """Yield every pass once: conditions without noise need one seed, those without a fault no magnitude.
 
     An order is needed only where there is noise on the output that the fault strikes. Gradients are followed through
@@ -131,7 +131,7 @@ def loss_passes(settings: FaultLossConfig) -> Iterator[LossPass]:
                         yield LossPass(condition, magnitude, order, seed, with_gradient=seed == first)
 
 
-def read_texts(problems: Path, spec: FaultLossSpec, tokenizer: Any, examples: Sequence[Example] = ()) -> list[Text]:
+def read_texts(problems: Path, spec: LossStudySpec, tokenizer: Any, examples: Sequence[Example] = ()) -> list[Text]:
     """Return the study's texts: prompt, gold solution and end token. DataError if the table has fewer."""
     table = read_table(problems, ProblemTable).head(spec.settings.num_texts)
     if len(table) < spec.settings.num_texts:
@@ -148,7 +148,7 @@ def read_texts(problems: Path, spec: FaultLossSpec, tokenizer: Any, examples: Se
     ]
 
 
-def faulty_layers(spec: FaultLossSpec) -> tuple[int, ...]:
+def faulty_layers(spec: LossStudySpec) -> tuple[int, ...]:
     """Return the layers that the machine's faults sit in."""
     return tuple(sorted({fault.layer for fault in spec.faults}))
 
@@ -167,8 +167,8 @@ def noised_layers(condition: LossCondition, num_layers: int, faulty: tuple[int, 
             return tuple(control_layers(layers, faulty, condition, seed))
 
 
-def run_pass(model: Any, texts: list[Text], one: LossPass, spec: FaultLossSpec) -> tuple[pl.DataFrame, FaultLossPass]:
-    """Run every text alone, in order; return the rows of `artifacts.FaultLossTable` and the receipt.
+def run_pass(model: Any, texts: list[Text], one: LossPass, spec: LossStudySpec) -> tuple[pl.DataFrame, LossStudyPass]:
+    """Run every text alone, in order; return the rows of `artifacts.LossStudyTable` and the receipt.
 
     The noise of a text is keyed by its number and the layer, so that conditions share it where they have it.
     """
@@ -176,10 +176,9 @@ def run_pass(model: Any, texts: list[Text], one: LossPass, spec: FaultLossSpec) 
     layers = noised_layers(one.condition, num_layers, faulty_layers(spec), settings.layer_seed)
     aqn, factors = _noise(one.condition, layers, num_layers, settings)
     phases: tuple[Phase, ...] = ("evaluation", "backward") if one.with_gradient else ("evaluation",)
+    noise = NoiseSpec(aqn=aqn, faults=_faults(spec, one))
     recorder = ReceiptRecorder(
-        operator_noise=None,
-        aqn=aqn,
-        faults=_faults(spec, one),
+        noise,
         expected_phases=phases,
         num_layers=num_layers,
         num_norms=len(rms_norms(model)),
@@ -192,8 +191,10 @@ def run_pass(model: Any, texts: list[Text], one: LossPass, spec: FaultLossSpec) 
     rows = []
     with (
         nullcontext() if one.with_gradient else torch.no_grad(),
-        noised_rollout(model, recorder, targets, sigma=settings.gamma, seed=one.noise_seed, step=0) as hidden_sigmas,
-        phase_noise(model, recorder, "evaluation", key, hidden_sigmas=hidden_sigmas),
+        noised_rollout(
+            model, aqn, targets, recorder, sigma=settings.gamma, seed=one.noise_seed, step=0
+        ) as hidden_sigmas,
+        phase_noise(model, noise, "evaluation", key, recorder, hidden_sigmas=hidden_sigmas),
     ):
         for text in texts:
             elements, affected = recorder.fault_counts("evaluation")
@@ -214,7 +215,7 @@ def run_pass(model: Any, texts: list[Text], one: LossPass, spec: FaultLossSpec) 
                     "survival_rate": 1 - (affected_after - affected) / seen if seen else 1.0,
                 }
             )
-    return pl.DataFrame(rows, schema_overrides={"order": pl.String}), FaultLossPass(
+    return pl.DataFrame(rows, schema_overrides={"order": pl.String}), LossStudyPass(
         condition=one.condition,
         magnitude=one.magnitude,
         order=one.order,
@@ -243,7 +244,7 @@ def _token_losses(model: Any, text: Text, recorder: ReceiptRecorder | None) -> t
 
 
 def _noise(
-    condition: LossCondition, layers: tuple[int, ...], num_layers: int, settings: FaultLossConfig
+    condition: LossCondition, layers: tuple[int, ...], num_layers: int, settings: LossStudyConfig
 ) -> tuple[AdaptiveNoise | None, dict[int, float] | None]:
     """Return AQN for a condition with noise in `layers`, and the factor of every layer where not all are 1."""
     if not layers:
@@ -262,7 +263,7 @@ def _noise(
             return AdaptiveNoise(schedule=schedule, targets="hidden_states"), None
 
 
-def _faults(spec: FaultLossSpec, one: LossPass) -> tuple[Fault, ...]:
+def _faults(spec: LossStudySpec, one: LossPass) -> tuple[Fault, ...]:
     if one.magnitude == 0:
         return ()
     changes: dict[str, object] = {"magnitude": one.magnitude, "order": one.order or "after_noise"}
@@ -270,9 +271,9 @@ def _faults(spec: FaultLossSpec, one: LossPass) -> tuple[Fault, ...]:
     return tuple(Fault.model_validate(fault.model_dump() | changes) for fault in spec.faults)
 
 
-def _record(spec: FaultLossSpec, model_dir: Path, inputs: Mapping[str, Path], device: str) -> RunRecord:
+def _record(spec: LossStudySpec, model_dir: Path, inputs: Mapping[str, Path], device: str) -> RunRecord:
     return RunRecord(
-        stage="fault_loss",
+        stage="loss_study",
         identity={"model": spec.model_role, "name": spec.settings.name},
         config=spec.model_dump(mode="json"),
         code_digest=code_digest("aqnpipe.loss_study.stage"),

@@ -44,22 +44,23 @@ def target_factors(
 @contextmanager
 def noised_rollout(
     model: nn.Module,
-    recorder: ReceiptRecorder,
+    aqn: AdaptiveNoise | None,
     factors: Mapping[str, float],
+    recorder: ReceiptRecorder,
     *,
     sigma: float,
     seed: int,
     step: int,
 ) -> Iterator[dict[int, float]]:
-    """Let the body roll out with the recorder's AQN at `sigma`, times each target's factor; record it as one sync.
+    """Let the body roll out with `aqn` at `sigma`, times each target's factor; record it as one sync.
 
     Norm weights: `N(0, (sigma*factor)^2)` is added, keyed by (seed, step, norm), and on every way out the clean values
     are put back; hashes of the clean weights before and after go into the receipt. Hidden states: yields sigma by
     decoder layer, for `phase_noise` to apply. Without AQN nothing happens and nothing is recorded.
     """
-    if recorder.aqn is None:
+    if aqn is None:
         yield {}
-    elif recorder.aqn.targets == "hidden_states":
+    elif aqn.targets == "hidden_states":
         with _noised_hidden_states(model, recorder, factors, sigma, step) as sigmas:
             yield sigmas
     else:
@@ -99,7 +100,7 @@ def _noised_norm_weights(
             WeightSync(
                 step=step,
                 sigma_scheduled=sigma,
-                sigma_asked=(asked_squares / elements) ** 0.5,
+                sigma_requested=(asked_squares / elements) ** 0.5,
                 sigma_measured=(squares / elements) ** 0.5,
                 targets=len(weights),
                 elements=drawn,
@@ -129,7 +130,7 @@ def _noised_hidden_states(
             WeightSync(
                 step=step,
                 sigma_scheduled=sigma,
-                sigma_asked=_root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]),
+                sigma_requested=_root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]),
                 # All layers are equally large; one without noise was not measured.
                 sigma_measured=(sum(squares / count for squares, count in measured.values()) / len(sigmas)) ** 0.5,
                 targets=len(sigmas),

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Phase
+from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, NoiseSpec, Phase
 from aqnpipe.models.layout import decoder_layers, rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
@@ -28,10 +28,9 @@ def measure_arm(
     diagnosis. The receipt is not checked: call `problems()` on it.
     """
     aqn = _constant(arm.aqn) if arm.aqn else None
+    spec = NoiseSpec(operator_noise=arm.operator_noise, module_noise=arm.module_noise, aqn=aqn)
     recorder = ReceiptRecorder(
-        operator_noise=arm.operator_noise,
-        module_noise=arm.module_noise,
-        aqn=aqn,
+        spec,
         expected_phases=("rollout", "reference", "actor_forward", "backward", "validation"),
         num_layers=len(decoder_layers(model)),
         num_norms=len(rms_norms(model)),
@@ -47,17 +46,17 @@ def measure_arm(
     factors = target_factors(model, aqn, None) if aqn else {}
     with (
         torch.no_grad(),
-        noised_rollout(model, recorder, factors, sigma=sigma, seed=seed, step=0) as hidden_sigmas,
-        phase_noise(model, recorder, "rollout", key, hidden_sigmas=hidden_sigmas),
+        noised_rollout(model, aqn, factors, recorder, sigma=sigma, seed=seed, step=0) as hidden_sigmas,
+        phase_noise(model, spec, "rollout", key, recorder, hidden_sigmas=hidden_sigmas),
     ):
         cache = model(input_ids=tokens, use_cache=True).past_key_values
         model(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True)
     phases: tuple[Phase, ...] = ("reference", "validation")
     for phase in phases:
-        with torch.no_grad(), phase_noise(model, recorder, phase, key):
+        with torch.no_grad(), phase_noise(model, spec, phase, key, recorder):
             model(input_ids=tokens, use_cache=False)
     with torch.enable_grad():
-        with phase_noise(model, recorder, "actor_forward", key, backward=True):
+        with phase_noise(model, spec, "actor_forward", key, recorder, backward=True):
             logits = model(input_ids=tokens, use_cache=False).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     recorder.count_forward("backward")

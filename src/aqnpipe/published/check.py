@@ -10,12 +10,12 @@ from statsmodels.stats.proportion import proportion_confint, proportions_chisqua
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.artifacts.files import read_users_yaml
 from aqnpipe.artifacts.published import (
-    AuditedAccuracy,
-    AuditedClaim,
-    AuditedDetectable,
-    AuditedLoss,
-    AuditedSeries,
-    AuditFile,
+    CheckedAccuracy,
+    CheckedClaim,
+    CheckedDetectable,
+    CheckedLoss,
+    CheckedSeries,
+    PublishedCheck,
 )
 from aqnpipe.comparison.judgement import holm, interval_level_of
 from aqnpipe.config.analysis import TestedClaim
@@ -43,7 +43,7 @@ from aqnpipe.published.tests import (
     losses_result,
     questions_per_side,
     ratio_result,
-    run_luck_p,
+    run_to_run_p,
 )
 from aqnpipe.report.wording import Text, joined
 from aqnpipe.statistics.continuous import Summary
@@ -62,21 +62,21 @@ class _Tested:
     result: Result
     invalid: tuple[Text, ...]
     notes: tuple[str, ...]
-    p_run_luck: float | None
+    p_run_to_run: float | None
 
 
-def audit_file(path: Path) -> AuditFile:
+def check_published_file(path: Path) -> PublishedCheck:
     """Read a file of published figures and audit it; DataError in one line where the file is broken."""
-    return audit(read_users_yaml(path, PublishedFile))
+    return check_published_figures(read_users_yaml(path, PublishedFile))
 
 
-def audit(published: PublishedFile) -> AuditFile:
+def check_published_figures(published: PublishedFile) -> PublishedCheck:
     """Audit printed figures; Holm adjusts within each family over the claims that may be tested."""
     accuracies = {one.id: _accuracy(one, published.alpha) for one in published.accuracies}
     losses = {one.id: _loss(one) for one in published.losses}
     tested = [_tested(claim, published, accuracies, losses) for claim in published.claims]
     adjusted = _adjusted(tested)
-    return AuditFile(
+    return PublishedCheck(
         title=published.title,
         source=published.source,
         alpha=published.alpha,
@@ -92,13 +92,13 @@ def audit(published: PublishedFile) -> AuditFile:
     )
 
 
-def _accuracy(one: PublishedAccuracy, alpha: float) -> AuditedAccuracy:
+def _accuracy(one: PublishedAccuracy, alpha: float) -> CheckedAccuracy:
     counts = possible_counts(one.percent, one.num_questions)
     proportion = _proportion(one)
     low, high = proportion_confint(
         proportion.fraction * one.num_questions, one.num_questions, alpha=alpha, method="wilson"
     )
-    return AuditedAccuracy(
+    return CheckedAccuracy(
         id=one.id,
         label=one.label,
         arm=one.arm,
@@ -122,9 +122,9 @@ def _proportion(one: PublishedAccuracy) -> Proportion:
     return Proportion(fraction, one.num_questions)
 
 
-def _loss(one: PublishedLoss) -> AuditedLoss:
+def _loss(one: PublishedLoss) -> CheckedLoss:
     uniform = float(np.log(one.vocabulary_size)) if one.vocabulary_size else None
-    return AuditedLoss(
+    return CheckedLoss(
         id=one.id,
         label=one.label,
         arm=one.arm,
@@ -140,12 +140,12 @@ def _loss(one: PublishedLoss) -> AuditedLoss:
 def _tested(
     claim: PublishedClaim,
     published: PublishedFile,
-    accuracies: Mapping[str, AuditedAccuracy],
-    losses: Mapping[str, AuditedLoss],
+    accuracies: Mapping[str, CheckedAccuracy],
+    losses: Mapping[str, CheckedLoss],
 ) -> _Tested:
     invalid = [words.differs_in(claim.differs_in)] if claim.differs_in else []
     notes: list[str] = []
-    p_run_luck = None
+    p_run_to_run = None
     if isinstance(claim, LossClaim):
         sides = {one.id: Summary(one.mean, one.std, one.num_runs, one.ddof) for one in published.losses}
         runs = {one.id: np.array(one.values) for one in published.losses}
@@ -165,8 +165,8 @@ def _tested(
         invalid += [words.impossible(accuracies[name]) for name in names if not accuracies[name].possible]
         notes += [words.count_note(accuracies[name]) for name in names if len(accuracies[name].correct) > 1]
         if published.run_scatter and isinstance(claim, AccuracyClaim) and claim.between_runs:
-            p_run_luck = run_luck_p(claim, result.difference, published.run_scatter)
-    return _Tested(claim, result, tuple(invalid), tuple(notes), p_run_luck)
+            p_run_to_run = run_to_run_p(claim, result.difference, published.run_scatter)
+    return _Tested(claim, result, tuple(invalid), tuple(notes), p_run_to_run)
 
 
 def _names(claim: AccuracyClaim | DifferencesClaim | RatioClaim) -> list[str]:
@@ -194,12 +194,12 @@ def _adjusted(tested: Sequence[_Tested]) -> dict[str, float]:
     return adjusted
 
 
-def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> AuditedClaim:
+def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> CheckedClaim:
     claim, result = tested.claim, tested.result
     verdict = _verdict(tested, p_holm, published.alpha)
     sentence = joined([words.numbers(result, p_holm), *_reasons(tested, p_holm, verdict, published)])
     paired = isinstance(claim, AccuracyClaim) and claim.paired and claim.test == "superiority"
-    return AuditedClaim(
+    return CheckedClaim(
         id=claim.id,
         claim=claim.claim,
         claim_zh=claim.claim_zh,
@@ -215,7 +215,7 @@ def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> A
         interval_level=interval_level_of(claim, published.alpha),
         p_value=result.p_value,
         p_holm=p_holm,
-        p_run_luck=tested.p_run_luck,
+        p_run_to_run=tested.p_run_to_run,
         largest_discordance=largest_discordance(result, published.alpha) if paired else None,
         p_paired_low=result.p_paired_low,
         p_paired_high=result.p_paired_high,
@@ -235,7 +235,7 @@ def _verdict(tested: _Tested, p_holm: float | None, alpha: float) -> ClaimVerdic
         return "invalid"
     if p_holm is None or p_holm >= alpha:
         return "refuted" if _beyond_margin(claim, result) else "not_shown"
-    if tested.p_run_luck is not None and tested.p_run_luck >= alpha:
+    if tested.p_run_to_run is not None and tested.p_run_to_run >= alpha:
         return "not_shown"
     if claim.margin is not None:
         return "supported"
@@ -256,8 +256,8 @@ def _reasons(tested: _Tested, p_holm: float | None, verdict: ClaimVerdict, publi
         return [words.invalid(tested.invalid)]
     reasons = [words.CONCLUSIONS[verdict]]
     scatter = published.run_scatter
-    if scatter is not None and tested.p_run_luck is not None:
-        reasons.append(words.run_luck(scatter, tested.p_run_luck))
+    if scatter is not None and tested.p_run_to_run is not None:
+        reasons.append(words.run_to_run(scatter, tested.p_run_to_run))
     needed = questions_per_side(tested.claim, tested.result, published.alpha, published.power)
     if verdict == "not_shown" and needed is not None and p_holm is not None and p_holm >= published.alpha:
         reasons.append(words.questions_needed(needed, published.power))
@@ -279,7 +279,7 @@ def _differs(reported: ReportedNumbers, result: Result) -> list[str]:
     ]
 
 
-def _series(one: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) -> AuditedSeries:
+def _series(one: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) -> CheckedSeries:
     by_id = {accuracy.id: accuracy for accuracy in accuracies}
     members = [by_id[name] for name in one.accuracies]
     proportions = [_proportion(member) for member in members]
@@ -287,7 +287,7 @@ def _series(one: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) -> Au
     numbers = np.array([proportion.num_questions for proportion in proportions])
     identical = len({proportion.fraction for proportion in proportions}) == 1
     constant = counts.sum() in (0, numbers.sum())
-    return AuditedSeries(
+    return CheckedSeries(
         id=one.id,
         label=one.label,
         printed=tuple(member.percent for member in members),
@@ -296,7 +296,7 @@ def _series(one: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) -> Au
     )
 
 
-def _detectable(one: Detectable, published: PublishedFile) -> AuditedDetectable:
+def _detectable(one: Detectable, published: PublishedFile) -> CheckedDetectable:
     sizes = (one.num_questions, one.discordant_fraction, published.alpha, published.power)
     asymptotic, exact = minimum_detectable_difference(*sizes), exact_minimum_detectable_difference(*sizes)
     differs: tuple[str, ...] = ()
@@ -305,7 +305,7 @@ def _detectable(one: Detectable, published: PublishedFile) -> AuditedDetectable:
             f"reported {one.reported} points, here {100 * asymptotic:.2f} by the asymptotic formula "
             f"and {100 * exact:.2f} for the exact test",
         )
-    return AuditedDetectable(
+    return CheckedDetectable(
         num_questions=one.num_questions,
         discordant_fraction=one.discordant_fraction,
         asymptotic=asymptotic,

@@ -180,7 +180,7 @@ def losses_result(
     )
 
 
-def run_luck_p(claim: AccuracyClaim, difference: float, scatter: RunScatter) -> float:
+def run_to_run_p(claim: AccuracyClaim, difference: float, scatter: RunScatter) -> float:
     """p of a difference (points) between single runs against the scatter of identical runs: t with their df."""
     error, freedom = scatter.points * math.sqrt(2), scatter.num_runs - 1
     if claim.margin is None:

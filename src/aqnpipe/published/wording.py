@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from aqnpipe.artifacts.published import AuditedAccuracy
+from aqnpipe.artifacts.published import CheckedAccuracy
 from aqnpipe.config.published import LossClaim, RunScatter
 from aqnpipe.published.tests import Result
 from aqnpipe.report.wording import NBSP, Text, p_text, percent, say
@@ -34,9 +34,9 @@ _IMPOSSIBLE = Text(
     "{name}, {printed} %, is not possible with {number} questions (next to it: {below} and {above} %)",
     "{number} 道题不可能得到 {name} 的 {printed} %（相邻的可能值为 {below} 和 {above} %）",
 )
-_RUN_LUCK = Text(
+_RUN_TO_RUN = Text(
     "Each side is a single run, and identical runs differ by SD {points} points ({runs} runs): p{nbsp}{p} against "
-    "that luck.",
+    "that seed_variance.",
     "每侧只有一次训练，而相同的训练之间标准差为 {points} 个百分点（{runs} 次）：相对于这种运气 p{nbsp}{p}。",
 )
 _QUESTIONS = Text(
@@ -86,7 +86,7 @@ def above_uniform(name: str, mean: float, uniform: float) -> Text:
     return say(_ABOVE_UNIFORM, name=name, mean=f"{mean:.6g}", uniform=f"{uniform:.2f}")
 
 
-def impossible(accuracy: AuditedAccuracy) -> Text:
+def impossible(accuracy: CheckedAccuracy) -> Text:
     """Say that no count of right answers gives an accuracy."""
     below, above = accuracy.nearest
     return say(
@@ -99,14 +99,14 @@ def impossible(accuracy: AuditedAccuracy) -> Text:
     )
 
 
-def count_note(accuracy: AuditedAccuracy) -> str:
+def count_note(accuracy: CheckedAccuracy) -> str:
     """Say that several counts print alike."""
     return f"{accuracy.id}: {accuracy.correct[0]} to {accuracy.correct[-1]} right answers all print as reported"
 
 
-def run_luck(scatter: RunScatter, p_value: float) -> Text:
+def run_to_run(scatter: RunScatter, p_value: float) -> Text:
     """Say how the difference stands against the scatter of identical runs."""
-    return say(_RUN_LUCK, points=f"{scatter.points:g}", runs=str(scatter.num_runs), nbsp=NBSP, p=p_text(p_value))
+    return say(_RUN_TO_RUN, points=f"{scatter.points:g}", runs=str(scatter.num_runs), nbsp=NBSP, p=p_text(p_value))
 
 
 def questions_needed(number: int, power: float) -> Text:

@@ -122,7 +122,7 @@ def training_panels(metrics: pl.DataFrame, keys: Sequence[SeriesKey], words: Wor
         panels.append(_curves(thin, "kl", words("training.kl_smooth", window=window), keys, words))
     if not validated.is_empty():
         panels.append(_curves(validated[-MAX_ROWS:], "validation_accuracy", words("training.validation"), keys, words))
-    noisy = thin.filter(pl.col("sigma_asked") > 0)
+    noisy = thin.filter(pl.col("sigma_requested") > 0)
     if not noisy.is_empty():
         panels.append(_sigma_panel(noisy, keys, words))
     return panels
@@ -197,13 +197,13 @@ def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -
     first_seed = table.filter(pl.col("seed") == pl.col("seed").min().over("arm"))
     x = alt.X("step:Q").title(words("axis.step")).axis(grid=False)
     logarithmic = alt.Scale(type="log")
-    decades = _decades(table["sigma_asked"])
+    decades = _decades(table["sigma_requested"])
     asked = _base(first_seed).mark_line(strokeWidth=1.6, interpolate="step-after")
     measured = _base(first_seed.filter(pl.col("sigma_measured") > 0)).mark_point(filled=True, size=14, opacity=1)
     chart = alt.layer(
         asked.encode(
             x,
-            alt.Y("sigma_asked:Q").title(words("axis.sigma_asked")).scale(logarithmic).axis(values=decades),
+            alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic).axis(values=decades),
             color=colour_scale("arm", keys),
             strokeDash=dash_scale("arm", keys),
         ),

@@ -144,13 +144,13 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
         sentences.append(words("sure.family", alpha=numbers.confidence(settings.alpha), families=families))
     sentences += [
         words(
-            f"sure.sham.{rate.kind}",
+            f"sure.aa_control.{rate.kind}",
             rejected=rate.rejected,
             tests=rate.tests,
             low=numbers.percent(rate.ci_low),
             high=numbers.percent(rate.ci_high),
         )
-        for rate in claims.sham_rates
+        for rate in claims.aa_control_rates
     ]
     return sentences
 
@@ -300,7 +300,11 @@ def _finding_text(verdict: Verdict, words: Words) -> str:
         return words("found.fault_in_layer", layer=verdict.layer, type=_plain(verdict.type))
     return "; ".join(
         words("found.fault_in_layer", layer=fault.layer, type=_plain(fault.type))
-        + (words("found.where", site=_plain(fault.site), lanes=numbers.count(fault.lanes)) if fault.lanes else "")
+        + (
+            words("found.where", site=_plain(fault.site), channels=numbers.count(fault.channels))
+            if fault.channels
+            else ""
+        )
         for fault in verdict.faults
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import altair as alt
 import polars as pl
 
-from aqnpipe.artifacts.loss_studies import FaultLossComparison, FaultLossCondition, FaultLossFile
+from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import ReportData, Run
@@ -35,10 +35,10 @@ class FaultSection:
 def fault_section(data: ReportData, words: Words) -> FaultSection | None:
     """Return loss studies and the faults of training runs; None where the study has neither."""
     struck = [run for run in data.runs if run.receipt.faults]
-    if not data.fault_losses and not struck:
+    if not data.loss_studies and not struck:
         return None
     return FaultSection(
-        losses=tuple(_loss_section(one, words) for one in data.fault_losses),
+        losses=tuple(_loss_section(one, words) for one in data.loss_studies),
         training=training_faults(struck, words) if struck else None,
     )
 
@@ -71,7 +71,7 @@ def _training_rows(runs: Sequence[Run], words: Words) -> Iterator[Row]:
             yield Row((name, place, "backward", numbers.count(flow.calls), numbers.MISSING, *shares))
 
 
-def _loss_section(study: FaultLossFile, words: Words) -> LossSection:
+def _loss_section(study: LossStudyFile, words: Words) -> LossSection:
     keys = [
         SeriesKey(name, number)
         for number, name in enumerate(dict.fromkeys(one.condition for one in _with_fault(study)), start=1)
@@ -92,11 +92,11 @@ def _loss_section(study: FaultLossFile, words: Words) -> LossSection:
     )
 
 
-def _with_fault(study: FaultLossFile) -> list[FaultLossCondition]:
+def _with_fault(study: LossStudyFile) -> list[LossStudyCondition]:
     return [one for one in study.conditions if one.magnitude > 0]
 
 
-def _sentences(study: FaultLossFile, words: Words) -> Iterator[str]:
+def _sentences(study: LossStudyFile, words: Words) -> Iterator[str]:
     """How many claims came out how, what a weaker test would have said, and what is worse than guessing."""
     for family in study.families:
         found = [one.verdict for one in study.comparisons if one.family == family.name]
@@ -115,7 +115,7 @@ def _sentences(study: FaultLossFile, words: Words) -> Iterator[str]:
     yield words("losses.above" if above else "losses.none_above", count=len(above), uniform=f"{study.uniform:.2f}")
 
 
-def _panels(study: FaultLossFile, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
+def _panels(study: LossStudyFile, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Loss over magnitude, a line per condition, a panel per order; ln|V| and the clean loss as rules."""
     conditions = _with_fault(study)
     orders: list[str | None] = [*dict.fromkeys(one.order for one in conditions if one.order)] or [None]
@@ -144,7 +144,7 @@ def _panels(study: FaultLossFile, keys: Sequence[SeriesKey], words: Words) -> li
     return panels
 
 
-def _comparison_table(study: FaultLossFile, words: Words) -> Table:
+def _comparison_table(study: LossStudyFile, words: Words) -> Table:
     names = ("claim", "verdict", "difference_in_nats", "interval", "p", "p_holm", "p_seed_t")
     return Table(
         "loss-comparisons",
@@ -156,7 +156,7 @@ def _comparison_table(study: FaultLossFile, words: Words) -> Table:
     )
 
 
-def _comparison_row(one: FaultLossComparison, words: Words) -> Row:
+def _comparison_row(one: LossStudyComparison, words: Words) -> Row:
     return Row(
         (
             one.claim_zh if words.language == "zh" else one.claim,
@@ -171,7 +171,7 @@ def _comparison_row(one: FaultLossComparison, words: Words) -> Row:
     )
 
 
-def _condition_table(study: FaultLossFile, words: Words) -> Table:
+def _condition_table(study: LossStudyFile, words: Words) -> Table:
     names = (
         "condition", "magnitude", "order", "layers", "loss", "loss_std", "survival", "gradient_share", "gradient_norm",
         "against_uniform",

@@ -15,9 +15,9 @@ from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
 from aqnpipe.artifacts.lineage import is_file_of, record_problems
-from aqnpipe.artifacts.loss_studies import FaultLossFile
+from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.published import AuditFile
+from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
@@ -73,19 +73,19 @@ class DiagnosisInput:
 class ReportInputs:
     """Every artifact that the report shows; what does not exist is reported as missing.
 
-    `audit` is None where the study names no published figures.
+    `published` is None where the study names no published figures.
     """
 
     accuracy: Path
     comparisons: Path
     robustness: Path
     claims: Path
-    audit: Path | None
+    published: Path | None
     test_problems: Path
     runs: tuple[RunInput, ...]
     evaluations: tuple[EvaluatedInput, ...]
     diagnoses: tuple[DiagnosisInput, ...]
-    fault_losses: tuple[Path, ...] = ()
+    loss_studies: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ReportData:
     comparisons: pl.DataFrame
     robustness: pl.DataFrame
     claims: ClaimsFile
-    audit: AuditFile | None
+    published: PublishedCheck | None
     test_problems: pl.DataFrame
     runs: tuple[Run, ...]
     evaluations: tuple[Evaluated, ...]
@@ -165,7 +165,7 @@ class ReportData:
     missing_runs: tuple[RunInput, ...]
     missing_evaluations: tuple[EvaluatedInput, ...]
     missing_diagnoses: tuple[DiagnosisInput, ...]
-    fault_losses: tuple[FaultLossFile, ...] = ()
+    loss_studies: tuple[LossStudyFile, ...] = ()
 
 
 def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
@@ -209,12 +209,12 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
         comparisons=results / "comparisons.parquet",
         robustness=results / "robustness.parquet",
         claims=results / "claims.json",
-        audit=results / "audit.json" if plan.study.config.statistics.published else None,
+        published=results / "published.json" if plan.study.config.statistics.published else None,
         test_problems=results / "data" / "test.parquet",
         runs=tuple(run_input(*run) for run in plan.runs()),
         evaluations=tuple(evaluated_input(*one) for one in plan.evaluations()),
         diagnoses=tuple(diagnosis_input(*one) for one in plan.diagnoses()),
-        fault_losses=tuple(root / path for path in plan.fault_loss_files("claims.json")),
+        loss_studies=tuple(root / path for path in plan.loss_study_files("claims.json")),
     )
 
 
@@ -246,7 +246,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         (one, read([one.layers, one.verdict, *one.strategies.values()], partial(_read_diagnosis, one)))
         for one in inputs.diagnoses
     ]
-    fault_losses = [json(path, FaultLossFile) for path in inputs.fault_losses]
+    loss_studies = [json(path, LossStudyFile) for path in inputs.loss_studies]
     claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
     for path in (inputs.accuracy, inputs.comparisons, inputs.robustness):
         if path.name in claims.tables_sha256 and not is_file_of(path, claims.tables_sha256[path.name]):
@@ -258,7 +258,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         comparisons=compared,
         robustness=table(inputs.robustness, RobustnessTable),
         claims=claims,
-        audit=json(inputs.audit, AuditFile) if inputs.audit else None,
+        published=json(inputs.published, PublishedCheck) if inputs.published else None,
         test_problems=table(inputs.test_problems, ProblemTable),
         runs=tuple(run for _, run in runs if run),
         evaluations=tuple(evaluated for _, evaluated in evaluations if evaluated),
@@ -267,7 +267,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         missing_runs=tuple(one for one, run in runs if not run),
         missing_evaluations=tuple(one for one, evaluated in evaluations if not evaluated),
         missing_diagnoses=tuple(one for one, diagnosis in diagnoses if not diagnosis),
-        fault_losses=tuple(one for one in fault_losses if one),
+        loss_studies=tuple(one for one in loss_studies if one),
     )
 
 

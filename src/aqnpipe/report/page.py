@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from aqnpipe.artifacts.published import AuditFile
+from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.report import charts, claims_view, costs_view, numbers, published, sigmas_view, tables
@@ -64,25 +64,25 @@ def last_steps(accuracy: pl.DataFrame) -> pl.DataFrame:
     return accuracy.filter(pl.col("step") == pl.col("step").max().over("model", "arm", "seed"))
 
 
-def published_section(study: Study, audit: AuditFile, accuracy: pl.DataFrame, words: Words) -> PublishedSection:
+def published_section(study: Study, check: PublishedCheck, accuracy: pl.DataFrame, words: Words) -> PublishedSection:
     """Return the published figures beside the measured ones."""
     last = last_steps(accuracy)
-    rows = published.side_by_side(audit, last)
+    rows = published.side_by_side(check, last)
     found = (
-        published.published_accuracies(audit, published.means_of(last), words),
-        published.published_series(audit, words),
-        published.published_losses(audit, words),
+        published.published_accuracies(check, published.means_of(last), words),
+        published.published_series(check, words),
+        published.published_losses(check, words),
     )
     panels = charts.published_panels(rows, _arm_keys(study, set(rows["arm"])), words) if not rows.is_empty() else []
     return PublishedSection(
-        caption=words("published.caption", title=audit.title),
+        caption=words("published.caption", title=check.title),
         figure=Figure(
             caption="",
             groups=(PanelGroup(panels),),
             tables=tuple(table for table in found if table.rows),
         ),
-        claims=published.published_claims(audit, words),
-        sentences=published.published_sentences(audit, words),
+        claims=published.published_claims(check, words),
+        sentences=published.published_sentences(check, words),
     )
 
 

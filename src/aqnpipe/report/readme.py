@@ -14,7 +14,7 @@ _FILES = (
     ("srdd/MODEL/MACHINE/", "a diagnosis: `verdict.json`, `layers.parquet`, and sigmas by strategy"),
     ("runs/MODEL/ARM/seedS/", "a training run: `metrics.parquet`, `receipt.json`, `run.json`, `checkpoints/stepN/`"),
     ("eval/MODEL/ARM/seedS/", "a checkpoint's answers `stepN.parquet`, with `.receipt.json` and `.run.json`"),
-    ("fault_loss/MODEL/", "loss studies of faulty machines, without training"),
+    ("loss_study/MODEL/", "loss studies of faulty machines, without training"),
     ("logs/RULE/, benchmarks/RULE/", "what each job said, and what it cost; a failed job names its log"),
     ("*.logs, scratch/", "what loggers wrote; runs that are not finished, which the same command goes on with"),
 )

@@ -42,8 +42,8 @@ def run_receipts(runs: Sequence[Run], words: Words) -> list[RunReceipt]:
 def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """One row per run: operator noise and AQN, asked and measured."""
     names = (
-        *("run", "receipt", "noise_asked", "noise_measured", "off_by", "sampling_error", "elements"),
-        *("syncs", "sigma_asked", "sigma_ratio", "restored"),
+        *("run", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements"),
+        *("syncs", "sigma_requested", "sigma_ratio", "restored"),
     )
     rows = tuple(_overview_row(run, words, run_link) for run in runs)
     return Table("receipts", words("receipts.runs"), tuple(words(f"column.{name}") for name in names), rows, 2)
@@ -51,7 +51,7 @@ def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
 
 def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
     """One row per evaluated checkpoint and noise level, noise seeds pooled."""
-    names = ("checkpoint", "receipt", "noise_asked", "noise_measured", "off_by", "sampling_error", "elements")
+    names = ("checkpoint", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements")
     rows = tuple(row for one in evaluations for row in _evaluation_rows(one, words, run_link))
     headers = tuple(words(f"column.{name}") for name in names)
     return Table("evaluation-receipts", words("receipts.evaluations"), headers, rows, 2)
@@ -96,7 +96,7 @@ def _overview_row(run: Run, words: Words, run_link: RunLink) -> Row:
     receipt, problems = run.receipt, run.receipt.problems()
     syncs = receipt.weight_syncs
     restored = all(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
-    sigmas = [sync.sigma_asked for sync in syncs]
+    sigmas = [sync.sigma_requested for sync in syncs]
     cells = (
         words("run.name", arm=run.arm, seed=run.seed),
         _state(problems, words),
@@ -113,8 +113,8 @@ def _overview_row(run: Run, words: Words, run_link: RunLink) -> Row:
 def _phase_table(receipt: Receipt, words: Words) -> Table:
     rows = tuple(_phase_row(receipt, record, words) for record in receipt.phases)
     names = (
-        *("phase", "noise_asked", "noise_measured", "off_by", "sampling_error", "elements"),
-        *("noised_calls", "noised_share", "witness"),
+        *("phase", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements"),
+        *("noised_calls", "noised_share", "reference_check"),
     )
     headers = tuple(words(f"column.{name}") for name in names)
     return Table("phases", words("receipts.phases"), headers, rows)
@@ -123,15 +123,19 @@ def _phase_table(receipt: Receipt, words: Words) -> Table:
 def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> Row:
     asked = _asked_in(receipt, record.phase)
     measured = [cell for cell in receipt.cells if cell.phase == record.phase]
-    key, seen = ("scale", record.witness_scale) if asked else ("difference", record.witness_difference)
-    witness = words(f"receipts.witness.{key}", value=f"{seen:.4g}", elements=numbers.count(record.witnessed_elements))
+    key, seen = ("scale", record.reference_check_scale) if asked else ("difference", record.reference_check_difference)
+    difference = words(
+        f"receipts.reference_check.{key}",
+        value=f"{seen:.4g}",
+        elements=numbers.count(record.reference_checked_elements),
+    )
     cells = (
         record.phase.replace("_", " "),
         _asked_text(asked, words),
         *_measured_cells(measured, [], words),
         numbers.count(record.noised_calls),
         numbers.percent(record.noised_share),
-        witness if record.witnessed_elements else numbers.MISSING,
+        difference if record.reference_checked_elements else numbers.MISSING,
     )
     unasked = not asked and bool(record.noised_calls)
     return Row(cells, alert=bool(record.escaped) or unasked or bool(asked and not measured))
@@ -161,10 +165,10 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
             return f"{where}{error.kind.replace('_', ' ')} {numbers.scale(error.scale)}"
 
 
-def _measured_cells(cells: Sequence[NoiseCell], witnesses: Sequence[Receipt], words: Words) -> tuple[str, ...]:
+def _measured_cells(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Words) -> tuple[str, ...]:
     """(size measured, off by %, sampling error %, elements); operators and modules are pooled apart where both are.
 
-    Where nothing was noised, the receipts of `witnesses` say how far outputs differ from bare torch.
+    Where nothing was noised, the receipts of `compared` say how far outputs differ from bare torch.
     """
     parts = [
         [cell for cell in cells if cell.is_module == module and cell.measured_elements] for module in (False, True)
@@ -172,7 +176,7 @@ def _measured_cells(cells: Sequence[NoiseCell], witnesses: Sequence[Receipt], wo
     sizes = [numbers.scale(_root_mean_square(part, relative=False)) for part in parts if part]
     measured = [cell for part in parts for cell in part]
     if not measured:
-        size = _witness_text(witnesses, words) if witnesses else words("receipts.none")
+        size = _reference_check_text(compared, words) if compared else words("receipts.none")
         return size, numbers.MISSING, numbers.MISSING, numbers.MISSING
     elements = sum(cell.measured_elements for cell in measured)
     exact = [cell for cell in measured if cell.error in _SCALED_KINDS and cell.asked]
@@ -200,7 +204,7 @@ def _sync_text(receipt: Receipt, words: Words) -> str:
     syncs = receipt.weight_syncs
     if not syncs:
         return words("receipts.no_aqn" if receipt.aqn is None else "receipts.no_sync")
-    noisy = [sync for sync in syncs if sync.sigma_asked > 0]
+    noisy = [sync for sync in syncs if sync.sigma_requested > 0]
     restored = sum(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
     parts = [words("receipts.syncs", syncs=len(syncs), targets=syncs[0].targets, noisy=len(noisy))]
     if noisy:
@@ -213,13 +217,13 @@ def _sync_text(receipt: Receipt, words: Words) -> str:
 
 def _sync_ratio(receipt: Receipt) -> str:
     """Root mean square of measured/asked over all elements of all noisy syncs."""
-    noisy = [sync for sync in receipt.weight_syncs if sync.sigma_asked > 0]
+    noisy = [sync for sync in receipt.weight_syncs if sync.sigma_requested > 0]
     elements = sum(sync.elements for sync in noisy)
     if not elements:
         return numbers.MISSING
     return f"{math.sqrt(sum(sync.squared_error_ratio * sync.elements for sync in noisy) / elements):.4f}"
 
 
-def _witness_text(receipts: Sequence[Receipt], words: Words) -> str:
-    difference = max((record.witness_difference for one in receipts for record in one.phases), default=0.0)
+def _reference_check_text(receipts: Sequence[Receipt], words: Words) -> str:
+    difference = max((record.reference_check_difference for one in receipts for record in one.phases), default=0.0)
     return words("receipts.exactly_none") if difference == 0 else words("receipts.differs", value=f"{difference:.3g}")

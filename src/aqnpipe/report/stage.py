@@ -100,7 +100,7 @@ def _render(
         answer=answer,
         summary=claims_view.summary(data.claims, words) if answer.rows else words("summary.none"),
         sections=[page.model_section(study, data, model, words, run_link) for model in models],
-        published=page.published_section(study, data.audit, data.accuracy, words) if data.audit else None,
+        published=page.published_section(study, data.published, data.accuracy, words) if data.published else None,
         faults=faults_view.fault_section(data, words),
         costs=page.cost_figure(study, data, words),
         explored=explored,

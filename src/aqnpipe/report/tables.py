@@ -209,7 +209,7 @@ def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
 
 def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:
     """Training metrics, one table per metric: a row per step, a column per run."""
-    names = ("reward_mean", "kl", "validation_accuracy", "sigma_asked", "sigma_measured")
+    names = ("reward_mean", "kl", "validation_accuracy", "sigma_requested", "sigma_measured")
     return tuple(_curve_table(runs, name, words) for name in names)
 
 

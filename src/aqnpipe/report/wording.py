@@ -90,7 +90,7 @@ NOISE_COSTS_LESS = Text(
 )
 EQUIVALENT = Text("The two differ by less than {margin} points.", "两者相差不到 {margin} 个百分点。")
 ONE_RUN = Text(
-    "With a single training run the effect of the arm cannot be told from the luck of training; "
+    "With a single training run the effect of the arm cannot be told from the seed_variance of training; "
     "it takes at least two seeds.",
     "只有一次训练，无法把实验组的效应与训练的运气区分开；至少需要两个种子。",
 )

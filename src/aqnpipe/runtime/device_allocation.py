@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aqnpipe.device import VISIBLE_DEVICES, AskedDevice, DeviceKind, give_devices, visible_ids
+from aqnpipe.device import VISIBLE_DEVICES, DeviceKind, RequestedDevice, set_visible_devices, visible_ids
 from aqnpipe.errors import DeviceError
 from aqnpipe.runtime.device_leases import LEASES, lease_devices
 
@@ -62,7 +62,7 @@ def environment_of_node(node: str) -> dict[str, str]:
 
 
 @contextmanager
-def allocated_devices(asked: AskedDevice, num_leases: int = 0) -> Iterator[Allocation]:
+def allocated_devices(asked: RequestedDevice, num_leases: int = 0) -> Iterator[Allocation]:
     """Let this process see only its devices while the body runs, and yield which they are.
 
     num_leases: devices to lease from this machine, waiting until so many are free; 0 where a scheduler gives them.
@@ -84,7 +84,7 @@ def allocated_devices(asked: AskedDevice, num_leases: int = 0) -> Iterator[Alloc
             f"({', '.join(_DEVICE_FILES.values())} in /dev, or CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES)"
         )
     with lease_devices(LEASES, kind, ids, num_leases, _SECONDS_BETWEEN_TRIES) as taken:
-        give_devices(kind, taken)
+        set_visible_devices(kind, taken)
         # The process ends soon after the job; until then it must not fall back to all devices, so nothing is undone.
         yield Allocation(kind, taken, leased=True)
 
@@ -99,14 +99,14 @@ def current_allocation() -> Allocation:
     if job is not None and not visible_ids("cuda") and not visible_ids("npu"):
         ids = slurm_npu_ids(_details_of(job), this_node())
         if ids:
-            give_devices("npu", ids)
+            set_visible_devices("npu", ids)
     for kind in VISIBLE_DEVICES:
         if visible_ids(kind):
             return Allocation(kind, visible_ids(kind))
     return Allocation("cpu", ())
 
 
-def devices_of_machine(asked: AskedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
+def devices_of_machine(asked: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
     """Return kind and ids of the devices that leases are given on: those of the environment, else those in /dev.
 
     A study on the CPU leases whatever there is: a rehearsal.

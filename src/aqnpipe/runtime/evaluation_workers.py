@@ -1,8 +1,8 @@
-"""Pieces of an evaluation answered by Ray actors, each with an engine on a device of its own.
+"""Shards of an evaluation run by Ray actors, each with an engine on a device of its own.
 
-Actors are made of one named class of this package and called with JSON; what they return is JSON. Which of them
-answers what depends on timing and says nothing about the results (see `pieces`). An actor that dies has its piece
-answered by another one.
+Actors are instances of one named class of this package; they take JSON and return JSON. Which actor runs which shard
+depends on timing and has no effect on the results (see `evaluation.shards`). If an actor dies, another one runs its
+shard.
 """
 
 import json
@@ -11,20 +11,17 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.device import Device, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError
-from aqnpipe.evaluation.shards import AnsweredPiece, Piece, answer
-from aqnpipe.generation.backend_choice import open_generator
+from aqnpipe.evaluation.local_runner import load_generator, local_shard_runner
+from aqnpipe.evaluation.shards import OpenShardRunner, Shard, ShardResult, ShardRunner, run_shard
 from aqnpipe.generation.noisy_passes import NoisyGenerator
-from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.ray_cluster import RESOURCES, ray_cluster, send_output_to
 
@@ -34,38 +31,14 @@ ASKED_BY = "resource workers of rule evaluate"
 _SECONDS_TO_GET_DEVICES = 180
 
 
-@dataclass(frozen=True)
-class Answering:
-    """Workers that are ready: what run.json says of their backend, and how they answer pieces, in any order."""
+def evaluation_runner(num_workers: int, folder: Path, say: Callable[[str], None] = print) -> OpenShardRunner:
+    """Return what opens the workers of an evaluation: this process for one worker, Ray actors for more.
 
-    description: dict[str, str | int | bool]
-    answers: Callable[[Sequence[Piece]], Iterator[AnsweredPiece]]
-
-
-def load_generator(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> NoisyGenerator:
-    """Load the checkpoint on the first device that this process sees; `max_tokens`: longest prompt and response."""
-    torch.set_num_threads(spec.evaluation.threads)
-    return open_generator(
-        spec.generation,
-        model_dir,
-        load_tokenizer(model_dir),
-        dtype=spec.dtype,
-        attention=spec.attention,
-        device=resolve_device(spec.device),
-        max_tokens=max_tokens,
-        batch_size=spec.evaluation.batch_size,
-        threads=spec.evaluation.threads,
-    )
-
-
-@contextmanager
-def answering_here(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> Iterator[Answering]:
-    """Answer in this process, piece by piece; Ray has no part in it."""
-    generator = load_generator(spec, model_dir, max_tokens)
-    try:
-        yield Answering(generator.description, lambda pieces: (answer(generator, spec, piece) for piece in pieces))
-    finally:
-        generator.close()
+    `folder`: see `ray_shard_runner`.
+    """
+    if num_workers == 1:
+        return local_shard_runner
+    return partial(ray_shard_runner, num_workers=num_workers, folder=folder, say=say)
 
 
 class EvaluationActor:
@@ -90,22 +63,22 @@ class EvaluationActor:
             }
         )
 
-    def answer(self, piece: str) -> str:
-        """Answer a `Piece` as JSON; return the `AnsweredPiece` as JSON."""
+    def run(self, shard: str) -> str:
+        """Run a `Shard` given as JSON; return the `ShardResult` as JSON."""
         if self._spec is None or self._generator is None:
             raise RuntimeError("no checkpoint was loaded; this is a bug")
-        return answer(self._generator, self._spec, Piece.from_json(piece)).to_json()
+        return run_shard(self._generator, self._spec, Shard.from_json(shard)).to_json()
 
 
 @contextmanager
-def answering_actors(
+def ray_shard_runner(
     spec: EvaluationSpec,
     model_dir: Path,
     max_tokens: int,
     num_workers: int,
     folder: Path,
     say: Callable[[str], None] = print,
-) -> Iterator[Answering]:
+) -> Iterator[ShardRunner]:
     """Start `num_workers` Ray actors, one per device, inside the nodes of this job; end them with the context.
 
     folder: for the actors' logs, on a file system that all nodes see; kept if the body or an actor fails. Raises
@@ -121,7 +94,7 @@ def answering_actors(
         try:
             workers = team.load(spec, model_dir, max_tokens)
             say(f"{num_workers} evaluation workers, on {', '.join(sorted({str(one['node']) for one in workers}))}")
-            yield Answering(workers[0]["generation"], team.answers)
+            yield ShardRunner(workers[0]["generation"], team.run)
         finally:
             team.close()
     shutil.rmtree(folder)
@@ -185,41 +158,41 @@ class _Team:
                     )
         return workers
 
-    def answers(self, pieces: Sequence[Piece]) -> Iterator[AnsweredPiece]:
-        """Yield the answers of all pieces as they come; each actor has one piece at a time.
+    def run(self, shards: Sequence[Shard]) -> Iterator[ShardResult]:
+        """Yield the results of all shards as they come; each actor has one shard at a time.
 
         Raises WorkerError when no actor is left.
         """
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
-        waiting, idle = deque(pieces), deque(self._actors)
-        under_way: dict[Any, tuple[int, Piece]] = {}
+        waiting, idle = deque(shards), deque(self._actors)
+        under_way: dict[Any, tuple[int, Shard]] = {}
         while waiting or under_way:
             while waiting and idle:
-                number, piece = idle.popleft(), waiting.popleft()
-                under_way[self._actors[number].answer.remote(piece.to_json())] = number, piece
+                number, shard = idle.popleft(), waiting.popleft()
+                under_way[self._actors[number].run.remote(shard.to_json())] = number, shard
             if not under_way:
                 raise WorkerError(
-                    f"all {self._num_workers} evaluation workers died, {len(waiting)} of {len(pieces)} pieces are not "
-                    f"answered (out of memory?); logs: {self._folder}"
+                    f"all {self._num_workers} evaluation workers died, {len(waiting)} of {len(shards)} shards are not "
+                    f"done (out of memory?); logs: {self._folder}"
                 )
             (done, *_), _ = ray.wait(list(under_way), num_returns=1)
-            number, piece = under_way.pop(done)
+            number, shard = under_way.pop(done)
             try:
-                answered = AnsweredPiece.from_json(ray.get(done))
+                result = ShardResult.from_json(ray.get(done))
             except RayActorError:
                 del self._actors[number]
-                waiting.appendleft(piece)
+                waiting.appendleft(shard)
                 self._say(
                     f"evaluation worker {number} of {self._num_workers} died (killed, or out of memory?): the others "
-                    f"answer its piece again; log: {self._log(number)}"
+                    f"run its shard again; log: {self._log(number)}"
                 )
                 continue
             except RayTaskError as error:
                 raise _cause(error) from error
             idle.append(number)
-            yield answered
+            yield result
 
     def close(self) -> None:
         """End the actors; the engine of one ends itself when its actor is gone."""

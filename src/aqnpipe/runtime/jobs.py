@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from aqnpipe.device import AskedDevice, resolve_device
+from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, StorageError
 from aqnpipe.runtime.device_allocation import allocated_devices, place_of_job
-from aqnpipe.runtime.disk_errors import clear_storage_errors
+from aqnpipe.runtime.disk_errors import disk_errors
 
 Say = Callable[[str], None]
 
@@ -34,7 +34,7 @@ def logged_job(log: Path) -> Iterator[Say]:
             print(line, flush=True)  # noqa: T201 - goes to the log file
 
         try:
-            with clear_storage_errors("what this job writes"):
+            with disk_errors("what this job writes"):
                 print(place_of_job(), flush=True)  # noqa: T201
                 yield say
         except AqnpipeError as error:
@@ -62,7 +62,7 @@ def _opened(log: Path) -> TextIO:
 
 
 @contextmanager
-def logged_device_job(log: Path, asked: AskedDevice, num_leases: int = 0) -> Iterator[Say]:
+def logged_device_job(log: Path, asked: RequestedDevice, num_leases: int = 0) -> Iterator[Say]:
     """`logged_job` for a job that computes on a device: its log says what it was given and what it uses.
 
     num_leases: devices to lease from a machine without a scheduler. Stages import torch, and torch may look at the

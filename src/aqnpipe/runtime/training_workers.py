@@ -19,10 +19,11 @@ from torch import distributed
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.device import COLLECTIVES, DeviceKind, own_device_number, resolve_device
+from aqnpipe.device import COLLECTIVES, DeviceKind, local_device_index, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.runtime.device_allocation import this_node
+from aqnpipe.runtime.disk_errors import disk_errors
 from aqnpipe.runtime.ray_cluster import RESOURCES, ray_cluster, send_output_to
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.run import TrainingInputs, run_label, run_worker
@@ -53,7 +54,7 @@ class _Share:
         return self.workspace.folder / "said.log"
 
 
-def run_workers(
+def launch_workers(
     spec: TrainingSpec,
     inputs: TrainingInputs,
     workspace: Workspace,
@@ -127,17 +128,18 @@ def _work(config: dict[str, _Share]) -> None:
     if started != asked:
         raise WorkerError(f"{run_label(share.spec)}: {started} workers started, {asked} were asked for")
     # accelerate takes the device of this number. Ray shows a worker all GPUs of its node, but of NPUs its own alone.
-    os.environ["LOCAL_RANK"] = str(own_device_number(resolve_device(share.spec.device).kind))
-    say = _teller(share.said, rank)
+    os.environ["LOCAL_RANK"] = str(local_device_index(resolve_device(share.spec.device).kind))
+    say = _line_writer(share.said, rank)
     say(f"{run_label(share.spec)}: {started} workers, on {', '.join(sorted(set(gathered(this_node()))))}")
     try:
-        run_worker(share.spec, share.inputs, share.workspace, share.resume_from, say)
+        with disk_errors(f"{share.workspace.folder}; free some and start again, the last resume point is kept"):
+            run_worker(share.spec, share.inputs, share.workspace, share.resume_from, say)
     except RuntimeError:
         time.sleep(_SECONDS_FOR_A_DEATH_TO_SHOW)
         raise
 
 
-def _teller(path: Path, rank: int) -> Callable[[str], None]:
+def _line_writer(path: Path, rank: int) -> Callable[[str], None]:
     def say(line: str) -> None:
         if rank == 0:
             with path.open("a", encoding="utf-8") as file:

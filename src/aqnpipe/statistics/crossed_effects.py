@@ -29,7 +29,7 @@ _NO_VARIANCE = 1e-20
 class Estimate:
     """A difference of accuracies (fractions) with what its tests and intervals need.
 
-    `covers_training_luck`: whether more than one training seed entered, so that the estimate is about the arm and not
+    `covers_seed_variance`: whether more than one training seed entered, so that the estimate is about the arm and not
     about one run. `spread` is null where the exact methods are used alone, `counts` where the outcomes are no yes or no
     of one run. `p_seed_t` and `p_permutation`: alternatives beside the primary method, null with a single seed.
     """
@@ -44,7 +44,7 @@ class Estimate:
     p_permutation: float | None
 
     @property
-    def covers_training_luck(self) -> bool:
+    def covers_seed_variance(self) -> bool:
         """Whether more than one training seed entered."""
         return self.num_seeds > 1
 
@@ -82,8 +82,8 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Luck:
-    """The luck of training, from all arms of a study: variance of the mean difference that it alone would give."""
+class SeedVariance:
+    """The seed_variance of training, from all arms of a study: variance of the mean difference that it alone would give."""
 
     variance: float
     degrees_of_freedom: float
@@ -93,7 +93,7 @@ class Luck:
 class VarianceParts:
     """Components of the variance of one d[seed, question]; `residual` holds the interaction.
 
-    `arms`: over how many arms the luck was pooled, which multiplies its degrees of freedom.
+    `arms`: over how many arms the seed_variance was pooled, which multiplies its degrees of freedom.
     """
 
     seed: float
@@ -102,8 +102,8 @@ class VarianceParts:
     arms: float = 1.0
 
 
-def pooled_luck(seed_means: Sequence[FloatArray], seeds_per_side: Sequence[int]) -> Luck | None:
-    """Return the luck in the mean difference of sides with that many seeds each; None where no arm has two seeds.
+def pooled_seed_variance(seed_means: Sequence[FloatArray], seeds_per_side: Sequence[int]) -> SeedVariance | None:
+    """Return the seed_variance in the mean difference of sides with that many seeds each; None where no arm has two seeds.
 
     `seed_means`: one vector [seed] per arm. Their variances within arms are averaged, weighted by degrees of freedom,
     as in an analysis of variance: it supposes that training scatters alike in all arms.
@@ -112,18 +112,18 @@ def pooled_luck(seed_means: Sequence[FloatArray], seeds_per_side: Sequence[int])
     if freedom == 0:
         return None
     within = sum(float(np.sum((one - one.mean()) ** 2)) for one in seed_means) / freedom
-    return Luck(within * sum(1 / number for number in seeds_per_side), float(freedom))
+    return SeedVariance(within * sum(1 / number for number in seeds_per_side), float(freedom))
 
 
 def estimate_difference(
-    treatment: FloatArray, control: FloatArray, luck: Luck | None = None, seed: int = 0
+    treatment: FloatArray, control: FloatArray, seed_variance: SeedVariance | None = None, seed: int = 0
 ) -> Estimate:
     """Return the mean of d = treatment - control with what tests it; the method follows from the data.
 
     Both are scores [seed, question] in [-1, 1]; a control of one seed is compared with every treatment seed.
     two_way: several seeds. mcnemar: one seed, right or wrong. questions: one seed, averaged over noise seeds.
     no_variance: no difference varies, so no standard error exists; exact test and interval over the questions.
-    `luck`: what the other arms of the study tell about the luck of training. `seed` draws the permutations of more
+    `seed_variance`: what the other arms of the study tell about the seed_variance of training. `seed` draws the permutations of more
     than 14 seeds.
     """
     differences = treatment - control
@@ -131,7 +131,7 @@ def estimate_difference(
     if num_seeds < 1 or num_questions < 2:
         raise ValueError(f"need at least 1 seed and 2 questions, found shape {differences.shape}")
     means = differences.mean(axis=1)
-    spread = two_way_spread(differences, luck) if num_seeds > 1 else _questions_spread(differences[0])
+    spread = two_way_spread(differences, seed_variance) if num_seeds > 1 else _questions_spread(differences[0])
     counts: PairedCounts | None = None
     method: Method = "two_way" if num_seeds > 1 else "questions"
     if spread is None:
@@ -150,12 +150,12 @@ def estimate_difference(
     )
 
 
-def two_way_spread(differences: FloatArray, luck: Luck | None = None) -> Spread | None:
+def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None = None) -> Spread | None:
     """Return the error of the mean of d[seed, question] with seed and question as crossed random effects.
 
     The variance of the seed means over their number plus that of the question means over theirs, less the interaction,
-    which is in both (Cameron, Gelbach & Miller 2011). Two seeds tell the luck of training with one degree of freedom,
-    so `luck` lends those of the other arms; where the seeds at hand scatter more, their own scatter stands. Quantiles
+    which is in both (Cameron, Gelbach & Miller 2011). Two seeds tell the seed_variance of training with one degree of freedom,
+    so `seed_variance` lends those of the other arms; where the seeds at hand scatter more, their own scatter stands. Quantiles
     are weighted as in `Spread`. For error rates by simulation see docs/decisions/0006 and benchmarks/calibration.py.
     None: nothing varies.
     """
@@ -166,8 +166,8 @@ def two_way_spread(differences: FloatArray, luck: Luck | None = None) -> Spread 
         return None
     overlap = interaction_variance(differences) / differences.size
     freedom = num_seeds - 1.0
-    if luck is not None:
-        by_seed, freedom = max(by_seed, luck.variance), luck.degrees_of_freedom
+    if seed_variance is not None:
+        by_seed, freedom = max(by_seed, seed_variance.variance), seed_variance.degrees_of_freedom
     return Spread((by_seed, by_question), (freedom, num_questions - 1.0), overlap)
 
 
@@ -199,22 +199,22 @@ def seed_t_p(seed_means: FloatArray) -> float | None:
     return float(stats.ttest_1samp(seed_means, 0.0).pvalue)
 
 
-def variance_parts(differences: FloatArray, luck: Luck | None = None) -> VarianceParts:
+def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None = None) -> VarianceParts:
     """Split the variance of d[seed, question] by the mean squares of a two-way layout without replication.
 
-    One seed cannot tell: all of its variance counts as that of the questions. `luck` as in `two_way_spread`.
+    One seed cannot tell: all of its variance counts as that of the questions. `seed_variance` as in `two_way_spread`.
     """
     num_seeds, num_questions = differences.shape
     if num_seeds == 1:
         return VarianceParts(seed=0.0, question=float(differences.var(ddof=1)), residual=0.0)
     seed_means, question_means = differences.mean(axis=1), differences.mean(axis=0)
     residual = interaction_variance(differences)
-    by_seed = max(float(seed_means.var(ddof=1)), luck.variance * num_seeds if luck else 0.0)
+    by_seed = max(float(seed_means.var(ddof=1)), seed_variance.variance * num_seeds if seed_variance else 0.0)
     return VarianceParts(
         seed=max(by_seed - residual / num_questions, 0.0),
         question=max(float(question_means.var(ddof=1)) - residual / num_seeds, 0.0),
         residual=residual,
-        arms=luck.degrees_of_freedom / (num_seeds - 1) if luck else 1.0,
+        arms=seed_variance.degrees_of_freedom / (num_seeds - 1) if seed_variance else 1.0,
     )
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from scipy import stats
 from statsmodels.stats.contingency_tables import cochrans_q
 
-from aqnpipe.statistics.crossed_effects import Luck, estimate_difference, pooled_luck
+from aqnpipe.statistics.crossed_effects import SeedVariance, estimate_difference, pooled_seed_variance
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -17,25 +17,25 @@ SLOPE_UNIT = 0.1
 """Slopes are per this much relative noise scale."""
 
 
-def slope_luck(levels: Sequence[float], arms: Sequence[Sequence[FloatArray]]) -> Luck | None:
-    """Return the luck of training in a slope, pooled over arms of outcomes[level][seed, noise seed, question]."""
+def slope_seed_variance(levels: Sequence[float], arms: Sequence[Sequence[FloatArray]]) -> SeedVariance | None:
+    """Return the seed_variance of training in a slope, pooled over arms of outcomes[level][seed, noise seed, question]."""
     if not arms:
         return None
     slopes = [slope_per_question(levels, _means(one)).mean(axis=1) for one in arms]
-    return pooled_luck(slopes, [len(slopes[0])])
+    return pooled_seed_variance(slopes, [len(slopes[0])])
 
 
 def robustness_row(
-    levels: Sequence[float], outcomes: Sequence[FloatArray], luck: Luck | None, alpha: float
+    levels: Sequence[float], outcomes: Sequence[FloatArray], seed_variance: SeedVariance | None, alpha: float
 ) -> dict[str, Any]:
     """Return the numbers of `artifacts.RobustnessTable` from outcomes[level][seed, noise seed, question].
 
     Needs at least two levels. The joint test takes the trained weights and the noise seeds as given; the slope covers
-    the luck of training where there are several seeds (`luck`: from all arms).
+    the seed_variance of training where there are several seeds (`seed_variance`: from all arms).
     """
     means = _means(outcomes)
     slopes = slope_per_question(levels, means)
-    estimate = estimate_difference(slopes, np.zeros_like(slopes), luck)
+    estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance)
     low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
     # Shares of several samples are neither yes nor no.
     binary = all(one.shape[:2] == (1, 1) and np.isin(one, (0.0, 1.0)).all() for one in outcomes)

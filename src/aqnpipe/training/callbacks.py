@@ -15,6 +15,7 @@ from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import has_adapters, merged_weights
 from aqnpipe.training.ranks import gathered, rank_and_size
 
@@ -73,7 +74,7 @@ class ValidationCallback(TrainerCallback):
         gold_answers: Sequence[str],
         *,
         tokenizer: Any,
-        recorder: ReceiptRecorder,
+        noise: NoisePlan,
         max_response_tokens: int,
         seed: int,
         stop_text: str | None = None,
@@ -83,7 +84,7 @@ class ValidationCallback(TrainerCallback):
         self._prompts = prompts
         self._gold_answers = gold_answers
         self._tokenizer = tokenizer
-        self._recorder = recorder
+        self._noise = noise
         self._sampling = Sampling(max_response_tokens=max_response_tokens, stop_text=stop_text)
         self._seed = seed
         self._stop_text = stop_text
@@ -96,7 +97,8 @@ class ValidationCallback(TrainerCallback):
         rank, num_workers = rank_and_size()
         share = slice(rank, None, num_workers)
         key = NoiseKey(seed=self._seed, step=state.global_step, rank=rank)
-        with phase_noise(model, self._recorder, "validation", key):
+        noise = self._noise
+        with phase_noise(model, noise.spec, "validation", key, noise.recorder, faults=noise.faults):
             completions = TransformersBackend(model, self._tokenizer).generate(self._prompts[share], self._sampling)
         whole = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         texts = [end_of_response(text, self._stop_text) for text in whole]

@@ -58,7 +58,7 @@ def metrics_table(
                 **{column: float(entry[key]) for column, key in _COLUMNS.items()},
                 "kl": float(entry["kl"]) if "kl" in entry else None,
                 "importance_ratio_mean": entry.get(_OF_THE_CORRECTION),
-                "sigma_asked": sync.sigma_asked if sync else 0.0,
+                "sigma_requested": sync.sigma_requested if sync else 0.0,
                 "sigma_measured": sync.sigma_measured if sync else 0.0,
                 "validation_accuracy": validation_accuracy.get(step),
             }
@@ -66,7 +66,7 @@ def metrics_table(
     order = [
         "step", "epoch", "reward_mean", "reward_std", "kl", "entropy", "loss", "grad_norm", "clip_fraction",
         "response_tokens_mean", "truncated_fraction", "logp_difference_mean", "logp_difference_max", "sampler_kl",
-        "importance_ratio_mean", "sigma_asked", "sigma_measured", "validation_accuracy",
+        "importance_ratio_mean", "sigma_requested", "sigma_measured", "validation_accuracy",
     ]  # fmt: skip
     schema_overrides = dict.fromkeys(("kl", "importance_ratio_mean", "validation_accuracy"), pl.Float64)
     return pl.DataFrame(rows, schema_overrides=schema_overrides).select(order)

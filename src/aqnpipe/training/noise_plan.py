@@ -7,24 +7,27 @@ from typing import Any
 
 from aqnpipe.artifacts.diagnoses import SigmaFile
 from aqnpipe.artifacts.files import read_yaml
-from aqnpipe.config.noise import TRAINING_PHASES, Phase
+from aqnpipe.config.noise import TRAINING_PHASES, NoiseSpec, Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, rms_norms
 from aqnpipe.noise.aqn import target_factors
+from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.schedule import sigma_at
 
 
 @dataclass(frozen=True)
 class NoisePlan:
-    """What the trainer needs to know about noise: where to record it, and AQN's extent over time.
+    """The noise of a run: its specification, where it is recorded, and AQN's extent over time.
 
-    `aqn_factors` maps the names of AQN's targets to factors on the schedule's sigma; empty without AQN.
+    `faults` are those of `spec`, with the thresholds that the run has cached. `aqn_factors` maps the names of AQN's targets to factors on the schedule's sigma; empty without AQN.
     """
 
     seed: int
+    spec: NoiseSpec
+    faults: ActiveFaults
     recorder: ReceiptRecorder
     aqn_factors: Mapping[str, float]
     num_steps: int
@@ -32,7 +35,7 @@ class NoisePlan:
 
     def sigma(self, step: int) -> float:
         """AQN sigma of the rollout after `step` optimiser steps."""
-        noise = self.recorder.aqn
+        noise = self.spec.aqn
         return sigma_at(noise.schedule, step, self.num_steps, self.num_epochs) if noise else 0.0
 
 
@@ -45,11 +48,11 @@ def build_noise_plan(
     """
     aqn = spec.arm.aqn
     layer_factors = _layer_factors(spec, sigmas_file, weights_sha256)
+    noise = NoiseSpec(
+        operator_noise=spec.arm.operator_noise, module_noise=spec.arm.module_noise, aqn=aqn, faults=spec.faults
+    )
     recorder = ReceiptRecorder(
-        operator_noise=spec.arm.operator_noise,
-        module_noise=spec.arm.module_noise,
-        aqn=aqn,
-        faults=spec.faults,
+        noise,
         expected_phases=_expected_phases(spec.training),
         num_layers=len(decoder_layers(model)),
         num_norms=len(rms_norms(model)),
@@ -61,6 +64,8 @@ def build_noise_plan(
     )
     return NoisePlan(
         seed=spec.random_seed,
+        spec=noise,
+        faults=ActiveFaults.of(noise.faults),
         recorder=recorder,
         aqn_factors=target_factors(model, aqn, layer_factors) if aqn else {},
         num_steps=spec.num_steps,

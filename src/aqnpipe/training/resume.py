@@ -8,6 +8,7 @@ per rank the receipt so far and the validations. Nothing else is needed, because
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from transformers import TrainerCallback
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync_tree, write_durably
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.errors import StorageError
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.recorder_state import RecorderState
-from aqnpipe.runtime.disk_errors import clear_storage_errors
+from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.workspace import Workspace
 
@@ -84,25 +84,24 @@ class ResumePoints:
     def write(self, step: int, save: Callable[[Path], None]) -> None:
         """Write the point after `step`; `save` puts this rank's part into a folder.
 
-        The point appears by one rename when all of it is on the disk. Raises StorageError on a full disk, with the
-        points before it as they were.
+        The point appears by one rename when all of it is on the disk; after any error the points before it are as
+        they were.
         """
         staged = self._workspace.resume / ".staged"
         if self._is_main_process:
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
         self._wait_for_all()
-        try:
-            with clear_storage_errors(f"the resume point after step {step} in {self._workspace.folder}"):
-                save(staged)
-                self._wait_for_all()
-                if self._is_main_process:
-                    self._seal(staged, step)
-        except StorageError as error:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise StorageError(f"{error}; free some and start again: {self._what_is_left()}") from error
+        with ExitStack() as cleanup:
+            # On a full disk its space is needed. Not after a success: another rank may still be publishing.
+            cleanup.callback(shutil.rmtree, staged, ignore_errors=True)
+            save(staged)
+            self._wait_for_all()
+            if self._is_main_process:
+                self._publish(staged, step)
+            cleanup.pop_all()
 
-    def _seal(self, staged: Path, step: int) -> None:
+    def _publish(self, staged: Path, step: int) -> None:
         run = self._workspace.run
         self._run_files = digests_of(run, self._run_files)
         manifest = Manifest(step=step, files=digests_of(staged), run_files=self._run_files)
@@ -113,30 +112,30 @@ class ResumePoints:
         for old in sorted(self._workspace.resume.glob("step*"), key=_step_of)[:-_KEPT]:
             shutil.rmtree(old)
 
-    def _what_is_left(self) -> str:
-        steps = [_step_of(point) for point in self._workspace.resume.glob("step*")]
-        return f"the run goes on after step {max(steps)}" if steps else "the run starts from the beginning"
-
 
 class RankState(Artifact):
     """rank<R>.json of a resume point: what one rank has measured so far."""
 
     receipt: str = Field(description="a RecorderState as JSON")
+    faults: tuple[ActiveFaultState, ...]
     validation_accuracy: dict[int, float]
 
 
-def save_rank_state(
-    folder: Path, rank: int, recorder: ReceiptRecorder, validation_accuracy: Mapping[int, float]
-) -> None:
+def save_rank_state(folder: Path, rank: int, noise: NoisePlan, validation_accuracy: Mapping[int, float]) -> None:
     """Write what `rank` has measured into a resume point."""
-    state = RankState(receipt=recorder.state().to_json(), validation_accuracy=dict(validation_accuracy))
+    state = RankState(
+        receipt=noise.recorder.state().to_json(),
+        faults=noise.faults.states(),
+        validation_accuracy=dict(validation_accuracy),
+    )
     (folder / f"rank{rank}.json").write_text(state.model_dump_json(), encoding="utf-8")
 
 
-def load_rank_state(point: Path, rank: int, recorder: ReceiptRecorder) -> dict[int, float]:
-    """Restore `recorder` from a resume point; return the validation accuracies by step."""
+def load_rank_state(point: Path, rank: int, noise: NoisePlan) -> dict[int, float]:
+    """Restore the recorder and the faults of `noise` from a resume point; return the validation accuracies by step."""
     state = RankState.model_validate_json((point / f"rank{rank}.json").read_bytes())
-    recorder.restore(RecorderState.from_json(state.receipt))
+    noise.recorder.restore(RecorderState.from_json(state.receipt))
+    noise.faults.restore(state.faults)
     return state.validation_accuracy
 
 

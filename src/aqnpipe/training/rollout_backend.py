@@ -62,7 +62,7 @@ def open_rollouts(
 
 
 def _backend(spec: TrainingSpec) -> str:
-    asked = spec.generation.asked_for_rollouts
+    asked = spec.generation.requested_for_rollouts
     of_rollouts = spec.generation.model_copy(update={"backend": asked})
     chosen = chosen_backend(of_rollouts, spec.attention, resolve_device(spec.device))
     reason = what_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None

@@ -28,14 +28,13 @@ from aqnpipe.errors import ReceiptError, RunInterruptedError, WorkerError
 from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, sha256_of
-from aqnpipe.noise.receipts.merge import WorkerAccount, merged_receipt, read_accounts
+from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
 from aqnpipe.training.metrics import metrics_table
-from aqnpipe.training.noise_plan import build_noise_plan
+from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.ranks import rank_and_size
 from aqnpipe.training.resume import ResumeCallback
@@ -113,11 +112,11 @@ def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt 
     recorder, (rank, num_workers) = trainer.noise_plan.recorder, rank_and_size()
     if num_workers == 1:
         return recorder.receipt().check()
-    WorkerAccount(rank, num_workers, recorder.state()).write(workspace.accounts)
+    WorkerMeasurements(rank, num_workers, recorder.state()).write(workspace.accounts)
     trainer.accelerator.wait_for_everyone()
     if rank > 0:
         return None
-    accounts = read_accounts(workspace.accounts, num_workers)
+    accounts = read_measurements(workspace.accounts, num_workers)
     return merged_receipt(recorder, accounts, routed=is_mixture_of_experts(trainer.policy))
 
 
@@ -144,7 +143,7 @@ def _build_trainer(
     weights = sha256_of(sorted(inputs.model.glob("*.safetensors"))) if inputs.sigmas else None
     plan = build_noise_plan(spec, model, inputs.sigmas, weights)
     guard = BreakdownGuard(run_label(spec), spec.training)
-    validation = _validation(spec, inputs, tokenizer, plan.recorder)
+    validation = _validation(spec, inputs, tokenizer, plan)
     trainer = NoisyGRPOTrainer(
         noise_plan=plan,
         rollouts=rollouts,
@@ -196,9 +195,7 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
     )
 
 
-def _validation(
-    spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, recorder: ReceiptRecorder
-) -> ValidationCallback:
+def _validation(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, noise: NoisePlan) -> ValidationCallback:
     tests = read_table(inputs.test_problems, ProblemTable)
     problems = tests.head(spec.training.validation_questions)
     examples = choose_examples(spec.prompt, inputs.train_problems)
@@ -209,7 +206,7 @@ def _validation(
         prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples),
         problems["gold_answer"].to_list(),
         tokenizer=tokenizer,
-        recorder=recorder,
+        noise=noise,
         max_response_tokens=spec.training.max_response_tokens,
         seed=spec.random_seed,
         stop_text=spec.prompt.stop_text,

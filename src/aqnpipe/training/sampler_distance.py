@@ -5,7 +5,7 @@ from torch import Tensor
 from aqnpipe.training.ranks import gathered
 
 
-class Mismatch:
+class SamplerDistance:
     """Sums over the tokens of one batch of rollouts, on all workers.
 
     With d = log p(actor) - log p(sampler) of a drawn token: the mean and the largest |d|, and the mean of

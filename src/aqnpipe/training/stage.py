@@ -11,13 +11,14 @@ from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
-from aqnpipe.runtime.disk_errors import clear_storage_errors
-from aqnpipe.runtime.training_workers import run_workers
 from aqnpipe.training.reporting import prepare_reporting
 from aqnpipe.training.resume import prepare_resume
 from aqnpipe.training.rollout_backend import describe_rollouts
-from aqnpipe.training.run import TrainingInputs, run_label
-from aqnpipe.training.workspace import Workspace, locked, open_workspace, promote, stopping_on_signals
+from aqnpipe.training.run import TrainingInputs, run_label, run_worker
+from aqnpipe.training.workspace import Workspace, open_workspace, promote
+
+Launch = Callable[[Workspace, Path | None], None]
+"""Runs all workers of a run in a workspace, from a resume point or from the start."""
 
 
 def train(
@@ -26,38 +27,40 @@ def train(
     output_dir: Path,
     scratch: Path,
     say: Callable[[str], None] = print,
+    launch: Launch | None = None,
 ) -> None:
     """Train `spec` and write `output_dir`: checkpoints/step<N>/, metrics.parquet, receipt.json, run.json.
 
     Works in `scratch`, on the same file system, and goes on there where an earlier process of the same run was stopped,
     to the same bytes. `output_dir` appears only when everything, the receipt included, is in order. Raises ReceiptError
-    when measured and asked noise differ, TrainingError when the loss breaks, RunInterruptedError after one of
-    `STOP_SIGNALS`, RunLockedError when another process works on the run, StorageError on a full disk.
+    when measured and requested noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was
+    requested. `launch` runs the workers to their end (default: this process alone); `runtime.training_job` gives the
+    one that locks the scratch folder, stops on signals and starts Ray.
     """
     record = _run_record(spec, inputs)
     prepare_reporting(
         spec.training.report_to, output_dir.with_name(f"{output_dir.name}.logs"), f"{spec.arm_id} seed {spec.seed}"
     )
-    with locked(scratch), clear_storage_errors(f"{scratch}; free some and start again, the last resume point is kept"):
-        workspace = open_workspace(scratch, record)
-        if not workspace.is_finished():
-            # What an earlier run left there must not stand beside a failed one.
-            shutil.rmtree(output_dir, ignore_errors=True)
-            _finish(spec, inputs, record, workspace, say)
-        promote(workspace, output_dir)
+    workspace = open_workspace(scratch, record)
+    if not workspace.is_finished():
+        # The output of an earlier run must not be left beside a failed one.
+        shutil.rmtree(output_dir, ignore_errors=True)
+        resume_from = prepare_resume(workspace, say)
+        try:
+            if launch is None:
+                run_worker(spec, inputs, workspace, resume_from, say)
+            else:
+                launch(workspace, resume_from)
+        except ReceiptError as error:
+            # Its resume points carry the fault; the next start begins anew.
+            workspace.discard()
+            raise ReceiptError(f"{error} (run {run_label(spec)})") from error
+        _finish(spec, record, workspace)
+    promote(workspace, output_dir)
 
 
-def _finish(
-    spec: TrainingSpec, inputs: TrainingInputs, record: RunRecord, workspace: Workspace, say: Callable[[str], None]
-) -> None:
-    resume_from = prepare_resume(workspace, say)
-    try:
-        with stopping_on_signals(workspace):
-            run_workers(spec, inputs, workspace, resume_from, say)
-    except ReceiptError as error:
-        # Its resume points carry what was wrong; the next start is a new try.
-        workspace.discard()
-        raise ReceiptError(f"{error} (run {run_label(spec)})") from error
+def _finish(spec: TrainingSpec, record: RunRecord, workspace: Workspace) -> None:
+    """Write the record of a run that has come to its end; TrainingError if a declared checkpoint is missing."""
     outputs = digests_of(workspace.run)
     _refuse_incomplete(spec, outputs)
     write_json(workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs}))

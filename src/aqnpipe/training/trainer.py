@@ -28,7 +28,7 @@ from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, adapters_off, has_adapters
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_weights, save_rank_state, save_weights
 from aqnpipe.training.sampler import PromptSampler
-from aqnpipe.training.sampler_distance import Mismatch
+from aqnpipe.training.sampler_distance import SamplerDistance
 from aqnpipe.training.workspace import Workspace
 
 
@@ -51,7 +51,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self.noise_plan = noise_plan
         self.validation_accuracy = validation_accuracy
         self._rollouts = rollouts
-        self._mismatch = Mismatch()
+        self._sampler_distance = SamplerDistance()
         self._prompt_format = prompt_format
         self._guard = guard
         kl_coefficient = args.beta
@@ -96,14 +96,22 @@ class NoisyGRPOTrainer(GRPOTrainer):
         sampling = Sampling(
             max_response_tokens=self.max_completion_length,
             temperature=self.temperature,
-            # Keyed by step, so that arms which differ only in noise have the same luck at every step, and by the place
+            # Keyed by step, so that arms which differ only in noise have the same seed_variance at every step, and by the place
             # in the batch of all workers, so that their number has no part in it.
             seed=derive_seed(plan.seed, "sampling", step),
             first_row=self.accelerator.process_index * len(prompt_ids),
             num_rows=self.accelerator.num_processes * len(prompt_ids),
             log_probabilities=True,
         )
-        rollout = Rollout(prompt_ids, sampling, self._key(), plan.sigma(step), plan.aqn_factors)
+        rollout = Rollout(
+            prompts=prompt_ids,
+            sampling=sampling,
+            spec=plan.spec,
+            faults=plan.faults,
+            key=self._key(),
+            sigma=plan.sigma(step),
+            factors=plan.aqn_factors,
+        )
         completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
         self._log_sigma()
         return [one.token_ids for one in completions], [one.log_probabilities or [] for one in completions]
@@ -111,7 +119,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def _log_sigma(self) -> None:
         sync = self.noise_plan.recorder.last_weight_sync
         if sync is not None:
-            self._metrics["train"]["sigma_asked"].append(sync.sigma_asked)
+            self._metrics["train"]["sigma_requested"].append(sync.sigma_requested)
             self._metrics["train"]["sigma_measured"].append(sync.sigma_measured)
 
     def _get_per_token_logps_and_entropies(
@@ -163,9 +171,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
         if self._buffered_inputs is None or place >= self.args.gradient_accumulation_steps:
             return
         drawn = self._buffered_inputs[place]
-        self._mismatch.add(drawn["sampling_per_token_logps"], log_probabilities, drawn["completion_mask"])
+        self._sampler_distance.add(drawn["sampling_per_token_logps"], log_probabilities, drawn["completion_mask"])
         if place == self.args.gradient_accumulation_steps - 1:
-            for name, value in self._mismatch.settle().items():
+            for name, value in self._sampler_distance.settle().items():
                 self._metrics["train"][name].append(value)
 
     def _log_probabilities(
@@ -180,11 +188,13 @@ class NoisyGRPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None]:
         adapted = isinstance(model, BaseWeights)
         model = self.model if adapted else model
-        network = self.accelerator.unwrap_model(model)
+        network, plan = self.accelerator.unwrap_model(model), self.noise_plan
         backward = phase == "actor_forward" and torch.is_grad_enabled()
         with (
             adapters_off(network) if adapted else nullcontext(),
-            phase_noise(network, self.noise_plan.recorder, phase, self._key(micro_step), backward=backward),
+            phase_noise(
+                network, plan.spec, phase, self._key(micro_step), plan.recorder, faults=plan.faults, backward=backward
+            ),
         ):
             output = model(
                 input_ids=input_ids,
@@ -239,7 +249,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
             save_weights(self.policy, folder)
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         self._save_optimizer_and_scheduler(str(folder))
-        save_rank_state(folder, self.accelerator.process_index, self.noise_plan.recorder, self.validation_accuracy)
+        save_rank_state(folder, self.accelerator.process_index, self.noise_plan, self.validation_accuracy)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Restore the trained weights; the model came from its own folder, which names the reference's."""
@@ -250,7 +260,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             rank = self.accelerator.process_index
-            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, self.noise_plan.recorder))
+            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, self.noise_plan))
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -1,6 +1,6 @@
-"""Where a run works until it is whole: a folder that the workflow does not know of and so does not delete.
+"""The folder in which a run works until it is complete; Snakemake does not know it and so does not delete it.
 
-<scratch>/lock          held while a process works here
+<scratch>/lock          held while a process works here (runtime.training_job)
 <scratch>/<key>/        one workspace; the key is a digest of all that decides the run's bytes
     run/                what becomes the run's declared folder
     resume/step<N>/     resume points
@@ -8,34 +8,17 @@
     stop                there from when a stop was asked for until the next start
 """
 
-import fcntl
 import hashlib
-import json
 import os
 import shutil
-import signal
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 
 from pydantic import ValidationError
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync, sync_tree, write_durably
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.errors import RunLockedError
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
-"""What a scheduler sends before its time limit ends a job.
-
-Slurm sends it to every process of the job. SIGURG is the one that all others ignore: Ray's would end on either other,
-and several workers could not write a resume point any more.
-"""
 
 
 class FinishedRun(Artifact):
@@ -125,67 +108,6 @@ def promote(workspace: Workspace, output_dir: Path) -> None:
             shutil.rmtree(path)
 
 
-def remove_scratch(scratches: Path) -> None:
-    """Remove the scratch folder of every finished run under `scratches` that no process works in.
-
-    For when the workflow has taken note that its runs are done; those that were interrupted keep what they need.
-    """
-    for finished in scratches.glob("*/*/finished.json"):
-        scratch = finished.parents[1]
-        with suppress(RunLockedError), locked(scratch):
-            shutil.rmtree(scratch)
-    with suppress(OSError):
-        scratches.rmdir()
-
-
-@contextmanager
-def locked(scratch: Path) -> Iterator[None]:
-    """Hold the run's lock for the duration of the body; the system frees it when the process dies, however it dies.
-
-    Raises RunLockedError saying which process has it.
-    """
-    scratch.mkdir(parents=True, exist_ok=True)
-    path = scratch / "lock"
-    with ExitStack() as stack:
-        file = stack.enter_context(path.open("a+", encoding="utf-8"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RunLockedError(f"{scratch}: another process works on this run ({_holder(file.read())})") from None
-        if not _is_same_file(path, file.fileno()):
-            raise RunLockedError(f"{scratch}: another process has just finished this run; start again")
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
-        file.flush()
-        yield
-
-
-@contextmanager
-def stopping_on_signals(workspace: Workspace) -> Iterator[None]:
-    """Turn the first of `STOP_SIGNALS` into the workspace's stop file; a second one ends the process as usual.
-
-    Only the main thread of a process can do this; elsewhere nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-    def ask_to_stop(number: int, frame: FrameType | None) -> None:
-        workspace.stop_file.touch()
-        signal.signal(number, before[signal.Signals(number)])
-
-    try:
-        for number in STOP_SIGNALS:
-            signal.signal(number, ask_to_stop)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _link(source: str, target: str) -> None:
     """Link `source` to `target`, or copy it where the file system has no hard links; with the time of now.
 
@@ -197,19 +119,3 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
     os.utime(target)
     sync(Path(target))
-
-
-def _holder(text: str) -> str:
-    try:
-        holder = json.loads(text)
-    except json.JSONDecodeError:
-        return "it has not said which"
-    return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-
-
-def _is_same_file(path: Path, descriptor: int) -> bool:
-    """Tell whether `path` still names the open file: the lock may have been removed between opening and locking."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -9,7 +9,7 @@ from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise import faults
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.injection.fault_injection import StruckSites
+from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -217,8 +217,8 @@ def test_the_witness_sees_raw_outputs_under_a_fault_on_a_linear_module(model):
     recorder = recorder_for(Fault(type="bias", layer=LAYER, magnitude=0.5, site="down_proj"), phases=("rollout",))
     layer_output(model, recorder)
     receipt = recorder.receipt().check()
-    assert receipt.phases[0].witness_difference == 0.0
-    assert receipt.phases[0].witnessed_elements > 0
+    assert receipt.phases[0].reference_check_difference == 0.0
+    assert receipt.phases[0].reference_checked_elements > 0
 
 
 def test_hooks_are_gone_after_an_exception(model):
@@ -244,7 +244,7 @@ def test_hidden_noise_passes_gradients_straight_through(model):
     """d(noised)/d(hidden) is 1, not the noise's factor."""
     hidden = torch.randn(2, 3, 32, requires_grad=True)
     recorder = recorder_for()
-    noised = StruckSites(PhaseState(model, recorder, "rollout", KEY), {LAYER: 0.5})._noised(LAYER, 0.5, hidden)
+    noised = FaultInjection(PhaseState(model, recorder, "rollout", KEY), {LAYER: 0.5})._noised(LAYER, 0.5, hidden)
     noised.sum().backward()
     assert not torch.equal(noised, hidden)
     assert torch.equal(hidden.grad, torch.ones_like(hidden))

@@ -64,8 +64,8 @@ def test_no_noise_asked_changes_no_bit_and_the_witness_says_so(model):
     receipt.check()
     (record,) = receipt.phases
     assert record.noised_calls == 0
-    assert record.witness_difference == 0.0
-    assert record.witnessed_elements > 0
+    assert record.reference_check_difference == 0.0
+    assert record.reference_checked_elements > 0
 
 
 @pytest.mark.parametrize("operators", ["matmul", "all"])
@@ -276,7 +276,7 @@ def test_noise_at_half_the_scale_is_refused(model, monkeypatch):
 
     monkeypatch.setattr("aqnpipe.noise.kernels.error_models.add_relative_gaussian_", half)
     _, receipt = logits(model, MATMUL)
-    with pytest.raises(ReceiptError, match=r"the witness saw scale 0\.02"):
+    with pytest.raises(ReceiptError, match=r"the reference check saw scale 0\.02"):
         receipt.check()
 
 
@@ -291,7 +291,7 @@ def test_rounding_of_biases_is_not_taken_for_noise(model, bias):
     for step in range(8):
         with torch.no_grad(), phase_noise(model, recorder, "actor_forward", NoiseKey(seed=0, step=step)):
             model(token_ids())
-    assert recorder.receipt().check().phases[0].witness_scale == pytest.approx(1e-4, rel=0.05)
+    assert recorder.receipt().check().phases[0].reference_check_scale == pytest.approx(1e-4, rel=0.05)
 
 
 def test_the_first_forward_of_a_single_token_is_compared_in_full_however_many_came_before(model):
@@ -300,7 +300,7 @@ def test_the_first_forward_of_a_single_token_is_compared_in_full_however_many_ca
         with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
             for length in lengths:
                 model(token_ids(shape=(8, length)))
-        return recorder.receipt().check().phases[0].witnessed_elements
+        return recorder.receipt().check().phases[0].reference_checked_elements
 
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     every_one = sum(min(MEASURED_ELEMENTS_PER_CALL, 8 * linear.out_features) for linear in linears)

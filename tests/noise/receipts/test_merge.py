@@ -11,7 +11,7 @@ from aqnpipe.config.noise import AdaptiveNoise, Fault, OperatorNoise
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
-from aqnpipe.noise.receipts.merge import WorkerAccount, merge_states, merged_receipt, read_accounts
+from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 
@@ -76,7 +76,7 @@ def accounts_of(make_model):
             for rank in range(2):
                 recorder = recorder_for(mode)
                 record(recorder, model, rank)
-                accounts.append(WorkerAccount(rank, 2, recorder.state()))
+                accounts.append(WorkerMeasurements(rank, 2, recorder.state()))
             kept[mode] = accounts
         return recorder_for(mode), copy.deepcopy(kept[mode])
 
@@ -100,10 +100,10 @@ def test_the_merged_receipt_is_that_of_one_recorder_that_saw_everything(mode, ac
         assert ours.measured == pytest.approx(theirs.measured, rel=1e-12)
         assert ours.mean_error == pytest.approx(theirs.mean_error, rel=1e-9, abs=1e-15)
     for ours, theirs in zip(merged.phases, expected.phases, strict=True):
-        assert (ours.forwards, ours.noised_calls, ours.witnessed_elements, ours.witness_difference) == (
-            theirs.forwards, theirs.noised_calls, theirs.witnessed_elements, theirs.witness_difference,
+        assert (ours.forwards, ours.noised_calls, ours.reference_checked_elements, ours.reference_check_difference) == (
+            theirs.forwards, theirs.noised_calls, theirs.reference_checked_elements, theirs.reference_check_difference,
         )  # fmt: skip
-        assert ours.witness_scale == pytest.approx(theirs.witness_scale, rel=1e-12)
+        assert ours.reference_check_scale == pytest.approx(theirs.reference_check_scale, rel=1e-12)
     assert merged.fault_cells == expected.fault_cells
     for ours, theirs in zip(merged.gradient_flows, expected.gradient_flows, strict=True):
         assert ours.model_dump() == pytest.approx(theirs.model_dump(), rel=1e-12)
@@ -138,14 +138,14 @@ def test_accounts_survive_their_files(accounts_of, tmp_path):
     _, accounts = accounts_of("operators")
     for account in accounts:
         account.write(tmp_path)
-    assert read_accounts(tmp_path, 2) == accounts
+    assert read_measurements(tmp_path, 2) == accounts
 
 
 def test_a_missing_worker_is_refused(accounts_of, tmp_path):
     _, accounts = accounts_of("operators")
     accounts[0].write(tmp_path)
     with pytest.raises(ReceiptError, match="no account of worker 1 of 2"):
-        read_accounts(tmp_path, 2)
+        read_measurements(tmp_path, 2)
 
 
 def test_an_account_of_another_launch_or_no_account_at_all_is_refused(accounts_of, tmp_path):
@@ -154,10 +154,10 @@ def test_an_account_of_another_launch_or_no_account_at_all_is_refused(accounts_o
         account.write(tmp_path)
     replace(accounts[1], num_workers=4).write(tmp_path)
     with pytest.raises(ReceiptError, match="is of worker 1 of 4, expected 1 of 2"):
-        read_accounts(tmp_path, 2)
+        read_measurements(tmp_path, 2)
     (tmp_path / "worker1.json").write_text(json.dumps({"rank": 1}))
     with pytest.raises(ReceiptError, match=r"worker1\.json: num_workers: missing key"):
-        read_accounts(tmp_path, 2)
+        read_measurements(tmp_path, 2)
 
 
 def refusal(accounts_of, mode, change):
@@ -216,9 +216,9 @@ def test_workers_with_different_clean_weights_or_sigmas_are_refused(accounts_of,
     assert "worker 1 of 2: AQN step 1: clean_sha256_before is 000000000000" in refusal(accounts_of, mode, other_weights)
 
     def other_sigma(state):
-        state.weight_syncs[0] = state.weight_syncs[0].model_copy(update={"sigma_asked": 0.04})
+        state.weight_syncs[0] = state.weight_syncs[0].model_copy(update={"sigma_requested": 0.04})
 
-    assert "worker 1 of 2: AQN step 0: sigma_asked is 0.04, 0.05" in refusal(accounts_of, mode, other_sigma)
+    assert "worker 1 of 2: AQN step 0: sigma_requested is 0.04, 0.05" in refusal(accounts_of, mode, other_sigma)
 
 
 def test_a_worker_that_missed_a_sync_is_refused(accounts_of):

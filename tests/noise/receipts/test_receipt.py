@@ -84,7 +84,7 @@ def test_operator_noise_beside_module_noise_alone_is_refused(model):
 
 def test_a_witness_that_saw_nothing_is_refused(honest):
     with pytest.raises(ReceiptError, match="no operator output was compared"):
-        with_phase(honest, witnessed_elements=0).check()
+        with_phase(honest, reference_checked_elements=0).check()
 
 
 def test_a_bias_of_the_wrong_sign_is_refused(model):

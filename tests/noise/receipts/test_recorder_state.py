@@ -55,4 +55,4 @@ def test_infinite_errors_survive(model):
     one.witness("rollout", torch.zeros(2), torch.tensor([0.0, torch.inf]))
     two = recorder(model)
     two.restore(RecorderState.from_json(one.state().to_json()))
-    assert two.receipt().phases[0].witness_difference == torch.inf
+    assert two.receipt().phases[0].reference_check_difference == torch.inf

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.cli.doctor.slurm import SlurmPartition
-from aqnpipe.device import AskedDevice, resolve_device
+from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import DeviceError
 
 Status = Literal["ok", "untested", "missing", "problem"]
@@ -56,7 +56,7 @@ def machine_checks(results: Path, partitions: tuple[SlurmPartition, ...] | None)
 
 def device_checks() -> list[Check]:
     """Return one check per kind of accelerator: what torch sees, or why it sees nothing."""
-    kinds: tuple[tuple[str, AskedDevice], ...] = (("GPUs", "cuda"), ("NPUs", "npu"))
+    kinds: tuple[tuple[str, RequestedDevice], ...] = (("GPUs", "cuda"), ("NPUs", "npu"))
     checks = []
     for name, kind in kinds:
         try:

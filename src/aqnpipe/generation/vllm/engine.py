@@ -13,14 +13,15 @@ from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.noisy_passes import PassAccount, PassNoise, RolloutNoise
+from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise, RolloutNoise
 from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXT, StopText
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
 from aqnpipe.generation.vllm.requirements import check_model, check_vllm
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.injection.phase_state import NoiseKey
-from aqnpipe.noise.receipts.merge import WorkerAccount, merge_states
+from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.seeding import derive_seed
 
@@ -163,20 +164,22 @@ class VllmEngine:
         self._forwards_due += max(len(one.token_ids) for one in completions)
         return completions
 
-    def end_pass(self) -> PassAccount:
+    def end_pass(self) -> PassMeasurements:
         """Return the account of all workers. Raises ReceiptError if one is missing or short."""
         noise, self._noise = self._noise, None
         if noise is None:
             raise RuntimeError("no pass has begun; this is a bug")
-        states = tuple(account.state for account in self._accounts())
-        return PassAccount(self._num_layers, self._workers[0]["num_norms"], states)
+        accounts, _ = self._accounts()
+        states = tuple(account.state for account in accounts)
+        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], states)
 
-    def end_rollout(self) -> RecorderState:
-        """Return what all workers recorded in a rollout, for the receipt of the run that it is part of.
+    def end_rollout(self) -> tuple[RecorderState, tuple[ActiveFaultState, ...]]:
+        """Return what all workers recorded in a rollout, for the receipt of its run, and the states of its faults.
 
         Raises ReceiptError if an account is missing or short.
         """
-        return merge_states([account.state for account in self._accounts()], per_worker_draws=False)
+        accounts, fault_states = self._accounts()
+        return merge_states([account.state for account in accounts], per_worker_draws=False), fault_states
 
     def fall_asleep(self) -> None:
         """Give back the memory of weights and cache on a GPU; the weights are sent anew before they are needed."""
@@ -186,17 +189,18 @@ class VllmEngine:
         """Take that memory again."""
         self._llm.wake_up(tags=[what])
 
-    def _accounts(self) -> list[WorkerAccount]:
-        """End the pass and return what each worker recorded, by rank."""
+    def _accounts(self) -> tuple[list[WorkerMeasurements], tuple[ActiveFaultState, ...]]:
+        """End the pass; return what each worker recorded, by rank, and the fault states of the first."""
         answers = self._call("aqnpipe_end_pass")
         if sorted(answer["rank"] for answer in answers) != list(range(len(self._workers))):
             raise ReceiptError(
                 f"receipt refused: accounts of workers {sorted(answer['rank'] for answer in answers)}, expected "
                 f"{len(self._workers)}"
             )
+        answers.sort(key=lambda answer: int(answer["rank"]))
         accounts = [
-            WorkerAccount(answer["rank"], answer["num_workers"], RecorderState.from_json(answer["state"]))
-            for answer in sorted(answers, key=lambda answer: int(answer["rank"]))
+            WorkerMeasurements(answer["rank"], answer["num_workers"], RecorderState.from_json(answer["state"]))
+            for answer in answers
         ]
         for account in accounts:
             forwards = sum(phase.forwards for phase in account.state.phases)
@@ -205,7 +209,7 @@ class VllmEngine:
                     f"receipt refused: vLLM's {account.label} accounts for {forwards} forward passes, the responses "
                     f"took at least {self._forwards_due}"
                 )
-        return accounts
+        return accounts, tuple(ActiveFaultState(**state) for state in answers[0]["fault_states"])
 
     def close(self) -> None:
         """End the processes of the engine."""

@@ -1,6 +1,6 @@
 """Puts noise and faults on vLLM's modules for one batch, measures them, and always removes them.
 
-The counterpart of `noise.injection`, with its parts (`PhaseState` places and measures errors, `StruckSites` lets faults
+The counterpart of `noise.injection`, with its parts (`PhaseState` places and measures errors, `FaultInjection` lets faults
 strike). vLLM's operators are no torch functions but modules of known classes, so that each is reached at its module:
 
 - linear modules at `quant_method.apply`, the product itself. Of merged ones (qkv_proj, gate_up_proj) each projection
@@ -26,10 +26,11 @@ from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, Ou
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.modules import EngineModel, Linear
-from aqnpipe.generation.vllm.reference_check import EngineWitness
+from aqnpipe.generation.vllm.reference_check import EngineReferenceCheck
 from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK
-from aqnpipe.noise.injection.fault_injection import StruckSites
+from aqnpipe.noise.injection.fault_injection import FaultInjection
+from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.module_errors import ModuleErrors
 from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
@@ -44,14 +45,14 @@ def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
     """Raise ModelError if any part of `noise` has no counterpart in vLLM's model."""
     name = f"vLLM's {type(engine.model).__name__}"
     advice = "generation.backend: transformers computes it"
-    modules = noise.modules_at_work
+    modules = noise.module_noise_in(noise.phase)
     if modules is not None:
         engine.select(modules.modules)
         if engine.out_of_reach:
             raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
     for fault in noise.faults:
         engine.site_module(engine.model, fault.layer, fault.site)
-    operators = noise.operators_at_work
+    operators = noise.operator_noise_in(noise.phase)
     if operators is None:
         return
     if isinstance(operators.error, FakeQuantization):
@@ -74,9 +75,10 @@ def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
 @contextmanager
 def engine_noise(
     engine: EngineModel,
-    recorder: ReceiptRecorder,
     noise: PassNoise,
     key: NoiseKey,
+    recorder: ReceiptRecorder,
+    faults: ActiveFaults,
     hidden_sigmas: Mapping[int, float] | None = None,
 ) -> Iterator[None]:
     """Let the model compute under exactly `noise` for the duration of the body, which no one may nest.
@@ -87,11 +89,11 @@ def engine_noise(
     refuse_what_cannot_be_mapped(engine, noise)
     if hasattr(engine.model, ACTIVE_MARK):
         raise ModelError(f"noise is already installed on this {type(engine.model).__name__}; injections do not nest")
-    state = PhaseState(engine.model, recorder, noise.phase, key)
+    state = PhaseState(engine.model, noise.phase, key, recorder)
     with ExitStack() as stack:
         setattr(engine.model, ACTIVE_MARK, state)
         stack.callback(delattr, engine.model, ACTIVE_MARK)
-        _EngineInjection(engine, state, noise, hidden_sigmas or {}).install(stack)
+        _EngineInjection(engine, state, noise, faults, hidden_sigmas or {}).install(stack)
         yield
     recorder.settle()
 
@@ -100,20 +102,25 @@ class _EngineInjection:
     """One batch on one worker's model: registers the hooks and keeps the place of the computation up to date."""
 
     def __init__(
-        self, engine: EngineModel, state: PhaseState, noise: PassNoise, hidden_sigmas: Mapping[int, float]
+        self,
+        engine: EngineModel,
+        state: PhaseState,
+        noise: PassNoise,
+        faults: ActiveFaults,
+        hidden_sigmas: Mapping[int, float],
     ) -> None:
         self._engine = engine
         self._state = state
-        self._noise: OperatorNoise | None = noise.operators_at_work
-        modules = noise.modules_at_work
+        self._noise: OperatorNoise | None = noise.operator_noise_in(noise.phase)
+        modules = noise.module_noise_in(noise.phase)
         self._selected = engine.select(modules.modules) if modules is not None else []
         self._module_errors = ModuleErrors(state, modules, self._selected) if modules is not None else None
         self._noises_inputs = modules is not None and modules.point == "input"
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}
         self._sums = {layer for layer, site in self._faulty if site == "layer_output"}
         self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
-        self._struck = StruckSites(state, hidden_sigmas, engine.site_module)
-        self._witness = EngineWitness(state, self._noise)
+        self._fault_injection = FaultInjection(state, faults, hidden_sigmas, engine.site_module)
+        self._reference_check = EngineReferenceCheck(state, self._noise)
 
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
@@ -127,11 +134,11 @@ class _EngineInjection:
                 self._install_on_operators(stack, index)
             if index in self._sums:
                 keep(stack, layer.module.register_forward_hook(partial(_through_sum, layer.output)))
-            self._struck.install(stack, index)
+            self._fault_injection.install(stack, index)
         for logits in engine.logits:
             self._install_place(stack, len(engine.layers), logits)
             if engine.head_is_plain and not self._is_changed_within(engine.head, None):
-                self._witness.install_on_head(stack, logits)
+                self._reference_check.install_on_head(stack, logits)
         self._install_on_linears(stack, None, [engine.head])
 
     def _is_changed_within(self, linear: Linear, layer: int | None) -> bool:
@@ -150,7 +157,7 @@ class _EngineInjection:
                 method.apply = partial(product, linear, method.apply)
                 stack.callback(delattr, method, "apply")
             if layer is not None and not within:
-                self._witness.install(stack, linear)
+                self._reference_check.install(stack, linear)
 
     def _install_on_modules(self, stack: ExitStack) -> None:
         """Register module noise, ahead of faults, which strike last."""
@@ -194,7 +201,7 @@ class _EngineInjection:
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
         # Rows of a batch of vLLM may differ; all prompts are read first, mostly in one forward.
         state.start_forward(None if state.forward_index < 0 else 1)
-        self._witness.enter_model()
+        self._reference_check.enter_model()
         state.recorder.count_forward(state.phase)
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
@@ -251,7 +258,7 @@ class _EngineInjection:
                 self._put(f"linear.{part.name}", piece)
         used = pieces if len(weights) > 1 else [_joined(pieces)]
         for one, weight, product in zip(inputs, weights, used, strict=True):
-            self._witness.compare(one, weight, None, product)
+            self._reference_check.compare(one, weight, None, product)
         if bias is not None:
             pieces = [piece + its_bias for piece, its_bias in zip(pieces, linear.split(bias), strict=True)]
         pieces[: len(linear.parts)] = [part.output(piece) for part, piece in zip(linear.parts, pieces, strict=False)]

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from aqnpipe.config.model import Dtype
-from aqnpipe.device import VISIBLE_DEVICES, DeviceKind, own_device_id
+from aqnpipe.device import VISIBLE_DEVICES, DeviceKind, local_device_id
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.vllm.plugin import LAUNCHER
 
@@ -74,7 +74,7 @@ def refuse_too_large(folder: Path, cache_bytes: int, available_bytes: int) -> No
 def _environment_of_workers(device: DeviceKind, threads: int) -> Iterator[None]:
     """Set what vLLM's processes read from their environment at their start; this process gets its own back."""
     # Of several workers on one node each may see all devices; an engine takes the first that it sees.
-    own_device = {VISIBLE_DEVICES[device]: own_device_id(device)} if device in VISIBLE_DEVICES else {}
+    own_device = {VISIBLE_DEVICES[device]: local_device_id(device)} if device in VISIBLE_DEVICES else {}
     wanted = {
         **own_device,
         LAUNCHER: str(os.getpid()),

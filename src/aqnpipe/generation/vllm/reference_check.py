@@ -10,10 +10,10 @@ from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.generation.vllm.modules import Linear
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.phase_state import PhaseState
-from aqnpipe.noise.injection.reference_check import STRIDE, compare_with_bare
+from aqnpipe.noise.injection.reference_check import STRIDE, compare_with_reference
 
 
-class EngineWitness:
+class EngineReferenceCheck:
     """Compares linear modules in the first forwards of a batch; `operator_noise` is what they should have."""
 
     def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
@@ -64,4 +64,4 @@ class EngineWitness:
         To be called by what changes inputs or outputs within a linear module, where the module's own are no product.
         """
         if self._state.is_first_of_kind:
-            compare_with_bare(self._state, self._operator_noise, x, weight, bias, used)
+            compare_with_reference(self._state, self._operator_noise, x, weight, bias, used)

@@ -7,6 +7,7 @@ fails the call.
 
 import os
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class _WorkerPass:
     def __init__(self, engine: EngineModel, noise: PassNoise) -> None:
         self.engine = engine
         self.noise = noise
+        self.faults = noise.active_faults()
         self.recorder: ReceiptRecorder = noise.recorder(len(engine.layers), len(rms_norms(engine.model)))
         self.batch: ExitStack | None = None
 
@@ -87,14 +89,17 @@ class NoiseExtension:
                     hidden_sigmas = stack.enter_context(
                         noised_rollout(
                             current.engine.model,
-                            current.recorder,
+                            noise.aqn,
                             noise.factors,
+                            current.recorder,
                             sigma=noise.sigma,
                             seed=named.seed,
                             step=named.step,
                         )
                     )
-                stack.enter_context(engine_noise(current.engine, current.recorder, noise, named, hidden_sigmas))
+                stack.enter_context(
+                    engine_noise(current.engine, noise, named, current.recorder, current.faults, hidden_sigmas)
+                )
             except AqnpipeError as error:
                 return {"refused": str(error)}
             current.batch = stack.pop_all()
@@ -109,11 +114,12 @@ class NoiseExtension:
         return {}
 
     def aqnpipe_end_pass(self: Any) -> dict[str, Any]:
-        """Return the account of the pass: rank, number of workers, and the state of the recorder as JSON."""
+        """Return the record of the pass: rank, number of workers, state of the recorder as JSON, and of the faults."""
         current: _WorkerPass = self._aqnpipe_pass
         del self._aqnpipe_pass
         return {
             "rank": self.rank,
             "num_workers": self.parallel_config.world_size,
             "state": current.recorder.state().to_json(),
+            "fault_states": [asdict(state) for state in current.faults.states()],
         }

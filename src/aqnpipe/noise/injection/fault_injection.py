@@ -1,6 +1,6 @@
 """Simulated faults and AQN's noise on hidden states: what strikes the output of a site, last of all and in order."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ class _Site:
     sigma: float
 
 
-class StruckSites:
+class FaultInjection:
     """The struck sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
 
     `find` gives the module whose output is a site (model, layer index, name); ModelError if there is no such place.
@@ -40,10 +40,12 @@ class StruckSites:
     def __init__(
         self,
         state: PhaseState,
+        active_faults: Sequence[ActiveFault],
         hidden_sigmas: Mapping[int, float],
         find: Callable[[nn.Module, int, str], nn.Module] = site_module,
     ) -> None:
         self.state = state
+        self._active_faults = active_faults
         self._hidden_sigmas = hidden_sigmas
         self._site_module = find
         self._sites = self._find()
@@ -58,7 +60,7 @@ class StruckSites:
         faults: dict[tuple[int, str], dict[int, ActiveFault]] = {
             (layer, "layer_output"): {} for layer, sigma in self._hidden_sigmas.items() if sigma > 0
         }
-        for number, active in enumerate(self.state.recorder.active_faults):
+        for number, active in enumerate(self._active_faults):
             faults.setdefault((active.fault.layer, active.fault.site), {})[number] = active
         return [
             _Site(
@@ -92,7 +94,8 @@ class StruckSites:
         leaving = self._strike(site, after, 1, leaving, changed)
         if not self.state.recomputing:
             for number, elements in changed.items():
-                self.state.recorder.count_fault(self.state.phase, number, elements)
+                channels = site.faults[number].channels
+                self.state.recorder.count_fault(self.state.phase, number, channels, elements)
         if observed:
             self._observe_gradient(entering, leaving, changed)
         return leaving

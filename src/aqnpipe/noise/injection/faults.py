@@ -9,14 +9,15 @@ a constant.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import site_module
-from aqnpipe.noise.receipts.recorder_state import ActiveFaultState
 from aqnpipe.seeding import keyed_generator
 
 SPIKE_PROBABILITY = 0.01
@@ -125,8 +126,18 @@ def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tupl
         yield records
 
 
+@dataclass(frozen=True)
+class ActiveFaultState:
+    """What an active fault keeps from call to call: the width of its site, and its cached threshold."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    num_channels: int
+    threshold: float | None
+
+
 class ActiveFault:
-    """A fault at work on one site: its faulty lanes and its cached threshold stay the same from call to call."""
+    """A fault at work on one site: its faulty channels and its cached threshold stay the same from call to call."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -152,6 +163,29 @@ class ActiveFault:
         if state.num_channels:
             self.channels = faulty_channels(state.num_channels, self.fault.sparsity, self.fault.seed)
         self._cached = None if state.threshold is None else torch.tensor(state.threshold, dtype=torch.float32)
+
+
+class ActiveFaults(tuple[ActiveFault, ...]):
+    """The faults of one run or pass while it computes: thresholds are cached from its first call on."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, faults: Sequence[Fault], states: Sequence[ActiveFaultState] | None = None) -> Self:
+        """Return `faults` before their first call, or as `states` left them (same length)."""
+        active = cls(ActiveFault(fault) for fault in faults)
+        if states is not None:
+            active.restore(states)
+        return active
+
+    def states(self) -> tuple[ActiveFaultState, ...]:
+        """Return what later calls depend on, fault by fault."""
+        return tuple(active.state() for active in self)
+
+    def restore(self, states: Sequence[ActiveFaultState]) -> None:
+        """Continue from `states` (one per fault)."""
+        for active, state in zip(self, states, strict=True):
+            active.restore(state)
 
 
 def simulated_fault_hooks(model: nn.Module) -> list[str]:

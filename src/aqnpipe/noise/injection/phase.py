@@ -5,8 +5,8 @@ From operator to receipt: `phase_noise` registers hooks that tell the parts of a
 `OperatorErrors.call`. That runs the function, puts the error on its output in place (`PhaseState.put_error`), and hands
 a sample from before and after to the recorder, which makes the receipt. On the way in, operands that need gradients are
 wrapped so that their exact gradients get an error too. Modules are noised by forward hooks (`ModuleErrors`). The
-simulated faults of the recorder's machine strike last of all what their sites put out (`StruckSites`), in every phase
-alike. `Witness` recomputes linear modules and knows nothing of all this.
+simulated faults of the recorder's machine strike last of all what their sites put out (`FaultInjection`), in every phase
+alike. `ReferenceCheck` recomputes linear modules and knows nothing of all this.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from aqnpipe.config.noise import ErrorModel, Phase
+from aqnpipe.config.noise import ErrorModel, NoiseSpec, Phase
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import is_rms_norm, layer_of
 from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK, install_on_checkpoints
-from aqnpipe.noise.injection.fault_injection import StruckSites
-from aqnpipe.noise.injection.faults import simulated_fault_hooks
+from aqnpipe.noise.injection.fault_injection import FaultInjection
+from aqnpipe.noise.injection.faults import ActiveFaults, simulated_fault_hooks
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.module_errors import ModuleErrors
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.injection.operator_watch import OperatorWatch
 from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
-from aqnpipe.noise.injection.reference_check import Witness
+from aqnpipe.noise.injection.reference_check import ReferenceCheck
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 __all__ = ["NoiseKey", "phase_noise"]
@@ -37,20 +37,23 @@ __all__ = ["NoiseKey", "phase_noise"]
 @contextmanager
 def phase_noise(
     model: nn.Module,
-    recorder: ReceiptRecorder,
+    spec: NoiseSpec,
     phase: Phase,
     key: NoiseKey,
+    recorder: ReceiptRecorder,
     *,
+    faults: ActiveFaults | None = None,
     backward: bool = False,
     hidden_sigmas: Mapping[int, float] | None = None,
 ) -> Iterator[None]:
-    """Run `phase` on `model` with exactly the noise that the recorder's specs ask for it, on the recorder's machine.
+    """Run `phase` on `model` with exactly the noise and the faults of `spec`, and record in `recorder` what was done.
 
     With `backward`, the graph built inside also noises the gradients when "backward" is among the asked phases; layers
     under gradient checkpointing are recomputed with the same noise, also after the context has ended. `hidden_sigmas`
-    is AQN on hidden states: relative noise on the output of each decoder layer. The machine's simulated faults strike
-    in every phase; `Fault.order` says where AQN's noise has its place among them. Everything is removed on every way
-    out. Raises ModelError when another injection is active on the model, or the model is compiled.
+    is AQN on hidden states: relative noise on the output of each decoder layer. Faults are active in every phase;
+    `Fault.order` gives the place of AQN's noise among them. `faults` are those of the spec with the thresholds that
+    earlier phases cached (default: none cached). Everything is removed on every way out. Raises ModelError when another
+    injection is active on the model, or the model is compiled; ValueError if `faults` are not those of the spec.
     """
     if hasattr(model, ACTIVE_MARK):
         raise ModelError(f"noise is already installed on this {type(model).__name__}; injections do not nest")
@@ -59,8 +62,11 @@ def phase_noise(
             f"this {type(model).__name__} is compiled (torch.compile): compiled code would run without the noise, "
             "expected an uncompiled model"
         )
-    state = PhaseState(model, recorder, phase, key)
-    injection = _Injection(state, backward, hidden_sigmas or {})
+    faults = ActiveFaults.of(spec.faults) if faults is None else faults
+    if tuple(active.fault for active in faults) != spec.faults:
+        raise ValueError(f"active faults {[active.fault for active in faults]} are not those of the spec {spec.faults}")
+    state = PhaseState(model, phase, key, recorder)
+    injection = _Injection(state, spec, faults, backward, hidden_sigmas or {})
     with ExitStack() as stack:
         setattr(model, ACTIVE_MARK, state)
         stack.callback(delattr, model, ACTIVE_MARK)
@@ -72,19 +78,25 @@ def phase_noise(
 class _Injection:
     """One phase on one model: registers the hooks of every part and keeps the place of the computation up to date."""
 
-    def __init__(self, state: PhaseState, backward: bool, hidden_sigmas: Mapping[int, float]) -> None:
+    def __init__(
+        self,
+        state: PhaseState,
+        spec: NoiseSpec,
+        faults: ActiveFaults,
+        backward: bool,
+        hidden_sigmas: Mapping[int, float],
+    ) -> None:
         self.state = state
-        noise, modules = state.recorder.operator_noise, state.recorder.module_noise
-        self.operator_noise = noise if noise and noise.is_active and state.phase in noise.phases else None
+        self.operator_noise = spec.operator_noise_in(state.phase)
+        modules = spec.module_noise_in(state.phase)
         noises_gradients = backward and self.operator_noise and "backward" in self.operator_noise.phases
         self.operator_errors = OperatorErrors(state, bool(noises_gradients))
         self.watch = (
             OperatorWatch(state, self.operator_noise, self.operator_errors) if self.operator_noise is not None else None
         )
-        noises_modules = modules and modules.is_active and state.phase in modules.phases
-        self.module_errors = ModuleErrors(state, modules) if modules and noises_modules else None
-        self.struck_sites = StruckSites(state, hidden_sigmas)
-        self.witness = Witness(state, self.operator_noise)
+        self.module_errors = ModuleErrors(state, modules) if modules is not None else None
+        self.fault_injection = FaultInjection(state, faults, hidden_sigmas)
+        self.reference_check = ReferenceCheck(state, self.operator_noise)
 
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
@@ -96,11 +108,11 @@ class _Injection:
         keep(stack, state.model.register_forward_hook(self._leave_model, always_call=True))
         for index, layer in enumerate([*state.layers, state.head]):
             self._install_place(stack, index, layer)
-        self.witness.install(stack)
+        self.reference_check.install(stack)
         self._install_on_modules(stack, state.model, "")
         state.recorder.note_foreign_faults(simulated_fault_hooks(state.model))
         for index in range(len(state.layers)):
-            self.struck_sites.install(stack, index)
+            self.fault_injection.install(stack, index)
         if torch.is_grad_enabled():
             install_on_checkpoints(state, stack, self._install_on_layer)
 
@@ -110,7 +122,7 @@ class _Injection:
             stack.callback(self.watch.stop)
         self._install_place(stack, index, layer)
         self._install_on_modules(stack, layer, name)
-        self.struck_sites.install(stack, index)
+        self.fault_injection.install(stack, index)
 
     def _install_place(self, stack: ExitStack, index: int, layer: nn.Module) -> None:
         keep(stack, layer.register_forward_pre_hook(partial(self._enter_layer, index)))
@@ -132,7 +144,7 @@ class _Injection:
             raise ModelError(f"{type(state.model).__name__} is being compiled; noise and torch.compile do not combine")
         state.start_forward(_num_tokens(args, kwargs))
         state.recorder.count_forward(state.phase)
-        self.witness.enter_model()
+        self.reference_check.enter_model()
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)

@@ -51,10 +51,10 @@ class PhaseState:
     while a checkpointed layer is computed again, which counts and measures nothing twice.
     """
 
-    def __init__(self, model: nn.Module, recorder: ReceiptRecorder, phase: Phase, key: NoiseKey) -> None:
+    def __init__(self, model: nn.Module, phase: Phase, key: NoiseKey, recorder: ReceiptRecorder) -> None:
         self.model = model
-        self.recorder = recorder
         self.phase: Phase = phase
+        self.recorder = recorder
         self.key = key
         self.layers = decoder_layers(model)
         self.head = output_projection(model)

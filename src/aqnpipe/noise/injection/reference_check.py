@@ -20,7 +20,7 @@ STRIDE = 8
 """One in so many linear modules is compared in the first forward that reads prompts, others at each step."""
 
 
-class Witness:
+class ReferenceCheck:
     """Compares linear modules in the first forwards of a phase; `operator_noise` is what they should have.
 
     All of them in the first forward of a single token per row, where that is cheap; an eighth of them in the first of
@@ -56,10 +56,10 @@ class Witness:
         state = self._state
         if state.recomputing or not state.is_first_of_kind or not (state.reads_one_token or has_its_turn):
             return
-        compare_with_bare(state, self._operator_noise, args[0], module.weight, module.bias, output)
+        compare_with_reference(state, self._operator_noise, args[0], module.weight, module.bias, output)
 
 
-def compare_with_bare(
+def compare_with_reference(
     state: PhaseState,
     operator_noise: OperatorNoise | None,
     inputs: Tensor,
@@ -77,7 +77,7 @@ def compare_with_bare(
         bare, found = sample(product[..., : used.shape[-1]]), sample(used)
         if operator_noise is not None and bias is not None:
             bare, found = _without_bias(bare, found, sample(bias.expand_as(used)), operator_noise.error)
-        state.recorder.witness(state.phase, bare, found)
+        state.recorder.record_reference_check(state.phase, bare, found)
 
 
 def _without_bias(bare: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ class EvaluationPass(ReceiptModel):
     def problems(self, tolerance: float = 0.0) -> list[str]:
         """Return every gap between the level this pass stands for, what was asked, and what was measured."""
         where = f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}"
-        asked = self.receipt.asked_scale("evaluation")
+        asked = self.receipt.requested_scale("evaluation")
         mismatch = [f"{where}: the receipt asked for scale {asked:g}"] if asked != self.noise_level else []
         return mismatch + [f"{where}: {problem}" for problem in self.receipt.problems(tolerance)]
 

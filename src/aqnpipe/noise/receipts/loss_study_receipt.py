@@ -7,7 +7,7 @@ from aqnpipe.config.noise import FaultOrder
 from aqnpipe.noise.receipts.receipt import Receipt, ReceiptModel
 
 
-class FaultLossPass(ReceiptModel):
+class LossStudyPass(ReceiptModel):
     """The measured account of one pass: a condition, at a magnitude if it has a fault, in an order if it needs one."""
 
     condition: LossCondition
@@ -33,14 +33,14 @@ class FaultLossPass(ReceiptModel):
         return [f"{where}: {problem}" for problem in [*problems, *receipt.problems()]]
 
 
-class FaultLossReceipts(ReceiptModel):
-    """results/fault_loss/<model>/<name>.receipt.json: every pass that stands in the table beside it."""
+class LossStudyReceipts(ReceiptModel):
+    """results/loss_study/<model>/<name>.receipt.json: every pass that stands in the table beside it."""
 
     vocabulary_size: int = Field(ge=2)
     num_layers: int = Field(ge=1)
     faulty_layers: tuple[int, ...]
     gamma: float
-    passes: tuple[FaultLossPass, ...] = Field(min_length=1)
+    passes: tuple[LossStudyPass, ...] = Field(min_length=1)
 
     def problems(self) -> list[str]:
         """Return the problems of all passes, and passes that occur twice."""

@@ -33,7 +33,7 @@ _DRAWN_OUT = frozenset({"rollout", "validation"})
 
 
 @dataclass(frozen=True)
-class WorkerAccount:
+class WorkerMeasurements:
     """What one worker recorded: its rank among `num_workers`, and the sums behind its receipt."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -48,15 +48,15 @@ class WorkerAccount:
         return f"worker {self.rank} of {self.num_workers}"
 
     def write(self, folder: Path) -> None:
-        """Write the account to its place in `folder`, where `read_accounts` looks for it."""
+        """Write the account to its place in `folder`, where `read_measurements` looks for it."""
         folder.mkdir(parents=True, exist_ok=True)
         _path(folder, self.rank).write_bytes(_ADAPTER.dump_json(self))
 
 
-_ADAPTER = TypeAdapter(WorkerAccount)
+_ADAPTER = TypeAdapter(WorkerMeasurements)
 
 
-def read_accounts(folder: Path, num_workers: int) -> list[WorkerAccount]:
+def read_measurements(folder: Path, num_workers: int) -> list[WorkerMeasurements]:
     """Return the accounts of all workers, by rank. Raises ReceiptError if one is missing, foreign or unreadable."""
     missing = [rank for rank in range(num_workers) if not _path(folder, rank).is_file()]
     if missing:
@@ -74,17 +74,22 @@ def read_accounts(folder: Path, num_workers: int) -> list[WorkerAccount]:
     return accounts
 
 
-def merged_receipt(recorder: ReceiptRecorder, accounts: Sequence[WorkerAccount], *, routed: bool = False) -> Receipt:
+def merged_receipt(
+    recorder: ReceiptRecorder, accounts: Sequence[WorkerMeasurements], *, routed: bool = False
+) -> Receipt:
     """Return the checked receipt of all workers together; `recorder` knows what was asked, and is left with the merger.
 
     Every worker's own receipt must be in order, and all must fit each other. `routed` is for mixtures of experts, where
     the number of operator calls depends on the tokens and is not compared. Raises ReceiptError that names the worker.
     """
     problems = []
+    aqn = None
     for account in accounts:
         recorder.restore(account.state)
-        problems += [f"{account.label}: {problem}" for problem in recorder.receipt().problems()]
-    per_worker_draws = recorder.aqn is not None and recorder.aqn.targets == "hidden_states"
+        receipt = recorder.receipt()
+        aqn = receipt.aqn
+        problems += [f"{account.label}: {problem}" for problem in receipt.problems()]
+    per_worker_draws = aqn is not None and aqn.targets == "hidden_states"
     for account in accounts[1:]:
         differences = _differences(accounts[0].state, account.state, per_worker_draws, routed)
         problems += [f"{account.label}: {difference}" for difference in differences]
@@ -105,7 +110,6 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
         phases=_grouped((s.phases for s in states), lambda phase: phase.phase, _merged_phase),
         faults=_grouped((s.faults for s in states), lambda fault: (fault.phase, fault.fault), _merged_fault),
         gradients=_grouped((s.gradients for s in states), lambda gradient: gradient.fault, _merged_gradient),
-        active_faults=first.active_faults,
         foreign_faults=set().union(*(state.foreign_faults for state in states)),
         weight_syncs=(
             [_merged_sync(syncs) for syncs in zip(*(state.weight_syncs for state in states), strict=True)]
@@ -122,13 +126,9 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
 
 
 def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
-    """Add to the recorder of a run what an engine recorded since in a rollout of its own.
-
-    `state` goes on where the recorder's faults were.
-    """
+    """Add to the recorder of a run what an engine recorded in a rollout of its own."""
     before = recorder.state()
     merged = merge_states([before, state], per_worker_draws=False)
-    merged.active_faults = state.active_faults
     merged.weight_syncs = before.weight_syncs + state.weight_syncs
     merged.weight_factors = _grouped(
         (before.weight_factors, state.weight_factors), lambda one: one.layer, _merged_factor
@@ -181,8 +181,8 @@ def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
         phase=phases[0].phase,
         forwards=sum(phase.forwards for phase in phases),
         noised_calls=sum(phase.noised_calls for phase in phases),
-        witness=_merged_ratios([phase.witness for phase in phases]),
-        witnessed_elements=sum(phase.witnessed_elements for phase in phases),
+        reference_check=_merged_ratios([phase.reference_check for phase in phases]),
+        reference_checked_elements=sum(phase.reference_checked_elements for phase in phases),
         escaped={function: sum(phase.escaped.get(function, 0) for phase in phases) for function in functions},
         flops=sum(counted) if counted else None,
         noised_flops=sum(phase.noised_flops for phase in phases),
@@ -196,6 +196,8 @@ def _merged_fault(faults: list[FaultSums]) -> FaultSums:
     return FaultSums(
         phase=faults[0].phase,
         fault=faults[0].fault,
+        num_channels=faults[0].num_channels,
+        num_faulty_channels=faults[0].num_faulty_channels,
         calls=sum(fault.calls for fault in faults),
         elements=sum(fault.elements for fault in faults),
         affected_elements=sum(fault.affected_elements for fault in faults),

@@ -15,7 +15,7 @@ from aqnpipe.config.noise import (
     OperatorNoise,
     Phase,
     RelativeGaussian,
-    asked_size,
+    requested_size,
 )
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.schedule import sigma_at
@@ -104,17 +104,17 @@ class PhaseRecord(ReceiptModel):
     """What happened in one phase, noise or not.
 
     The witness recomputes outputs of linear modules with every hook of torch bypassed and compares them with what the
-    model really used, whatever installed it: `witness_difference` is the largest absolute difference (exactly 0 where
-    no noise was asked), `witness_scale` the root mean square relative difference, over `witnessed_elements`. Products
+    model really used, whatever installed it: `reference_check_difference` is the largest absolute difference (exactly 0 where
+    no noise was asked), `reference_check_scale` the root mean square relative difference, over `reference_checked_elements`. Products
     too small to be told from the rounding of their sum with a bias are not among these.
     """
 
     phase: Phase
     forwards: int
     noised_calls: int
-    witnessed_elements: int
-    witness_difference: float
-    witness_scale: float
+    reference_checked_elements: int
+    reference_check_difference: float
+    reference_check_scale: float
     escaped: dict[str, int] = Field(description="calls that hold a matrix product which the noise does not reach")
     forward_flops: int = Field(
         default=0,
@@ -181,14 +181,14 @@ class GradientFlow(ReceiptModel):
 class WeightSync(ReceiptModel):
     """One redraw of AQN noise on the policy that rolls out: on its norm weights, or on its hidden states.
 
-    `sigma_scheduled` is what the trainer took from the schedule; `sigma_asked` the root mean square over all elements
+    `sigma_scheduled` is what the trainer took from the schedule; `sigma_requested` the root mean square over all elements
     after per-layer factors, `sigma_measured` the same of what was really added (hidden states: relative, of samples).
     The hashes are of the norm weights, which are clean before and after whatever the target.
     """
 
     step: int
     sigma_scheduled: float
-    sigma_asked: float
+    sigma_requested: float
     sigma_measured: float
     targets: int = Field(description="norms, or decoder layers, that AQN was set to work on")
     elements: int = Field(description="elements that were noised and measured")
@@ -251,22 +251,22 @@ class Receipt(ReceiptModel):
         """Return every gap between what was asked and what was measured, in words."""
         return [
             *self._phases_that_did_not_run(),
-            *self._noise_where_none_was_asked(),
+            *self._noise_where_none_was_requested(),
             *self._operator_noise_missing(),
             *self._module_noise_missing(),
             *self._noise_of_wrong_size(tolerance),
-            *self._witness_problems(tolerance),
+            *self._reference_check_problems(tolerance),
             *self._weight_noise_problems(),
             *self._norm_problems(),
             *self._fault_problems(),
         ]
 
-    def asked_scale(self, phase: Phase) -> float:
+    def requested_scale(self, phase: Phase) -> float:
         """Size of the error that operators should have in `phase`; 0 where none was asked."""
         noise = self.operator_noise
-        return asked_size(noise.error) if noise and noise.is_active and phase in noise.phases else 0.0
+        return requested_size(noise.error) if noise and noise.is_active and phase in noise.phases else 0.0
 
-    def _is_asked(self, noise: OperatorNoise | ModuleNoise | None, phase: Phase) -> bool:
+    def _is_requested(self, noise: OperatorNoise | ModuleNoise | None, phase: Phase) -> bool:
         return noise is not None and noise.is_active and phase in noise.phases
 
     def measured_scale(self, phase: Phase) -> tuple[float, int]:
@@ -289,11 +289,11 @@ class Receipt(ReceiptModel):
                 problems.append(f"noise was asked for in {', '.join(noise.phases)} alone, which never ran")
         return problems
 
-    def _noise_where_none_was_asked(self) -> list[str]:
+    def _noise_where_none_was_requested(self) -> list[str]:
         problems = []
         for record in self.phases:
             operators, modules = (
-                self._is_asked(noise, record.phase) for noise in (self.operator_noise, self.module_noise)
+                self._is_requested(noise, record.phase) for noise in (self.operator_noise, self.module_noise)
             )
             noised = {cell.is_module for cell in self.cells if cell.phase == record.phase and cell.calls}
             if (record.noised_calls and not (operators or modules)) or (
@@ -302,9 +302,9 @@ class Receipt(ReceiptModel):
                 problems.append(
                     f"{record.phase}: {record.noised_calls} operator calls were noised, none were asked for"
                 )
-            if not operators and record.witness_difference != 0.0:
+            if not operators and record.reference_check_difference != 0.0:
                 problems.append(
-                    f"{record.phase}: operators differ from bare torch by {record.witness_difference:.3g}, "
+                    f"{record.phase}: operators differ from bare torch by {record.reference_check_difference:.3g}, "
                     "no noise was asked"
                 )
         return problems
@@ -317,7 +317,7 @@ class Receipt(ReceiptModel):
         wanted = {layer for layer in range(self.num_layers) if noise.error_in(layer) is not None}
         head = noise.error_in(None) is not None
         for record in self.phases:
-            if not self._is_asked(noise, record.phase):
+            if not self._is_requested(noise, record.phase):
                 continue
             reached: dict[int | None, set[str]] = {}
             for cell in self.cells:
@@ -350,44 +350,46 @@ class Receipt(ReceiptModel):
         return [
             f"{record.phase}: module noise reached {record.modules_noised} of {self.num_noised_modules} modules"
             for record in self.phases
-            if self._is_asked(noise, record.phase)
+            if self._is_requested(noise, record.phase)
             and (record.modules_noised != self.num_noised_modules or not self.num_noised_modules)
         ]
 
     def _noise_of_wrong_size(self, tolerance: float) -> list[str]:
         problems = []
         for cell in self.cells:
-            error = self._error_asked(cell)
-            if error is None or (cell.error, cell.asked) != (error.kind, asked_size(error)):
+            error = self._error_requested(cell)
+            if error is None or (cell.error, cell.asked) != (error.kind, requested_size(error)):
                 problems.append(f"{cell.where}: noised with {cell.error} {cell.asked:g}, which was not asked for")
             else:
                 problems += cell.problems(tolerance)
         return problems
 
-    def _error_asked(self, cell: NoiseCell) -> ErrorModel | None:
+    def _error_requested(self, cell: NoiseCell) -> ErrorModel | None:
         if cell.is_module:
             return self.module_noise.error if self.module_noise else None
         return self.operator_noise.error_in(cell.layer) if self.operator_noise else None
 
-    def _witness_problems(self, tolerance: float) -> list[str]:
+    def _reference_check_problems(self, tolerance: float) -> list[str]:
         problems = []
         for record in self.phases:
             if record.phase == "backward" or not record.forwards:
                 continue
-            if not record.witnessed_elements:
+            if not record.reference_checked_elements:
                 problems.append(f"{record.phase}: no operator output was compared with bare torch")
                 continue
-            noise, asked = self.operator_noise, self.asked_scale(record.phase)
+            noise, asked = self.operator_noise, self.requested_scale(record.phase)
             if noise is None or not asked or noise.layers is not None or noise.layer_scales:
                 continue
             if not isinstance(noise.error, RelativeGaussian):
-                if record.witness_scale == 0:
-                    problems.append(f"{record.phase}: the witness saw no error, asked {noise.error.kind} {asked:g}")
+                if record.reference_check_scale == 0:
+                    problems.append(
+                        f"{record.phase}: the reference check saw no error, asked {noise.error.kind} {asked:g}"
+                    )
                 continue
-            band = SAMPLING_SIGMAS / math.sqrt(2 * record.witnessed_elements) + tolerance
-            if not abs(record.witness_scale / asked - 1) <= band:
+            band = SAMPLING_SIGMAS / math.sqrt(2 * record.reference_checked_elements) + tolerance
+            if not abs(record.reference_check_scale / asked - 1) <= band:
                 problems.append(
-                    f"{record.phase}: the witness saw scale {record.witness_scale:.4g}, asked {asked:.4g} "
+                    f"{record.phase}: the reference check saw scale {record.reference_check_scale:.4g}, asked {asked:.4g} "
                     f"(band {band:.1%})"
                 )
         return problems
@@ -448,14 +450,14 @@ class Receipt(ReceiptModel):
                     f"AQN step {sync.step}: the trainer took sigma {sync.sigma_scheduled:.4g}, "
                     f"the schedule says {due:.4g}"
                 )
-            if sync.sigma_asked == 0:
+            if sync.sigma_requested == 0:
                 if sync.sigma_measured != 0:
                     problems.append(f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.3g}, asked 0")
             elif not sync.elements or not abs(sync.squared_error_ratio - 1) <= SAMPLING_SIGMAS * math.sqrt(
                 2 / sync.elements
             ):
                 problems.append(
-                    f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.4g}, asked {sync.sigma_asked:.4g}"
+                    f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.4g}, asked {sync.sigma_requested:.4g}"
                 )
         return problems
 
@@ -464,7 +466,7 @@ class Receipt(ReceiptModel):
         if not self.norms_watched:
             return []
         on_norms = self.aqn is not None and self.aqn.targets != "hidden_states"
-        due = self.num_workers * sum(sync.sigma_asked > 0 for sync in self.weight_syncs) if on_norms else 0
+        due = self.num_workers * sum(sync.sigma_requested > 0 for sync in self.weight_syncs) if on_norms else 0
         problems = []
         for record in self.phases:
             # Without AQN nothing says what the reference's are.
@@ -501,7 +503,7 @@ class Receipt(ReceiptModel):
                 )
         wanted = {layer for layer, factor in (self.layer_factors or {}).items() if factor > 0}
         missing = sorted(wanted - {cell.layer for cell in self.weight_cells})
-        if missing and any(sync.sigma_asked > 0 for sync in self.weight_syncs):
+        if missing and any(sync.sigma_requested > 0 for sync in self.weight_syncs):
             problems.append(f"AQN: sigmas were asked for layers {missing}, nothing was measured there")
         return problems
 

@@ -7,19 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import (
-    AdaptiveNoise,
-    ErrorModel,
-    Fault,
-    ModuleNoise,
-    OperatorNoise,
-    Phase,
-    asked_size,
-    quantity_of,
-)
+from aqnpipe.config.noise import ErrorModel, NoiseSpec, Phase, quantity_of, requested_size
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import matrices_sha256, norms_sha256
-from aqnpipe.noise.injection.faults import ActiveFault
 from aqnpipe.noise.receipts.receipt import (
     FaultCell,
     GradientFlow,
@@ -43,19 +33,16 @@ _CellKey = tuple[Phase, str, int | None]
 
 
 class ReceiptRecorder:
-    """Accumulates what injections measure over a run or an evaluation pass; `receipt()` gives the account.
+    """Accumulates what injections measure over a run or an evaluation pass, for its receipt.
 
-    `faults` are those of the machine; a cached threshold is that of the first call of this run or pass. `watch_norms`
-    has every phase compare the norm weights that it computes with to the clean ones.
+    `requested` is what the receipt will compare the measurements with; nothing is injected because of it.
+    `watch_norms`: every phase compares the norm weights that it computes with to the clean ones.
     """
 
     def __init__(
         self,
+        requested: NoiseSpec,
         *,
-        operator_noise: OperatorNoise | None,
-        module_noise: ModuleNoise | None = None,
-        aqn: AdaptiveNoise | None = None,
-        faults: Sequence[Fault] = (),
         expected_phases: tuple[Phase, ...],
         num_layers: int,
         num_norms: int,
@@ -65,10 +52,7 @@ class ReceiptRecorder:
         watch_norms: bool = False,
         layer_factors: Mapping[int, float] | None = None,
     ) -> None:
-        self.operator_noise = operator_noise
-        self.module_noise = module_noise
-        self.aqn = aqn
-        self.active_faults = tuple(ActiveFault(fault) for fault in faults)
+        self._requested = requested
         self._expected_phases = expected_phases
         self._num_layers = num_layers
         self._num_norms = num_norms
@@ -163,11 +147,11 @@ class ReceiptRecorder:
         """Keep a sample of an output before and after its noise (same shapes); summed up by `settle`."""
         self._samples[phase, operator, layer].append((before, after))
 
-    def witness(self, phase: Phase, bare: Tensor, used: Tensor) -> None:
+    def record_reference_check(self, phase: Phase, bare: Tensor, used: Tensor) -> None:
         """Compare outputs recomputed by bare torch with those that the model used (same shapes)."""
         sums = self._phase(phase)
-        sums.witness.add(bare, used)
-        sums.witnessed_elements += bare.numel()
+        sums.reference_check.add(bare, used)
+        sums.reference_checked_elements += bare.numel()
 
     def measure_hidden(self, layer: int, before: Tensor, after: Tensor) -> None:
         """Keep a sample of a layer's hidden states before and after AQN's relative noise (same shapes)."""
@@ -191,9 +175,15 @@ class ReceiptRecorder:
         """Note modules with a simulated fault that is none of this recorder's."""
         self._foreign_faults.update(modules)
 
-    def count_fault(self, phase: Phase, number: int, changed: Tensor) -> None:
-        """Note one call of the site of fault `number`; `changed` is the mask of elements that the fault changed."""
-        sums = self._faults.setdefault((phase, number), FaultSums(phase, number))
+    def count_fault(self, phase: Phase, number: int, channels: Tensor, changed: Tensor) -> None:
+        """Record one call of the site of fault `number`.
+
+        `channels`: mask [channels] of the faulty ones; `changed`: mask of the elements that the fault changed.
+        """
+        sums = self._faults.get((phase, number))
+        if sums is None:
+            sums = FaultSums(phase, number, len(channels), int(channels.sum()))
+            self._faults[phase, number] = sums
         sums.calls += 1
         sums.elements += changed.numel()
         self._affected[phase, number].append(changed.sum())
@@ -263,7 +253,6 @@ class ReceiptRecorder:
                 phases=list(self._phases.values()),
                 faults=list(self._faults.values()),
                 gradients=list(self._gradients.values()),
-                active_faults=[fault.state() for fault in self.active_faults],
                 foreign_faults=self._foreign_faults,
                 weight_syncs=self._weight_syncs,
                 weight_factors=list(self._weight_factors.values()),
@@ -278,8 +267,6 @@ class ReceiptRecorder:
         self._phases = {sums.phase: sums for sums in state.phases}
         self._faults = {(sums.phase, sums.fault): sums for sums in state.faults}
         self._gradients = {sums.fault: sums for sums in state.gradients}
-        for active, kept in zip(self.active_faults, state.active_faults, strict=True):
-            active.restore(kept)
         self._foreign_faults = state.foreign_faults
         self._weight_syncs = state.weight_syncs
         self._weight_factors = {sums.layer: sums for sums in state.weight_factors}
@@ -294,18 +281,18 @@ class ReceiptRecorder:
         self.refuse_stray_hidden_noise()
         self.settle()
         return Receipt(
-            operator_noise=self.operator_noise,
-            module_noise=self.module_noise,
-            aqn=self.aqn,
+            operator_noise=self._requested.operator_noise,
+            module_noise=self._requested.module_noise,
+            aqn=self._requested.aqn,
             expected_phases=self._expected_phases,
             phases=tuple(
                 PhaseRecord(
                     phase=phase,
                     forwards=sums.forwards,
                     noised_calls=sums.noised_calls,
-                    witnessed_elements=sums.witnessed_elements,
-                    witness_difference=sums.witness.largest_difference,
-                    witness_scale=sums.witness.root_mean_square,
+                    reference_checked_elements=sums.reference_checked_elements,
+                    reference_check_difference=sums.reference_check.largest_difference,
+                    reference_check_scale=sums.reference_check.root_mean_square,
                     escaped=dict(sums.escaped),
                     forward_flops=sums.flops or 0,
                     noised_flops=sums.noised_flops,
@@ -323,7 +310,7 @@ class ReceiptRecorder:
                     calls=cell.calls,
                     elements=cell.elements,
                     error=cell.error.kind,
-                    asked=asked_size(cell.error),
+                    asked=requested_size(cell.error),
                     measured=cell.ratios.root_mean_square if cell.ratios.count else None,
                     mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
                     measured_elements=cell.ratios.count,
@@ -332,10 +319,8 @@ class ReceiptRecorder:
                     self._cells.items(), key=lambda item: (item[0][0], item[0][2] is None, item[0][2] or 0, item[0][1])
                 )
             ),
-            faults=tuple(active.fault for active in self.active_faults),
-            fault_cells=tuple(
-                self._fault_cell(*place, sums) for place, sums in sorted(self._faults.items(), key=lambda item: item[0])
-            ),
+            faults=self._requested.faults,
+            fault_cells=tuple(_fault_cell(sums) for _, sums in sorted(self._faults.items(), key=lambda item: item[0])),
             gradient_flows=tuple(
                 _flow(number, sums) for number, sums in sorted(self._gradients.items(), key=lambda item: item[0])
             ),
@@ -361,17 +346,17 @@ class ReceiptRecorder:
             sums = self._phases[phase] = PhaseSums(phase)
         return sums
 
-    def _fault_cell(self, phase: Phase, number: int, sums: FaultSums) -> FaultCell:
-        channels = self.active_faults[number].channels
-        return FaultCell(
-            fault=number,
-            phase=phase,
-            calls=sums.calls,
-            elements=sums.elements,
-            affected_elements=sums.affected_elements,
-            num_channels=len(channels),
-            num_faulty_channels=int(channels.sum()),
-        )
+
+def _fault_cell(sums: FaultSums) -> FaultCell:
+    return FaultCell(
+        fault=sums.fault,
+        phase=sums.phase,
+        calls=sums.calls,
+        elements=sums.elements,
+        affected_elements=sums.affected_elements,
+        num_channels=sums.num_channels,
+        num_faulty_channels=sums.num_faulty_channels,
+    )
 
 
 def _flow(number: int, sums: GradientSums) -> GradientFlow:

@@ -74,8 +74,8 @@ class PhaseSums:
     phase: Phase
     forwards: int = 0
     noised_calls: int = 0
-    witness: RatioSums = field(default_factory=RatioSums)
-    witnessed_elements: int = 0
+    reference_check: RatioSums = field(default_factory=RatioSums)
+    reference_checked_elements: int = 0
     escaped: dict[str, int] = field(default_factory=dict)
     flops: int | None = None
     noised_flops: int = 0
@@ -92,6 +92,8 @@ class FaultSums:
 
     phase: Phase
     fault: int
+    num_channels: int
+    num_faulty_channels: int
     calls: int = 0
     elements: int = 0
     affected_elements: int = 0
@@ -124,16 +126,6 @@ class FactorSums:
 
 
 @dataclass
-class ActiveFaultState:
-    """What a fault at work keeps from call to call: the width of its site, and its cached threshold."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    num_channels: int
-    threshold: float | None
-
-
-@dataclass
 class RecorderState:
     """Everything that a `ReceiptRecorder` has gathered; what it was asked to expect is not part of it.
 
@@ -146,7 +138,6 @@ class RecorderState:
     phases: list[PhaseSums]
     faults: list[FaultSums]
     gradients: list[GradientSums]
-    active_faults: list[ActiveFaultState]
     foreign_faults: set[str]
     weight_syncs: list[WeightSync]
     weight_factors: list[FactorSums]

@@ -1,0 +1,40 @@
+"""Shards of an evaluation run in this process, one after the other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.device import resolve_device
+from aqnpipe.evaluation.shards import ShardRunner, run_shard
+from aqnpipe.generation.backend_choice import open_generator
+from aqnpipe.generation.noisy_passes import NoisyGenerator
+from aqnpipe.models.loading import load_tokenizer
+
+
+def load_generator(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> NoisyGenerator:
+    """Load the checkpoint on the first visible device; `max_tokens` bounds a prompt and its response together."""
+    torch.set_num_threads(spec.evaluation.threads)
+    return open_generator(
+        spec.generation,
+        model_dir,
+        load_tokenizer(model_dir),
+        dtype=spec.dtype,
+        attention=spec.attention,
+        device=resolve_device(spec.device),
+        max_tokens=max_tokens,
+        batch_size=spec.evaluation.batch_size,
+        threads=spec.evaluation.threads,
+    )
+
+
+@contextmanager
+def local_shard_runner(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> Iterator[ShardRunner]:
+    """Yield a runner on one generation backend in this process."""
+    generator = load_generator(spec, model_dir, max_tokens)
+    try:
+        yield ShardRunner(generator.description, lambda shards: (run_shard(generator, spec, one) for one in shards))
+    finally:
+        generator.close()

@@ -1,0 +1,96 @@
+"""One process per file: a lock of the kernel's, which frees it when the process ends, however it ends.
+
+The package `filelock` empties the file on every attempt and needs write access to it. Here the file names its holder,
+and device leases lock files of other users.
+"""
+
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_HOLDER_BYTES = 500
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that took a lock last."""
+
+    pid: int
+    host: str
+    since: str
+
+    def __str__(self) -> str:
+        """Name the process in messages."""
+        return f"process {self.pid} on {self.host} (since {self.since})"
+
+
+class FileLock:
+    """An open lock file; not locked until `acquire` returns True. Closing it frees the lock.
+
+    `read_only`: create the file if need be, but never write to it, so that it may belong to another user. OSError if the
+    file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self._descriptor = _open(path, os.O_RDONLY, 0o644) if read_only else _open(path, os.O_RDWR, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def acquire(self) -> bool:
+        """Try to take the lock without waiting; False if another process has it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        """Whether the path still names the open file: another process may have removed it before it was locked."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def record_holder(self) -> None:
+        """Write this process into the file, over the last holder."""
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        text = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), since)))
+        # One write over the whole of the old record, so that a kill does not leave half of it.
+        os.pwrite(self._descriptor, text.encode().ljust(_HOLDER_BYTES), 0)
+
+    def last_holder(self) -> Holder | None:
+        """Return the process that last wrote itself into the file; None if there is no readable record."""
+        with suppress(ValueError, TypeError):
+            return Holder(**json.loads(os.pread(self._descriptor, _HOLDER_BYTES, 0)))
+        return None
+
+    def describe_holder(self) -> str:
+        """Return the last holder for a message."""
+        return str(self.last_holder() or "another process")
+
+    def close(self) -> None:
+        """Close the file, which frees the lock."""
+        os.close(self._descriptor)
+
+
+def _open(path: Path, access: int, mode: int) -> int:
+    flags = access | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        # Without O_CREAT first: in a sticky folder the kernel refuses O_CREAT on a file of another user.
+        return os.open(path, flags)
+    except FileNotFoundError:
+        return os.open(path, flags | os.O_CREAT, mode)
