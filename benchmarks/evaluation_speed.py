@@ -51,7 +51,7 @@ OURS = {
     "transformers, eager attention": ("transformers", "eager"),
     "vllm": ("vllm", "sdpa"),
 }
-"""What is asked of `generation.backend` and a model's `attention`; the harness attends by sdpa."""
+"""What is requested of `generation.backend` and a model's `attention`; the harness attends by sdpa."""
 BATCH_SIZES = (64, 128, 256, 512)
 DEFAULT_BATCH_SIZE = 1
 MAX_CONTEXT = 2048
@@ -133,9 +133,9 @@ def our_answers(name: str, folder: Path, task: Task) -> Callable[[int], list[str
     generator = load_generator(spec(max(BATCH_SIZES)), folder, longest + task.response_tokens)
 
     def answers(batch_size: int) -> list[str]:
-        asked = spec(batch_size)
-        shards = shards_of(asked, task.prompts(tokenizer))
-        (done,) = assembled_passes(asked, shards, (run_shard(generator, asked, shard) for shard in shards))
+        requested = spec(batch_size)
+        shards = shards_of(requested, task.prompts(tokenizer))
+        (done,) = assembled_passes(requested, shards, (run_shard(generator, requested, shard) for shard in shards))
         done.receipt.check()
         texts = tokenizer.batch_decode([one.token_ids for one in done.samples[0]], skip_special_tokens=True)
         return [end_of_response(text, task.prompt_format.stop_text) for text in texts]

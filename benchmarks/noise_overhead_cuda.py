@@ -65,7 +65,7 @@ class Ratio:
 
 
 def main() -> None:
-    """Measure, print the table, and write it as JSON where asked."""
+    """Measure, print the table, and write it as JSON where requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     arguments = parser.parse_args()

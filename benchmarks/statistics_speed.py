@@ -31,7 +31,7 @@ LEVELS = (0.0, 0.05, 0.1)
 
 
 def made_up_study(num_arms: int, num_seeds: int) -> Study:
-    """A study of as many arms as asked for, whose comparisons are the usual ones and each arm against the first."""
+    """A study of as many arms as requested, whose comparisons are the usual ones and each arm against the first."""
     names = [f"arm{number:02d}" for number in range(num_arms)]
     claims = [
         {

@@ -1,4 +1,4 @@
-"""Devices: what was asked for is used or refused, never replaced by the CPU in silence."""
+"""Devices: what was requested is used or refused, never replaced by the CPU in silence."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ def test_on_ascend_weights_keep_their_layout(monkeypatch, ascend):
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(DeviceError, match=r"asked for cuda, found none: torch \S+ is built without CUDA"):
+    with pytest.raises(DeviceError, match=r"requested cuda, found none: torch \S+ is built without CUDA"):
         resolve_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     with pytest.raises(DeviceError, match=r"torch sees none .does nvidia-smi show them"):
@@ -79,7 +79,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(monkeypatch):
 
 
 def test_an_npu_that_is_not_there_is_refused_with_the_reason():
-    with pytest.raises(DeviceError, match=r"asked for npu, found none: torch_npu is not installed .pip install"):
+    with pytest.raises(DeviceError, match=r"requested npu, found none: torch_npu is not installed .pip install"):
         resolve_device("npu")
 
 

@@ -47,18 +47,20 @@ class Device:
         return f"{self.kind}: {self.count} x {', '.join(dict.fromkeys(self.names))}"
 
 
-def resolve_device(asked: RequestedDevice) -> Device:
+def resolve_device(requested: RequestedDevice) -> Device:
     """Return the devices to compute on. `auto` takes NPUs where there are some, else GPUs, else the CPU.
 
-    Raises DeviceError, saying what was found and how to get it, if what was asked for is not there, or if `auto` would
+    Raises DeviceError, saying what was found and how to get it, if what was requested is not there, or if `auto` would
     end on the CPU although the environment promises devices.
     """
-    if asked == "cpu":
+    if requested == "cpu":
         return Device("cpu", 1, ("cpu",))
-    if asked != "auto":
-        found = _visible(asked)
+    if requested != "auto":
+        found = _visible(requested)
         if found is None:
-            raise DeviceError(f"device: asked for {asked}, found none: {_why_none(asked)}; `device: cpu` runs without")
+            raise DeviceError(
+                f"device: requested {requested}, found none: {_why_none(requested)}; `device: cpu` runs without"
+            )
         return found
     for kind in ("npu", "cuda"):
         found = _visible(kind)

@@ -46,7 +46,7 @@ class DataError(AqnpipeError):
 
 
 class ModelError(AqnpipeError):
-    """A model cannot be found, loaded or used for what was asked."""
+    """A model cannot be found, loaded or used for what was requested."""
 
     advice = "mend a model folder of your own; remove one under results, and the same command makes it again"
 
@@ -64,7 +64,7 @@ class StorageError(AqnpipeError):
 
 
 class WorkerError(AqnpipeError):
-    """A worker of a run died, or fewer started than were asked for."""
+    """A worker of a run died, or fewer started than were requested."""
 
     advice = "look at the named logs; the same command goes on from the last resume point"
 
@@ -76,7 +76,7 @@ class RunLockedError(AqnpipeError):
 
 
 class RunInterruptedError(AqnpipeError):
-    """A run was asked to stop before its end and did, with a resume point."""
+    """A run was requested to stop before its end and did, with a resume point."""
 
     advice = "give the same command; it goes on from the last resume point"
 
@@ -84,15 +84,15 @@ class RunInterruptedError(AqnpipeError):
 
 
 class ReceiptError(AqnpipeError):
-    """What was measured is not what was asked for: noise missing, wrong in size, or present where none was asked."""
+    """What was measured is not what was requested: noise missing, wrong in size, or present where none was requested."""
 
     advice = "nothing of this job was kept; `aqnpipe measure-noise` shows what the noise of an arm reaches and measures"
 
 
 class DeviceError(AqnpipeError):
-    """A device that was asked for is not there, or is in use."""
+    """A device that was requested is not there, or is in use."""
 
-    advice = "`aqnpipe doctor` says what this machine has; `device` in the study and the profile say what is asked for"
+    advice = "`aqnpipe doctor` says what this machine has; `device` in the study and the profile say what is requested"
 
 
 def first_line(error: Exception) -> str:

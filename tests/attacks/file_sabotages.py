@@ -113,7 +113,7 @@ def _other_receipts(study: MicroStudy) -> None:
 def _polished_receipt(study: MicroStudy) -> None:
     path = study.run_folder("guided", 0) / "receipt.json"
     receipt = read_json(path, Receipt)
-    cells = tuple(cell.model_copy(update={"measured": cell.asked}) for cell in receipt.cells)
+    cells = tuple(cell.model_copy(update={"measured": cell.requested}) for cell in receipt.cells)
     write_json(path, receipt.model_copy(update={"cells": cells}))
 
 
@@ -191,8 +191,8 @@ def _evaluated_with(**changes: Any) -> Any:
 
     @contextmanager
     def apply(study: MicroStudy) -> Any:
-        asked = study.plan.evaluation_spec(model="base", arm="guided", seed="0", step=str(LAST_STEP))
-        spec = EvaluationSpec.model_validate(_merged(asked, changes))
+        requested = study.plan.evaluation_spec(model="base", arm="guided", seed="0", step=str(LAST_STEP))
+        spec = EvaluationSpec.model_validate(_merged(requested, changes))
         study.evaluate("guided", 0, LAST_STEP, spec)
         yield
 
@@ -204,8 +204,8 @@ def _trained_with(**changes: Any) -> Any:
 
     @contextmanager
     def apply(study: MicroStudy) -> Any:
-        asked = study.plan.training_spec("guided", 0)
-        study.train("guided", 0, TrainingSpec.model_validate(_merged(asked, changes)))
+        requested = study.plan.training_spec("guided", 0)
+        study.train("guided", 0, TrainingSpec.model_validate(_merged(requested, changes)))
         yield
 
     return apply
@@ -303,7 +303,12 @@ SABOTAGES = (
         9,
     ),
     Sabotage(
-        "other prompt", "one arm is asked in other words", _evaluated_with(prompt={"instruction": "Think."}), (), END, 9
+        "other prompt",
+        "one arm is requested in other words",
+        _evaluated_with(prompt={"instruction": "Think."}),
+        (),
+        END,
+        9,
     ),
     Sabotage(
         "other noise seeds",
@@ -384,7 +389,9 @@ SABOTAGES = (
         facts=8,
     ),
     ending("receipts of another evaluation", "the baseline's receipts beside the arm's table", _other_receipts),
-    ending("receipt edited", "every measured scale of the training run is set to what was asked", _polished_receipt),
+    ending(
+        "receipt edited", "every measured scale of the training run is set to what was requested", _polished_receipt
+    ),
     ending("run overwritten by another arm's", "the baseline's run under the arm's name", _run_of_another_arm, 8),
     ending("a record without digests", "the record of an evaluation vouches for nothing", _old_record, 8),
     ending("questions changed after the evaluation", "other gold answers in test.parquet", _other_questions, 9),

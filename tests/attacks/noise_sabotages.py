@@ -1,4 +1,4 @@
-"""Sabotage of the noise, of AQN and of the trainer: what runs is not what was asked for."""
+"""Sabotage of the noise, of AQN and of the trainer: what runs is not what was requested."""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -177,7 +177,7 @@ def evaluating(name: str, what: str, apply: Any, facts: int | None = None) -> Sa
 
 SABOTAGES = (
     training("noise not installed", "the function that adds it does nothing", patched(_ADD, lambda t, s, r: t), 2),
-    training("noise at half the scale", "half of the asked scale is added", patched(_ADD, _half)),
+    training("noise at half the scale", "half of the requested scale is added", patched(_ADD, _half)),
     training(
         "noise only in forward",
         "gradients get none",

@@ -1,4 +1,4 @@
-"""Sabotage of one process of several: the others do what was asked for."""
+"""Sabotage of one process of several: the others do what was requested."""
 
 from contextlib import contextmanager
 from typing import Any

@@ -197,16 +197,16 @@ if __name__ == "__main__":
     for verb in ("kill", "revive"):
         one = actions.add_parser(verb, help=f"{verb} a daemon as a fault would")
         one.add_argument("daemon", choices=["slurmctld", *NODES])
-    asked = parser.parse_args()
-    if asked.action == "start":
+    requested = parser.parse_args()
+    if requested.action == "start":
         start()
-    elif asked.action == "stop":
+    elif requested.action == "stop":
         stop()
-    elif asked.action == "why-not":
+    elif requested.action == "why-not":
         print(why_not() or "")  # noqa: T201
-    elif asked.action == "kill":
-        kill(asked.daemon, signal.SIGKILL)
-    elif asked.daemon == "slurmctld":
+    elif requested.action == "kill":
+        kill(requested.daemon, signal.SIGKILL)
+    elif requested.daemon == "slurmctld":
         start_controller()
     else:
-        start_node(asked.daemon)
+        start_node(requested.daemon)

@@ -16,7 +16,7 @@ FIRST_ANSWER = "14 fewer 0\n10 fewer 0\n#### 0"
 
 
 def answer_by_hand(question: str) -> str:
-    """Read the story again: whoever is said to have, find or buy the objects asked for is compared."""
+    """Read the story again: whoever is said to have, find or buy the objects requested is compared."""
     match = QUESTION.search(question)
     assert match
     wanted, limit, objects = match[1], int(match[2]), match[3]
@@ -74,9 +74,9 @@ def test_pools_are_by_question_and_streams_of_tasks_are_unlike():
 
 def test_half_ask_for_more_and_every_count_occurs():
     problems = take_problems(3, "train", Difficulty(max_steps=1), 1000, "comparison")
-    asked = [QUESTION.search(problem.question)[1] for problem in problems]
+    requested = [QUESTION.search(problem.question)[1] for problem in problems]
     # Four standard deviations of a fair coin thrown 1,000 times.
-    assert abs(asked.count("more") - 500) < 4 * 250**0.5
+    assert abs(requested.count("more") - 500) < 4 * 250**0.5
     assert {problem.answer[-1] for problem in problems} == {"0", "1", "2"}
 
 

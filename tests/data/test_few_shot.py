@@ -71,8 +71,8 @@ def test_chat_shots_by_hand():
     assert format_prompt("3 + 3?", bare, ChatTokenizer(), examples) == (
         "<user>1 + 1? Think.<assistant>#### 2<user>3 + 3? Think.<assistant>"
     )
-    asked = few_shot(1, style="chat", instruction="Add.")
-    assert format_prompt("3 + 3?", asked, ChatTokenizer(), examples) == (
+    requested = few_shot(1, style="chat", instruction="Add.")
+    assert format_prompt("3 + 3?", requested, ChatTokenizer(), examples) == (
         "<user>Add.\nQuestion: 1 + 1?\nAnswer:<assistant>#### 2<user>Question: 3 + 3?\nAnswer:<assistant>"
     )
 

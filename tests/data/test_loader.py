@@ -105,16 +105,16 @@ def test_generated_overlap_would_be_caught(monkeypatch):
 def test_hub_data_set_goes_through_the_same_checks(monkeypatch):
     import datasets
 
-    asked = []
+    requested = []
 
     def fake_load_dataset(hub_id, subset, *, revision, split):
-        asked.append((hub_id, subset, revision, split))
+        requested.append((hub_id, subset, revision, split))
         return datasets.Dataset.from_list(TRAIN if split == "train" else TEST)
 
     monkeypatch.setattr(datasets, "load_dataset", fake_load_dataset)
     config = HubDataset(source="hub", num_test=1)
     assert load_problems(config, "test").rows() == [("test-00000", "One?", "#### 1", "1")]
-    assert ("openai/gsm8k", "main", "main", "test") in asked
+    assert ("openai/gsm8k", "main", "main", "test") in requested
 
 
 def test_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch):

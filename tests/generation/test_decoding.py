@@ -51,11 +51,11 @@ def mistral(attention):
     return MistralForCausalLM(MistralConfig(**sizes, sliding_window=4, attn_implementation=attention)).eval()
 
 
-def library_answers(model, asked, end_token):
+def library_answers(model, requested, end_token):
     """What transformers' `generate` gives for left-padded prompts, cut after the end token."""
-    width = max(map(len, asked))
-    ids = torch.tensor([[PADDING] * (width - len(one)) + one for one in asked])
-    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in asked])
+    width = max(map(len, requested))
+    ids = torch.tensor([[PADDING] * (width - len(one)) + one for one in requested])
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in requested])
     settings = GenerationConfig(
         max_new_tokens=LIMIT, pad_token_id=PADDING, eos_token_id=end_token, do_sample=False, disable_compile=True
     )
@@ -63,14 +63,14 @@ def library_answers(model, asked, end_token):
     return [one[: one.index(end_token) + 1] if end_token in one else one for one in found]
 
 
-def answers(model, asked, end_token, limit=LIMIT, memory=None, **settings):
+def answers(model, requested, end_token, limit=LIMIT, memory=None, **settings):
     settings |= {"is_over": lambda response: response[-1] == end_token, "padding_token": PADDING, "limit": limit}
-    return decode(model, asked, most_probable, memory=memory or BatchMemory(), **settings)
+    return decode(model, requested, most_probable, memory=memory or BatchMemory(), **settings)
 
 
-def an_end_token(model, asked):
+def an_end_token(model, requested):
     """A token that ends some answers early, not all, and not all at once."""
-    free = library_answers(model, asked, end_token=SIZES["vocab_size"] + 1)
+    free = library_answers(model, requested, end_token=SIZES["vocab_size"] + 1)
     for token in range(2, SIZES["vocab_size"]):
         ends = {one.index(token) for one in free if token in one}
         if len(ends) > 2 and any(token not in one for one in free):
@@ -90,40 +90,40 @@ def an_end_token(model, asked):
     ids=["grouped", "eager", "no shared heads", "window", "window, eager"],
 )
 def test_tokens_are_those_of_transformers_generate(make):
-    model, asked = make(), prompts()
-    end_token = an_end_token(model, asked)
-    found = answers(model, asked, end_token)
-    assert found == library_answers(model, asked, end_token)
+    model, requested = make(), prompts()
+    end_token = an_end_token(model, requested)
+    found = answers(model, requested, end_token)
+    assert found == library_answers(model, requested, end_token)
     assert len({len(one) for one in found}) > 2
 
 
 def test_a_step_computes_the_rows_that_go_on_and_no_others(monkeypatch):
-    model, asked = llama("sdpa"), prompts()
-    end_token = an_end_token(model, asked)
-    found = answers(model, asked, end_token)
+    model, requested = llama("sdpa"), prompts()
+    end_token = an_end_token(model, requested)
+    found = answers(model, requested, end_token)
     monkeypatch.setattr("aqnpipe.generation.decoding._PROMPT_TOKENS_AT_ONCE", 24)
     read, steps = [], []
     with_hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: (read if kwargs["position_ids"] is None else steps).append(kwargs["input_ids"]),
         with_kwargs=True,
     )
-    assert answers(model, asked, end_token) == found
+    assert answers(model, requested, end_token) == found
     with_hook.remove()
     # The forward that gives token t has the rows whose answers have a token t.
     assert [len(ids) for ids in steps] == [sum(len(one) > step for one in found) for step in range(1, LIMIT)]
     # Prompts are read by length, all of them, in portions with little padding.
     portions = [[ids[ids != PADDING].tolist() for ids in portion] for portion in read]
-    assert [len(one) for portion in portions for one in portion] == sorted(map(len, asked))
-    assert sorted(one for portion in portions for one in portion) == sorted(asked)
+    assert [len(one) for portion in portions for one in portion] == sorted(map(len, requested))
+    assert sorted(one for portion in portions for one in portion) == sorted(requested)
     assert len(portions) > 2
     assert all(ids.numel() <= 24 for ids in read)
 
 
 def test_all_at_the_limit_and_all_at_once():
-    model, asked = llama("sdpa"), prompts(3)
-    assert [len(one) for one in answers(model, asked, end_token=-1, limit=5)] == [5, 5, 5]
-    first = answers(model, asked[:1], end_token=-1, limit=1)
-    assert answers(model, asked[:1], end_token=first[0][0]) == first
+    model, requested = llama("sdpa"), prompts(3)
+    assert [len(one) for one in answers(model, requested, end_token=-1, limit=5)] == [5, 5, 5]
+    first = answers(model, requested[:1], end_token=-1, limit=1)
+    assert answers(model, requested[:1], end_token=first[0][0]) == first
 
 
 @given(st.lists(st.booleans(), max_size=40))
@@ -181,21 +181,21 @@ def test_memory_of_rows_that_begin_alike():
 def test_what_all_prompts_begin_with_is_read_once(attention, shared, monkeypatch):
     model, rests = llama(attention), prompts()
     beginning = torch.randint(2, SIZES["vocab_size"], (shared,), generator=torch.Generator().manual_seed(1)).tolist()
-    asked = [[*beginning, place, *rest] for place, rest in enumerate(rests, start=2)]
+    requested = [[*beginning, place, *rest] for place, rest in enumerate(rests, start=2)]
     monkeypatch.setattr("aqnpipe.generation.decoding._PROMPT_TOKENS_AT_ONCE", 24)
-    end_token = an_end_token(model, asked)
-    expected = library_answers(model, asked, end_token)
+    end_token = an_end_token(model, requested)
+    expected = library_answers(model, requested, end_token)
     read = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"]) if kwargs["position_ids"] is None else None,
         with_kwargs=True,
     )
-    assert answers(model, asked, end_token) == expected
-    assert sum((ids != PADDING).sum() for ids in read) == sum(map(len, asked))
+    assert answers(model, requested, end_token) == expected
+    assert sum((ids != PADDING).sum() for ids in read) == sum(map(len, requested))
     read.clear()
-    assert answers(model, asked, end_token, reads_beginning_once=True) == expected
+    assert answers(model, requested, end_token, reads_beginning_once=True) == expected
     if shared < 16:
-        assert sum((ids != PADDING).sum() for ids in read) == sum(map(len, asked))
+        assert sum((ids != PADDING).sum() for ids in read) == sum(map(len, requested))
     else:
         assert read[0].tolist() == [beginning]
         assert sum((ids != PADDING).sum() for ids in read) == shared + sum(len(one) + 1 for one in rests)
@@ -205,25 +205,25 @@ def test_what_all_prompts_begin_with_is_read_once(attention, shared, monkeypatch
 def test_a_prompt_that_is_the_beginning_of_all_keeps_its_last_token():
     model = llama("sdpa")
     beginning = torch.randint(2, SIZES["vocab_size"], (20,), generator=torch.Generator().manual_seed(2)).tolist()
-    for asked in ([beginning, [*beginning, 3, 4]], [beginning, beginning], [beginning]):
-        expected = library_answers(model, asked, end_token=-1)
-        assert answers(model, asked, end_token=-1, reads_beginning_once=True) == expected
+    for requested in ([beginning, [*beginning, 3, 4]], [beginning, beginning], [beginning]):
+        expected = library_answers(model, requested, end_token=-1)
+        assert answers(model, requested, end_token=-1, reads_beginning_once=True) == expected
 
 
 def test_layers_with_a_window_read_every_prompt_whole():
     model, beginning = mistral("sdpa"), [5] * 20
-    asked = [[*beginning, *rest] for rest in prompts()]
-    expected = library_answers(model, asked, end_token=-1)
-    assert answers(model, asked, end_token=-1, reads_beginning_once=True) == expected
+    requested = [[*beginning, *rest] for rest in prompts()]
+    expected = library_answers(model, requested, end_token=-1)
+    assert answers(model, requested, end_token=-1, reads_beginning_once=True) == expected
 
 
 def test_what_a_batch_leaves_in_memory_changes_nothing_of_the_next():
     """Smaller, larger and smaller again; all of the memory is made infinite in between."""
     model, memory = llama("sdpa"), BatchMemory()
     for number, seed in ((12, 0), (20, 1), (3, 2), (7, 3)):
-        asked = prompts(number, seed)
+        requested = prompts(number, seed)
         end_token = an_end_token(model, prompts())
-        assert answers(model, asked, end_token, memory=memory) == library_answers(model, asked, end_token)
+        assert answers(model, requested, end_token, memory=memory) == library_answers(model, requested, end_token)
         for block in memory._blocks.values():
             block.fill_(torch.inf)
 

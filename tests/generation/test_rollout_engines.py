@@ -44,7 +44,7 @@ def sync(before="clean", after="clean", step=0):
 
 
 class FakeEngine:
-    """Notes what it is asked to do, and accounts for AQN on norms with the hash `held`."""
+    """Notes what it is requested to do, and accounts for AQN on norms with the hash `held`."""
 
     def __init__(self, held=None):
         self.calls, self.held = [], held

@@ -50,10 +50,10 @@ def modules(chosen, point="input", error=None):
     return PassNoise(module_noise=ModuleNoise(modules=chosen, point=point, error=error, phases=("evaluation",)))
 
 
-def run(generator, asked, prompts, *keys):
-    generator.begin_pass(asked)
+def run(generator, requested, prompts, *keys):
+    generator.begin_pass(requested)
     completions = [generator.generate(prompts, SAMPLING, key) for key in keys or (KEY,)]
-    return completions if keys else completions[0], pass_receipt(asked, [generator.end_pass()])
+    return completions if keys else completions[0], pass_receipt(requested, [generator.end_pass()])
 
 
 def tokens(completions):
@@ -127,8 +127,8 @@ def test_greedy_tokens_equal_those_of_transformers(engine, reference, prompts):
 
 @pytest.mark.parametrize("operators", ["matmul", "all"])
 def test_noise_measures_as_in_transformers_in_every_layer(engine, reference, prompts, operators):
-    asked = noise(operators=operators)
-    ours, theirs = (run(one, asked, prompts)[1].check() for one in (engine, reference))
+    requested = noise(operators=operators)
+    ours, theirs = (run(one, requested, prompts)[1].check() for one in (engine, reference))
     assert ours.num_layers == theirs.num_layers == 6
     for layer in (*range(6), None):
         (a, n), (b, m) = (layer_scale(receipt, layer) for receipt in (ours, theirs))
@@ -186,8 +186,8 @@ def test_what_prompts_begin_with_is_read_once_but_by_each_prompt_under_noise(eng
 
     monkeypatch.setattr(engine._llm, "wait_for_completion", watched)
     fault = PassNoise(faults=(Fault(type="dead_zone", layer=2, magnitude=0.3),))
-    for asked in (noise(), fault):
-        _, receipt = run(engine, asked, few_shot)
+    for requested in (noise(), fault):
+        _, receipt = run(engine, requested, few_shot)
         receipt.check()
     # What the noised pass left in vLLM's memory is no part of what follows.
     clean, receipt = run(engine, PassNoise(), few_shot, KEY, KEY)
@@ -201,7 +201,7 @@ def test_a_prompt_that_was_not_read_under_its_own_noise_is_refused(engine, few_s
 
     parameters = vllm.SamplingParams
     monkeypatch.setattr(
-        vllm, "SamplingParams", lambda **asked: parameters(**asked | {"skip_reading_prefix_cache": False})
+        vllm, "SamplingParams", lambda **requested: parameters(**requested | {"skip_reading_prefix_cache": False})
     )
     with pytest.raises(ReceiptError, match=r"vLLM took [1-9]\d+ tokens of prompts from its cache"):
         run(engine, noise(), few_shot)
@@ -243,12 +243,12 @@ def test_only_the_layers_and_the_head_that_were_asked_for_are_noised(engine, pro
 )
 def test_a_deterministic_fault_gives_the_answers_that_it_gives_in_transformers(engine, reference, prompts, fault):
     """One prompt at a time: thresholds are of each call, and transformers would pad a batch."""
-    asked = PassNoise(faults=(Fault(**fault),))
+    requested = PassNoise(faults=(Fault(**fault),))
     accounts = []
     for generator in (engine, reference):
-        generator.begin_pass(asked)
+        generator.begin_pass(requested)
         answers = [generator.generate([prompt], SAMPLING, KEY)[0] for prompt in prompts]
-        accounts.append((answers, pass_receipt(asked, [generator.end_pass()]).check().fault_cells))
+        accounts.append((answers, pass_receipt(requested, [generator.end_pass()]).check().fault_cells))
     (ours, (our_cell,)), (theirs, (their_cell,)) = accounts
     assert ours == theirs
     assert (our_cell.calls, our_cell.elements) == (their_cell.calls, their_cell.elements)
@@ -265,10 +265,10 @@ def test_a_deterministic_fault_gives_the_answers_that_it_gives_in_transformers(e
 def test_errors_without_chance_give_the_answers_that_they_give_in_transformers(
     engine, reference, prompts, operators, error
 ):
-    asked = noise(error=error, operators=operators)
+    requested = noise(error=error, operators=operators)
     answers = []
     for generator in (engine, reference):
-        found, receipt = run(generator, asked, prompts)
+        found, receipt = run(generator, requested, prompts)
         receipt.check()
         answers.append(tokens(found))
     assert answers[0] == answers[1] != tokens(engine.generate(prompts, SAMPLING))
@@ -296,13 +296,13 @@ def test_operators_modules_and_faults_share_a_pass(engine, prompts):
         "faults": (Fault(type="dead_zone", layer=3, magnitude=0.3, site="q_proj"),),
     }
     receipt = run(engine, noise().model_copy(update=changes), prompts)[1].check()
-    assert {cell.asked for cell in receipt.cells if cell.is_module} == {0.1}
+    assert {cell.requested cell in receipt.cells if cell.is_module} == {0.1}
     assert receipt.fault_cells[0].affected_elements > 0
 
 
 def test_a_fault_changes_answers(engine, prompts):
-    asked = PassNoise(faults=(Fault(type="saturation", layer=2, magnitude=0.7),))
-    assert run(engine, asked, prompts)[0] != engine.generate(prompts, SAMPLING)
+    requested = PassNoise(faults=(Fault(type="saturation", layer=2, magnitude=0.7),))
+    assert run(engine, requested, prompts)[0] != engine.generate(prompts, SAMPLING)
 
 
 def test_noise_and_a_fault_share_a_pass(engine, prompts):
@@ -313,7 +313,7 @@ def test_noise_and_a_fault_share_a_pass(engine, prompts):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         (noise(attention="decomposed"), "attention as one operator"),
         (noise(error=FakeQuantization(format="mxfp4")), "fake_quantization is not mapped"),
@@ -323,9 +323,9 @@ def test_noise_and_a_fault_share_a_pass(engine, prompts):
         (PassNoise(faults=(Fault(type="bias", layer=0, magnitude=0.1, site="qkv_proj"),)), "site is 'qkv_proj'"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused_in_one_line(engine, asked, message):
+def test_what_cannot_be_mapped_is_refused_in_one_line(engine, requested, message):
     with pytest.raises(ModelError, match=message) as refused:
-        engine.begin_pass(asked)
+        engine.begin_pass(requested)
     assert "\n" not in str(refused.value)
 
 
@@ -371,14 +371,14 @@ def test_shares_of_a_model_answer_the_same_but_take_no_noise(start, reference, p
 
     start_whole = engines.start
     monkeypatch.setattr(
-        engines, "start", lambda folder, asked, *rest: start_whole(folder, asked | {"tensor_parallel_size": 2}, *rest)
+        engines, "start", lambda folder, requested, *rest: start_whole(folder, requested | {"tensor_parallel_size": 2}, *rest)
     )
     with start(builtin_folder("tiny")) as shared:
         assert len(set(shared.worker_processes)) == shared.description["workers"] == 2
         assert tokens(shared.generate(prompts, SAMPLING)) == tokens(run(reference, PassNoise(), prompts)[0])
-        for asked in (noise(), modules("linear")):
+        for requested in (noise(), modules("linear")):
             with pytest.raises(ModelError, match=r"does not reach .*2 tensor-parallel shares\).*transformers computes"):
-                shared.begin_pass(asked)
+                shared.begin_pass(requested)
         with pytest.raises(ReceiptError, match="receipt refused"):
             run(shared, PassNoise(), prompts)[1].check()
 

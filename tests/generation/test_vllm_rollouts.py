@@ -177,12 +177,12 @@ def test_noise_shows_in_the_log_probabilities(rollouts, policy):
 
 def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults(rollouts, policy):
     """As with transformers: per-layer sigmas, none where the factor is 0, and a fault on the same sum."""
-    asked = AQN.model_copy(update={"targets": "hidden_states"})
-    factors = target_factors(policy, asked, {0: 1.0, 1: 0.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0})
+    requested = AQN.model_copy(update={"targets": "hidden_states"})
+    factors = target_factors(policy, requested, {0: 1.0, 1: 0.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0})
     fault = Fault(type="saturation", layer=2, magnitude=0.5, order="around_noise")
     accounts = []
     for drawn_by in (rollouts, TransformersRollouts(TOKENIZER)):
-        recorded = recorder(policy, aqn=asked, faults=(fault,))
+        recorded = recorder(policy, aqn=requested, faults=(fault,))
         completions = drawn_by.roll_out(policy, recorded, Rollout(PROMPTS, DRAWN, KEY, 0.05, factors))
         state = recorded.state()
         assert recorded.receipt().fault_cells[0].affected_elements > 0

@@ -198,7 +198,7 @@ def test_noise_that_never_comes_is_refused(model_dir, problems, tmp_path, monkey
     monkeypatch.setattr(
         "aqnpipe.noise.kernels.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor
     )
-    with pytest.raises(ReceiptError, match=r"measured sigma 0, asked 0\.1"):
+    with pytest.raises(ReceiptError, match=r"measured sigma 0, requested 0\.1"):
         run(tmp_path, model_dir, problems, conditions=("noise_only",))
 
 

@@ -106,17 +106,17 @@ def test_incomplete_folders_are_refused(local, tmp_path):
 def test_hub_model_takes_data_files_only(local, tmp_path, monkeypatch):
     import huggingface_hub
 
-    asked = {}
+    requested = {}
 
     def fake_download(hub_id, *, revision, allow_patterns):
-        asked.update(hub_id=hub_id, revision=revision, patterns=allow_patterns)
+        requested.update(hub_id=hub_id, revision=revision, patterns=allow_patterns)
         return str(local)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
     prepared = prepare_model(ModelConfig(source="some/model", revision="v1"), tmp_path / "out")
     assert (prepared.source, prepared.revision) == ("some/model", "v1")
-    assert (asked["hub_id"], asked["revision"]) == ("some/model", "v1")
-    assert not [pattern for pattern in asked["patterns"] if pattern.endswith((".bin", ".py", ".pt", "*"))]
+    assert (requested["hub_id"], requested["revision"]) == ("some/model", "v1")
+    assert not [pattern for pattern in requested["patterns"] if pattern.endswith((".bin", ".py", ".pt", "*"))]
 
 
 def test_hub_failure_is_one_clear_error(tmp_path, monkeypatch):

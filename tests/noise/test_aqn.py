@@ -110,7 +110,7 @@ def test_noise_logged_but_not_added_is_refused(model, monkeypatch):
     monkeypatch.setattr("aqnpipe.noise.aqn.add_absolute_gaussian_", lambda *args: None)
     recorder = new_recorder()
     sync(model, recorder)
-    with pytest.raises(ReceiptError, match=r"AQN step 0: measured sigma 0, asked 0\.05"):
+    with pytest.raises(ReceiptError, match=r"AQN step 0: measured sigma 0, requested 0\.05"):
         recorder.receipt().check()
 
 
@@ -132,7 +132,7 @@ def test_aqn_where_none_was_asked_is_refused(model):
     recorder = new_recorder()
     sync(model, recorder)
     receipt = recorder.receipt().model_copy(update={"aqn": None})
-    with pytest.raises(ReceiptError, match="none was asked for"):
+    with pytest.raises(ReceiptError, match="none was requested"):
         receipt.check()
 
 
@@ -146,13 +146,15 @@ def test_without_aqn_a_rollout_is_left_alone(model):
 
 def test_per_layer_sigmas_that_are_ignored_are_refused(make_model):
     model = make_model(hidden_size=256)
-    asked = {0: 1.0, 1: 1.5, 2: 1.0}
-    recorder = new_recorder(noise=GUIDED, layer_factors=asked)
+    requested = {0: 1.0, 1: 1.5, 2: 1.0}
+    recorder = new_recorder(noise=GUIDED, layer_factors=requested)
     sync(model, recorder)  # uniform factors, as if nothing had read the file
-    with pytest.raises(ReceiptError, match=r"norms in layer 1 got [01]\.\d+ times the schedule's sigma, asked 1\.500"):
+    with pytest.raises(
+        ReceiptError, match=r"norms in layer 1 got [01]\.\d+ times the schedule's sigma, requested 1\.500"
+    ):
         recorder.receipt().check()
-    honest = new_recorder(noise=GUIDED, layer_factors=asked)
-    sync(model, honest, factors=target_factors(model, GUIDED, asked))
+    honest = new_recorder(noise=GUIDED, layer_factors=requested)
+    sync(model, honest, factors=target_factors(model, GUIDED, requested))
     honest.receipt().check()
 
 
@@ -200,9 +202,9 @@ def test_hidden_noise_replays_and_is_redrawn_at_the_next_sync(model):
 
 def test_a_layer_with_factor_zero_gets_no_hidden_noise(model):
     guided = AdaptiveNoise(schedule=AQN.schedule, targets="hidden_states", layer_sigmas_from="target")
-    asked = {0: 0.0, 1: 1.0, 2: 0.0}
-    recorder = new_recorder(noise=guided, layer_factors=asked)
-    noised = roll_out(model, recorder, noise=guided, layer_factors=asked)
+    requested = {0: 0.0, 1: 1.0, 2: 0.0}
+    recorder = new_recorder(noise=guided, layer_factors=requested)
+    noised = roll_out(model, recorder, noise=guided, layer_factors=requested)
     receipt = recorder.receipt().check()
     assert {cell.layer for cell in receipt.weight_cells} == {1}
     clean = roll_out(model, new_recorder(noise=HIDDEN), sigma=0.0)
@@ -214,5 +216,5 @@ def test_hidden_noise_that_was_asked_and_did_not_run_is_refused(model):
     recorder = new_recorder(noise=HIDDEN)
     with noised_rollout(model, recorder, target_factors(model, HIDDEN, None), sigma=0.05, seed=0, step=0):
         pass  # sigmas not passed on to phase_noise
-    with pytest.raises(ReceiptError, match="AQN step 0: measured sigma 0, asked"):
+    with pytest.raises(ReceiptError, match="AQN step 0: measured sigma 0, requested"):
         recorder.receipt().check()

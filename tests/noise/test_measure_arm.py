@@ -55,7 +55,7 @@ def test_the_command_shows_what_was_reached(tmp_path):
     assert result.exit_code == 0, result.output
     assert "100.0%" in result.output
     assert "restored bit for bit" in " ".join(result.output.split())
-    assert "every phase has what was asked for" in result.output
+    assert "every phase has what was requested" in result.output
     receipt = read_json(tmp_path / "receipt.json", Receipt)
     assert receipt.problems() == []
 

@@ -12,7 +12,7 @@ AXE = "axe_playwright_python"
 
 
 class Visit:
-    """A page opened in the browser, with everything that it said or asked for."""
+    """A page opened in the browser, with everything that it said or requested."""
 
     def __init__(self, browser, path, **options):
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})

@@ -121,7 +121,7 @@ def test_receipts_show_asked_and_measured(page, built):
     cells = page.row("E5b seed 0")
     assert cells[1:3] == ["in order", "0.05"]
     assert float(cells[3]) == pytest.approx(0.05, rel=0.01)
-    squares = sum((cell.measured / cell.asked) ** 2 * cell.measured_elements for cell in receipt.cells)
+    squares = sum((cell.measured / cell.requested) ** 2 * cell.measured_elements for cell in receipt.cells)
     elements = sum(cell.measured_elements for cell in receipt.cells)
     assert float(cells[4].replace("−", "-")) == pytest.approx(100 * ((squares / elements) ** 0.5 - 1), abs=0.006)
     assert cells[6:8] == [f"{elements:,}", str(len(receipt.weight_syncs))]
@@ -147,7 +147,7 @@ def test_a_refused_receipt_is_shown_as_refused(make_report, synthetic, tmp_path)
     page = Page(built.build().html)
     assert page.row("E5 seed 0")[1] == "refused"
     assert page.row("E5 seed 1")[1] == "in order"
-    assert "noise was asked for but never reached layers" in page.whole_text
+    assert "noise was requested but never reached layers" in page.whole_text
 
 
 def test_one_seed_is_said_to_show_nothing_about_arms(make_report, synthetic, tmp_path):
@@ -199,7 +199,7 @@ def test_long_training_is_thinned_and_keeps_its_last_step():
     assert [panel.title for panel in panels] == [
         "Reward, mean of 7 steps",
         "Validation accuracy",
-        "AQN sigma, asked and measured",
+        "AQN sigma, requested and measured",
     ]
     svg = str(panels[0].svg)
     assert "400" in re.findall(r">(\d+)</text>", svg)

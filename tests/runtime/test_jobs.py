@@ -52,7 +52,7 @@ def test_a_job_without_devices_uses_the_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("device", "num_leases", "environment", "said"),
     [
-        ("npu", 0, {}, "ERROR: device: asked for npu, found none"),
+        ("npu", 0, {}, "ERROR: device: requested npu, found none"),
         ("auto", 0, {"ASCEND_RT_VISIBLE_DEVICES": "0"}, "ERROR: device: auto found only the CPU, but"),
         ("cpu", 3, GIVEN, "ERROR: device leases: the profile gives 3 of this machine's devices to a job, found 2"),
     ],

@@ -75,7 +75,7 @@ def cluster():
 def finished(cluster, inputs, tmp_path_factory):
     """Return the folder of a finished run and what it said, by name; each run is made once."""
     folder = tmp_path_factory.mktemp("runs")
-    asked = {
+    requested = {
         "one": spec(num_workers=1),
         "two": spec(),
         "noisy": spec(noisy=True),
@@ -90,9 +90,9 @@ def finished(cluster, inputs, tmp_path_factory):
             if name.endswith("not promoted"):
                 made = workspace(folder / name)
                 run = made.run
-                workers.run_workers(asked[name], inputs, made, None, said.append)
+                workers.run_workers(requested[name], inputs, made, None, said.append)
             else:
-                stage.train(asked[name], inputs, run, folder / name / "scratch", said.append)
+                stage.train(requested[name], inputs, run, folder / name / "scratch", said.append)
             kept[name] = run, said
         return kept[name]
 

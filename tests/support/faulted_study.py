@@ -185,7 +185,7 @@ class Run:
 
 
 class FaultedStudy:
-    """One study in a folder, on a disk of its own if asked for (in memory; needs the rights of root)."""
+    """One study in a folder, on a disk of its own if requested (in memory; needs the rights of root)."""
 
     def __init__(self, python: WarmPython, folder: Path, disk: bool = False) -> None:
         self.python = python

@@ -92,13 +92,13 @@ def receipt(
             PhaseRecord(
                 phase=phase,
                 forwards=10,
-                noised_calls=420 if asked else 0,
+                noised_calls=420 if requested else 0,
                 reference_checked_elements=0 if phase == "backward" else 51200,
-                reference_check_difference=0.31 if asked and phase != "backward" else 0.0,
-                reference_check_scale=asked * 1.001,
+                reference_check_difference=0.31 if requested and phase != "backward" else 0.0,
+                reference_check_scale=requested * 1.001,
                 escaped={},
             )
-            for phase, asked in scale.items()
+            for phase, requested in scale.items()
         ),
         cells=tuple(
             NoiseCell(
@@ -108,13 +108,13 @@ def receipt(
                 error="relative_gaussian",
                 calls=70,
                 elements=900_000,
-                asked=asked,
-                measured=asked * (1 + draws.normal() / math.sqrt(2 * 64_000)),
+                requested=requested,
+                measured=requested * (1 + draws.normal() / math.sqrt(2 * 64_000)),
                 mean_error=0.0,
                 measured_elements=64_000,
             )
-            for phase, asked in scale.items()
-            if asked
+            for phase, requested in scale.items()
+            if requested
             for layer in [*range(NUM_LAYERS), None]
             for operator in (("linear", "matmul") if layer is not None else ("linear",))
         ),

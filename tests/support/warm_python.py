@@ -95,9 +95,9 @@ def _serve(listening: socket.socket, stand_in: Path) -> None:
                 if key.fileobj is listening:
                     _accept(listening, selector, children, stand_in)
                 elif not key.fileobj.recv(1):  # type: ignore[union-attr]
-                    # Whoever asked is dead, so this is a process that was killed.
+                    # Whoever requested is dead, so this is a process that was killed.
                     selector.unregister(key.fileobj)
-                    for pid in [pid for pid, asked in children.items() if asked is key.fileobj]:
+                    for pid in [pid for pid, requested in children.items() if requested is key.fileobj]:
                         os.kill(pid, signal.SIGKILL)
             _reap(selector, children)
 
@@ -105,20 +105,20 @@ def _serve(listening: socket.socket, stand_in: Path) -> None:
 def _accept(
     listening: socket.socket, selector: selectors.BaseSelector, children: dict[int, socket.socket], stand_in: Path
 ) -> None:
-    asked, _ = listening.accept()
-    message, descriptors, _, _ = socket.recv_fds(asked, _LARGEST_REQUEST, 3)
+    requested, _ = listening.accept()
+    message, descriptors, _, _ = socket.recv_fds(requested, _LARGEST_REQUEST, 3)
     if not message:
-        asked.close()
+        requested.close()
         return
     pid = os.fork()
     if pid == 0:
-        for connection in (listening, asked, *children.values()):
+        for connection in (listening, requested, *children.values()):
             connection.close()
         _become(json.loads(message), descriptors, stand_in)
     for descriptor in descriptors:
         os.close(descriptor)
-    children[pid] = asked
-    selector.register(asked, selectors.EVENT_READ)
+    children[pid] = requested
+    selector.register(requested, selectors.EVENT_READ)
 
 
 def _reap(selector: selectors.BaseSelector, children: dict[int, socket.socket]) -> None:
@@ -126,16 +126,16 @@ def _reap(selector: selectors.BaseSelector, children: dict[int, socket.socket]) 
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        asked = children.pop(pid)
-        if asked in {key.fileobj for key in selector.get_map().values()}:
-            selector.unregister(asked)
+        requested = children.pop(pid)
+        if requested in {key.fileobj for key in selector.get_map().values()}:
+            selector.unregister(requested)
             with contextlib.suppress(BrokenPipeError):
-                asked.send(str(os.waitstatus_to_exitcode(status)).encode())
-        asked.close()
+                requested.send(str(os.waitstatus_to_exitcode(status)).encode())
+        requested.close()
 
 
 def _become(request: dict, descriptors: list[int], stand_in: Path) -> None:
-    """Turn this forked process into the one that was asked for; does not return."""
+    """Turn this forked process into the one that was requested; does not return."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -65,7 +65,9 @@ def test_noise_on_the_norms_outside_the_rollout_fails_the_run(inputs, tmp_path, 
 
 def test_noise_on_the_norms_of_a_run_without_aqn_fails_it(inputs, tmp_path, monkeypatch):
     with_noise_in(monkeypatch, rollouts, "rollout")
-    with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 2 of 2 passes, asked"):
+    with pytest.raises(
+        ReceiptError, match="rollout: computed with noise on the norm weights in 2 of 2 passes, requested"
+    ):
         run(training_spec(), inputs, tmp_path / "run")
 
 
@@ -80,7 +82,9 @@ def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_pat
         yield sigmas
 
     monkeypatch.setattr(rollouts, "noised_rollout", early)
-    with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 0 of 2 passes, asked"):
+    with pytest.raises(
+        ReceiptError, match="rollout: computed with noise on the norm weights in 0 of 2 passes, requested"
+    ):
         run(training_spec(aqn=AQN), inputs, tmp_path / "run")
 
 
@@ -122,7 +126,7 @@ def test_backward_noise_forgotten_fails_the_run(inputs, tmp_path, monkeypatch):
             model, recorder, phase, key, **{**kwargs, "backward": False}
         ),
     )
-    with pytest.raises(ReceiptError, match=r"backward: noise was asked for but never reached layers \[0, 1\]"):
+    with pytest.raises(ReceiptError, match=r"backward: noise was requested but never reached layers \[0, 1\]"):
         run(training_spec(NOISE), inputs, tmp_path / "run")
 
 

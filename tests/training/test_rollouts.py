@@ -89,7 +89,7 @@ def test_several_steps_share_the_distance_of_their_rollout(inputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         ({"clip_min": 4.0}, r"clip_min 4 must be below clip_max 3"),
         ({"clip_max": None}, "mode sequence_mask needs a clip_max, a clip_min, or both"),
@@ -97,14 +97,14 @@ def test_several_steps_share_the_distance_of_their_rollout(inputs, tmp_path):
         ({"cap": 2.0}, "Extra inputs are not permitted"),
     ],
 )
-def test_a_correction_that_makes_no_sense_is_refused(asked, message):
+def test_a_correction_that_makes_no_sense_is_refused(requested, message):
     with pytest.raises(ValueError, match=message):
-        changed(training_spec(), arm={"importance_sampling": asked})
+        changed(training_spec(), arm={"importance_sampling": requested})
 
 
 def test_the_correction_reaches_trl(tmp_path):
-    asked = {"mode": "token_mask", "clip_max": 2.5, "clip_min": 0.5}
-    found = grpo_arguments(changed(training_spec(), arm={"importance_sampling": asked}), tmp_path)
+    requested = {"mode": "token_mask", "clip_max": 2.5, "clip_min": 0.5}
+    found = grpo_arguments(changed(training_spec(), arm={"importance_sampling": requested}), tmp_path)
     assert found.vllm_importance_sampling_correction is True
     assert found.vllm_importance_sampling_mode == "token_mask"
     assert (found.vllm_importance_sampling_clip_max, found.vllm_importance_sampling_clip_min) == (2.5, 0.5)

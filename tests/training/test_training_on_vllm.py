@@ -86,13 +86,13 @@ run(TrainingSpec.model_validate_json(spec), TrainingInputs(*map(Path, inputs)), 
 """A training run that dies by SIGKILL in its third rollout, while its engine's workers hold the noise of it."""
 
 
-def kill_in_third_rollout(asked, inputs, folder, tmp_path):
+def kill_in_third_rollout(requested, inputs, folder, tmp_path):
     """Return the processes that its engine had."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     paths = [str(path) for path in (inputs.model, inputs.train_problems, inputs.test_problems)]
     found = subprocess.run(
-        [sys.executable, str(script), asked.model_dump_json(), str(folder), *paths],
+        [sys.executable, str(script), requested.model_dump_json(), str(folder), *paths],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,
@@ -106,16 +106,16 @@ def kill_in_third_rollout(asked, inputs, folder, tmp_path):
 
 @pytest.mark.usefixtures("_rewards_that_teach")
 def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs, tmp_path):
-    asked = spec(
+    requested = spec(
         arm={"operator_noise": NOISE, "aqn": AQN, "importance_sampling": {"mode": "token_truncate"}}, faults=[FAULT]
     )
-    whole = run(asked, inputs, tmp_path / "whole")
-    orphans = kill_in_third_rollout(asked, inputs, tmp_path / "resumed", tmp_path)
+    whole = run(requested, inputs, tmp_path / "whole")
+    orphans = kill_in_third_rollout(requested, inputs, tmp_path / "resumed", tmp_path)
     assert len(orphans) >= 2
     alive = [psutil.Process(pid) for pid in orphans if psutil.pid_exists(pid)]
     assert psutil.wait_procs(alive, timeout=30)[1] == []
     said = []
-    resumed = run(asked, inputs, tmp_path / "resumed", said.append)
+    resumed = run(requested, inputs, tmp_path / "resumed", said.append)
     assert "going on after step 2" in said[0]
     assert digests(whole) == digests(resumed)
 
@@ -170,8 +170,8 @@ def builtin_inputs(tmp_path_factory):
 
 def test_two_workers_with_an_engine_each_learn_what_one_does(builtin_inputs, tmp_path):
     """Draws are keyed by the row in the batch of all workers, and each engine has the weights that both have learnt."""
-    asked = {workers: spec(**{**WITH_TWO_WORKERS, "num_workers": workers}) for workers in (1, 2)}
-    alone, together = (run(asked[workers], builtin_inputs, tmp_path / f"{workers}") for workers in (1, 2))
+    requested = {workers: spec(**{**WITH_TWO_WORKERS, "num_workers": workers}) for workers in (1, 2)}
+    alone, together = (run(requested[workers], builtin_inputs, tmp_path / f"{workers}") for workers in (1, 2))
     assert metrics(alone)["reward_mean"].n_unique() > 1
     for column in ("reward_mean", "reward_std", "response_tokens_mean", "validation_accuracy"):
         assert metrics(alone)[column].to_list() == metrics(together)[column].to_list(), column
@@ -181,8 +181,8 @@ def test_two_workers_with_an_engine_each_learn_what_one_does(builtin_inputs, tmp
 
 
 def test_each_of_two_engines_proves_noise_of_its_own(builtin_inputs, tmp_path):
-    asked = spec(arm={"operator_noise": NOISE, "aqn": AQN}, faults=[FAULT], **WITH_TWO_WORKERS)
-    once, again = (run(asked, builtin_inputs, tmp_path / name) for name in ("once", "again"))
+    requested = spec(arm={"operator_noise": NOISE, "aqn": AQN}, faults=[FAULT], **WITH_TWO_WORKERS)
+    once, again = (run(requested, builtin_inputs, tmp_path / name) for name in ("once", "again"))
     assert digests(once) == digests(again)
     receipt = read_json(once / "receipt.json", Receipt).check()
     assert receipt.num_workers == 2

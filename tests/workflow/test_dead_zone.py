@@ -1,4 +1,4 @@
-"""The dead-zone study as Snakemake plans it: which jobs, and that its loss study can be asked for alone."""
+"""The dead-zone study as Snakemake plans it: which jobs, and that its loss study can be requested alone."""
 
 import os
 import re

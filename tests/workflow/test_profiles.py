@@ -41,14 +41,14 @@ def dry_run(profile, *arguments):
 )
 def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, partition, gres):
     jobs = dry_run(profile, *arguments)
-    asked = {
+    requested = {
         "train": f"slurm_partition {partition}, nodes 1, gres {gres}:8, runtime 2880",
         "evaluate": f"slurm_partition {partition}, nodes 1, gres {gres}:1, workers 1, runtime 240",
         "diagnose": f"slurm_partition {partition}, gres {gres}:1, runtime 240",
     }
-    assert set(jobs) == set(asked.items())
-    assert jobs["train", asked["train"]] >= 5
-    assert jobs["evaluate", asked["evaluate"]] > jobs["train", asked["train"]]
+    assert set(jobs) == set(requested.items())
+    assert jobs["train", requested["train"]] >= 5
+    assert jobs["evaluate", requested["evaluate"]] > jobs["train", requested["train"]]
 
 
 def test_jobs_on_a_workstation_lease_devices_and_others_need_none():

@@ -53,15 +53,15 @@ if workflow.is_main_process and (COST := announcement(PLAN)):
 
 def given(rule: str) -> str:
     """What the profile gives to the jobs of a rule, for their messages: a dry run shows every job's devices."""
-    asked = workflow.resource_settings.overwrite_resources.get(rule, {})
-    shown = [name for name in ("slurm_partition", "nodes", "gres", "devices", "workers", "runtime") if name in asked]
+    requested = workflow.resource_settings.overwrite_resources.get(rule, {})
+    shown = [name for name in ("slurm_partition", "nodes", "gres", "devices", "workers", "runtime") if name in requested]
     return f" ({', '.join(f'{name} {{resources.{name}}}' for name in shown)})" if shown else ""
 
 
 def workers(rule: str) -> int:
     """How many workers share a job of a rule: the profile's resource `workers`, which no result depends on; else 1."""
-    asked = workflow.resource_settings.overwrite_resources.get(rule, {})
-    return int(asked["workers"].raw) if "workers" in asked else 1
+    requested = workflow.resource_settings.overwrite_resources.get(rule, {})
+    return int(requested["workers"].raw) if "workers" in requested else 1
 
 
 wildcard_constraints:

@@ -27,7 +27,7 @@ def measure_noise(
 ) -> None:
     """Try an arm's noise on a model for one step, and show what was measured.
 
-    Exit code 2 if anything that was asked for is missing, or anything is there that was not.
+    Exit code 2 if anything that was requested is missing, or anything is there that was not.
     """
     from rich.console import Console
 
@@ -50,18 +50,25 @@ def measure_noise(
     problems = receipt.problems()
     if problems:
         raise ReceiptError(f"arm {arm} on {model}: " + "; ".join(problems))
-    console.print(f"arm {arm} on {model}: every phase has what was asked for.")
+    console.print(f"arm {arm} on {model}: every phase has what was requested.")
 
 
 def _coverage(receipt: "Receipt") -> "Table":
-    """One row per phase: calls, the share of the operations that was reached, asked and measured size of the error."""
+    """One row per phase: calls, the share of the operations that was reached, requested and measured size of the error."""
     from rich.table import Table
 
     table = Table(
-        "phase", "forwards", "noised calls", "share of FLOPs", "asked", "measured", "reference check", title="phases"
+        "phase",
+        "forwards",
+        "noised calls",
+        "share of FLOPs",
+        "requested",
+        "measured",
+        "reference check",
+        title="phases",
     )
     for record in receipt.phases:
-        asked = receipt.requested_scale(record.phase)
+        requested = receipt.requested_scale(record.phase)
         measured, elements = receipt.measured_scale(record.phase)
         share = record.noised_share
         table.add_row(
@@ -69,7 +76,7 @@ def _coverage(receipt: "Receipt") -> "Table":
             str(record.forwards),
             f"{record.noised_calls:,}",
             "-" if share is None else f"{share:.1%}",
-            f"{asked:.4g}" if asked else "none",
+            f"{requested:.4g}" if requested else "none",
             f"{measured:.4g} (n = {elements:,})" if elements else "-",
             "-" if record.phase == "backward" else f"{record.reference_check_scale:.4g}",
         )
@@ -80,12 +87,14 @@ def _operators(receipt: "Receipt") -> "Table":
     """One row per phase and operator, all layers together."""
     from rich.table import Table
 
-    table = Table("phase", "operator", "layers", "calls", "elements", "error", "asked", "measured", title="operators")
+    table = Table(
+        "phase", "operator", "layers", "calls", "elements", "error", "requested", "measured", title="operators"
+    )
     groups: dict[tuple[str, str, str, float], list[NoiseCell]] = {}
     for cell in receipt.cells:
         operator = f"{cell.operator} (lm_head)" if cell.layer is None and not cell.is_module else cell.operator
-        groups.setdefault((cell.phase, operator, cell.error, cell.asked), []).append(cell)
-    for (phase, operator, error, asked), cells in groups.items():
+        groups.setdefault((cell.phase, operator, cell.error, cell.requested), []).append(cell)
+    for (phase, operator, error, requested), cells in groups.items():
         squares = sum((cell.measured or 0.0) ** 2 * cell.measured_elements for cell in cells)
         elements = sum(cell.measured_elements for cell in cells)
         table.add_row(
@@ -95,7 +104,7 @@ def _operators(receipt: "Receipt") -> "Table":
             f"{sum(cell.calls for cell in cells):,}",
             f"{sum(cell.elements for cell in cells):,}",
             error.replace("_", " "),
-            f"{asked:.4g}",
+            f"{requested:.4g}",
             f"{(squares / elements) ** 0.5:.4g}" if elements else "-",
         )
     return table

@@ -29,7 +29,7 @@ _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
 class EvaluationInput:
     """One evaluated checkpoint and the files that the evaluate stage wrote for it; step 0 is the pretrained model.
 
-    `lineage_problems`: what speaks against these files being what the study asked for, see `statistics.chain`.
+    `lineage_problems`: what speaks against these files being what the study requested, see `statistics.chain`.
     """
 
     model: str
@@ -167,7 +167,7 @@ def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
 
     So do passes in which the questions do not have the same samples.
     """
-    asked = (
+    requested = (
         rows.sort(ROW_KEYS)
         .group_by(PASS_KEYS, maintain_order=True)
         .agg(
@@ -179,7 +179,7 @@ def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
     )
     twins = _identical_levels(rows)
     levels = {}
-    for (level,), part in asked.group_by("noise_level", maintain_order=True):
+    for (level,), part in requested.group_by("noise_level", maintain_order=True):
         passes = {seed: one for (seed,), one in part.group_by("noise_seed", maintain_order=True)}
         first = next(iter(passes.values()))
         whole = part["sample"].n_unique() == 1 and all(

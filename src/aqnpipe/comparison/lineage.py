@@ -1,4 +1,4 @@
-"""The chain from a study's questions to its numbers: whether every evaluation is what the study asked for.
+"""The chain from a study's questions to its numbers: whether every evaluation is what the study requested.
 
 Of every evaluated checkpoint: its record is of this model, arm, seed and step, with the settings that the study gives
 them; table and receipt are the ones that were written with it; questions, weights and, for a trained model, the whole
@@ -57,8 +57,8 @@ class _Lineage:
     def _golds(self) -> dict[str, str]:
         problems = read_table(self._data("test"), ProblemTable)
         limit = self._plan.study.config.evaluation.num_questions
-        asked = problems if limit is None else problems.head(limit)
-        return dict(zip(asked["question_id"], asked["gold_answer"], strict=True))
+        requested = problems if limit is None else problems.head(limit)
+        return dict(zip(requested["question_id"], requested["gold_answer"], strict=True))
 
     def _data(self, split: str) -> Path:
         return self._results / "data" / f"{split}.parquet"
@@ -80,10 +80,10 @@ class _Lineage:
         if self._plan.examples_input():
             inputs["train_problems"] = self._data("train")
         identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "step": step}
-        asked = self._plan.evaluation_spec(model=model, arm=arm, seed=str(seed), step=str(step))
+        requested = self._plan.evaluation_spec(model=model, arm=arm, seed=str(seed), step=str(step))
         return [
             *record_problems(record, identity, files, inputs),
-            *_setting_problems(record, asked),
+            *_setting_problems(record, requested),
             *self._weights_problems(checkpoint),
             *self._answer_problems(files["table"]),
         ]
@@ -141,24 +141,24 @@ class _Lineage:
         problems += _setting_problems(record, self._plan.training_spec(arm, seed))
         if outputs["receipt.json"].is_file():
             receipt = read_json(outputs["receipt.json"], Receipt)
-            asked = self._plan.study.arms[arm]
+            requested = self._plan.study.arms[arm]
             if (receipt.operator_noise, receipt.module_noise, receipt.aqn) != (
-                asked.operator_noise,
-                asked.module_noise,
-                asked.aqn,
+                requested.operator_noise,
+                requested.module_noise,
+                requested.aqn,
             ):
                 problems.append("the receipt is of other noise than the arm asks for")
             problems += [f"receipt refused: {one}" for one in receipt.problems()]
         return [f"training: {one}" for one in problems], record.outputs_sha256
 
     def _answer_problems(self, path: Path) -> list[str]:
-        """Return whether the table has every answer that was asked for, once, each scored as its text deserves."""
+        """Return whether the table has every answer that was requested, once, each scored as its text deserves."""
         rows = read_unchecked_table(path)
         needed = {"question_id", "response", *_SCORED_COLUMNS}
         if not self._data("test").is_file() or not needed <= {*rows.columns}:
             return []  # Refused for that elsewhere.
         config = self._plan.study.config.evaluation
-        asked = {
+        requested = {
             (question, float(level), noise_seed, sample)
             for question in self._golds
             for level, noise_seed in config.passes()
@@ -166,10 +166,10 @@ class _Lineage:
         }
         found = list(rows.select("question_id", "noise_level", "noise_seed", "sample").iter_rows())
         problems = []
-        if missing := len(asked.difference(found)):
-            problems.append(f"{missing} of {len(asked)} answers that the study asks for are not in the table")
-        if extra := len(set(found).difference(asked)) + len(found) - len(set(found)):
-            problems.append(f"{extra} answers in the table were not asked for, or are there twice")
+        if missing := len(requested.difference(found)):
+            problems.append(f"{missing} of {len(requested)} answers that the study asks for are not in the table")
+        if extra := len(set(found).difference(requested)) + len(found) - len(set(found)):
+            problems.append(f"{extra} answers in the table were not requested, or are there twice")
         if wrong := self._wrongly_scored(rows):
             problems.append(f"{wrong} stored answers are scored otherwise than their texts deserve")
         return problems
@@ -188,6 +188,6 @@ class _Lineage:
         return wrong
 
 
-def _setting_problems(record: RunRecord, asked: Mapping[str, object]) -> list[str]:
-    difference = first_difference(record.config, asked)
+def _setting_problems(record: RunRecord, requested: Mapping[str, object]) -> list[str]:
+    difference = first_difference(record.config, requested)
     return [f"made with {difference}"] if difference else []

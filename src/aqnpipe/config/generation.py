@@ -15,7 +15,7 @@ class GenerationConfig(FrozenModel):
     backend: AskedBackend = Field(
         default="auto",
         description="auto: vLLM where the device is a GPU or NPU, vLLM is installed and can compute the noise that is "
-        "asked for, else transformers; transformers; vllm",
+        "requested, else transformers; transformers; vllm",
     )
     rollout_backend: AskedBackend | None = Field(
         default=None, description="the same for the rollouts of training alone; null: as `backend`"
@@ -36,5 +36,5 @@ class GenerationConfig(FrozenModel):
 
     @property
     def requested_for_rollouts(self) -> AskedBackend:
-        """What was asked for the rollouts of training."""
+        """What was requested the rollouts of training."""
         return self.rollout_backend or self.backend

@@ -8,7 +8,7 @@ from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.diagnosis import SigmaStrategy
 
 Phase = Literal["rollout", "reference", "actor_forward", "backward", "validation", "evaluation"]
-"""Where in a study a model computes. Each phase has exactly the noise that was asked for it."""
+"""Where in a study a model computes. Each phase has exactly the noise that was requested it."""
 
 TRAINING_PHASES: tuple[Phase, ...] = ("rollout", "reference", "actor_forward", "backward", "validation")
 

@@ -66,12 +66,12 @@ class StudyPlan:
 
     def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
         """How sigmas are made of a diagnosis: the published rule, and what the study's arms of that model ask for."""
-        asked = [
+        requested = [
             arm.aqn.layer_sigmas_strategy
             for arm in self.study.arms.values()
             if arm.model == model and arm.aqn is not None and arm.aqn.layer_sigmas_from == machine
         ]
-        return list(dict.fromkeys(["published", *asked]))
+        return list(dict.fromkeys(["published", *requested]))
 
     def all_sigmas_files(self) -> list[str]:
         """The sigmas of every diagnosis by every strategy that the study uses."""

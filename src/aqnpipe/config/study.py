@@ -45,7 +45,7 @@ class StudyConfig(FrozenModel):
     device: RequestedDevice = Field(
         default="auto",
         description="what jobs compute on: auto (NPUs, else GPUs, else the CPU), cpu, cuda or npu; a job that does not "
-        "find what was asked for ends with an error",
+        "find what was requested ends with an error",
     )
     training: TrainingConfig
     diagnosis: DiagnosisConfig = DiagnosisConfig()

@@ -33,13 +33,13 @@ def draw_comparison(rng: np.random.Generator, difficulty: Difficulty) -> Problem
     has_distractor = bool(rng.random() < difficulty.distractor_probability)
     if has_distractor:
         facts.insert(int(rng.integers(len(facts) + 1)), _distraction(rng, objects, difficulty.max_number))
-    asked = _choose(rng, tuple(QUESTIONS))
+    requested = _choose(rng, tuple(QUESTIONS))
     relations = ["more" if number > limit else "fewer" for number in numbers]
-    tallies = accumulate(int(relation == asked) for relation in relations)
+    tallies = accumulate(int(relation == requested) for relation in relations)
     worked = [f"{one} {relation} {tally}" for one, relation, tally in zip(numbers, relations, tallies, strict=True)]
     return Problem(
-        question=" ".join([*facts, QUESTIONS[asked].format(limit=limit, objects=objects)]),
-        answer="\n".join([*worked, f"#### {relations.count(asked)}"]),
+        question=" ".join([*facts, QUESTIONS[requested].format(limit=limit, objects=objects)]),
+        answer="\n".join([*worked, f"#### {relations.count(requested)}"]),
         num_steps=num_steps,
         has_distractor=has_distractor,
     )

@@ -51,8 +51,8 @@ def examples_for(question: str, examples: Sequence[Example], number: int) -> lis
     """Return the first `number` examples that do not ask `question` itself; DataError if there are fewer."""
     if number == 0:
         return []
-    asked = normalise_question(question)
-    others = [one for one in examples if normalise_question(one.question) != asked]
+    requested = normalise_question(question)
+    others = [one for one in examples if normalise_question(one.question) != requested]
     if len(others) < number:
         raise DataError(f"prompt.num_examples is {number}, but there are {len(others)} examples for a question")
     return others[:number]

@@ -73,7 +73,7 @@ def take_problems(
 
 
 def generate_problems(config: GeneratedDataset, split: Literal["train", "test"]) -> list[Problem]:
-    """Return the problems of one split; raises DataError if more are asked than exist."""
+    """Return the problems of one split; raises DataError if more are requested than exist."""
     count = config.num_train if split == "train" else config.num_test
     return take_problems(config.seed, split, difficulty_of(config), count, config.task)
 

@@ -34,11 +34,13 @@ def format_prompt(
         raise ModelError("prompt style is chat, but the model's tokenizer has no chat template: expected style plain")
     bare, instruction = prompt_format.layout == "bare", prompt_format.instruction
     turns = []
-    for number, asked in enumerate([*(one.question for one in shown), question]):
+    for number, requested in enumerate([*(one.question for one in shown), question]):
         if bare:
-            content = f"{asked} {instruction}" if instruction else asked
+            content = f"{requested} {instruction}" if instruction else requested
         else:
-            content = _put(asked, prompt_format) if number else _instructed(_put(asked, prompt_format), prompt_format)
+            content = (
+                _put(requested, prompt_format) if number else _instructed(_put(requested, prompt_format), prompt_format)
+            )
         turns.append({"role": "user", "content": content})
         if number < len(shown):
             turns.append({"role": "assistant", "content": shown[number].answer})

@@ -127,7 +127,7 @@ def apply(operation: Operation, left: int, right: int) -> int:
 
 
 def draw_problem(rng: np.random.Generator, difficulty: Difficulty) -> Problem:
-    """Draw one problem: steps uniform in the range asked for, operations uniform among those that stay in bounds."""
+    """Draw one problem: steps uniform in the range requested, operations uniform among those that stay in bounds."""
     num_steps = int(rng.integers(difficulty.min_steps, difficulty.max_steps + 1))
     person, objects, containers = (
         str(choices[int(rng.integers(len(choices)))]) for choices in (NAMES, OBJECTS, CONTAINERS)

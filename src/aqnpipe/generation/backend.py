@@ -32,7 +32,7 @@ class Sampling:
 class Completion:
     """Response tokens up to and including the end token or the end of a stop text, and why generation ended.
 
-    `log_probabilities` of the tokens, where they were asked for; not compared, as backends round differently.
+    `log_probabilities` of the tokens, where they were requested; not compared, as backends round differently.
     """
 
     token_ids: list[int]

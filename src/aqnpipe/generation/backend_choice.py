@@ -13,19 +13,19 @@ from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.models.loading import load_model, refuse_damaged, refuse_other_weights
 
 
-def chosen_backend(asked: GenerationConfig, attention: Attention, device: Device) -> str:
+def chosen_backend(requested: GenerationConfig, attention: Attention, device: Device) -> str:
     """Return "vllm" or "transformers". `auto` is vLLM on GPUs and NPUs where it is installed and fits the noise.
 
     With eager attention noise is on the two products inside attention, which vLLM does not compute apart.
     """
-    if asked.backend != "auto":
-        return asked.backend
+    if requested.backend != "auto":
+        return requested.backend
     fits = device.kind != "cpu" and attention == "sdpa" and is_vllm_installed()
     return "vllm" if fits else "transformers"
 
 
 def open_generator(
-    asked: GenerationConfig,
+    requested: GenerationConfig,
     folder: Path,
     tokenizer: Any,
     *,
@@ -41,12 +41,12 @@ def open_generator(
     `max_tokens` is what the longest prompt and its response take together. Raises ModelError if the backend is missing
     or cannot load the model, ReceiptError if a worker of vLLM is not prepared for noise.
     """
-    if chosen_backend(asked, attention, device) == "transformers":
+    if chosen_backend(requested, attention, device) == "transformers":
         model = load_model(folder, dtype=dtype, attention=attention, device=torch_device(device.kind))
         return TransformersPasses(model, tokenizer, partial(refuse_other_weights, model, folder, dtype))
     refuse_damaged(folder)
     return open_engine(
-        asked,
+        requested,
         folder,
         tokenizer,
         dtype=dtype,
@@ -58,7 +58,7 @@ def open_generator(
 
 
 def open_engine(
-    asked: GenerationConfig,
+    requested: GenerationConfig,
     folder: Path,
     tokenizer: Any,
     *,
@@ -78,6 +78,8 @@ def open_engine(
         batch_size=batch_size,
         device=device.kind,
         threads=threads,
-        gpu_memory_utilization=(asked.rollout_gpu_memory_utilization if for_training else asked.gpu_memory_utilization),
-        sleeps=for_training and asked.rollout_sleep,
+        gpu_memory_utilization=(
+            requested.rollout_gpu_memory_utilization if for_training else requested.gpu_memory_utilization
+        ),
+        sleeps=for_training and requested.rollout_sleep,
     )

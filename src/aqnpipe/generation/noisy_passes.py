@@ -119,7 +119,7 @@ class NoisyGenerator(Protocol):
 class TransformersPasses:
     """Passes on a transformers model in this process.
 
-    `verify` raises if the model's weights are not those that were asked for; it is called at the end of the first pass,
+    `verify` raises if the model's weights are not those that were requested; it is called at the end of the first pass,
     and the norm weights must be the same after every other.
     """
 

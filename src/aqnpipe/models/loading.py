@@ -193,7 +193,7 @@ def refuse_other_weights(model: "PreTrainedModel", folder: Path, dtype: Dtype) -
                 compared += 1
                 mine = own[name]
                 if mine.dtype != wanted and not mixed:
-                    raise ModelError(f"model {str(folder)!r}: {name} is computed in {mine.dtype}, asked {wanted}")
+                    raise ModelError(f"model {str(folder)!r}: {name} is computed in {mine.dtype}, requested {wanted}")
                 if not torch.equal(mine, tensors.get_tensor(name).to(mine)):
                     raise ModelError(f"model {str(folder)!r}: {name} in memory is not the weight of this checkpoint")
     if not compared:

@@ -198,10 +198,10 @@ def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -
     x = alt.X("step:Q").title(words("axis.step")).axis(grid=False)
     logarithmic = alt.Scale(type="log")
     decades = _decades(table["sigma_requested"])
-    asked = _base(first_seed).mark_line(strokeWidth=1.6, interpolate="step-after")
+    requested = _base(first_seed).mark_line(strokeWidth=1.6, interpolate="step-after")
     measured = _base(first_seed.filter(pl.col("sigma_measured") > 0)).mark_point(filled=True, size=14, opacity=1)
     chart = alt.layer(
-        asked.encode(
+        requested.encode(
             x,
             alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic).axis(values=decades),
             color=colour_scale("arm", keys),

@@ -100,7 +100,7 @@ def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, 
     own = [one for one in data.evaluations if one.source.model == model]
     treatment, control = _last_by_seed(own, pair.treatment), _last_by_seed(own, pair.control)
     scorer = study.config.evaluation.primary_scorer
-    parts, asked = [], 0
+    parts, requested = [], 0
     for seed in sorted(seed for seed in {*treatment, *control} if seed is not None):
         first, second = treatment.get(seed, treatment.get(None)), control.get(seed, control.get(None))
         if first is None or second is None:
@@ -108,7 +108,7 @@ def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, 
         joined = _answers(first, pair.noise_level, scorer, "treatment").join(
             _answers(second, pair.noise_level, scorer, "control"), on=["question_id", "noise_seed"], how="inner"
         )
-        asked = max(asked, len(joined))
+        requested = max(requested, len(joined))
         parts.append(joined.with_columns(seed=pl.lit(seed, pl.Int64)))
     if not parts:
         return no_flips()
@@ -117,7 +117,7 @@ def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, 
     named = flipped.join(questions, on="question_id", how="left").with_columns(
         treatment=pl.lit(pair.treatment), control=pl.lit(pair.control), noise_level=pl.lit(pair.noise_level)
     )
-    return named.select(*FLIP_COLUMNS).sort("seed", "question_id"), asked, len(parts)
+    return named.select(*FLIP_COLUMNS).sort("seed", "question_id"), requested, len(parts)
 
 
 def no_flips() -> tuple[pl.DataFrame, int, int]:

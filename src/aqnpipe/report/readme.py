@@ -28,7 +28,7 @@ def readme(study: Study) -> str:
         f"Made by aqnpipe; arms {', '.join(study.config.arms)}; seeds {', '.join(map(str, study.config.seeds))}.\n\n"
         "| where | what |\n|---|---|\n"
         f"{rows}\n\n"
-        "A receipt is what was measured of noise and faults in a run, against what was asked. A record (`run.json`)\n"
+        "A receipt is what was measured of noise and faults in a run, against what was requested. A record (`run.json`)\n"
         "says what made the files beside it: settings, digests of inputs and outputs, code and versions. Files carry\n"
         "their own SHA-256 and are refused once they are edited or damaged: remove such a file, and the workflow\n"
         "makes it again.\n"

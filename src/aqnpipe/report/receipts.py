@@ -1,4 +1,4 @@
-"""Receipts as the report shows them: asked against measured, per run and phase, and what was refused."""
+"""Receipts as the report shows them: requested against measured, per run and phase, and what was refused."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from aqnpipe.report.tables import Row, RunLink, Table
 from aqnpipe.report.words import Words
 
 _SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in get_args(ScaledError))
-"""Errors whose measured size should equal the one asked for; the others round, within a bound."""
+"""Errors whose measured size should equal the one requested; the others round, within a bound."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def run_receipts(runs: Sequence[Run], words: Words) -> list[RunReceipt]:
 
 
 def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
-    """One row per run: operator noise and AQN, asked and measured."""
+    """One row per run: operator noise and AQN, requested and measured."""
     names = (
         *("run", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements"),
         *("syncs", "sigma_requested", "sigma_ratio", "restored"),
@@ -121,9 +121,11 @@ def _phase_table(receipt: Receipt, words: Words) -> Table:
 
 
 def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> Row:
-    asked = _asked_in(receipt, record.phase)
+    requested = _asked_in(receipt, record.phase)
     measured = [cell for cell in receipt.cells if cell.phase == record.phase]
-    key, seen = ("scale", record.reference_check_scale) if asked else ("difference", record.reference_check_difference)
+    key, seen = (
+        ("scale", record.reference_check_scale) if requested else ("difference", record.reference_check_difference)
+    )
     difference = words(
         f"receipts.reference_check.{key}",
         value=f"{seen:.4g}",
@@ -131,14 +133,14 @@ def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> Row:
     )
     cells = (
         record.phase.replace("_", " "),
-        _asked_text(asked, words),
+        _asked_text(requested, words),
         *_measured_cells(measured, [], words),
         numbers.count(record.noised_calls),
         numbers.percent(record.noised_share),
         difference if record.reference_checked_elements else numbers.MISSING,
     )
-    unasked = not asked and bool(record.noised_calls)
-    return Row(cells, alert=bool(record.escaped) or unasked or bool(asked and not measured))
+    unasked = not requested and bool(record.noised_calls)
+    return Row(cells, alert=bool(record.escaped) or unasked or bool(requested and not measured))
 
 
 def _asked_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNoise]:
@@ -147,7 +149,7 @@ def _asked_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNois
 
 
 def _asked_text(noises: Sequence[OperatorNoise | ModuleNoise | None], words: Words) -> str:
-    """The errors asked for: a bare number is a relative scale, everything else is named."""
+    """The errors requested: a bare number is a relative scale, everything else is named."""
     return ", ".join(_error_text(noise) for noise in noises if noise and noise.is_active) or words("receipts.none")
 
 
@@ -179,7 +181,7 @@ def _measured_cells(cells: Sequence[NoiseCell], compared: Sequence[Receipt], wor
         size = _reference_check_text(compared, words) if compared else words("receipts.none")
         return size, numbers.MISSING, numbers.MISSING, numbers.MISSING
     elements = sum(cell.measured_elements for cell in measured)
-    exact = [cell for cell in measured if cell.error in _SCALED_KINDS and cell.asked]
+    exact = [cell for cell in measured if cell.error in _SCALED_KINDS and cell.requested]
     return (
         ", ".join(sizes),
         f"{100 * (_root_mean_square(exact, relative=True) - 1):+.2f}".replace("-", "−") if exact else numbers.MISSING,
@@ -189,9 +191,9 @@ def _measured_cells(cells: Sequence[NoiseCell], compared: Sequence[Receipt], wor
 
 
 def _root_mean_square(cells: Sequence[NoiseCell], *, relative: bool) -> float:
-    """Root mean square of what was measured, over all elements; `relative` to what was asked of each cell."""
+    """Root mean square of what was measured, over all elements; `relative` to what was requested of each cell."""
     squares = sum(
-        ((cell.measured or 0.0) / (cell.asked if relative else 1.0)) ** 2 * cell.measured_elements for cell in cells
+        ((cell.measured or 0.0) / (cell.requested if relative else 1.0)) ** 2 * cell.measured_elements for cell in cells
     )
     return math.sqrt(squares / sum(cell.measured_elements for cell in cells))
 
@@ -216,7 +218,7 @@ def _sync_text(receipt: Receipt, words: Words) -> str:
 
 
 def _sync_ratio(receipt: Receipt) -> str:
-    """Root mean square of measured/asked over all elements of all noisy syncs."""
+    """Root mean square of measured/requested over all elements of all noisy syncs."""
     noisy = [sync for sync in receipt.weight_syncs if sync.sigma_requested > 0]
     elements = sum(sync.elements for sync in noisy)
     if not elements:

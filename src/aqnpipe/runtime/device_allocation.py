@@ -62,7 +62,7 @@ def environment_of_node(node: str) -> dict[str, str]:
 
 
 @contextmanager
-def allocated_devices(asked: RequestedDevice, num_leases: int = 0) -> Iterator[Allocation]:
+def allocated_devices(requested: RequestedDevice, num_leases: int = 0) -> Iterator[Allocation]:
     """Let this process see only its devices while the body runs, and yield which they are.
 
     num_leases: devices to lease from this machine, waiting until so many are free; 0 where a scheduler gives them.
@@ -77,7 +77,7 @@ def allocated_devices(asked: RequestedDevice, num_leases: int = 0) -> Iterator[A
             f"device leases: found Slurm job {job}, expected a machine without a scheduler "
             "(profile workstation is for those)"
         )
-    kind, ids = devices_of_machine(asked)
+    kind, ids = devices_of_machine(requested)
     if len(ids) < num_leases:
         raise DeviceError(
             f"device leases: the profile gives {num_leases} of this machine's devices to a job, found {len(ids)} "
@@ -106,12 +106,12 @@ def current_allocation() -> Allocation:
     return Allocation("cpu", ())
 
 
-def devices_of_machine(asked: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
+def devices_of_machine(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
     """Return kind and ids of the devices that leases are given on: those of the environment, else those in /dev.
 
     A study on the CPU leases whatever there is: a rehearsal.
     """
-    kinds: list[DeviceKind] = [kind for kind in _DEVICE_FILES if asked in (kind, "auto", "cpu")]
+    kinds: list[DeviceKind] = [kind for kind in _DEVICE_FILES if requested in (kind, "auto", "cpu")]
     for found in (visible_ids, _ids_in_dev):
         for kind in kinds:
             ids = found(kind)

@@ -25,7 +25,7 @@ from aqnpipe.generation.noisy_passes import NoisyGenerator
 from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.ray_cluster import RESOURCES, ray_cluster, send_output_to
 
-ASKED_BY = "resource workers of rule evaluate"
+REQUESTED_BY = "resource workers of rule evaluate"
 """What the number of actors is called where users set it."""
 
 _SECONDS_TO_GET_DEVICES = 180
@@ -82,14 +82,14 @@ def ray_shard_runner(
     """Start `num_workers` Ray actors, one per device, inside the nodes of this job; end them with the context.
 
     folder: for the actors' logs, on a file system that all nodes see; kept if the body or an actor fails. Raises
-    DeviceError if there are too few devices, WorkerError if fewer actors start than were asked for or one runs other
+    DeviceError if there are too few devices, WorkerError if fewer actors start than were requested or one runs other
     code than this process; what an actor raises as a user's mistake is raised here.
     """
     folder = folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     device = resolve_device(spec.device)
-    with ray_cluster(device, num_workers, ASKED_BY, folder):
+    with ray_cluster(device, num_workers, REQUESTED_BY, folder):
         team = _Team(device, num_workers, folder, say)
         try:
             workers = team.load(spec, model_dir, max_tokens)
@@ -113,7 +113,7 @@ class _Team:
         places = placement_group([{"CPU": 1, **own}] * num_workers)
         if not places.wait(_SECONDS_TO_GET_DEVICES):
             raise WorkerError(
-                f"{ASKED_BY} is {num_workers}: the Ray cluster had no free device for each of them within "
+                f"{REQUESTED_BY} is {num_workers}: the Ray cluster had no free device for each of them within "
                 f"{_SECONDS_TO_GET_DEVICES} s"
             )
         options: dict[str, Any] = {
@@ -143,7 +143,7 @@ class _Team:
                 workers.append(json.loads(ray.get(call)))
             except RayActorError as error:
                 raise WorkerError(
-                    f"evaluation worker {number} of {self._num_workers} did not start; all that were asked for have "
+                    f"evaluation worker {number} of {self._num_workers} did not start; all that were requested have "
                     f"to; log: {self._log(number)}"
                 ) from error
             except RayTaskError as error:

@@ -62,15 +62,15 @@ def _opened(log: Path) -> TextIO:
 
 
 @contextmanager
-def logged_device_job(log: Path, asked: RequestedDevice, num_leases: int = 0) -> Iterator[Say]:
+def logged_device_job(log: Path, requested: RequestedDevice, num_leases: int = 0) -> Iterator[Say]:
     """`logged_job` for a job that computes on a device: its log says what it was given and what it uses.
 
     num_leases: devices to lease from a machine without a scheduler. Stages import torch, and torch may look at the
-    devices at once: import them in the body. A device that was asked for and is not there ends the job.
+    devices at once: import them in the body. A device that was requested and is not there ends the job.
     """
-    with logged_job(log) as say, allocated_devices(asked, num_leases) as allocation:
+    with logged_job(log) as say, allocated_devices(requested, num_leases) as allocation:
         print(allocation)  # noqa: T201
-        device = resolve_device(asked)
+        device = resolve_device(requested)
         unused = " (a rehearsal: the devices given are not used)" if device.kind == "cpu" and allocation.ids else ""
         print(f"device: {device.label}{unused}", flush=True)  # noqa: T201
         yield say

@@ -53,11 +53,11 @@ _LONGEST_TEMPORARY_FOLDER = 40
 
 
 @contextmanager
-def ray_cluster(device: Device, num_workers: int, asked_by: str, shared: Path) -> Iterator[None]:
+def ray_cluster(device: Device, num_workers: int, requested_by: str, shared: Path) -> Iterator[None]:
     """Connect to a Ray cluster with a device for each worker while the body runs.
 
     The cluster that RAY_ADDRESS names is taken as it is; one of our own has so many devices of this kind, on the nodes
-    of the Slurm job that this process runs in, or on this machine. asked_by: what `num_workers` is called where it was
+    of the Slurm job that this process runs in, or on this machine. requested_by: what `num_workers` is called where it was
     set, for messages. shared: a folder that all nodes see, for the token and the nodes' logs. Raises DeviceError if
     there are too few devices, WorkerError if Ray does not start on a node.
     """
@@ -69,10 +69,10 @@ def ray_cluster(device: Device, num_workers: int, asked_by: str, shared: Path) -
             nodes = nodes_of_job()
             here = len(os.sched_getaffinity(0)) if device.kind == "cpu" else device.count
             where = "on this machine" if len(nodes) < 2 else f"on {len(nodes)} nodes"
-            _check_devices(asked_by, num_workers, device.kind, here * max(1, len(nodes)), where)
+            _check_devices(requested_by, num_workers, device.kind, here * max(1, len(nodes)), where)
             resources = stack.enter_context(_own_cluster(device.kind, num_workers, nodes, shared))
         found = int(resources.get(RESOURCES[device.kind], 0))
-        _check_devices(asked_by, num_workers, device.kind, found, "in the Ray cluster")
+        _check_devices(requested_by, num_workers, device.kind, found, "in the Ray cluster")
         yield
 
 
@@ -85,10 +85,10 @@ def send_output_to(path: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _check_devices(asked_by: str, num_workers: int, kind: DeviceKind, found: int, where: str) -> None:
+def _check_devices(requested_by: str, num_workers: int, kind: DeviceKind, found: int, where: str) -> None:
     if found < num_workers:
         what = "CPU cores" if kind == "cpu" else f"{kind} devices"
-        raise DeviceError(f"{asked_by} is {num_workers}, found {found} {what} {where}; every worker needs one")
+        raise DeviceError(f"{requested_by} is {num_workers}, found {found} {what} {where}; every worker needs one")
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def launch_workers(
     """Do what `run_worker` does, with as many workers as the spec asks for.
 
     Raises what `run_worker` raises, DeviceError if there are too few devices, and WorkerError if a worker died or fewer
-    started than were asked for.
+    started than were requested.
     """
     if spec.training.num_workers == 1:
         run_worker(spec, inputs, workspace, resume_from, say)
@@ -86,7 +86,7 @@ def launch_workers(
     receipt = read_json(workspace.run / "receipt.json", Receipt)
     if receipt.num_workers != spec.training.num_workers:
         raise WorkerError(
-            f"{run_label(spec)}: {receipt.num_workers} workers trained, {spec.training.num_workers} were asked for"
+            f"{run_label(spec)}: {receipt.num_workers} workers trained, {spec.training.num_workers} were requested"
         )
 
 
@@ -122,11 +122,11 @@ def _launch(share: _Share, kind: DeviceKind) -> None:
 def _work(config: dict[str, _Share]) -> None:
     """Be one worker: check that all are there, then train."""
     share = config["share"]
-    asked, started = share.spec.training.num_workers, distributed.get_world_size()
+    requested, started = share.spec.training.num_workers, distributed.get_world_size()
     rank = distributed.get_rank()
     send_output_to(share.logs / f"worker{rank}.log")
-    if started != asked:
-        raise WorkerError(f"{run_label(share.spec)}: {started} workers started, {asked} were asked for")
+    if started != requested:
+        raise WorkerError(f"{run_label(share.spec)}: {started} workers started, {requested} were requested")
     # accelerate takes the device of this number. Ray shows a worker all GPUs of its node, but of NPUs its own alone.
     os.environ["LOCAL_RANK"] = str(local_device_index(resolve_device(share.spec.device).kind))
     say = _line_writer(share.said, rank)

@@ -153,7 +153,7 @@ def load_weights(model: nn.Module, point: Path) -> None:
 
 
 class ResumeCallback(TrainerCallback):
-    """Asks the trainer for a resume point at regular steps, and for one and an end when a stop was asked for."""
+    """Asks the trainer for a resume point at regular steps, and for one and an end when a stop was requested."""
 
     def __init__(self, workspace: Workspace, training: TrainingConfig) -> None:
         self._stop_file = workspace.stop_file

@@ -22,7 +22,7 @@ from aqnpipe.training.ranks import rank_and_size
 def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
     """Return what run.json says of the backend that draws the rollouts of `spec`: it decides their bytes.
 
-    Raises ConfigError if vLLM was asked for and cannot draw them, ModelError if it is missing.
+    Raises ConfigError if vLLM was requested and cannot draw them, ModelError if it is missing.
     """
     if _backend(spec) == "transformers":
         return {"backend": "transformers"}
@@ -62,11 +62,11 @@ def open_rollouts(
 
 
 def _backend(spec: TrainingSpec) -> str:
-    asked = spec.generation.requested_for_rollouts
-    of_rollouts = spec.generation.model_copy(update={"backend": asked})
+    requested = spec.generation.requested_for_rollouts
+    of_rollouts = spec.generation.model_copy(update={"backend": requested})
     chosen = chosen_backend(of_rollouts, spec.attention, resolve_device(spec.device))
     reason = what_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
-    if reason is not None and asked == "vllm":
+    if reason is not None and requested == "vllm":
         raise ConfigError(
             f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers "
             "trains without"

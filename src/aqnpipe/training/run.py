@@ -74,7 +74,7 @@ def run_worker(
     Goes on from the resume point `resume_from`, as `prepare_resume` returned it. Several workers do this together, each
     with its share of every batch, and the first writes the files. Raises WorkerError when they are not as many as the
     spec asks for, ReceiptError when measured and
-    asked noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was asked for.
+    requested noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was requested.
     """
     torch.set_num_threads(spec.training.threads)
     tokenizer = load_tokenizer(inputs.model)

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with its phases kept apart, each computing with exactly the noise that was asked for it.
+"""TRL's GRPOTrainer with its phases kept apart, each computing with exactly the noise that was requested it.
 
 What is overridden of the pinned TRL's private interface: `_tokenize_prompts`, `_generate_single_turn` (rollout),
 `_get_per_token_logps_and_entropies` (reference and actor), and of the Trainer's `_get_grad_norm`;
@@ -228,7 +228,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         return norm
 
     def _get_train_sampler(self, dataset: Any = None) -> PromptSampler:
-        """Return the order of prompts, by seed and epoch; TRL's own depends on how often this process asked."""
+        """Return the order of prompts, by seed and epoch; TRL's own depends on how often this process requested."""
         dataset = self.train_dataset if dataset is None else dataset
         return PromptSampler(
             dataset,

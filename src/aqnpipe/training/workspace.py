@@ -5,7 +5,7 @@
     run/                what becomes the run's declared folder
     resume/step<N>/     resume points
     finished.json       digests of run/, written when nothing is missing there
-    stop                there from when a stop was asked for until the next start
+    stop                there from when a stop was requested until the next start
 """
 
 import hashlib

@@ -21,9 +21,9 @@ IDS = torch.randint(2, 64, (4, 12), generator=torch.Generator().manual_seed(1))
 ALL = torch.ones(32, dtype=torch.bool)
 
 
-def recorder_for(*asked, phases=("actor_forward",), **settings):
+def recorder_for(*requested, phases=("actor_forward",), **settings):
     return ReceiptRecorder(
-        operator_noise=None, faults=asked, expected_phases=phases, num_layers=3, num_norms=7, **settings
+        operator_noise=None, faults=requested, expected_phases=phases, num_layers=3, num_norms=7, **settings
     )
 
 
@@ -114,9 +114,9 @@ def test_survival_rates_are_those_counted_by_hand(model):
     assert len(set(map(int, expected.values()))) == 3
 
 
-def gradient_run(model, *asked, sigma=0.0, phase="actor_forward"):
+def gradient_run(model, *requested, sigma=0.0, phase="actor_forward"):
     """Loss, gradients of weights, and the receipt of a forward and backward pass."""
-    recorder = recorder_for(*asked, phases=("actor_forward", "backward"))
+    recorder = recorder_for(*requested, phases=("actor_forward", "backward"))
     model.zero_grad()
     with phase_noise(model, recorder, phase, KEY, backward=True, hidden_sigmas={LAYER: sigma} if sigma else None):
         logits = model(IDS, use_cache=False).logits
@@ -274,7 +274,7 @@ def test_a_fault_that_nobody_asked_for_is_refused(model):
     recorder = recorder_for(phases=("rollout",))
     with faults.simulated_faults(model, [DEAD_ZONE]):
         layer_output(model, recorder)
-    with pytest.raises(ReceiptError, match=r"model\.layers\.1: a simulated fault was there, none was asked for"):
+    with pytest.raises(ReceiptError, match=r"model\.layers\.1: a simulated fault was there, none was requested"):
         recorder.receipt().check()
 
 

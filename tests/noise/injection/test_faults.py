@@ -233,8 +233,8 @@ def test_cached_threshold_is_that_of_the_first_call():
 
 def test_several_faults_at_once_are_counted_apart():
     model = Stack()
-    asked = [Fault(type="dead_zone", layer=0, magnitude=0.1), Fault(type="saturation", layer=2, magnitude=0.25)]
-    with faults.simulated_faults(model, asked) as records:
+    requested = [Fault(type="dead_zone", layer=0, magnitude=0.1), Fault(type="saturation", layer=2, magnitude=0.25)]
+    with faults.simulated_faults(model, requested) as records:
         output = model(HIDDEN.detach())
     # layer 0 zeroes |h| < 1 (two values); layer 2 clamps to 0.75 * 80 = 60 (80 and -76)
     assert [record.affected_elements for record in records] == [2, 2]

@@ -50,7 +50,7 @@ def mode_throughout(monkeypatch):
 
 
 def count_mode_calls(monkeypatch):
-    """Return a list that gets an entry for each torch function that the mode is asked about."""
+    """Return a list that gets an entry for each torch function that the mode is requested about."""
     calls, original = [], operator_watch._OperatorMode.__torch_function__
 
     def counted(self, func, types, args=(), kwargs=None):
@@ -172,8 +172,8 @@ def test_another_number_of_operators_brings_the_mode_back(qwen2, monkeypatch):
         return output @ torch.eye(16) if len(calls) == 4 else output
 
     qwen2.model.layers[1].self_attn.v_proj.register_forward_hook(multiply)
-    asked, until = count_mode_calls(monkeypatch), [0]
-    _, receipt = generation(qwen2, noise_on("all"), num_forwards=8, inside=lambda: until.append(len(asked)))
+    requested, until = count_mode_calls(monkeypatch), [0]
+    _, receipt = generation(qwen2, noise_on("all"), num_forwards=8, inside=lambda: until.append(len(requested)))
     assert {cell.calls for cell in receipt.check().cells if cell.operator == "matmul"} == {16, 17}
     per_forward = [after - before for before, after in pairwise(until)]
     assert per_forward[2] < per_forward[4] == per_forward[7] < per_forward[1]

@@ -266,7 +266,7 @@ def test_noise_disabled_by_hand_is_refused(model, monkeypatch):
         "aqnpipe.noise.kernels.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor
     )
     _, receipt = logits(model, MATMUL)
-    with pytest.raises(ReceiptError, match=r"measured scale 0, asked 0\.05"):
+    with pytest.raises(ReceiptError, match=r"measured scale 0, requested 0\.05"):
         receipt.check()
 
 
@@ -320,7 +320,7 @@ def test_a_mode_that_is_never_activated_is_refused(model, monkeypatch):
 
 
 def test_noise_left_on_by_somebody_else_is_refused(model):
-    """A patched F.linear, as in the original experiments, where no noise was asked."""
+    """A patched F.linear, as in the original experiments, where no noise was requested."""
     layer = model.model.layers[0].self_attn.q_proj
     layer.forward = lambda x: F.linear(x, layer.weight, layer.bias) * 1.0001
     _, receipt = logits(model, None)
@@ -371,10 +371,10 @@ def test_the_bias_is_the_formula_on_the_product_alone(make_model):
 
 
 def test_an_error_below_the_resolution_of_the_format_is_refused(make_model):
-    """1e-5 of a bfloat16 is rounded away: what was asked for did not happen."""
+    """1e-5 of a bfloat16 is rounded away: what was requested did not happen."""
     model = make_model().to(torch.bfloat16)
     _, receipt = logits(model, noise_with(RelativeGaussian(scale=1e-5)))
-    with pytest.raises(ReceiptError, match="measured scale 0, asked 1e-05"):
+    with pytest.raises(ReceiptError, match="measured scale 0, requested 1e-05"):
         receipt.check()
 
 
@@ -413,7 +413,7 @@ def test_layers_can_have_their_own_scale(model):
     noise = noise_with(RelativeGaussian(scale=0.05), layer_scales={1: 0.2, 2: 0.0})
     _, receipt = logits(model, noise)
     receipt.check()
-    assert {cell.layer: cell.asked for cell in receipt.cells} == {0: 0.05, 1: 0.2, None: 0.05}
+    assert {cell.layer: cell.requested cell in receipt.cells} == {0: 0.05, 1: 0.2, None: 0.05}
 
 
 def test_fused_attention_is_noised_as_one_operator(make_model):
@@ -593,7 +593,7 @@ def test_a_stale_layer_in_the_backward_pass_is_impossible(model):
     )
     _, receipt = gradients(model, noise)
     receipt.check()
-    backward = {cell.layer: cell.asked for cell in receipt.cells if cell.phase == "backward"}
+    backward = {cell.layer: cell.requested cell in receipt.cells if cell.phase == "backward"}
     assert backward == {0: 0.01, 1: 0.05, 2: 0.3, None: 0.05}
 
 

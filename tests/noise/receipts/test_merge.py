@@ -28,12 +28,12 @@ MODES = {
 
 
 def recorder_for(mode):
-    asked = dict(MODES[mode])
-    aqn = AdaptiveNoise.model_validate(asked.pop("aqn")) if "aqn" in asked else None
+    requested = dict(MODES[mode])
+    aqn = AdaptiveNoise.model_validate(requested.pop("aqn")) if "aqn" in requested else None
     return ReceiptRecorder(
-        operator_noise=asked.get("operator_noise"),
+        operator_noise=requested.get("operator_noise"),
         aqn=aqn,
-        faults=asked.get("faults", ()),
+        faults=requested.get("faults", ()),
         expected_phases=("rollout", "actor_forward"),
         num_layers=3,
         num_norms=7,
@@ -173,7 +173,7 @@ def test_a_worker_without_its_noise_is_refused(accounts_of):
     def silent(state):
         state.cells = [cell for cell in state.cells if cell.phase != "rollout"]
 
-    assert "worker 1 of 2: rollout: noise was asked for but never reached layers" in refusal(
+    assert "worker 1 of 2: rollout: noise was requested but never reached layers" in refusal(
         accounts_of, "operators", silent
     )
 

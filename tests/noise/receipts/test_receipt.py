@@ -47,7 +47,7 @@ def test_a_receipt_survives_its_file(honest):
 
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.2, 2.0])
 def test_another_scale_than_asked_is_refused(honest, factor):
-    with pytest.raises(ReceiptError, match=r"measured scale .*, asked 0\.05"):
+    with pytest.raises(ReceiptError, match=r"measured scale .*, requested 0\.05"):
         with_cell(honest, measured=0.05 * factor).check()
 
 
@@ -57,9 +57,9 @@ def test_an_error_with_a_mean_is_refused(honest):
 
 
 def test_a_cell_that_was_asked_otherwise_is_refused(honest):
-    """The spec in the receipt decides what was asked, not what the cell says of itself."""
-    with pytest.raises(ReceiptError, match=r"noised with relative_gaussian 0\.1, which was not asked for"):
-        with_cell(honest, asked=0.1, measured=0.1).check()
+    """The spec in the receipt decides what was requested, not what the cell says of itself."""
+    with pytest.raises(ReceiptError, match=r"noised with relative_gaussian 0\.1, which was not requested"):
+        with_cell(honest, requested=0.1, measured=0.1).check()
 
 
 def test_a_cell_without_measurements_is_refused(honest):
@@ -77,9 +77,9 @@ def test_operator_noise_beside_module_noise_alone_is_refused(model):
     """Module noise in a phase is no licence for operator noise in it."""
     modules = ModuleNoise(modules="linear", error=RelativeGaussian(scale=0.05))
     receipt = receipt_of(model, operator_noise=NOISE, module_noise=modules).check()
-    for asked in ("operator_noise", "module_noise"):
-        with pytest.raises(ReceiptError, match="none were asked for"):
-            receipt.model_copy(update={asked: None}).check()
+    for requested in ("operator_noise", "module_noise"):
+        with pytest.raises(ReceiptError, match="none were requested"):
+            receipt.model_copy(update={requested: None}).check()
 
 
 def test_a_witness_that_saw_nothing_is_refused(honest):
@@ -110,14 +110,14 @@ def test_every_false_alarm_would_be_one_in_a_million(make_model):
         recorder.receipt().check()
 
 
-@pytest.mark.parametrize("asked", ["operator_noise", "module_noise"])
-def test_noise_for_a_phase_that_the_run_does_not_have_is_refused(model, asked):
+@pytest.mark.parametrize("requested", ["operator_noise", "module_noise"])
+def test_noise_for_a_phase_that_the_run_does_not_have_is_refused(model, requested):
     """Noise on the reference alone, in a training without one, would be noise that nobody ever meets."""
     error = RelativeGaussian(scale=0.05)
     noise = {
         "operator_noise": OperatorNoise(error=error, phases=("reference",)),
         "module_noise": ModuleNoise(modules="linear", error=error, phases=("reference",)),
     }
-    receipt = receipt_of(model, **{"operator_noise": None, asked: noise[asked]})
-    with pytest.raises(ReceiptError, match="noise was asked for in reference alone, which never ran"):
+    receipt = receipt_of(model, **{"operator_noise": None, requested: noise[requested]})
+    with pytest.raises(ReceiptError, match="noise was requested in reference alone, which never ran"):
         receipt.check()

@@ -75,47 +75,47 @@ def _slurm_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition, 
         yield _job_check(rule, {**defaults, **resources}, partitions)
 
 
-def _job_check(job: str, asked: Mapping[str, Any], partitions: tuple[SlurmPartition, ...]) -> Check:
-    name = str(asked.get("slurm_partition", ""))
-    shown = ", ".join(f"{key} {asked[key]}" for key in ("slurm_partition", "gres", "runtime") if key in asked)
+def _job_check(job: str, requested: Mapping[str, Any], partitions: tuple[SlurmPartition, ...]) -> Check:
+    name = str(requested.get("slurm_partition", ""))
+    shown = ", ".join(f"{key} {requested[key]}" for key in ("slurm_partition", "gres", "runtime") if key in requested)
     nodes = [one for one in partitions if one.name == name]
     if not nodes:
         known = ", ".join(sorted({one.name for one in partitions}))
         return Check(name=job, status="problem", found=f"no partition {name}", advice=f"the cluster has {known}")
-    reasons = {one: _why_not(asked, one) for one in nodes}
+    reasons = {one: _why_not(requested, one) for one in nodes}
     fitting = sum(one.nodes for one, reason in reasons.items() if not reason)
-    if fitting >= int(asked.get("nodes", 1)):
+    if fitting >= int(requested.get("nodes", 1)):
         return Check(name=job, status="ok", found=shown)
-    lacks = f"{fitting} nodes for the {asked['nodes']} of a job" if fitting else reasons[nodes[0]]
+    lacks = f"{fitting} nodes for the {requested['nodes']} of a job" if fitting else reasons[nodes[0]]
     return Check(name=job, status="problem", found=shown, advice=f"partition {name} has {lacks}")
 
 
-def _why_not(asked: Mapping[str, Any], partition: SlurmPartition) -> str:
+def _why_not(requested: Mapping[str, Any], partition: SlurmPartition) -> str:
     """Return what a node of the partition lacks for a job; empty if nothing."""
-    gres, _, count = str(asked.get("gres", "")).rpartition(":")
+    gres, _, count = str(requested.get("gres", "")).rpartition(":")
     devices = partition.num_devices(gres)
     if gres and devices < int(count):
         return f"{devices} {gres} per node ({partition.gres or 'no gres'})"
-    if partition.minutes is not None and int(asked.get("runtime", 0)) > partition.minutes:
+    if partition.minutes is not None and int(requested.get("runtime", 0)) > partition.minutes:
         return f"a time limit of {partition.minutes} minutes"
-    if int(asked.get("cpus_per_task", 1)) > partition.cpus:
+    if int(requested.get("cpus_per_task", 1)) > partition.cpus:
         return f"{partition.cpus} CPUs per node"
-    if int(asked.get("mem_mb", 0)) > partition.memory_mb:
+    if int(requested.get("mem_mb", 0)) > partition.memory_mb:
         return f"{partition.memory_mb} MB per node"
     return ""
 
 
 def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
     """The study's device, and as many of them as a job leases."""
-    asked = study.config.device
+    requested = study.config.device
     try:
-        yield Check(name="device", status="ok", found=resolve_device(asked).label)
+        yield Check(name="device", status="ok", found=resolve_device(requested).label)
     except DeviceError as error:
         yield Check(name="device", status="problem", found=str(error))
     leases = {rule: int(one.get("devices", 0)) for rule, one in profile.get("set-resources", {}).items()}
     if not any(leases.values()):
         return
-    kind, ids = devices_of_machine(asked)
+    kind, ids = devices_of_machine(requested)
     most = max(leases.values())
     offered = int(profile.get("resources", {}).get("devices", len(ids)))
     enough: Status = "ok" if most <= len(ids) and offered <= len(ids) else "problem"

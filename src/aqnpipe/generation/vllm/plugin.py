@@ -15,7 +15,7 @@ _POLL_SECONDS = 1.0
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: keep linear layers plain, and leave a mark that workers are asked for.
+    """Entry point `vllm.general_plugins`: keep linear layers plain, and leave a mark that workers are requested.
 
     On a CPU vLLM would pack weights for oneDNN or AMX kernels: such a layer has no weight that can be recomputed with,
     so the witness could not compare it with bare torch.

@@ -21,7 +21,7 @@ def check_vllm(device: DeviceKind) -> None:
     """Raise ModelError, with the command that helps, if vLLM is not installed."""
     if not is_vllm_installed():
         raise ModelError(
-            f"generation.backend: vllm was asked for and is not installed here: {_INSTALL[device]}; "
+            f"generation.backend: vllm was requested and is not installed here: {_INSTALL[device]}; "
             "backend: transformers runs without"
         )
 

@@ -30,13 +30,13 @@ class EndsAtText(AdapterLogitsProcessor):
 
     def new_req_logits_processor(self, params: Any) -> Callable[[list[int], Tensor], Tensor] | None:
         """Return what changes the logits of a request; None if it has no stop text."""
-        asked = params.extra_args or {}
-        text = asked.get(STOP_TEXT)
+        requested = params.extra_args or {}
+        text = requested.get(STOP_TEXT)
         if text is None:
             return None
         if text not in self._known:
             self._known[text] = StopText(load_tokenizer(Path(self._folder)), text)
-        stop, end_token = self._known[text], asked[END_TOKEN]
+        stop, end_token = self._known[text], requested[END_TOKEN]
 
         def force_end(output_ids: list[int], logits: Tensor) -> Tensor:
             if stop.is_complete(output_ids):

@@ -1,4 +1,4 @@
-"""What vLLM's worker processes are asked to do: methods that vLLM adds to its Worker class and calls by name.
+"""What vLLM's worker processes are requested to do: methods that vLLM adds to its Worker class and calls by name.
 
 Arguments and results are plain data, so that nothing is pickled. A mistake of the user comes back as
 `{"refused": "one line"}`, weights that did not arrive as `{"unproven": "one line"}`; everything else is a bug and
@@ -24,7 +24,7 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 
 class _WorkerPass:
-    """One pass on one worker: what was asked, what was recorded, and the batch that is under way."""
+    """One pass on one worker: what was requested, what was recorded, and the batch that is under way."""
 
     def __init__(self, engine: EngineModel, noise: PassNoise) -> None:
         self.engine = engine

@@ -26,7 +26,7 @@ class OperatorErrors:
         self._quantized_weights: dict[int, Tensor] = {}
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run `function` with the place's error on its output, and on its operands' gradients where asked."""
+        """Run `function` with the place's error on its output, and on its operands' gradients where requested."""
         state = self._state
         error = state.place.error
         if error is None:

@@ -1,6 +1,6 @@
 """Sees every operator of a noised layer, at the least cost.
 
-A torch function mode misses no operator, but is asked about all of a layer's torch functions, some 80, of which 9 are
+A torch function mode misses no operator, but is requested about all of a layer's torch functions, some 80, of which 9 are
 operators. So in forwards without gradients linear modules bring their noise themselves, and the mode is there for the
 other operators only. Where these are is not assumed but surveyed: the forwards that are measured run under the mode
 from end to end and note which operators it met between which linear modules. In the others it is on in these stretches

@@ -48,7 +48,7 @@ def phase_noise(
 ) -> Iterator[None]:
     """Run `phase` on `model` with exactly the noise and the faults of `spec`, and record in `recorder` what was done.
 
-    With `backward`, the graph built inside also noises the gradients when "backward" is among the asked phases; layers
+    With `backward`, the graph built inside also noises the gradients when "backward" is among the requested phases; layers
     under gradient checkpointing are recomputed with the same noise, also after the context has ended. `hidden_sigmas`
     is AQN on hidden states: relative noise on the output of each decoder layer. Faults are active in every phase;
     `Fault.order` gives the place of AQN's noise among them. `faults` are those of the spec with the thresholds that

@@ -13,10 +13,10 @@ class EvaluationPass(ReceiptModel):
     receipt: Receipt
 
     def problems(self, tolerance: float = 0.0) -> list[str]:
-        """Return every gap between the level this pass stands for, what was asked, and what was measured."""
+        """Return every gap between the level this pass stands for, what was requested, and what was measured."""
         where = f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}"
-        asked = self.receipt.requested_scale("evaluation")
-        mismatch = [f"{where}: the receipt asked for scale {asked:g}"] if asked != self.noise_level else []
+        requested = self.receipt.requested_scale("evaluation")
+        mismatch = [f"{where}: the receipt requested scale {requested:g}"] if requested != self.noise_level else []
         return mismatch + [f"{where}: {problem}" for problem in self.receipt.problems(tolerance)]
 
 

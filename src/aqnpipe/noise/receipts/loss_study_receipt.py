@@ -18,15 +18,15 @@ class LossStudyPass(ReceiptModel):
     receipt: Receipt
 
     def problems(self) -> list[str]:
-        """Return every gap between the condition, what was asked for it and what was measured."""
+        """Return every gap between the condition, what was requested it and what was measured."""
         where = f"{self.condition} at magnitude {self.magnitude:g}, order {self.order}, noise seed {self.noise_seed}"
         receipt, problems = self.receipt, []
         magnitudes = {fault.magnitude for fault in receipt.faults} or {0.0}
         if magnitudes != {self.magnitude}:
-            problems.append(f"the receipt asked for magnitudes {sorted(magnitudes)}")
+            problems.append(f"the receipt requested magnitudes {sorted(magnitudes)}")
         orders = {fault.order for fault in receipt.faults if fault.layer in self.noised_layers}
         if orders != ({self.order} if self.order else set()):
-            problems.append(f"the receipt asked for orders {sorted(orders)}")
+            problems.append(f"the receipt requested orders {sorted(orders)}")
         noised = {cell.layer for cell in receipt.weight_cells}
         if noised != set(self.noised_layers):
             problems.append(f"noise was measured in layers {sorted(noised, key=str)}")

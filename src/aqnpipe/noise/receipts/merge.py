@@ -77,7 +77,7 @@ def read_measurements(folder: Path, num_workers: int) -> list[WorkerMeasurements
 def merged_receipt(
     recorder: ReceiptRecorder, accounts: Sequence[WorkerMeasurements], *, routed: bool = False
 ) -> Receipt:
-    """Return the checked receipt of all workers together; `recorder` knows what was asked, and is left with the merger.
+    """Return the checked receipt of all workers together; `recorder` knows what was requested, and is left with the merger.
 
     Every worker's own receipt must be in order, and all must fit each other. `routed` is for mixtures of experts, where
     the number of operator calls depends on the tokens and is not compared. Raises ReceiptError that names the worker.

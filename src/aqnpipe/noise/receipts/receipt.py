@@ -1,4 +1,4 @@
-"""Receipts: what was asked for, what was measured, and the check that refuses any gap between the two."""
+"""Receipts: what was requested, what was measured, and the check that refuses any gap between the two."""
 
 import math
 from typing import Self
@@ -43,7 +43,7 @@ class NoiseCell(ReceiptModel):
 
     `measured` is a root mean square over `measured_elements` sampled elements, `mean_error` the mean of the same: of
     (y' - y)/y over non-zero y for relative errors, of y' - y for absolute ones, of (y' - y)*sign(y) for a bias.
-    `asked` is what `measured` should be: the error's scale; for number formats, which round, an upper bound.
+    `requested` is what `measured` should be: the error's scale; for number formats, which round, an upper bound.
     """
 
     phase: Phase
@@ -52,7 +52,7 @@ class NoiseCell(ReceiptModel):
     error: ErrorKind
     calls: int
     elements: int
-    asked: float
+    requested: float
     measured: float | None
     mean_error: float | None
     measured_elements: int
@@ -72,31 +72,39 @@ class NoiseCell(ReceiptModel):
         return 1 / math.sqrt(2 * self.measured_elements) if self.measured_elements else math.inf
 
     def problems(self, tolerance: float) -> list[str]:
-        """Return what does not fit between asked and measured; `tolerance` is a relative allowance for rounding."""
+        """Return what does not fit between requested and measured; `tolerance` is a relative allowance for rounding."""
         if self.measured is None or self.mean_error is None or not self.measured_elements:
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
         match self.error:
             case "relative_gaussian" | "absolute_gaussian":
                 band = SAMPLING_SIGMAS * self.standard_error() + tolerance
-                mean_band = self.asked * (SAMPLING_SIGMAS / math.sqrt(self.measured_elements) + tolerance)
-                mean_asked = 0.0
+                mean_band = self.requested * (SAMPLING_SIGMAS / math.sqrt(self.measured_elements) + tolerance)
+                mean_requested = 0.0
             case "systematic_bias":
-                band, mean_band, mean_asked = _EXACT + tolerance, self.asked * (_EXACT + tolerance), self.asked
+                band, mean_band, mean_requested = (
+                    _EXACT + tolerance,
+                    self.requested * (_EXACT + tolerance),
+                    self.requested,
+                )
             case "mantissa_truncation":
-                if not 0 < self.measured < self.asked or self.mean_error > 0:
+                if not 0 < self.measured < self.requested or self.mean_error > 0:
                     return [
                         f"{self.where}: measured a relative error of {self.measured:.4g} with mean "
-                        f"{self.mean_error:.3g}, expected one below {self.asked:.4g} and toward zero"
+                        f"{self.mean_error:.3g}, expected one below {self.requested:.4g} and toward zero"
                     ]
                 return []
             case "fake_quantization":
-                if not 0 < self.measured < self.asked:
+                if not 0 < self.measured < self.requested:
                     return [f"{self.where}: measured a relative error of {self.measured:.4g}, expected one in (0, 1)"]
                 return []
-        if not abs(self.measured / self.asked - 1) <= band:
-            return [f"{self.where}: measured scale {self.measured:.4g}, asked {self.asked:.4g} (band {band:.1%})"]
-        if not abs(self.mean_error - mean_asked) <= mean_band:
-            return [f"{self.where}: mean error {self.mean_error:.3g} is not {mean_asked:.3g} (band {mean_band:.2g})"]
+        if not abs(self.measured / self.requested - 1) <= band:
+            return [
+                f"{self.where}: measured scale {self.measured:.4g}, requested {self.requested:.4g} (band {band:.1%})"
+            ]
+        if not abs(self.mean_error - mean_requested) <= mean_band:
+            return [
+                f"{self.where}: mean error {self.mean_error:.3g} is not {mean_requested:.3g} (band {mean_band:.2g})"
+            ]
         return []
 
 
@@ -105,7 +113,7 @@ class PhaseRecord(ReceiptModel):
 
     The witness recomputes outputs of linear modules with every hook of torch bypassed and compares them with what the
     model really used, whatever installed it: `reference_check_difference` is the largest absolute difference (exactly 0 where
-    no noise was asked), `reference_check_scale` the root mean square relative difference, over `reference_checked_elements`. Products
+    no noise was requested), `reference_check_scale` the root mean square relative difference, over `reference_checked_elements`. Products
     too small to be told from the rounding of their sum with a bias are not among these.
     """
 
@@ -192,7 +200,7 @@ class WeightSync(ReceiptModel):
     sigma_measured: float
     targets: int = Field(description="norms, or decoder layers, that AQN was set to work on")
     elements: int = Field(description="elements that were noised and measured")
-    squared_error_ratio: float = Field(description="mean of (measured/asked)^2 over elements; 1 is exact")
+    squared_error_ratio: float = Field(description="mean of (measured/requested)^2 over elements; 1 is exact")
     clean_sha256_before: str
     clean_sha256_after: str
 
@@ -211,7 +219,7 @@ class Receipt(ReceiptModel):
     operator_noise: OperatorNoise | None
     module_noise: ModuleNoise | None = None
     aqn: AdaptiveNoise | None = None
-    faults: tuple[Fault, ...] = Field(default=(), description="simulated faults that the machine was asked to have")
+    faults: tuple[Fault, ...] = Field(default=(), description="simulated faults that the machine was requested to have")
     expected_phases: tuple[Phase, ...] = Field(description="phases that must have run")
     phases: tuple[PhaseRecord, ...]
     cells: tuple[NoiseCell, ...]
@@ -224,11 +232,11 @@ class Receipt(ReceiptModel):
     )
     layer_factors: dict[int, float] | None = Field(
         default=None,
-        description="factors on the schedule's sigma that a sigmas file asked for; null means 1 everywhere",
+        description="factors on the schedule's sigma that a sigmas file requested; null means 1 everywhere",
     )
     num_layers: int
     num_norms: int
-    num_noised_modules: int = Field(default=0, description="modules that module noise was asked for")
+    num_noised_modules: int = Field(default=0, description="modules that module noise was requested")
     num_steps: int = Field(default=0, description="optimiser steps of the run; 0 for an evaluation pass")
     num_epochs: int = 0
     norms_watched: bool = Field(
@@ -238,7 +246,7 @@ class Receipt(ReceiptModel):
     num_workers: int = Field(default=1, description="data-parallel workers whose accounts this receipt sums up")
 
     def check(self, tolerance: float = 0.0) -> Self:
-        """Return self, or raise ReceiptError listing every gap between what was asked and what was measured.
+        """Return self, or raise ReceiptError listing every gap between what was requested and what was measured.
 
         `tolerance` is an extra relative allowance on top of the sampling error (rounding of low-precision formats).
         """
@@ -248,7 +256,7 @@ class Receipt(ReceiptModel):
         return self
 
     def problems(self, tolerance: float = 0.0) -> list[str]:
-        """Return every gap between what was asked and what was measured, in words."""
+        """Return every gap between what was requested and what was measured, in words."""
         return [
             *self._phases_that_did_not_run(),
             *self._noise_where_none_was_requested(),
@@ -262,7 +270,7 @@ class Receipt(ReceiptModel):
         ]
 
     def requested_scale(self, phase: Phase) -> float:
-        """Size of the error that operators should have in `phase`; 0 where none was asked."""
+        """Size of the error that operators should have in `phase`; 0 where none was requested."""
         noise = self.operator_noise
         return requested_size(noise.error) if noise and noise.is_active and phase in noise.phases else 0.0
 
@@ -284,9 +292,9 @@ class Receipt(ReceiptModel):
         ran = {record.phase for record in self.phases if record.forwards > 0}
         problems = [f"phase {phase} never ran" for phase in self.expected_phases if phase not in ran]
         for noise in (self.operator_noise, self.module_noise):
-            # A training without KL has no reference phase, so a single asked phase may be missing.
+            # A training without KL has no reference phase, so a single requested phase may be missing.
             if noise is not None and noise.is_active and not ran & set(noise.phases):
-                problems.append(f"noise was asked for in {', '.join(noise.phases)} alone, which never ran")
+                problems.append(f"noise was requested in {', '.join(noise.phases)} alone, which never ran")
         return problems
 
     def _noise_where_none_was_requested(self) -> list[str]:
@@ -300,12 +308,12 @@ class Receipt(ReceiptModel):
                 (False in noised and not operators) or (True in noised and not modules)
             ):
                 problems.append(
-                    f"{record.phase}: {record.noised_calls} operator calls were noised, none were asked for"
+                    f"{record.phase}: {record.noised_calls} operator calls were noised, none were requested"
                 )
             if not operators and record.reference_check_difference != 0.0:
                 problems.append(
                     f"{record.phase}: operators differ from bare torch by {record.reference_check_difference:.3g}, "
-                    "no noise was asked"
+                    "no noise was requested"
                 )
         return problems
 
@@ -325,16 +333,16 @@ class Receipt(ReceiptModel):
                     reached.setdefault(cell.layer, set()).add(cell.operator.split(".")[0])
             missing = sorted(wanted - reached.keys())
             if missing:
-                problems.append(f"{record.phase}: noise was asked for but never reached layers {missing}")
+                problems.append(f"{record.phase}: noise was requested but never reached layers {missing}")
             unwanted = sorted(layer for layer in reached if layer is not None and layer not in wanted)
             if unwanted:
-                problems.append(f"{record.phase}: layers {unwanted} were noised, they were not asked for")
+                problems.append(f"{record.phase}: layers {unwanted} were noised, they were not requested")
             for kinds in _operator_kinds(noise):
                 without = sorted(layer for layer in wanted & reached.keys() if not kinds & reached[layer])
                 if without:
                     problems.append(f"{record.phase}: no {' or '.join(sorted(kinds))} was noised in layers {without}")
             if head != (None in reached):
-                state = "not noised although asked for" if head else "noised although excluded"
+                state = "not noised although requested" if head else "noised although excluded"
                 problems.append(f"{record.phase}: lm_head was {state}")
             for operator, calls in record.escaped.items():
                 advice = (
@@ -358,8 +366,8 @@ class Receipt(ReceiptModel):
         problems = []
         for cell in self.cells:
             error = self._error_requested(cell)
-            if error is None or (cell.error, cell.asked) != (error.kind, requested_size(error)):
-                problems.append(f"{cell.where}: noised with {cell.error} {cell.asked:g}, which was not asked for")
+            if error is None or (cell.error, cell.requested) != (error.kind, requested_size(error)):
+                problems.append(f"{cell.where}: noised with {cell.error} {cell.requested:g}, which was not requested")
             else:
                 problems += cell.problems(tolerance)
         return problems
@@ -377,27 +385,27 @@ class Receipt(ReceiptModel):
             if not record.reference_checked_elements:
                 problems.append(f"{record.phase}: no operator output was compared with bare torch")
                 continue
-            noise, asked = self.operator_noise, self.requested_scale(record.phase)
-            if noise is None or not asked or noise.layers is not None or noise.layer_scales:
+            noise, requested = self.operator_noise, self.requested_scale(record.phase)
+            if noise is None or not requested or noise.layers is not None or noise.layer_scales:
                 continue
             if not isinstance(noise.error, RelativeGaussian):
                 if record.reference_check_scale == 0:
                     problems.append(
-                        f"{record.phase}: the reference check saw no error, asked {noise.error.kind} {asked:g}"
+                        f"{record.phase}: the reference check saw no error, requested {noise.error.kind} {requested:g}"
                     )
                 continue
             band = SAMPLING_SIGMAS / math.sqrt(2 * record.reference_checked_elements) + tolerance
-            if not abs(record.reference_check_scale / asked - 1) <= band:
+            if not abs(record.reference_check_scale / requested - 1) <= band:
                 problems.append(
-                    f"{record.phase}: the reference check saw scale {record.reference_check_scale:.4g}, asked {asked:.4g} "
+                    f"{record.phase}: the reference check saw scale {record.reference_check_scale:.4g}, requested {requested:.4g} "
                     f"(band {band:.1%})"
                 )
         return problems
 
     def _fault_problems(self) -> list[str]:
-        problems = [f"{name}: a simulated fault was there, none was asked for" for name in self.foreign_faults]
+        problems = [f"{name}: a simulated fault was there, none was requested" for name in self.foreign_faults]
         unknown = {cell.fault for cell in self.fault_cells} - set(range(len(self.faults)))
-        problems += [f"a fault number {number} struck, {len(self.faults)} were asked for" for number in sorted(unknown)]
+        problems += [f"a fault number {number} struck, {len(self.faults)} were requested" for number in sorted(unknown)]
         for number, fault in enumerate(self.faults):
             where = f"fault {fault.type} in layer {fault.layer} ({fault.site})"
             cells = {cell.phase: cell for cell in self.fault_cells if cell.fault == number}
@@ -424,7 +432,7 @@ class Receipt(ReceiptModel):
 
     def _weight_noise_problems(self) -> list[str]:
         if self.aqn is None:
-            return [f"AQN ran at {len(self.weight_syncs)} syncs, none was asked for"] if self.weight_syncs else []
+            return [f"AQN ran at {len(self.weight_syncs)} syncs, none was requested"] if self.weight_syncs else []
         steps = [sync.step for sync in self.weight_syncs]
         problems = []
         due = list(range(0, self.num_steps, self.steps_per_rollout))
@@ -452,17 +460,17 @@ class Receipt(ReceiptModel):
                 )
             if sync.sigma_requested == 0:
                 if sync.sigma_measured != 0:
-                    problems.append(f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.3g}, asked 0")
+                    problems.append(f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.3g}, requested 0")
             elif not sync.elements or not abs(sync.squared_error_ratio - 1) <= SAMPLING_SIGMAS * math.sqrt(
                 2 / sync.elements
             ):
                 problems.append(
-                    f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.4g}, asked {sync.sigma_requested:.4g}"
+                    f"AQN step {sync.step}: measured sigma {sync.sigma_measured:.4g}, requested {sync.sigma_requested:.4g}"
                 )
         return problems
 
     def _norm_problems(self) -> list[str]:
-        """AQN may be on the norm weights in the rollout, and must be there whenever it was asked; nowhere else."""
+        """AQN may be on the norm weights in the rollout, and must be there whenever it was requested; nowhere else."""
         if not self.norms_watched:
             return []
         on_norms = self.aqn is not None and self.aqn.targets != "hidden_states"
@@ -472,13 +480,13 @@ class Receipt(ReceiptModel):
             # Without AQN nothing says what the reference's are.
             if record.phase == "backward" or (record.phase == "reference" and self.aqn is None):
                 continue
-            asked = due if record.phase == "rollout" else 0
+            requested = due if record.phase == "rollout" else 0
             if not record.norms_checked:
                 problems.append(f"{record.phase}: its norm weights were never compared with the clean ones")
-            elif record.norms_noised != asked:
+            elif record.norms_noised != requested:
                 problems.append(
                     f"{record.phase}: computed with noise on the norm weights in {record.norms_noised} of "
-                    f"{record.norms_checked} passes, asked in {asked}"
+                    f"{record.norms_checked} passes, requested in {requested}"
                 )
         return problems
 
@@ -495,16 +503,18 @@ class Receipt(ReceiptModel):
     def _layer_factor_problems(self) -> list[str]:
         problems = []
         for cell in self.weight_cells:
-            asked = 1.0 if cell.layer is None or self.layer_factors is None else self.layer_factors.get(cell.layer, 0.0)
-            if not abs(cell.measured_factor - asked) <= asked * SAMPLING_SIGMAS / math.sqrt(2 * cell.elements):
+            requested = (
+                1.0 if cell.layer is None or self.layer_factors is None else self.layer_factors.get(cell.layer, 0.0)
+            )
+            if not abs(cell.measured_factor - requested) <= requested * SAMPLING_SIGMAS / math.sqrt(2 * cell.elements):
                 where = "outside the layers" if cell.layer is None else f"in layer {cell.layer}"
                 problems.append(
-                    f"AQN: norms {where} got {cell.measured_factor:.3f} times the schedule's sigma, asked {asked:.3f}"
+                    f"AQN: norms {where} got {cell.measured_factor:.3f} times the schedule's sigma, requested {requested:.3f}"
                 )
         wanted = {layer for layer, factor in (self.layer_factors or {}).items() if factor > 0}
         missing = sorted(wanted - {cell.layer for cell in self.weight_cells})
         if missing and any(sync.sigma_requested > 0 for sync in self.weight_syncs):
-            problems.append(f"AQN: sigmas were asked for layers {missing}, nothing was measured there")
+            problems.append(f"AQN: sigmas were requested layers {missing}, nothing was measured there")
         return problems
 
 

@@ -310,7 +310,7 @@ class ReceiptRecorder:
                     calls=cell.calls,
                     elements=cell.elements,
                     error=cell.error.kind,
-                    asked=requested_size(cell.error),
+                    requested=requested_size(cell.error),
                     measured=cell.ratios.root_mean_square if cell.ratios.count else None,
                     mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
                     measured_elements=cell.ratios.count,

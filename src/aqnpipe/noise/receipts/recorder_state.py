@@ -127,7 +127,7 @@ class FactorSums:
 
 @dataclass
 class RecorderState:
-    """Everything that a `ReceiptRecorder` has gathered; what it was asked to expect is not part of it.
+    """Everything that a `ReceiptRecorder` has gathered; what it was requested to expect is not part of it.
 
     Floats survive JSON bit for bit, so that a restored recorder goes on to the same receipt.
     """
