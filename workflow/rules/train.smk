@@ -43,7 +43,7 @@ onsuccess:
     if workflow.is_main_process:
         from pathlib import Path
         from aqnpipe.artifacts.files import remove_staged
-        from aqnpipe.runtime.training_job import remove_scratch
+        from aqnpipe.runtime.run_lock import remove_scratch
 
         remove_scratch(Path(RESULTS, "scratch"))
         remove_staged(Path(RESULTS))

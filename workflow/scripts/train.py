@@ -7,7 +7,7 @@ from aqnpipe.runtime.jobs import logged_device_job
 
 spec = TrainingSpec.model_validate(snakemake.params.spec)
 with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
-    from aqnpipe.runtime.training_job import run_training_job
+    from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training.run import TrainingInputs
 
     run_training_job(

@@ -22,7 +22,8 @@ from aqnpipe.noise.schedule import sigma_at
 class NoisePlan:
     """The noise of a run: its specification, where it is recorded, and AQN's extent over time.
 
-    `faults` are those of `spec`, with the thresholds that the run has cached. `aqn_factors` maps the names of AQN's targets to factors on the schedule's sigma; empty without AQN.
+    `faults` are those of `spec`, with the thresholds that the run has cached. `aqn_factors` maps the names of AQN's
+    targets to factors on the schedule's sigma; it is empty without AQN.
     """
 
     seed: int

@@ -112,12 +112,12 @@ def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt 
     recorder, (rank, num_workers) = trainer.noise_plan.recorder, rank_and_size()
     if num_workers == 1:
         return recorder.receipt().check()
-    WorkerMeasurements(rank, num_workers, recorder.state()).write(workspace.accounts)
+    WorkerMeasurements(rank, num_workers, recorder.state()).write(workspace.measurements)
     trainer.accelerator.wait_for_everyone()
     if rank > 0:
         return None
-    accounts = read_measurements(workspace.accounts, num_workers)
-    return merged_receipt(recorder, accounts, routed=is_mixture_of_experts(trainer.policy))
+    measurements = read_measurements(workspace.measurements, num_workers)
+    return merged_receipt(recorder, measurements, routed=is_mixture_of_experts(trainer.policy))
 
 
 def reward_correct(

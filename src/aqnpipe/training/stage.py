@@ -34,7 +34,7 @@ def train(
     Works in `scratch`, on the same file system, and goes on there where an earlier process of the same run was stopped,
     to the same bytes. `output_dir` appears only when everything, the receipt included, is in order. Raises ReceiptError
     when measured and requested noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was
-    requested. `launch` runs the workers to their end (default: this process alone); `runtime.training_job` gives the
+    requested. `launch` runs the workers to their end (default: this process alone); `runtime.training` gives the
     one that locks the scratch folder, stops on signals and starts Ray.
     """
     record = _run_record(spec, inputs)

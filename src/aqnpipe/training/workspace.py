@@ -1,6 +1,6 @@
 """The folder in which a run works until it is complete; Snakemake does not know it and so does not delete it.
 
-<scratch>/lock          held while a process works here (runtime.training_job)
+<scratch>/lock          held while a process works here (runtime.run_lock)
 <scratch>/<key>/        one workspace; the key is a digest of all that decides the run's bytes
     run/                what becomes the run's declared folder
     resume/step<N>/     resume points
@@ -44,9 +44,9 @@ class Workspace:
         return self.folder / "resume"
 
     @property
-    def accounts(self) -> Path:
-        """Folder of what each of several workers has for the receipt."""
-        return self.folder / "accounts"
+    def measurements(self) -> Path:
+        """Folder of the workers' measurements, one file per worker; only runs with several workers have it."""
+        return self.folder / "measurements"
 
     @property
     def stop_file(self) -> Path:
@@ -80,6 +80,7 @@ class Workspace:
 def open_workspace(scratch: Path, record: RunRecord) -> Workspace:
     """Return the workspace of the run that `record` describes; those of other configurations or code are removed."""
     key = hashlib.sha256(record.model_dump_json().encode()).hexdigest()[:16]
+    scratch.mkdir(parents=True, exist_ok=True)
     for other in scratch.iterdir():
         if other.is_dir() and other.name != key:
             shutil.rmtree(other)
