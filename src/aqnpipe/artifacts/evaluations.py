@@ -1,6 +1,51 @@
-"""What the evaluation of a checkpoint hands to the comparison."""
+"""What the evaluation of a checkpoint hands to the comparison and the report."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 import pandera.polars as pa
+
+
+@dataclass(frozen=True)
+class EvaluationFiles:
+    """The files that the evaluate stage writes for one checkpoint; step 0 is the pretrained model."""
+
+    model: str
+    arm: str
+    seed: int
+    step: int
+    table: Path
+    receipt: Path
+    record: Path
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """What the record must say that it is of."""
+        return {"model": self.model, "arm": self.arm, "seed": self.seed, "step": self.step}
+
+    @property
+    def name(self) -> str:
+        """The evaluation in messages."""
+        return f"{self.model}/{self.arm} seed {self.seed} step {self.step}"
+
+    @property
+    def exist(self) -> bool:
+        """Whether all three files are there."""
+        return all(path.is_file() for path in (self.table, self.receipt, self.record))
+
+
+def evaluation_files(results: Path, model: str, arm: str, seed: int, step: int) -> EvaluationFiles:
+    """Return the files of one evaluation in the results folder of its study."""
+    folder = results / "eval" / model / arm / f"seed{seed}"
+    return EvaluationFiles(
+        model=model,
+        arm=arm,
+        seed=seed,
+        step=step,
+        table=folder / f"step{step}.parquet",
+        receipt=folder / f"step{step}.receipt.json",
+        record=folder / f"step{step}.run.json",
+    )
 
 
 class EvaluationTable(pa.DataFrameModel):

@@ -1,4 +1,8 @@
-"""Whether files are those that a record speaks of: who made them, from what, and every byte as it was written."""
+"""Verify files against their run record: whose they are, what they were made from, and every byte as it was written.
+
+The one place where the identity and the digests of a record are judged; the comparison, the loss study and the report
+call it.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,42 +12,47 @@ from aqnpipe.artifacts.runs import RunRecord
 
 
 def digests_of_outputs(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the SHA-256 of each of a stage's outputs by name, for its record; they are written before it."""
+    """Return the SHA-256 of each output of a stage by name, for its record; the files are written before the record."""
     return {name: sha256_of_file(path) for name, path in files.items()}
 
 
 def record_problems(
-    record: RunRecord, identity: Mapping[str, str | int], outputs: Mapping[str, Path], inputs: Mapping[str, Path]
+    record: RunRecord,
+    *,
+    identity: Mapping[str, str | int] | None = None,
+    outputs: Mapping[str, Path] | None = None,
+    inputs: Mapping[str, Path] | None = None,
 ) -> list[str]:
-    """Return in words what `record` and the files beside it have against being of `identity`.
+    """Return the mismatches between `record` and the files on the disk; an empty list if there are none.
 
-    `outputs` and `inputs`: what is there now under the names that the record uses; a file that is missing differs.
+    `identity`: what the record must say that it is of. `outputs` and `inputs`: files by the names that the record uses;
+    a missing file is a mismatch.
     """
     problems = [
         f"the record says {key} {record.identity.get(key, 'nothing')}, expected {value}"
-        for key, value in identity.items()
+        for key, value in (identity or {}).items()
         if record.identity.get(key) != value
     ]
     problems += [
-        f"{path.name} is not what the record's stage wrote (SHA-256 differs): edited, or of another job"
-        for name, path in outputs.items()
-        if not is_file_of(path, record.outputs_sha256.get(name))
+        f"{path.name} is not what the stage of the record wrote (SHA-256 differs): edited, or from another job"
+        for name, path in (outputs or {}).items()
+        if not has_digest(path, record.outputs_sha256.get(name))
     ]
     problems += [
-        f"made from other {name} than the study has now ({path.name}, SHA-256 differs)"
-        for name, path in inputs.items()
-        if not is_file_of(path, record.inputs_sha256.get(name))
+        f"made from another {name} than the study has now ({path.name}, SHA-256 differs)"
+        for name, path in (inputs or {}).items()
+        if not has_digest(path, record.inputs_sha256.get(name))
     ]
     return problems
 
 
-def is_file_of(path: Path, digest: str | None) -> bool:
-    """Tell whether there is a file at `path` whose SHA-256 is `digest`."""
+def has_digest(path: Path, digest: str | None) -> bool:
+    """Whether there is a file at `path` whose SHA-256 is `digest`."""
     return digest is not None and path.is_file() and sha256_of_file(path) == digest
 
 
 def first_difference(found: object, expected: object, where: str = "") -> str | None:
-    """Return the first place in which two configurations as plain data differ, in words; None if they do not."""
+    """Return the first key at which two configurations (plain data) differ, with both values; None if they are equal."""
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         for key in sorted({*found, *expected}):
             place = f"{where}.{key}" if where else str(key)
@@ -51,4 +60,4 @@ def first_difference(found: object, expected: object, where: str = "") -> str | 
             if difference:
                 return difference
         return None
-    return None if found == expected else f"{where} {found!r}, the study asks for {expected!r}"
+    return None if found == expected else f"{where} {found!r}, the study requests {expected!r}"

@@ -1,4 +1,4 @@
-"""Evaluations as the comparisons need them: correctness per level, and everything that speaks against using them."""
+"""Evaluations as the comparisons need them: correctness per noise level, and every reason not to use one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
 from aqnpipe.artifacts.comparisons import RefusalKind
-from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
+from aqnpipe.artifacts.lineage import record_problems
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.data.scoring import SCORERS, Scorer
 from aqnpipe.errors import DataError
@@ -26,25 +27,13 @@ _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
 
 
 @dataclass(frozen=True)
-class EvaluationInput:
-    """One evaluated checkpoint and the files that the evaluate stage wrote for it; step 0 is the pretrained model.
+class EvaluationInput(EvaluationFiles):
+    """One evaluation as the comparison takes it.
 
-    `lineage_problems`: what speaks against these files being what the study requested, see `statistics.chain`.
+    `lineage_problems`: why these files are not what the study requested, see `comparison.lineage`.
     """
 
-    model: str
-    arm: str
-    seed: int
-    step: int
-    table: Path
-    receipt: Path
-    record: Path
     lineage_problems: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What messages call this evaluation."""
-        return f"{self.model}/{self.arm} seed {self.seed} step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> Lo
         ("questions", problems + _question_problems(levels)),
         ("receipt", [f"receipt refused: {problem}" for problem in receipts.problems()]),
         ("receipt", _pass_problems(rows, receipts)),
-        ("record", _identity_problems(source, record)),
+        ("record", record_problems(record, identity=source.identity)),
         ("record", list(source.lineage_problems)),
     ]
     return LoadedEvaluation(
@@ -124,9 +113,8 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, a
     )
     num_questions = table["num_questions"].to_numpy()
     low, high = proportion_confint(table["accuracy"].to_numpy() * num_questions, num_questions, alpha, method="wilson")
-    identity = {"model": source.model, "arm": source.arm, "seed": source.seed, "step": source.step}
     return table.select(
-        *(pl.lit(value).alias(name) for name, value in identity.items()),
+        *(pl.lit(value).alias(name) for name, value in source.identity.items()),
         "noise_level",
         "num_questions",
         "num_noise_seeds",
@@ -231,20 +219,6 @@ def _pass_problems(rows: pl.DataFrame, receipts: EvaluationReceipts) -> list[str
     missing = [f"no receipt for level {level:g}, noise seed {seed}" for level, seed in sorted(in_table - in_receipts)]
     extra = [f"no rows for level {level:g}, noise seed {seed}" for level, seed in sorted(in_receipts - in_table)]
     return missing + extra
-
-
-def _identity_problems(source: EvaluationInput, record: RunRecord) -> list[str]:
-    expected: dict[str, str | int] = {
-        "model": source.model,
-        "arm": source.arm,
-        "seed": source.seed,
-        "step": source.step,
-    }
-    return [
-        f"the record says {key} {record.identity[key]}, expected {value}"
-        for key, value in expected.items()
-        if key in record.identity and record.identity[key] != value
-    ]
 
 
 def _setting(record: RunRecord) -> dict[str, str]:

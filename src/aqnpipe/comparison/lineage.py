@@ -1,9 +1,10 @@
-"""The chain from a study's questions to its numbers: whether every evaluation is what the study requested.
+"""The lineage of a study, from its questions to its numbers: is every evaluation what the study requested?
 
-Of every evaluated checkpoint: its record is of this model, arm, seed and step, with the settings that the study gives
-them; table and receipt are the ones that were written with it; questions, weights and, for a trained model, the whole
-run behind it are those that the records of the earlier stages speak of; no two seeds have the same weights; and every
-stored answer, scored again, is as right as the table says. What does not hold makes its comparisons invalid.
+For every evaluated checkpoint: its settings are those of the study; table and receipt are the ones that were written
+with its record; questions, weights and, for a trained model, the whole run behind it match the records of the earlier
+stages; no two seeds have the same weights; and every stored response, graded again, has the stored grade. Any mismatch
+makes the comparisons of that evaluation invalid. Identity, receipts and passes of an evaluation by itself are checked
+in `comparison.evaluations`.
 """
 
 from collections import defaultdict
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import polars as pl
 
+from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.lineage import first_difference, record_problems
 from aqnpipe.artifacts.problems import ProblemTable
@@ -31,21 +33,23 @@ _SCORED_COLUMNS = [f"{part}_{one}" for one in SCORERS for part in ("answer", "co
 
 
 def lineage_problems(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
-    """Return for every evaluation of the study what speaks against it; nothing for one that has no record.
+    """Return the lineage problems of every evaluation of the study; none for one that has no record.
 
     Raises DataError or ModelError where a file is damaged.
     """
-    chain = _Lineage(plan)
-    found = {checkpoint: chain.problems(checkpoint) for checkpoint in plan.evaluations()}
-    for (_, arm, *_), twins in chain.twins().items():
-        for one in twins:
-            others = ", ".join(str(other[2]) for other in twins if other != one)
-            found[one].append(f"arm {arm}: seed {one[2]} has the weights of seed {others} too: a seed was used twice")
+    lineage = _Lineage(plan)
+    found = {checkpoint: lineage.problems(checkpoint) for checkpoint in plan.evaluations()}
+    for (_, arm, *_), duplicates in lineage.equal_weights().items():
+        for checkpoint in duplicates:
+            others = ", ".join(str(other[2]) for other in duplicates if other != checkpoint)
+            found[checkpoint].append(
+                f"arm {arm}: seed {checkpoint[2]} has the weights of seed {others} too: a seed was used twice"
+            )
     return {checkpoint: tuple(problems) for checkpoint, problems in found.items()}
 
 
 class _Lineage:
-    """One study's files; what several evaluations share is looked at once."""
+    """The files of one study; what several evaluations share is checked once."""
 
     def __init__(self, plan: StudyPlan) -> None:
         self._plan = plan
@@ -64,31 +68,25 @@ class _Lineage:
         return self._results / "data" / f"{split}.parquet"
 
     def problems(self, checkpoint: Checkpoint) -> list[str]:
-        """Return what speaks against one evaluation."""
+        """Return the lineage problems of one evaluation."""
         model, arm, seed, step = checkpoint
-        base = self._results / "eval" / model / arm / f"seed{seed}"
-        files = {
-            "table": base / f"step{step}.parquet",
-            "receipt": base / f"step{step}.receipt.json",
-            "record": base / f"step{step}.run.json",
-        }
-        if not all(path.is_file() for path in files.values()):
+        files = evaluation_files(self._results, *checkpoint)
+        if not files.exist:
             return []
-        record = read_json(files.pop("record"), RunRecord)
+        record = read_json(files.record, RunRecord)
         self._weights[checkpoint] = record.inputs_sha256.get("weights", "")
         inputs = {"test_problems": self._data("test")}
         if self._plan.examples_input():
             inputs["train_problems"] = self._data("train")
-        identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "step": step}
         requested = self._plan.evaluation_spec(model=model, arm=arm, seed=str(seed), step=str(step))
         return [
-            *record_problems(record, identity, files, inputs),
+            *record_problems(record, outputs={"table": files.table, "receipt": files.receipt}, inputs=inputs),
             *_setting_problems(record, requested),
             *self._weights_problems(checkpoint),
-            *self._answer_problems(files["table"]),
+            *self._answer_problems(files.table),
         ]
 
-    def twins(self) -> dict[tuple[str, str, int, str], list[Checkpoint]]:
+    def equal_weights(self) -> dict[tuple[str, str, int, str], list[Checkpoint]]:
         """Return trained checkpoints of one arm and step that have the same weights, several each."""
         same: dict[tuple[str, str, int, str], list[Checkpoint]] = defaultdict(list)
         for checkpoint, digest in self._weights.items():
@@ -118,13 +116,13 @@ class _Lineage:
         return problems if evaluated == written else [*problems, f"the weights evaluated are not those of {what}"]
 
     def _run(self, model: str, arm: str, seed: int) -> tuple[list[str], Mapping[str, str]]:
-        """Return what speaks against a training run, and the digests of its outputs."""
+        """Return the problems of a training run, and the digests of its outputs."""
         key = (model, arm, seed)
         if key not in self._runs:
-            self._runs[key] = self._look_at_run(*key)
+            self._runs[key] = self._check_run(*key)
         return self._runs[key]
 
-    def _look_at_run(self, model: str, arm: str, seed: int) -> tuple[list[str], Mapping[str, str]]:
+    def _check_run(self, model: str, arm: str, seed: int) -> tuple[list[str], Mapping[str, str]]:
         base = self._results / "runs" / model / arm / f"seed{seed}"
         if not (base / "run.json").is_file():
             return ["there is no record of the training run"], {}
@@ -137,7 +135,7 @@ class _Lineage:
         }
         inputs.update(zip(("sigmas",), map(Path, self._plan.sigmas_input(model, arm)), strict=False))
         identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "num_steps": self._plan.num_steps}
-        problems = record_problems(record, identity, outputs, inputs)
+        problems = record_problems(record, identity=identity, outputs=outputs, inputs=inputs)
         problems += _setting_problems(record, self._plan.training_spec(arm, seed))
         if outputs["receipt.json"].is_file():
             receipt = read_json(outputs["receipt.json"], Receipt)
@@ -152,7 +150,7 @@ class _Lineage:
         return [f"training: {one}" for one in problems], record.outputs_sha256
 
     def _answer_problems(self, path: Path) -> list[str]:
-        """Return whether the table has every answer that was requested, once, each scored as its text deserves."""
+        """Return the problems of a table that lacks or repeats a requested response, or has one with another grade."""
         rows = read_unchecked_table(path)
         needed = {"question_id", "response", *_SCORED_COLUMNS}
         if not self._data("test").is_file() or not needed <= {*rows.columns}:
@@ -171,7 +169,7 @@ class _Lineage:
         if extra := len(set(found).difference(requested)) + len(found) - len(set(found)):
             problems.append(f"{extra} answers in the table were not requested, or are there twice")
         if wrong := self._wrongly_scored(rows):
-            problems.append(f"{wrong} stored answers are scored otherwise than their texts deserve")
+            problems.append(f"{wrong} stored responses have another grade than their text gets")
         return problems
 
     def _wrongly_scored(self, rows: pl.DataFrame) -> int:

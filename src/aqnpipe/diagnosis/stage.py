@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, LayerTable, Verdict
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table, write_yaml
-from aqnpipe.artifacts.lineage import is_file_of
+from aqnpipe.artifacts.lineage import has_digest
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.dataset import PromptFormat
@@ -88,7 +88,7 @@ def generate_layer_sigmas(
     if origin is None or (origin.model, origin.machine) != (model, machine):
         found = f"model {origin.model} on machine {origin.machine}" if origin else "an unnamed diagnosis"
         raise DataError(f"{verdict}: this is of {found}, expected model {model} on machine {machine}")
-    if not is_file_of(layers, origin.layers_sha256):
+    if not has_digest(layers, origin.layers_sha256):
         raise DataError(f"{layers}: not of the same diagnosis as {verdict} (SHA-256 differs)")
     metadata: dict[str, int | float | str] = {
         "model": model,

@@ -110,7 +110,7 @@ def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path)
     record = read_json(inputs.record, RunRecord)
     for problem in [*_mismatches(table, receipts), *receipts.problems()]:
         raise DataError(f"{inputs.receipt}: {problem}")
-    for problem in record_problems(record, {}, {"table": inputs.table, "receipt": inputs.receipt}, {}):
+    for problem in record_problems(record, outputs={"table": inputs.table, "receipt": inputs.receipt}):
         raise DataError(f"{inputs.record}: {problem}")
     write_json(output, loss_file(table, receipts, record, settings))
 

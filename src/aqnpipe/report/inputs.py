@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
-from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable, evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
-from aqnpipe.artifacts.lineage import is_file_of, record_problems
+from aqnpipe.artifacts.lineage import has_digest, record_problems
 from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.published import PublishedCheck
@@ -45,16 +45,9 @@ class RunInput:
 
 
 @dataclass(frozen=True)
-class EvaluatedInput:
-    """Files of one evaluated checkpoint."""
+class EvaluatedInput(EvaluationFiles):
+    """Files of one evaluated checkpoint, with what its job cost."""
 
-    model: str
-    arm: str
-    seed: int
-    step: int
-    table: Path
-    receipt: Path
-    record: Path
     benchmark: Path
 
 
@@ -185,17 +178,9 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
         )
 
     def evaluated_input(model: str, arm: str, seed: int, step: int) -> EvaluatedInput:
-        folder = results / "eval" / model / arm / f"seed{seed}"
-        return EvaluatedInput(
-            model=model,
-            arm=arm,
-            seed=seed,
-            step=step,
-            table=folder / f"step{step}.parquet",
-            receipt=folder / f"step{step}.receipt.json",
-            record=folder / f"step{step}.run.json",
-            benchmark=results / "benchmarks" / "evaluate" / f"{model}_{arm}_seed{seed}_step{step}.tsv",
-        )
+        files = evaluation_files(results, model, arm, seed, step)
+        name = f"{model}_{arm}_seed{seed}_step{step}.tsv"
+        return EvaluatedInput(**vars(files), benchmark=results / "benchmarks" / "evaluate" / name)
 
     def diagnosis_input(model: str, machine: str) -> DiagnosisInput:
         folder = results / "srdd" / model / machine
@@ -249,7 +234,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     loss_studies = [json(path, LossStudyFile) for path in inputs.loss_studies]
     claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
     for path in (inputs.accuracy, inputs.comparisons, inputs.robustness):
-        if path.name in claims.tables_sha256 and not is_file_of(path, claims.tables_sha256[path.name]):
+        if path.name in claims.tables_sha256 and not has_digest(path, claims.tables_sha256[path.name]):
             raise DataError(f"{path}: not what was written with {inputs.claims} (SHA-256 differs); compare again")
     compared = table(inputs.comparisons, ComparisonTable)
     _refuse_other_verdicts(inputs.claims, claims, compared)
@@ -302,12 +287,12 @@ def _refuse_foreign(path: Path, identity: Mapping[str, str | int], *outputs: Pat
     """Raise DataError if a record is not of `identity`, or a file that it names is not what was written with it."""
     record = read_json(path, RunRecord)
     written = {output.name: output for output in outputs if output.name in record.outputs_sha256}
-    for problem in record_problems(record, identity, written, {}):
+    for problem in record_problems(record, identity=identity, outputs=written):
         raise DataError(f"{path}: {problem}")
 
 
 def _read_evaluated(one: EvaluatedInput) -> Evaluated:
-    _refuse_foreign(one.record, {"model": one.model, "arm": one.arm, "seed": one.seed, "step": one.step})
+    _refuse_foreign(one.record, one.identity)
     return Evaluated(
         source=one,
         receipts=read_json(one.receipt, EvaluationReceipts),
