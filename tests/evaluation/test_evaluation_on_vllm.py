@@ -16,6 +16,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.runtime.evaluation_workers import evaluation_runner
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 
@@ -37,7 +38,7 @@ def problems(tmp_path_factory):
     return path
 
 
-def run(folder, problems, backend, say=lambda _: None, **workers):
+def run(folder, problems, backend, say=lambda _: None, **runner):
     spec = EvaluationSpec(
         model_role="base",
         arm_id="test",
@@ -52,7 +53,7 @@ def run(folder, problems, backend, say=lambda _: None, **workers):
     )
     folder.mkdir()
     outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
-    evaluate(spec, builtin_folder("tiny"), problems, outputs, say, **workers)
+    evaluate(spec, builtin_folder("tiny"), problems, outputs, say, **runner)
     return outputs
 
 
@@ -102,7 +103,8 @@ def test_a_worker_without_the_plugin_fails_the_stage_and_nothing_is_written(tmp_
 def test_two_actors_with_an_engine_each_give_the_same_bytes(tmp_path, problems, on_vllm, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     said = []
-    shared = run(tmp_path / "shared", problems, "vllm", workers=2, say=said.append)
+    runner = evaluation_runner(2, tmp_path / "workers", said.append)
+    shared = run(tmp_path / "shared", problems, "vllm", said.append, open_runner=runner)
     assert said[0].startswith("2 evaluation workers, on ")
     for name in ("table", "receipt", "record"):
         assert sha256_of_file(getattr(on_vllm, name)) == sha256_of_file(getattr(shared, name)), name

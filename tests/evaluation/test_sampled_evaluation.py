@@ -1,4 +1,4 @@
-"""Evaluations of several samples per question: rows, seed_variance that is shared and seed_variance that is not, refusals."""
+"""Evaluations of several samples per question: rows, which draws are shared, refusals."""
 
 import polars as pl
 import pytest

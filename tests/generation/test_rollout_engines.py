@@ -7,26 +7,24 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from aqnpipe.config.noise import AdaptiveNoise, Fault
+from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, VllmRollouts
 from aqnpipe.generation.vllm.weights import send_weights, take_weights
 from aqnpipe.models.layout import norms_sha256
+from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.merge import add_rollout
 from aqnpipe.noise.receipts.receipt import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import ActiveFaultState
 
 AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
 FAULT = Fault(type="saturation", layer=0, magnitude=0.5, threshold="cached")
 
 
-def recorder(aqn=None, faults=()):
-    return ReceiptRecorder(
-        operator_noise=None, aqn=aqn, faults=faults, expected_phases=("rollout",), num_layers=3, num_norms=7
-    )
+def recorder(spec):
+    return ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=3, num_norms=7)
 
 
 def sync(before="clean", after="clean", step=0):
@@ -44,10 +42,10 @@ def sync(before="clean", after="clean", step=0):
 
 
 class FakeEngine:
-    """Notes what it is requested to do, and accounts for AQN on norms with the hash `held`."""
+    """Records its calls; a rollout reports AQN on norms with the hash `norms`, and `fault_states` after it."""
 
-    def __init__(self, held=None):
-        self.calls, self.held = [], held
+    def __init__(self, norms=None, fault_states=()):
+        self.calls, self.norms, self.fault_states = [], norms, fault_states
 
     def load_weights(self, path, sha256):
         self.calls.append("load" if load_file(path) else "nothing")
@@ -61,10 +59,10 @@ class FakeEngine:
         return [Completion([1], "stop", [0.0]) for _ in prompts]
 
     def end_rollout(self):
-        state = recorder().state()
+        state = recorder(self.noise).state()
         if self.noise.aqn is not None:
-            state.weight_syncs = [sync(self.noise.clean_norms, self.held or self.noise.clean_norms)]
-        return state
+            state.weight_syncs = [sync(self.noise.clean_norms, self.norms or self.noise.clean_norms)]
+        return state, self.fault_states
 
     def fall_asleep(self):
         self.calls.append("sleep")
@@ -77,28 +75,38 @@ def rollouts(engine, folder, sleeps=False):
     return VllmRollouts(engine, folder, weights=lambda model: model.state_dict(), dtype=torch.float32, sleeps=sleeps)
 
 
-ASKED = Rollout([[1, 2]], Sampling(4, temperature=1.0), NoiseKey(seed=0, step=0), 0.05, {"model.norm": 1.0})
+def rollout(spec):
+    return Rollout(
+        prompts=[[1, 2]],
+        sampling=Sampling(4, temperature=1.0),
+        spec=spec,
+        faults=ActiveFaults.of(spec.faults),
+        key=NoiseKey(seed=0, step=0),
+        sigma=0.05,
+        factors={"model.norm": 1.0},
+    )
 
 
 def test_an_engine_that_sleeps_is_awake_for_weights_before_they_come_and_for_the_cache_after(model, tmp_path):
-    engine = FakeEngine()
+    engine, spec = FakeEngine(), NoiseSpec()
     drawn_by = rollouts(engine, tmp_path, sleeps=True)
     for _ in range(2):
-        drawn_by.roll_out(model, recorder(), ASKED)
+        drawn_by.roll_out(model, recorder(spec), rollout(spec))
     once = ["begin", "generate", "sleep"]
     assert engine.calls == ["load", *once, "wake weights", "load", "wake kv_cache", *once]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_norms_that_are_not_the_trainers_are_refused(model, tmp_path):
-    for engine in (FakeEngine(), FakeEngine(held="other")):
-        recorded = recorder(aqn=AQN)
-        if engine.held is None:
-            rollouts(engine, tmp_path).roll_out(model, recorded, ASKED)
+    spec = NoiseSpec(aqn=AQN)
+    for engine in (FakeEngine(), FakeEngine(norms="other")):
+        recorded = recorder(spec)
+        if engine.norms is None:
+            rollouts(engine, tmp_path).roll_out(model, recorded, rollout(spec))
             assert recorded.last_weight_sync.clean_sha256_before == norms_sha256(model)
             continue
         with pytest.raises(ReceiptError, match="AQN step 0: the clean norm weights in vLLM's worker are not"):
-            rollouts(engine, tmp_path).roll_out(model, recorded, ASKED)
+            rollouts(engine, tmp_path).roll_out(model, recorded, rollout(spec))
 
 
 def test_weights_are_sent_once_in_the_format_of_the_engine_and_norms_in_their_own(model, tmp_path):
@@ -136,7 +144,8 @@ def test_a_weight_that_the_model_did_not_take_is_refused(tmp_path):
 
 
 def test_what_an_engine_recorded_is_added_to_the_run():
-    run, engine = recorder(AQN, (FAULT,)), recorder(AQN, (FAULT,))
+    spec = NoiseSpec(aqn=AQN, faults=(FAULT,))
+    run, engine = recorder(spec), recorder(spec)
     run.add_weight_sync(sync(step=0))
     run.measure_sigma_factor(0, 3.0, 4)
     run.count_forward("rollout")
@@ -144,11 +153,20 @@ def test_what_an_engine_recorded_is_added_to_the_run():
     engine.add_weight_sync(sync(step=1))
     engine.measure_sigma_factor(0, 5.0, 4)
     engine.count_forward("rollout")
-    state = engine.state()
-    state.active_faults = [ActiveFaultState(num_channels=8, threshold=2.5)]
-    add_rollout(run, state)
+    add_rollout(run, engine.state())
     after = run.state()
     assert [one.step for one in after.weight_syncs] == [0, 1]
     assert [(one.layer, one.squares, one.elements) for one in after.weight_factors] == [(0, 8.0, 8)]
     assert {one.phase: one.forwards for one in after.phases} == {"rollout": 2, "actor_forward": 1}
-    assert after.active_faults == state.active_faults
+
+
+def test_thresholds_that_an_engine_cached_are_those_of_the_run_afterwards(model, tmp_path):
+    spec = NoiseSpec(faults=(FAULT,))
+    states = (ActiveFaultState(num_channels=8, threshold=2.5),)
+    engine, requested = FakeEngine(fault_states=states), rollout(spec)
+    drawn_by = rollouts(engine, tmp_path)
+    drawn_by.roll_out(model, recorder(spec), requested)
+    assert engine.noise.fault_states == (ActiveFaultState(num_channels=0, threshold=None),)
+    assert requested.faults.states() == states
+    drawn_by.roll_out(model, recorder(spec), requested)
+    assert engine.noise.fault_states == states

@@ -296,7 +296,7 @@ def test_operators_modules_and_faults_share_a_pass(engine, prompts):
         "faults": (Fault(type="dead_zone", layer=3, magnitude=0.3, site="q_proj"),),
     }
     receipt = run(engine, noise().model_copy(update=changes), prompts)[1].check()
-    assert {cell.requested cell in receipt.cells if cell.is_module} == {0.1}
+    assert {cell.requested for cell in receipt.cells if cell.is_module} == {0.1}
     assert receipt.fault_cells[0].affected_elements > 0
 
 
@@ -371,7 +371,9 @@ def test_shares_of_a_model_answer_the_same_but_take_no_noise(start, reference, p
 
     start_whole = engines.start
     monkeypatch.setattr(
-        engines, "start", lambda folder, requested, *rest: start_whole(folder, requested | {"tensor_parallel_size": 2}, *rest)
+        engines,
+        "start",
+        lambda folder, requested, *rest: start_whole(folder, requested | {"tensor_parallel_size": 2}, *rest),
     )
     with start(builtin_folder("tiny")) as shared:
         assert len(set(shared.worker_processes)) == shared.description["workers"] == 2

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aqnpipe.config.model import builtin_folder
-from aqnpipe.config.noise import AdaptiveNoise, Fault, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, TransformersRollouts, VllmRollouts
@@ -18,6 +18,7 @@ from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -74,9 +75,13 @@ def moved(model, seed=0, by=0.05):
     return model
 
 
-def recorder(model, **noise):
+CLEAN = NoiseSpec()
+WITH_AQN = NoiseSpec(aqn=AQN)
+
+
+def recorder(model, spec=CLEAN):
     made = ReceiptRecorder(
-        **({"operator_noise": None} | noise),
+        spec,
         expected_phases=("rollout",),
         num_layers=len(model.model.layers),
         num_norms=len(rms_norms(model)),
@@ -86,8 +91,9 @@ def recorder(model, **noise):
     return made
 
 
-def rollout(model, sigma=0.0, sampling=DRAWN):
-    return Rollout(PROMPTS, sampling, KEY, sigma, target_factors(model, AQN, None))
+def rollout(model, spec=CLEAN, sigma=0.0, sampling=DRAWN, **changes):
+    settings = {"faults": ActiveFaults.of(spec.faults), "key": KEY, "factors": target_factors(model, AQN, None)}
+    return Rollout(prompts=PROMPTS, sampling=sampling, spec=spec, sigma=sigma, **(settings | changes))
 
 
 def log_probabilities(model, completion, prompt):
@@ -129,11 +135,12 @@ def test_draws_are_keyed_by_seed_and_row(rollouts, policy):
 def test_aqn_is_on_the_norms_of_the_engine_alone(engine, rollouts, policy):
     """The same numbers as in transformers: a policy with that noise would have drawn with the same probabilities."""
     clean = norms_sha256(policy)
-    recorded = recorder(policy, aqn=AQN)
-    completions = rollouts.roll_out(policy, recorded, rollout(policy, sigma=0.05))
+    recorded = recorder(policy, WITH_AQN)
+    completions = rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.05))
     assert norms_sha256(policy) == clean
-    twin, spare = copy.deepcopy(policy), recorder(policy, aqn=AQN)
-    with noised_rollout(twin, spare, target_factors(twin, AQN, None), sigma=0.05, seed=KEY.seed, step=KEY.step):
+    twin, spare = copy.deepcopy(policy), recorder(policy, WITH_AQN)
+    factors = target_factors(twin, AQN, None)
+    with noised_rollout(twin, AQN, factors, spare, sigma=0.05, seed=KEY.seed, step=KEY.step):
         assert_drawn_by(twin, completions)
     (ours,), (theirs,) = recorded.receipt().weight_syncs, spare.receipt().weight_syncs
     assert ours == theirs
@@ -147,19 +154,21 @@ def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
     """Two rollouts, with a sync between: hooks survive it, and a cached threshold stays that of the first call."""
     noise = OperatorNoise(error=RelativeGaussian(scale=0.2), phases=("rollout",), attention="fused")
     fault = Fault(type="saturation", layer=2, magnitude=0.5, threshold="cached")
-    accounts = []
+    spec = NoiseSpec(operator_noise=noise, faults=(fault,))
+    receipts = []
     for drawn_by in (rollouts, TransformersRollouts(TOKENIZER)):
-        recorded = recorder(policy, operator_noise=noise, faults=(fault,))
+        recorded, faults = recorder(policy, spec), ActiveFaults.of(spec.faults)
         for step in range(2):
-            one = Rollout(PROMPTS, DRAWN, NoiseKey(seed=3, step=step), 0.0, {})
-            drawn_by.roll_out(policy, recorded, one)
+            requested = rollout(policy, spec, faults=faults, key=NoiseKey(seed=3, step=step), factors={})
+            drawn_by.roll_out(policy, recorded, requested)
             if step == 0:
-                (threshold,) = recorded.state().active_faults
+                (cached,) = faults.states()
+                assert cached.threshold is not None
         receipt = recorded.receipt().check()
-        assert recorded.state().active_faults == [threshold]
+        assert faults.states() == (cached,)
         assert receipt.fault_cells[0].affected_elements > 0
-        accounts.append(receipt)
-    (ours, n), (theirs, m) = (receipt.measured_scale("rollout") for receipt in accounts)
+        receipts.append(receipt)
+    (ours, n), (theirs, m) = (receipt.measured_scale("rollout") for receipt in receipts)
     assert abs(ours / 0.2 - 1) < 5 / (2 * n) ** 0.5
     assert abs(ours / theirs - 1) < 5 * (1 / (2 * n) + 1 / (2 * m)) ** 0.5
 
@@ -167,7 +176,8 @@ def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
 def test_noise_shows_in_the_log_probabilities(rollouts, policy):
     """What was drawn under noise was not drawn by the clean policy: what training records as mismatch."""
     noise = OperatorNoise(error=RelativeGaussian(scale=0.2), phases=("rollout",), attention="fused")
-    completions = rollouts.roll_out(policy, recorder(policy, operator_noise=noise), rollout(policy))
+    spec = NoiseSpec(operator_noise=noise)
+    completions = rollouts.roll_out(policy, recorder(policy, spec), rollout(policy, spec))
     differences = [
         (torch.tensor(one.log_probabilities) - log_probabilities(policy, one, prompt)).abs().mean()
         for one, prompt in zip(completions, PROMPTS, strict=True)
@@ -180,14 +190,15 @@ def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults
     requested = AQN.model_copy(update={"targets": "hidden_states"})
     factors = target_factors(policy, requested, {0: 1.0, 1: 0.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0})
     fault = Fault(type="saturation", layer=2, magnitude=0.5, order="around_noise")
-    accounts = []
+    spec = NoiseSpec(aqn=requested, faults=(fault,))
+    drawn = []
     for drawn_by in (rollouts, TransformersRollouts(TOKENIZER)):
-        recorded = recorder(policy, aqn=requested, faults=(fault,))
-        completions = drawn_by.roll_out(policy, recorded, Rollout(PROMPTS, DRAWN, KEY, 0.05, factors))
+        recorded = recorder(policy, spec)
+        completions = drawn_by.roll_out(policy, recorded, rollout(policy, spec, sigma=0.05, factors=factors))
         state = recorded.state()
         assert recorded.receipt().fault_cells[0].affected_elements > 0
-        accounts.append((state, completions))
-    for state, completions in accounts:
+        drawn.append((state, completions))
+    for state, completions in drawn:
         (sync,) = state.weight_syncs
         assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5
         assert sync.clean_sha256_before == sync.clean_sha256_after == norms_sha256(policy)
@@ -198,7 +209,7 @@ def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults
             for one, prompt in zip(completions, PROMPTS, strict=True)
         ]
         assert min(differences) > 0.001
-    ours, theirs = (state.weight_syncs[0] for state, _ in accounts)
+    ours, theirs = (state.weight_syncs[0] for state, _ in drawn)
     assert (ours.sigma_requested, ours.targets) == (theirs.sigma_requested, theirs.targets)
 
 
@@ -238,9 +249,9 @@ def test_a_worker_that_does_not_do_its_part_fails_the_rollout(engine, rollouts, 
     monkeypatch.setattr(
         engine._llm, "collective_rpc", lambda method, **rest: answer if method == dropped else rpc(method, **rest)
     )
-    recorded = recorder(policy, aqn=AQN)
+    recorded = recorder(policy, WITH_AQN)
     with pytest.raises(ReceiptError, match=message):
-        rollouts.roll_out(policy, recorded, rollout(policy, sigma=0.05))
+        rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.05))
 
 
 def test_untied_embeddings_and_norms_finer_than_what_is_computed_in(start, tmp_path, make_model):
@@ -256,12 +267,12 @@ def test_untied_embeddings_and_norms_finer_than_what_is_computed_in(start, tmp_p
         pad_token_id=TOKENIZER.pad_token_id,
     ).save_pretrained(tmp_path / "model")
     policy = moved(load_model(tmp_path / "model", dtype="float32", attention="sdpa"))
-    recorded = recorder(policy, aqn=AQN)
+    recorded = recorder(policy, WITH_AQN)
     with start(tmp_path / "model", dtype="bfloat16") as engine:
         rollouts = VllmRollouts(
             engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.bfloat16
         )
-        completions = rollouts.roll_out(policy, recorded, rollout(policy, sigma=0.0005))
+        completions = rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.0005))
         (sync,) = recorded.receipt().weight_syncs
         assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5
         assert sync.clean_sha256_before == norms_sha256(policy)

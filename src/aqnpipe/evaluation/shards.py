@@ -67,7 +67,7 @@ class ShardResult:
 
     number: int
     completions: tuple[tuple[Completion, ...], ...]
-    account: PassMeasurements
+    measurements: PassMeasurements
 
     def to_json(self) -> str:
         """Return the result as JSON; floats survive bit for bit."""
@@ -211,5 +211,5 @@ def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[Sha
         for batch, completions in zip(shard.batches, result.completions, strict=True):
             found.setdefault(batch.sample, {}).update(zip(batch.questions, completions, strict=True))
     samples = [[responses[question] for question in range(len(responses))] for _, responses in sorted(found.items())]
-    receipt = pass_receipt(noise_of(spec, first.noise_level), [one.account for one in results])
+    receipt = pass_receipt(noise_of(spec, first.noise_level), [result.measurements for result in results])
     return PassResult(first.noise_level, first.noise_seed, samples, receipt)
