@@ -3,7 +3,7 @@
 Element numbering is that of the finished product, so a key draws the same z here and in `add_relative_gaussian_`; only
 the rounding between product and noise falls away. Each element computes a Philox block of its own, four times the work
 of the separate kernel, because a tile seldom holds whole groups of 1,024. Not called by the injection:
-docs/decisions/0008-noise-on-a-gpu.md says what must be measured first.
+docs/decisions/0004-noise-from-counters.md says what must be measured first.
 """
 
 # Triton compiles the annotations of a kernel too, so kernels have none but constexpr, written as Triton's users do.

@@ -115,7 +115,7 @@ def test_ignoring_the_luck_of_training_would_fool_us(simulation):
 
 
 def test_much_luckier_arms_than_the_others_are_the_limit_of_pooling(simulation):
-    """ADR 0006: where the compared arms scatter three times as much as the rest, up to about 10 % instead of 5."""
+    """ADR 8: where the compared arms scatter three times as much as the rest, up to about 10 % instead of 5."""
     design = simulation.Design(3, 1319, 3.0, num_arms=4, other_luck=1.0)
     missed = 0
     for estimate in estimates(simulation, design, 300):

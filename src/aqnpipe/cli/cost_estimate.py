@@ -52,7 +52,7 @@ class Rates(FrozenModel):
 # Peak of dense bfloat16 products: the vendor's data sheet. The shares are orders of magnitude for eager training and
 # for batched generation without a serving engine.
 A100 = Rates(device="A100", tflops=312.0, training_utilization=0.35, generation_utilization=0.05)
-# Measured with the tiny models on one thread of a shared virtual core (docs/decisions/0022); the peak is nominal.
+# Measured with the tiny models on one thread of a shared virtual core (docs/cost-estimate.md); the peak is nominal.
 CPU_CORE = Rates(
     device="CPU core", tflops=0.1, training_utilization=0.45, generation_utilization=0.2, seconds_per_job=8.0
 )

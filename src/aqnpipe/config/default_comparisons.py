@@ -7,7 +7,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.diagnosis import SigmaStrategy
 
 ENERGY_CONTROLS: tuple[SigmaStrategy, ...] = ("healthy_layers", "random_layers", "wrong_layers")
-"""Strategies that put the energy of `targeted` elsewhere (ADR 11)."""
+"""Strategies that put the energy of `targeted` elsewhere (ADR 7)."""
 
 
 def default_comparisons(arms: Mapping[str, Arm], noise_levels: Sequence[float]) -> tuple[Comparison, ...]:

@@ -156,7 +156,7 @@ def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None =
     The variance of the seed means over their number plus that of the question means over theirs, less the interaction,
     which is in both (Cameron, Gelbach & Miller 2011). Two seeds tell the seed_variance of training with one degree of freedom,
     so `seed_variance` lends those of the other arms; where the seeds at hand scatter more, their own scatter stands. Quantiles
-    are weighted as in `Spread`. For error rates by simulation see docs/decisions/0006 and benchmarks/calibration.py.
+    are weighted as in `Spread`. Simulated error rates: docs/decisions/0008-crossed-effects.md, benchmarks/calibration.py.
     None: nothing varies.
     """
     num_seeds, num_questions = differences.shape
