@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from aqnpipe import allocation
 from aqnpipe.errors import DeviceError
+from aqnpipe.runtime import device_allocation as allocation
 from aqnpipe.runtime.device_allocation import (
     Allocation,
     allocated_devices,

@@ -20,6 +20,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import DeviceError, ModelError, WorkerError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.runtime.evaluation_workers import evaluation_runner
 
 NUM_QUESTIONS = 8
 
@@ -78,7 +79,8 @@ def outputs(folder):
 
 def run(folder, model_dir, problems, workers, say=lambda _: None, **changes):
     folder.mkdir(exist_ok=True)
-    evaluate(spec(**changes), model_dir, problems, outputs(folder), say, workers=workers)
+    runner = evaluation_runner(workers, folder / "t.workers", say)
+    evaluate(spec(**changes), model_dir, problems, outputs(folder), say, open_runner=runner)
     return digests(folder)
 
 
@@ -121,7 +123,7 @@ def test_when_all_actors_die_the_stage_fails_and_writes_nothing(tmp_path, model_
             for process in actor_processes(os.getpid()):
                 os.kill(process, signal.SIGKILL)
 
-    with pytest.raises(WorkerError, match=r"all 2 evaluation workers died, 16 of 16 shards are not answered"):
+    with pytest.raises(WorkerError, match=r"all 2 evaluation workers died, 16 of 16 shards are not done"):
         run(tmp_path, model_dir, problems, workers=2, say=say)
     assert [path.name for path in tmp_path.iterdir()] == ["t.workers"]
 
@@ -165,6 +167,6 @@ def test_a_killed_actors_work_is_done_by_the_other_on_a_cluster_of_its_own(
 
     assert run(tmp_path, model_dir, problems, workers=2, say=say) == alone
     assert "evaluation worker" in said[1]
-    assert "of 2 died (killed, or out of memory?): the others answer its shard again" in said[1]
+    assert "of 2 died (killed, or out of memory?): the others run its shard again" in said[1]
     assert len(read_table(outputs(tmp_path).table, EvaluationTable)) == 2 * 2 * NUM_QUESTIONS
     assert addresses == {"127.0.0.1"}

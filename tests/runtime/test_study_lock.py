@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from aqnpipe.artifacts.files import remove_staged
+from aqnpipe.artifacts.files import RESULT_FOLDERS, remove_staged
 from aqnpipe.errors import RunLockedError, StorageError
-from aqnpipe.runtime.study_lock import FOLDERS, hold_study, mend_study
+from aqnpipe.runtime.study_lock import hold_study, recover_study
 
 HOLD = """
 import sys, time
@@ -54,9 +54,9 @@ def other():
 
 
 def test_every_folder_that_the_workflow_writes_results_to_is_known():
-    rules = [path.read_text() for path in (Path(__file__).parents[1] / "workflow" / "rules").glob("*.smk")]
+    rules = [path.read_text() for path in (Path(__file__).parents[2] / "workflow" / "rules").glob("*.smk")]
     written = {name for text in rules for name in re.findall(r"\{RESULTS\}/(\w+)/", text)}
-    assert written - {"logs", "benchmarks", "scratch"} == set(FOLDERS)
+    assert written - {"logs", "benchmarks", "scratch"} == set(RESULT_FOLDERS)
 
 
 def locks(snakemake):
@@ -74,16 +74,16 @@ def test_a_killed_processs_locks_go_and_other_studies_stay(snakemake, other):
     process = other("results", snakemake)
     process.kill()
     process.wait()
-    assert mend_study("results", snakemake) is None
+    assert recover_study("results", snakemake) is None
     assert locks(snakemake) == ["1.output.lock"]
     record(snakemake, "results/smoke", socket.gethostname())
-    assert mend_study("results/smoke", snakemake) is None
+    assert recover_study("results/smoke", snakemake) is None
     assert locks(snakemake) == []
 
 
 def test_a_living_processs_locks_stay_and_it_is_named(snakemake, other):
     process = other("results", snakemake)
-    line = mend_study("results", snakemake)
+    line = recover_study("results", snakemake)
     assert line.startswith(f"results: process {process.pid} on {socket.gethostname()} (since ")
     assert len(locks(snakemake)) == 3
     with pytest.raises(RunLockedError, match=f"process {process.pid} "):
@@ -94,27 +94,27 @@ def test_a_living_processs_locks_stay_and_it_is_named(snakemake, other):
 def test_locks_that_another_machine_may_have_made_stay(snakemake, host):
     path = record(snakemake, "results", host) if host else None
     before = path.read_text() if path else None
-    assert mend_study("results", snakemake) is None
+    assert recover_study("results", snakemake) is None
     assert len(locks(snakemake)) == 3
     assert path is None or path.read_text() == before, "whoever asks must not become the last holder"
 
 
 def test_a_study_without_locks_is_recorded_before_snakemake_locks_it(tmp_path):
-    assert mend_study("results/x", tmp_path / ".snakemake") is None
+    assert recover_study("results/x", tmp_path / ".snakemake") is None
     found = json.loads((tmp_path / ".snakemake" / "aqnpipe" / "results_x.lock").read_text())
     assert (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
 
 
 def test_a_damaged_record_is_taken_for_none(snakemake):
     record(snakemake, "results", "x").write_text("[")
-    assert mend_study("results", snakemake) is None
+    assert recover_study("results", snakemake) is None
     assert len(locks(snakemake)) == 3
 
 
 def test_a_lock_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
-        mend_study("results", tmp_path / "file")
+        recover_study("results", tmp_path / "file")
 
 
 def test_what_killed_jobs_were_writing_is_removed_and_nothing_else(tmp_path):
@@ -137,7 +137,7 @@ def test_results_from_the_future_get_the_time_of_now_and_others_keep_theirs(tmp_
         (results / name).parent.mkdir(parents=True, exist_ok=True)
         (results / name).write_text("x")
         os.utime(results / name, (seconds, seconds))
-    mend_study(str(results), tmp_path / ".snakemake")
+    recover_study(str(results), tmp_path / ".snakemake")
     for name in ("claims.json", "eval/base/step1.parquet"):
         assert now <= (results / name).stat().st_mtime <= time.time()
     for name, seconds in (("data/test.parquet", now - 3600), ("smoke/claims.json", now + 3600)):

@@ -66,7 +66,7 @@ POINTS = {
     "link": "aqnpipe.training.workspace._link",
     "promotion rename": "aqnpipe.training.workspace.rename",
 }
-"""Functions of the train stage by what they do; a kill strikes before or after their n-th call."""
+"""Functions of the train stage by what they do; a run is killed before or after their n-th call."""
 
 
 CALLED_OFTEN = {
@@ -183,13 +183,14 @@ def _wait(request: dict, child: int, began: float) -> dict:
     return {
         "code": os.waitstatus_to_exitcode(status),
         "seconds": time.monotonic() - began,
-        "said": [one["said"] for one in lines if "said" in one],
-        "steps": [one["step"] for one in lines if "step" in one],
-        "prompts": [one["prompts"] for one in lines if "step" in one],
+        "said": [line["said"] for line in lines if "said" in line],
+        "steps": [line["step"] for line in lines if "step" in line],
+        "prompts": [line["prompts"] for line in lines if "step" in line],
     }
 
 
 def _run(request: dict, log: Path) -> int:
+    from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training import run, stage
     from aqnpipe.training.trainer import NoisyGRPOTrainer
 
@@ -215,7 +216,7 @@ def _run(request: dict, log: Path) -> int:
         _arm(*request["kill"], getattr(signal, request.get("signal", "SIGKILL")))
     inputs = TrainingInputs(**{name: Path(value) for name, value in request["inputs"].items()})
     try:
-        stage.train(
+        run_training_job(
             TrainingSpec.model_validate(request["spec"]),
             inputs,
             Path(request["output"]),
@@ -243,7 +244,7 @@ def _arm(point: str, call: int, when: str, number: signal.Signals) -> None:
         owner = getattr(importlib.import_module(module_name), attribute)
     function, calls = getattr(owner, name), 0
 
-    def struck(*args, **kwargs):
+    def killing(*args, **kwargs):
         nonlocal calls
         calls += 1
         due = calls == call
@@ -254,7 +255,7 @@ def _arm(point: str, call: int, when: str, number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
         return result
 
-    setattr(owner, name, struck)
+    setattr(owner, name, killing)
 
 
 if __name__ == "__main__":

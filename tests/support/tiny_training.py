@@ -14,8 +14,8 @@ from aqnpipe.data.loader import load_problems
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.runtime.training import run_training_job
 from aqnpipe.training.run import TrainingInputs
-from aqnpipe.training.stage import train
 
 NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
 AQN = {"schedule": {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.01}}
@@ -83,7 +83,7 @@ def training_spec(operator_noise=None, aqn=None, *, num_steps=2, dtype="float32"
 
 def run(spec: TrainingSpec, inputs: TrainingInputs, folder: Path, say=lambda _: None) -> Path:
     """Train in `folder`, a scratch folder beside it, and return it."""
-    train(spec, inputs, folder, folder.with_name(f"{folder.name}.scratch"), say)
+    run_training_job(spec, inputs, folder, folder.with_name(f"{folder.name}.scratch"), say)
     return folder
 
 

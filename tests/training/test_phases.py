@@ -9,7 +9,7 @@ from torch import nn
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.errors import ReceiptError
-from aqnpipe.generation import rollouts
+from aqnpipe.generation import rollout_engines
 from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training import callbacks, trainer
@@ -25,12 +25,12 @@ def with_noise_in(monkeypatch, module, phase):
     original = module.phase_noise
 
     @contextmanager
-    def noisy(model, recorder, name, key, **kwargs):
+    def noisy(model, spec, name, *args, **kwargs):
         norms = [norm.weight.data for norm in rms_norms(model).values()] if name == phase else []
         clean = [weight.clone() for weight in norms]
         for weight in norms:
             weight.add_(0.01)
-        with original(model, recorder, name, key, **kwargs):
+        with original(model, spec, name, *args, **kwargs):
             yield
         for weight, value in zip(norms, clean, strict=True):
             weight.copy_(value)
@@ -64,7 +64,7 @@ def test_noise_on_the_norms_outside_the_rollout_fails_the_run(inputs, tmp_path, 
 
 
 def test_noise_on_the_norms_of_a_run_without_aqn_fails_it(inputs, tmp_path, monkeypatch):
-    with_noise_in(monkeypatch, rollouts, "rollout")
+    with_noise_in(monkeypatch, rollout_engines, "rollout")
     with pytest.raises(
         ReceiptError, match="rollout: computed with noise on the norm weights in 2 of 2 passes, requested"
     ):
@@ -73,7 +73,7 @@ def test_noise_on_the_norms_of_a_run_without_aqn_fails_it(inputs, tmp_path, monk
 
 def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
     """Drawn, measured, logged, and gone by the time the model computes."""
-    original = rollouts.noised_rollout
+    original = rollout_engines.noised_rollout
 
     @contextmanager
     def early(*args, **kwargs):
@@ -81,7 +81,7 @@ def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_pat
             pass
         yield sigmas
 
-    monkeypatch.setattr(rollouts, "noised_rollout", early)
+    monkeypatch.setattr(rollout_engines, "noised_rollout", early)
     with pytest.raises(
         ReceiptError, match="rollout: computed with noise on the norm weights in 0 of 2 passes, requested"
     ):
@@ -109,8 +109,8 @@ def test_noise_forgotten_in_one_phase_fails_the_run(inputs, tmp_path, monkeypatc
     monkeypatch.setattr(
         trainer,
         "phase_noise",
-        lambda model, recorder, phase, key, **kwargs: (
-            nullcontext() if phase == "reference" else original(model, recorder, phase, key, **kwargs)
+        lambda model, spec, phase, *args, **kwargs: (
+            nullcontext() if phase == "reference" else original(model, spec, phase, *args, **kwargs)
         ),
     )
     with pytest.raises(ReceiptError, match="phase reference never ran"):
@@ -122,8 +122,8 @@ def test_backward_noise_forgotten_fails_the_run(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(
         trainer,
         "phase_noise",
-        lambda model, recorder, phase, key, **kwargs: original(
-            model, recorder, phase, key, **{**kwargs, "backward": False}
+        lambda model, spec, phase, *args, **kwargs: original(
+            model, spec, phase, *args, **{**kwargs, "backward": False}
         ),
     )
     with pytest.raises(ReceiptError, match=r"backward: noise was requested but never reached layers \[0, 1\]"):
@@ -137,8 +137,8 @@ def test_noise_on_hidden_states_outside_the_rollout_fails_the_run(inputs, tmp_pa
     monkeypatch.setattr(
         module,
         "phase_noise",
-        lambda model, recorder, name, key, **kwargs: original(
-            model, recorder, name, key, **{**kwargs, **({"hidden_sigmas": {1: 0.05}} if name == phase else {})}
+        lambda model, spec, name, *args, **kwargs: original(
+            model, spec, name, *args, **{**kwargs, **({"hidden_sigmas": {1: 0.05}} if name == phase else {})}
         ),
     )
     with pytest.raises(ReceiptError, match=r"AQN noised the hidden states of layers \[1\] outside the rollout"):

@@ -13,6 +13,7 @@ from tiny_training import scattered_rewards, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.runtime.training import run_training_job
 from aqnpipe.training import run, stage
 from aqnpipe.training.resume import resume_interval
 
@@ -258,7 +259,7 @@ def test_neither_order_nor_company_of_runs_matters(server, inputs, undisturbed, 
     monkeypatch.setattr(stage, "code_digest", lambda _: "imported")
     monkeypatch.setattr(run, "reward_correct", scattered_rewards)
     for name in "ba":
-        stage.train(specs[name], inputs, tmp_path / "one" / name, tmp_path / name, lambda _: None)
+        run_training_job(specs[name], inputs, tmp_path / "one" / name, tmp_path / name, lambda _: None)
     together = [(specs[name], inputs, tmp_path / "many" / name, tmp_path / f"{name}2") for name in "ba"]
     assert [outcome.code for outcome in server.train_together(together)] == [0, 0]
     for place in ("one", "many"):
@@ -308,4 +309,5 @@ def test_a_second_process_on_the_same_run_is_told_who_has_it(start, server, inpu
     assert sorted(outcome.code for outcome in outcomes) == [0, 2]
     (refused,) = (outcome for outcome in outcomes if outcome.code == 2)
     (line,) = refused.said
-    assert re.fullmatch(r"ERROR: \S+/scratch: another process works on this run \(process \d+ on \S+ since \S+\)", line)
+    refusal = r"ERROR: \S+/scratch: another process works on this run: process \d+ on \S+ \(since \S+\)"
+    assert re.fullmatch(refusal, line)

@@ -13,7 +13,7 @@ from aqnpipe.device import Device
 from aqnpipe.errors import ConfigError
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.rollout_backend import describe_rollouts
-from aqnpipe.training.sampler_distance import Mismatch
+from aqnpipe.training.sampler_distance import SamplerDistance
 
 FUSED = {"attention": "fused", "error": {"kind": "relative_gaussian", "scale": 0.05}}
 MXFP4 = {"phases": ["rollout"], "error": {"kind": "fake_quantization", "format": "mxfp4"}}
@@ -43,16 +43,16 @@ def test_the_distance_of_two_policies_by_hand():
     """Three tokens with p(actor)/p(sampler) of 2, 1/2 and 1; a fourth is behind the end of its row."""
     sampler = torch.tensor([[-1.0, -2.0], [-3.0, -9.0]])
     actor = sampler + torch.tensor([[2.0, 0.5], [1.0, 7.0]]).log()
-    mismatch = Mismatch()
-    mismatch.add(sampler[:1], actor[:1], torch.tensor([[1, 1]]))
-    mismatch.add(sampler[1:], actor[1:], torch.tensor([[1, 0]]))
-    found = mismatch.settle()
+    distance = SamplerDistance()
+    distance.add(sampler[:1], actor[:1], torch.tensor([[1, 1]]))
+    distance.add(sampler[1:], actor[1:], torch.tensor([[1, 0]]))
+    found = distance.settle()
     ln2 = 0.6931471805599453
     assert found["sampler/logp_difference_mean"] == pytest.approx(2 * ln2 / 3, rel=1e-6)
     assert found["sampler/logp_difference_max"] == pytest.approx(ln2, rel=1e-6)
     assert found["sampler/kl"] == pytest.approx(((2 - 1 - ln2) + (0.5 - 1 + ln2)) / 3, rel=1e-6)
-    mismatch.add(sampler[:1], sampler[:1], torch.tensor([[1, 1]]))
-    assert set(mismatch.settle().values()) == {0.0}
+    distance.add(sampler[:1], sampler[:1], torch.tensor([[1, 1]]))
+    assert set(distance.settle().values()) == {0.0}
 
 
 def test_without_noise_sampler_and_actor_are_one_policy_and_with_aqn_they_are_not(inputs, tmp_path):

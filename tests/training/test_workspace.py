@@ -1,20 +1,12 @@
-"""Locks, stale workspaces and cleaning of scratch folders; what runs do in them is in test_resume.py."""
+"""Stale workspaces, promotion and damage of finished runs; what runs do in their workspaces is in test_resume.py."""
 
-import errno
-import fcntl
-import json
 import os
-import subprocess
-import sys
 
 import pytest
-from safetensors import SafetensorError
 
 from aqnpipe.artifacts.durable_files import damage, digests_of
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.errors import RunLockedError, StorageError
-from aqnpipe.runtime.disk_errors import clear_storage_errors
-from aqnpipe.training.workspace import locked, open_workspace, promote, remove_scratch
+from aqnpipe.training.workspace import open_workspace, promote
 
 
 def record(**changes):
@@ -41,41 +33,6 @@ def finished(tmp_path):
     (workspace.resume / "step1").mkdir(parents=True)
     workspace.finish()
     return workspace
-
-
-def test_the_lock_is_exclusive_and_says_who_has_it(tmp_path):
-    with (
-        locked(tmp_path / "scratch"),
-        pytest.raises(RunLockedError, match=rf"process {os.getpid()} on \S+ since 20\S+"),
-        locked(tmp_path / "scratch"),
-    ):
-        pass
-    with locked(tmp_path / "scratch"):
-        pass
-
-
-def test_a_dead_process_has_no_lock(tmp_path):
-    code = (
-        "import sys, os, pathlib\n"
-        "from aqnpipe.training.workspace import locked\n"
-        "with locked(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == -9
-    assert json.loads((tmp_path / "lock").read_text())["pid"] != os.getpid()
-    with locked(tmp_path):
-        pass
-
-
-def test_a_lock_whose_file_was_removed_meanwhile_counts_for_nothing(tmp_path, monkeypatch):
-    flock = fcntl.flock
-
-    def removed_first(file, operation):
-        (tmp_path / "lock").unlink()
-        flock(file, operation)
-
-    monkeypatch.setattr("aqnpipe.training.workspace.fcntl.flock", removed_first)
-    with pytest.raises(RunLockedError, match="start again"), locked(tmp_path):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -131,19 +88,6 @@ def test_a_finished_run_that_was_damaged_is_not_finished(harm, finished):
     assert not finished.is_finished()
 
 
-def test_cleaning_spares_what_is_in_work_or_interrupted(tmp_path):
-    for name, is_finished in (("busy", True), ("idle", True), ("interrupted", False)):
-        workspace = tmp_path / "scratch" / name / "key"
-        workspace.mkdir(parents=True)
-        if is_finished:
-            (workspace / "finished.json").touch()
-    with locked(tmp_path / "scratch" / "busy"):
-        remove_scratch(tmp_path / "scratch")
-    assert {path.name for path in (tmp_path / "scratch").iterdir()} == {"busy", "interrupted"}
-    remove_scratch(tmp_path / "scratch")
-    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["interrupted"]
-
-
 def test_digests_already_known_are_not_computed_again(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "file").write_text("")
@@ -152,32 +96,3 @@ def test_digests_already_known_are_not_computed_again(tmp_path):
     assert digests_of(tmp_path, {"sub/file": "known", "gone": "x"}) == {"sub/file": "known"}
     assert damage(tmp_path, {"sub/file": empty}) is None
     assert damage(tmp_path, {"gone": empty}) == f"{tmp_path / 'gone'} is missing"
-
-
-def test_a_full_disk_is_known_by_what_each_library_says(tmp_path):
-    """torch.save leaves a second error on its way out, which says nothing of the disk."""
-
-    def torch_save():
-        try:
-            raise RuntimeError("basic_ios::clear: iostream error")
-        finally:
-            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 172800 vs 172688")
-
-    def polars():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def safetensors():
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    for writer in (torch_save, polars, safetensors):
-        with (
-            pytest.raises(StorageError, match=r"^no space left on device for the checkpoint$"),
-            clear_storage_errors("the checkpoint"),
-        ):
-            writer()
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.EACCES, "Permission denied")])
-def test_other_errors_stay_what_they_are(error):
-    with pytest.raises(type(error), match=str(error.args[-1])), clear_storage_errors("x"):
-        raise error

@@ -25,7 +25,7 @@ from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import DeviceError, TrainingError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.training import stage, workers
+from aqnpipe.runtime.training import launch_workers, run_training_job
 from aqnpipe.training.run import run_worker
 from aqnpipe.training.workspace import Workspace
 
@@ -90,9 +90,9 @@ def finished(cluster, inputs, tmp_path_factory):
             if name.endswith("not promoted"):
                 made = workspace(folder / name)
                 run = made.run
-                workers.run_workers(requested[name], inputs, made, None, said.append)
+                launch_workers(requested[name], inputs, made, None, said.append)
             else:
-                stage.train(requested[name], inputs, run, folder / name / "scratch", said.append)
+                run_training_job(requested[name], inputs, run, folder / name / "scratch", said.append)
             kept[name] = run, said
         return kept[name]
 
@@ -146,8 +146,8 @@ def test_the_receipt_is_of_both_workers(finished):
 def test_workers_draw_noise_of_their_own(finished):
     """Equal noise on both would leave as many different outputs as one worker has."""
     noisy, _ = finished("noisy, not promoted")
-    accounts = sorted(noisy.parent.glob("accounts/worker*.json"))
-    states = [pl.read_json(account)["state"].to_list()[0] for account in accounts]
+    measurements = sorted(noisy.parent.glob("measurements/worker*.json"))
+    states = [pl.read_json(path)["state"].to_list()[0] for path in measurements]
     squares = [[cell["ratios"]["squares"] for cell in state["cells"]] for state in states]
     assert len(squares) == 2
     assert all(first != second for first, second in zip(*squares, strict=True))
@@ -166,13 +166,13 @@ from pathlib import Path
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.training.run import TrainingInputs
-from aqnpipe.training.stage import train
+from aqnpipe.runtime.training import run_training_job
 
 if __name__ == "__main__":
     spec, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     inputs = TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
     try:
-        train(TrainingSpec.model_validate_json(spec), inputs, out / "run", out / "scratch", print)
+        run_training_job(TrainingSpec.model_validate_json(spec), inputs, out / "run", out / "scratch", print)
     except AqnpipeError as error:
         sys.exit(f"ERROR: {error}")
 """
@@ -251,7 +251,7 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     assert "going on after step 1" in launch.log.read_text()
 
     said = []
-    stage.train(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
+    run_training_job(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
     assert "going on after step 2" in said[0]
     assert digests(out / "run") == digests(finished("noisy")[0])
 
@@ -259,23 +259,23 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
 @pytest.mark.slow
 def test_an_error_of_a_worker_comes_out_as_it_is(cluster, inputs, tmp_path):
     with pytest.raises(TrainingError, match=r"^base/test seed 0: grad_norm is \S+, beyond stop_grad_norm 1e-09"):
-        workers.run_workers(spec(stop_grad_norm=1e-9), inputs, workspace(tmp_path), None)
+        launch_workers(spec(stop_grad_norm=1e-9), inputs, workspace(tmp_path), None)
 
 
 @pytest.mark.slow
 def test_more_workers_than_the_cluster_has_devices_are_refused(cluster, inputs, tmp_path):
     with pytest.raises(DeviceError, match=r"num_workers is 4, found 2 CPU cores in the Ray cluster"):
-        workers.run_workers(spec(num_workers=4), inputs, workspace(tmp_path), None)
+        launch_workers(spec(num_workers=4), inputs, workspace(tmp_path), None)
 
 
 def test_more_workers_than_this_machine_has_devices_are_refused(inputs, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     with pytest.raises(DeviceError, match=r"num_workers is 2, found 1 CPU cores on this machine"):
-        workers.run_workers(spec(), inputs, workspace(tmp_path), None)
+        launch_workers(spec(), inputs, workspace(tmp_path), None)
 
 
-def test_a_run_with_fewer_workers_than_asked_is_refused(inputs, tmp_path):
+def test_a_run_with_fewer_workers_than_requested_is_refused(inputs, tmp_path):
     """What a launcher leaves that silently starts one process."""
     with pytest.raises(WorkerError, match=r"1 workers train, training\.num_workers asks for 2"):
         run_worker(spec(), inputs, workspace(tmp_path), None)
