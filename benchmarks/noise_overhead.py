@@ -9,6 +9,7 @@ process: other work on the machine disturbs it less than wall time, but does (sh
 seconds.
 """
 
+import argparse
 import contextlib
 import statistics
 import time
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from aqnpipe.config.model import builtin_folder
-from aqnpipe.config.noise import OperatorNoise, OperatorSet, Phase, RelativeGaussian
+from aqnpipe.config.noise import NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer
@@ -50,11 +51,18 @@ def ratios(ours: Callable[[], object], reference: Callable[[], object]) -> list[
     return [seconds(ours) / seconds(reference) for _ in range(ROUNDS)]
 
 
-def recorder(operators: OperatorSet | None, phases: tuple[Phase, ...]) -> ReceiptRecorder:
-    """Return a recorder that asks for 5 % noise on `operators` in `phases`, or for none."""
-    error = RelativeGaussian(scale=0.05)
-    noise = OperatorNoise(operators=operators, error=error, phases=phases) if operators else None
-    return ReceiptRecorder(operator_noise=noise, expected_phases=phases[:1], num_layers=6, num_norms=13)
+def noise_spec(operators: OperatorSet | None, phases: tuple[Phase, ...]) -> NoiseSpec:
+    """Return 5 % noise on `operators` in `phases`, or no noise."""
+    if operators is None:
+        return NoiseSpec()
+    return NoiseSpec(
+        operator_noise=OperatorNoise(operators=operators, error=RelativeGaussian(scale=0.05), phases=phases)
+    )
+
+
+def recorder_of(spec: NoiseSpec, phase: Phase) -> ReceiptRecorder:
+    """Return a recorder that expects `spec` in `phase` of the tiny model."""
+    return ReceiptRecorder(spec, expected_phases=(phase,), num_layers=6, num_norms=13)
 
 
 def naive(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:
@@ -98,38 +106,42 @@ class Work:
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(5, len(tokenizer), (SEQUENCES, PROMPT_TOKENS), generator=generator)
         self.step = 0
-        self.recorders: dict[tuple[str, OperatorSet | None], ReceiptRecorder] = {}
+        self.recorders: dict[tuple[Phase, OperatorSet | None], ReceiptRecorder] = {}
 
-    def _recorder(self, kind: str, operators: OperatorSet | None, phases: tuple[Phase, ...]) -> ReceiptRecorder:
-        return self.recorders.setdefault((kind, operators), recorder(operators, phases))
+    def _recorder(self, spec: NoiseSpec, phase: Phase, operators: OperatorSet | None) -> ReceiptRecorder:
+        return self.recorders.setdefault((phase, operators), recorder_of(spec, phase))
 
     def generate(self, operators: OperatorSet | None) -> None:
         """Answer the prompts under noise on `operators`."""
         self.step += 1
-        account = self._recorder("generation", operators, ("evaluation",))
-        with phase_noise(self.model, account, "evaluation", NoiseKey(seed=0, step=self.step)):
+        spec = noise_spec(operators, ("evaluation",))
+        recorder = self._recorder(spec, "evaluation", operators)
+        with phase_noise(self.model, spec, "evaluation", NoiseKey(seed=0, step=self.step), recorder):
             self.backend.generate(self.ids.tolist(), Sampling(max_response_tokens=RESPONSE_TOKENS))
 
     def train_step(self, operators: OperatorSet | None) -> None:
         """Forward and backward under noise on `operators`."""
         self.step += 1
         ids = self.ids
-        account = self._recorder("training", operators, ("actor_forward", "backward"))
-        with phase_noise(self.model, account, "actor_forward", NoiseKey(seed=0, step=self.step), backward=True):
+        spec = noise_spec(operators, ("actor_forward", "backward"))
+        recorder = self._recorder(spec, "actor_forward", operators)
+        key = NoiseKey(seed=0, step=self.step)
+        with phase_noise(self.model, spec, "actor_forward", key, recorder, backward=True):
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        account.count_forward("backward")
-        account.settle()
+        recorder.count_forward("backward")
+        recorder.settle()
         self.model.zero_grad()
 
     def check(self) -> None:
         """Refuse to report times of noise that was not there."""
-        for account in self.recorders.values():
-            account.receipt().check()
+        for recorder in self.recorders.values():
+            recorder.receipt().check()
 
 
 def main() -> None:
     """Measure and print the tables."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     work = Work()
     output, source = torch.randn(SEQUENCES * PROMPT_TOKENS, 320), NoiseStream(key=1)

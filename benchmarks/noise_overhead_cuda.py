@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from aqnpipe.config.noise import OperatorNoise, Phase, RelativeGaussian
+from aqnpipe.config.noise import NoiseSpec, OperatorNoise, Phase, RelativeGaussian
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
@@ -101,19 +101,19 @@ def model_ratios() -> list[Ratio]:
 
 def prefill_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
     """Measure one forward pass over a batch of prompts."""
-    account, ids = recorder(attention, "evaluation"), random_ids(*PREFILL)
+    spec, ids = noise_spec(attention, "evaluation"), random_ids(*PREFILL)
 
     @torch.no_grad()
     def prefill(noise: Callable[[], AbstractContextManager[None]]) -> None:
         with noise():
             model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
-    return in_each_way(f"prefill, {attention}", model, attention, account, "evaluation", prefill)
+    return in_each_way(f"prefill, {attention}", model, attention, spec, "evaluation", prefill)
 
 
 def training_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
     """Measure forward and backward; gradients of the weights are dropped afterwards."""
-    account, ids = recorder(attention, "actor_forward", "backward"), random_ids(*TRAINING)
+    spec, ids = noise_spec(attention, "actor_forward", "backward"), random_ids(*TRAINING)
 
     def step(noise: Callable[[], AbstractContextManager[None]]) -> None:
         with noise():
@@ -121,12 +121,12 @@ def training_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
         loss.backward()
         model.zero_grad()
 
-    return in_each_way(f"training step, {attention}", model, attention, account, "actor_forward", step)
+    return in_each_way(f"training step, {attention}", model, attention, spec, "actor_forward", step)
 
 
 def generation_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
     """Measure greedy decoding with a key-value cache."""
-    account, ids = recorder(attention, "evaluation"), random_ids(*GENERATION)
+    spec, ids = noise_spec(attention, "evaluation"), random_ids(*GENERATION)
 
     @torch.no_grad()
     def generate(noise: Callable[[], AbstractContextManager[None]]) -> None:
@@ -140,39 +140,42 @@ def generation_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
                 pad_token_id=0,
             )
 
-    return in_each_way(f"generation, {attention}", model, attention, account, "evaluation", generate)
+    return in_each_way(f"generation, {attention}", model, attention, spec, "evaluation", generate)
 
 
 def in_each_way(
     what: str,
     model: Qwen2ForCausalLM,
     attention: str,
-    account: ReceiptRecorder,
+    spec: NoiseSpec,
     phase: Phase,
     work: Callable[[Callable[[], AbstractContextManager[None]]], None],
 ) -> list[Ratio]:
-    """Run `work` clean, with our noise and with the naive one; the receipt must vouch for ours."""
+    """Run `work` clean, with our noise and with the naive one; the receipt of ours is checked."""
     model.set_attn_implementation(attention)
+    num_layers = SHAPES.num_hidden_layers
+    phases = spec.operator_noise.phases if spec.operator_noise else ()
+    recorder = ReceiptRecorder(spec, expected_phases=phases, num_layers=num_layers, num_norms=2 * num_layers + 1)
     # Fresh noise in every call: the receipt's bounds are those of independent samples.
     steps, trains = itertools.count(), phase == "actor_forward"
 
     @contextmanager
     def ours() -> Iterator[None]:
-        with phase_noise(model, account, phase, NoiseKey(seed=0, step=next(steps)), backward=trains):
+        with phase_noise(model, spec, phase, NoiseKey(seed=0, step=next(steps)), recorder, backward=trains):
             yield
         if trains:
-            account.count_forward("backward")
+            recorder.count_forward("backward")
 
     found = ratios_to_first(
         {"clean": lambda: work(nullcontext), what: lambda: work(ours), f"{what}, naive": lambda: work(naive)}
     )
-    account.receipt().check()
+    recorder.receipt().check()
     return found
 
 
 def kernel_ratios() -> list[Ratio]:
     """Measure noise on one tensor, and a product with noise by each route against the bare product."""
-    from aqnpipe.noise.gemm_cuda import matmul_with_relative_error
+    from gemm_cuda import matmul_with_relative_error
 
     source, found = NoiseStream(key=1), []
     for columns in KERNEL_COLUMNS:
@@ -198,17 +201,14 @@ def kernel_ratios() -> list[Ratio]:
     return found
 
 
-def recorder(attention: str, *phases: Phase) -> ReceiptRecorder:
-    """Return a recorder that asks for relative noise on all matrix products in `phases`."""
+def noise_spec(attention: str, *phases: Phase) -> NoiseSpec:
+    """Return relative noise on all matrix products in `phases`."""
     noise = OperatorNoise(
         error=RelativeGaussian(scale=SCALE),
         phases=phases,
         attention="fused" if attention == "sdpa" else "decomposed",
     )
-    num_layers = SHAPES.num_hidden_layers
-    return ReceiptRecorder(
-        operator_noise=noise, expected_phases=phases, num_layers=num_layers, num_norms=2 * num_layers + 1
-    )
+    return NoiseSpec(operator_noise=noise)
 
 
 def random_ids(sequences: int, tokens: int) -> Tensor:

@@ -6,9 +6,8 @@ from aqnpipe.noise.kernels.stream import NoiseStream
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from aqnpipe.noise.gemm_cuda import matmul_with_relative_error
-
-from aqnpipe.noise import gemm_cuda
+import gemm_cuda
+from gemm_cuda import matmul_with_relative_error
 
 SOURCE = NoiseStream(key=0x1234_5678_9ABC_DEF0, call=7, stream=3)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from aqnpipe.config.noise import AdaptiveNoise, LinearDecay
+from aqnpipe.config.noise import AdaptiveNoise, LinearDecay, NoiseSpec
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
@@ -14,8 +14,7 @@ GUIDED = AdaptiveNoise(schedule=AQN.schedule, layer_sigmas_from="target")
 
 def new_recorder(num_steps=1, noise=AQN, layer_factors=None):
     return ReceiptRecorder(
-        operator_noise=None,
-        aqn=noise,
+        NoiseSpec(aqn=noise),
         expected_phases=(),
         num_layers=3,
         num_norms=7,
@@ -26,7 +25,8 @@ def new_recorder(num_steps=1, noise=AQN, layer_factors=None):
 
 
 def sync(model, recorder, sigma=0.05, step=0, factors=None):
-    with noised_rollout(model, recorder, factors or target_factors(model, AQN, None), sigma=sigma, seed=0, step=step):
+    factors = factors or target_factors(model, AQN, None)
+    with noised_rollout(model, AQN, factors, recorder, sigma=sigma, seed=0, step=step):
         pass
 
 
@@ -53,7 +53,7 @@ def test_noise_is_there_inside_and_gone_outside_bit_for_bit(model):
     clean = norm_weights(model)
     everything = {name: p.detach().clone() for name, p in model.named_parameters()}
     recorder = new_recorder()
-    with noised_rollout(model, recorder, dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0):
+    with noised_rollout(model, AQN, dict.fromkeys(clean, 1.0), recorder, sigma=0.05, seed=0, step=0):
         inside = norm_weights(model)
         others = {n: p for n, p in model.named_parameters() if "norm" not in n}
         assert all(torch.equal(p, everything[n]) for n, p in others.items())
@@ -71,7 +71,7 @@ def test_weights_come_back_after_an_exception(model):
     clean = norm_weights(model)
     with (
         pytest.raises(RuntimeError),
-        noised_rollout(model, new_recorder(), dict.fromkeys(clean, 1.0), sigma=0.05, seed=0, step=0),
+        noised_rollout(model, AQN, dict.fromkeys(clean, 1.0), new_recorder(), sigma=0.05, seed=0, step=0),
     ):
         raise RuntimeError
     assert all(torch.equal(weight, clean[name]) for name, weight in norm_weights(model).items())
@@ -79,7 +79,8 @@ def test_weights_come_back_after_an_exception(model):
 
 def test_redrawn_at_each_sync_and_replayed_by_key(model):
     def draw(step):
-        with noised_rollout(model, new_recorder(), dict.fromkeys(rms_norms(model), 1.0), sigma=0.05, seed=0, step=step):
+        factors = dict.fromkeys(rms_norms(model), 1.0)
+        with noised_rollout(model, AQN, factors, new_recorder(), sigma=0.05, seed=0, step=step):
             return torch.cat(list(norm_weights(model).values()))
 
     assert torch.equal(draw(1), draw(1))
@@ -91,7 +92,7 @@ def test_per_layer_sigmas_reach_their_layers(make_model):
     layer_factors = {0: 1.0, 1: 2.0, 2: 0.5}
     factors = target_factors(model, AQN, layer_factors)
     clean = norm_weights(model)
-    with noised_rollout(model, new_recorder(), factors, sigma=0.02, seed=0, step=0):
+    with noised_rollout(model, AQN, factors, new_recorder(), sigma=0.02, seed=0, step=0):
         noised = norm_weights(model)
     for layer, factor in layer_factors.items():
         added = torch.cat([noised[n] - clean[n] for n in clean if f"layers.{layer}." in n])
@@ -138,7 +139,7 @@ def test_aqn_where_none_was_asked_is_refused(model):
 
 def test_without_aqn_a_rollout_is_left_alone(model):
     clean, recorder = norm_weights(model), new_recorder(noise=None)
-    with noised_rollout(model, recorder, {}, sigma=0.05, seed=0, step=0) as hidden_sigmas:
+    with noised_rollout(model, None, {}, recorder, sigma=0.05, seed=0, step=0) as hidden_sigmas:
         assert hidden_sigmas == {}
         assert all(torch.equal(weight, clean[name]) for name, weight in norm_weights(model).items())
     assert recorder.receipt().weight_syncs == ()
@@ -166,8 +167,10 @@ def roll_out(model, recorder, noise=HIDDEN, sigma=0.05, step=0, layer_factors=No
     outputs = {}
     factors = target_factors(model, noise, layer_factors)
     with (
-        noised_rollout(model, recorder, factors, sigma=sigma, seed=0, step=step) as hidden_sigmas,
-        phase_noise(model, recorder, "rollout", NoiseKey(seed=0, step=step), hidden_sigmas=hidden_sigmas),
+        noised_rollout(model, noise, factors, recorder, sigma=sigma, seed=0, step=step) as hidden_sigmas,
+        phase_noise(
+            model, NoiseSpec(aqn=noise), "rollout", NoiseKey(seed=0, step=step), recorder, hidden_sigmas=hidden_sigmas
+        ),
         torch.no_grad(),
     ):
         handles = [
@@ -214,7 +217,7 @@ def test_a_layer_with_factor_zero_gets_no_hidden_noise(model):
 
 def test_hidden_noise_that_was_asked_and_did_not_run_is_refused(model):
     recorder = new_recorder(noise=HIDDEN)
-    with noised_rollout(model, recorder, target_factors(model, HIDDEN, None), sigma=0.05, seed=0, step=0):
+    with noised_rollout(model, HIDDEN, target_factors(model, HIDDEN, None), recorder, sigma=0.05, seed=0, step=0):
         pass  # sigmas not passed on to phase_noise
     with pytest.raises(ReceiptError, match="AQN step 0: measured sigma 0, requested"):
         recorder.receipt().check()

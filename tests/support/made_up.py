@@ -46,7 +46,7 @@ def evaluation_pass(
 ) -> pl.DataFrame:
     """Rows of one pass; questions are equally hard for every arm."""
     difficulty = np.random.default_rng(7).normal(0, 2, num_questions)
-    seed_variance = np.random.default_rng(derive_seed(seed, f"seed_variance {arm}")).normal(0, 0.05)
+    seed_variance = np.random.default_rng(derive_seed(seed, f"luck {arm}")).normal(0, 0.05)
     draws = np.random.default_rng(derive_seed(seed, f"draws {arm} {level}", noise_seed))
     chances = logit + seed_variance + difficulty - LEVEL_COST[level]
     correct = draws.random(num_questions) < 1 / (1 + np.exp(-chances))

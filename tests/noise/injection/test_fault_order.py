@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
+from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, NoiseSpec
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise import faults
 from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.injection import faults
 from aqnpipe.noise.injection.fault_injection import FaultInjection
+from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -21,42 +22,51 @@ IDS = torch.randint(2, 64, (4, 12), generator=torch.Generator().manual_seed(1))
 ALL = torch.ones(32, dtype=torch.bool)
 
 
-def recorder_for(*requested, phases=("actor_forward",), **settings):
-    return ReceiptRecorder(
-        operator_noise=None, faults=requested, expected_phases=phases, num_layers=3, num_norms=7, **settings
-    )
+class Run:
+    """A run under `requested` faults: its specification, its active faults, and a recorder that expects exactly these."""
+
+    def __init__(self, *requested, phases=("actor_forward",), aqn=None, **settings):
+        self.spec = NoiseSpec(faults=requested, aqn=aqn)
+        self.faults = ActiveFaults.of(requested)
+        self.recorder = ReceiptRecorder(self.spec, expected_phases=phases, num_layers=3, num_norms=7, **settings)
+
+    def phase(self, model, phase, key=KEY, **settings):
+        return phase_noise(model, self.spec, phase, key, self.recorder, faults=self.faults, **settings)
+
+    def receipt(self):
+        return self.recorder.receipt()
 
 
-def layer_output(model, recorder=None, phase="rollout", hidden_sigmas=None, key=KEY):
-    """What leaves layer LAYER after all hooks, seen as what enters the next layer."""
+def layer_output(model, run=None, phase="rollout", hidden_sigmas=None, key=KEY):
+    """Return the output of layer LAYER after all hooks, which is the input of the next layer."""
     seen = []
     handle = model.model.layers[LAYER + 1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.no_grad():
-        if recorder is None:
+        if run is None:
             model(IDS)
         else:
-            with phase_noise(model, recorder, phase, key, hidden_sigmas=hidden_sigmas):
+            with run.phase(model, phase, key, hidden_sigmas=hidden_sigmas):
                 model(IDS)
     handle.remove()
     return seen[0]
 
 
-def strike(hidden, fault=DEAD_ZONE):
+def faulted(hidden, fault=DEAD_ZONE):
     return faults.apply_fault(hidden, fault, ALL, call=0)
 
 
 def relative_noise(model, sigma):
     """The factor that AQN's noise puts on every element of the layer's output, from a run without faults."""
-    ordered = layer_output(model, recorder_for(), hidden_sigmas={LAYER: sigma})
+    ordered = layer_output(model, Run(), hidden_sigmas={LAYER: sigma})
     return ordered / layer_output(model)
 
 
 def test_the_default_order_lets_noise_lift_values_over_the_threshold(model):
     clean = layer_output(model)
-    noised = layer_output(model, recorder_for(), hidden_sigmas={LAYER: 0.5})
-    found = layer_output(model, recorder_for(DEAD_ZONE), hidden_sigmas={LAYER: 0.5})
-    assert torch.equal(found, strike(noised))
-    lifted = (strike(clean) == 0) & (found != 0)
+    noised = layer_output(model, Run(), hidden_sigmas={LAYER: 0.5})
+    found = layer_output(model, Run(DEAD_ZONE), hidden_sigmas={LAYER: 0.5})
+    assert torch.equal(found, faulted(noised))
+    lifted = (faulted(clean) == 0) & (found != 0)
     assert lifted.any()
     assert torch.equal(found[lifted], noised[lifted])
 
@@ -64,50 +74,50 @@ def test_the_default_order_lets_noise_lift_values_over_the_threshold(model):
 def test_relative_noise_after_the_fault_revives_no_exact_zero(model):
     clean = layer_output(model)
     fault = DEAD_ZONE.model_copy(update={"order": "before_noise"})
-    found = layer_output(model, recorder_for(fault), hidden_sigmas={LAYER: 0.5})
-    dead = strike(clean) == 0
+    found = layer_output(model, Run(fault), hidden_sigmas={LAYER: 0.5})
+    dead = faulted(clean) == 0
     assert 0.1 < dead.float().mean() < 0.9
     assert torch.equal(found == 0, dead)
-    torch.testing.assert_close(found, strike(clean) * relative_noise(model, 0.5))
+    torch.testing.assert_close(found, faulted(clean) * relative_noise(model, 0.5))
 
 
-def test_around_the_noise_is_strike_noise_strike(model):
+def test_around_the_noise_is_fault_noise_fault(model):
     clean = layer_output(model)
     fault = DEAD_ZONE.model_copy(update={"order": "around_noise"})
-    found = layer_output(model, recorder_for(fault), hidden_sigmas={LAYER: 0.5})
-    # The noise is keyed by place, so a machine whose fault comes first of all shows what enters the second strike.
+    found = layer_output(model, Run(fault), hidden_sigmas={LAYER: 0.5})
+    # The noise is keyed by place, so a run whose fault comes before it gives the input of the second application.
     first = layer_output(
         model,
-        recorder_for(DEAD_ZONE.model_copy(update={"order": "before_noise"})),
+        Run(DEAD_ZONE.model_copy(update={"order": "before_noise"})),
         hidden_sigmas={LAYER: 0.5},
     )
-    assert torch.equal(found, strike(first))
-    assert torch.equal(found[strike(clean) == 0], torch.zeros_like(found[strike(clean) == 0]))
-    assert ((found == 0) & (strike(clean) != 0)).any()
+    assert torch.equal(found, faulted(first))
+    assert torch.equal(found[faulted(clean) == 0], torch.zeros_like(found[faulted(clean) == 0]))
+    assert ((found == 0) & (faulted(clean) != 0)).any()
 
 
 @pytest.mark.parametrize("order", ["after_noise", "before_noise", "around_noise"])
-def test_without_noise_the_fault_strikes_once_whatever_the_order(model, order):
-    # Saturation with a threshold of each call would clamp further at a second strike.
+def test_without_noise_the_fault_is_applied_once_whatever_the_order(model, order):
+    # A second saturation, with the threshold of its own call, would clamp further.
     fault = Fault(type="saturation", layer=LAYER, magnitude=0.3, order=order)
-    assert torch.equal(layer_output(model, recorder_for(fault)), strike(layer_output(model), fault))
+    assert torch.equal(layer_output(model, Run(fault)), faulted(layer_output(model), fault))
 
 
 def test_survival_rates_are_those_counted_by_hand(model):
     clean = layer_output(model)
-    noised = layer_output(model, recorder_for(), hidden_sigmas={LAYER: 0.5})
+    noised = layer_output(model, Run(), hidden_sigmas={LAYER: 0.5})
     before = layer_output(
-        model, recorder_for(DEAD_ZONE.model_copy(update={"order": "before_noise"})), hidden_sigmas={LAYER: 0.5}
+        model, Run(DEAD_ZONE.model_copy(update={"order": "before_noise"})), hidden_sigmas={LAYER: 0.5}
     )
     expected = {
-        "after_noise": (strike(noised) != noised).sum(),
-        "before_noise": (strike(clean) != clean).sum(),
-        "around_noise": ((strike(clean) != clean) | (strike(before) != before)).sum(),
+        "after_noise": (faulted(noised) != noised).sum(),
+        "before_noise": (faulted(clean) != clean).sum(),
+        "around_noise": ((faulted(clean) != clean) | (faulted(before) != before)).sum(),
     }
     for order, affected in expected.items():
-        recorder = recorder_for(DEAD_ZONE.model_copy(update={"order": order}))
-        layer_output(model, recorder, hidden_sigmas={LAYER: 0.5})
-        (cell,) = recorder.receipt().fault_cells
+        run = Run(DEAD_ZONE.model_copy(update={"order": order}))
+        layer_output(model, run, hidden_sigmas={LAYER: 0.5})
+        (cell,) = run.receipt().fault_cells
         assert (cell.calls, cell.elements, cell.num_faulty_channels) == (1, clean.numel(), 32)
         assert cell.affected_elements == int(affected)
         assert cell.survival_rate == 1 - int(affected) / clean.numel()
@@ -116,13 +126,13 @@ def test_survival_rates_are_those_counted_by_hand(model):
 
 def gradient_run(model, *requested, sigma=0.0, phase="actor_forward"):
     """Loss, gradients of weights, and the receipt of a forward and backward pass."""
-    recorder = recorder_for(*requested, phases=("actor_forward", "backward"))
+    run = Run(*requested, phases=("actor_forward", "backward"))
     model.zero_grad()
-    with phase_noise(model, recorder, phase, KEY, backward=True, hidden_sigmas={LAYER: sigma} if sigma else None):
+    with run.phase(model, phase, backward=True, hidden_sigmas={LAYER: sigma} if sigma else None):
         logits = model(IDS, use_cache=False).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
-    recorder.count_forward("backward")
-    return {name: p.grad.clone() for name, p in model.named_parameters()}, recorder.receipt()
+    run.recorder.count_forward("backward")
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, run.receipt()
 
 
 @pytest.mark.parametrize("order", ["after_noise", "before_noise", "around_noise"])
@@ -144,10 +154,10 @@ def test_the_recorded_gradient_is_that_of_autograd_by_hand(model):
     def written_out(module, args, output):
         hidden = output[0] if isinstance(output, tuple) else output
         hidden.retain_grad()
-        struck = torch.where(hidden.abs() < 0.2 * hidden.abs().max(), 0.0, 1.0) * hidden
-        struck.retain_grad()
-        sides.update(entering=hidden, leaving=struck)
-        return (struck, *output[1:]) if isinstance(output, tuple) else struck
+        masked = torch.where(hidden.abs() < 0.2 * hidden.abs().max(), 0.0, 1.0) * hidden
+        masked.retain_grad()
+        sides.update(entering=hidden, leaving=masked)
+        return (masked, *output[1:]) if isinstance(output, tuple) else masked
 
     handle = model.model.layers[LAYER].register_forward_hook(written_out)
     logits = model(IDS, use_cache=False).logits
@@ -195,35 +205,35 @@ def test_gradient_checkpointing_computes_the_same_fault_again(make_model, fault,
 
 def test_the_same_key_replays_the_fault_and_another_does_not(model):
     fault = Fault(type="noise", layer=LAYER, magnitude=0.5)
-    first = layer_output(model, recorder_for(fault))
-    assert torch.equal(first, layer_output(model, recorder_for(fault)))
+    first = layer_output(model, Run(fault))
+    assert torch.equal(first, layer_output(model, Run(fault)))
     for other in (NoiseKey(seed=3, step=3), NoiseKey(seed=4, step=2), NoiseKey(seed=3, step=2, rank=1)):
-        assert not torch.equal(first, layer_output(model, recorder_for(fault), key=other))
+        assert not torch.equal(first, layer_output(model, Run(fault), key=other))
 
 
 def test_a_cached_threshold_is_kept_over_the_phases_of_a_run(model):
-    recorder = recorder_for(DEAD_ZONE.model_copy(update={"threshold": "cached"}))
-    first = layer_output(model, recorder)
+    run = Run(DEAD_ZONE.model_copy(update={"threshold": "cached"}))
+    first = layer_output(model, run)
     clean = layer_output(model)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(0.5)
     smaller = layer_output(model)
-    found = layer_output(model, recorder, phase="reference")
-    assert torch.equal(first, strike(clean))
+    found = layer_output(model, run, phase="reference")
+    assert torch.equal(first, faulted(clean))
     assert torch.equal(found, faults.dead_zone(smaller, 0.2, clean.abs().max()))
 
 
-def test_the_witness_sees_raw_outputs_under_a_fault_on_a_linear_module(model):
-    recorder = recorder_for(Fault(type="bias", layer=LAYER, magnitude=0.5, site="down_proj"), phases=("rollout",))
-    layer_output(model, recorder)
-    receipt = recorder.receipt().check()
+def test_the_reference_check_compares_raw_outputs_under_a_fault_on_a_linear_module(model):
+    run = Run(Fault(type="bias", layer=LAYER, magnitude=0.5, site="down_proj"), phases=("rollout",))
+    layer_output(model, run)
+    receipt = run.receipt().check()
     assert receipt.phases[0].reference_check_difference == 0.0
     assert receipt.phases[0].reference_checked_elements > 0
 
 
 def test_hooks_are_gone_after_an_exception(model):
     count = sum(len(module._forward_hooks) for module in model.modules())
-    with pytest.raises(RuntimeError), phase_noise(model, recorder_for(DEAD_ZONE), "rollout", KEY):
+    with pytest.raises(RuntimeError), Run(DEAD_ZONE).phase(model, "rollout"):
         raise RuntimeError
     assert sum(len(module._forward_hooks) for module in model.modules()) == count
 
@@ -231,11 +241,11 @@ def test_hooks_are_gone_after_an_exception(model):
 def test_aqn_on_hidden_states_and_a_fault_have_one_receipt(model):
     aqn = AdaptiveNoise(schedule=ConstantSigma(sigma=0.1), targets="hidden_states", layer_sigmas_from="dead_zone")
     factors = {0: 0.0, 1: 1.0, 2: 0.0}
-    recorder = recorder_for(DEAD_ZONE, phases=("rollout",), aqn=aqn, num_steps=1, num_epochs=1, layer_factors=factors)
+    run = Run(DEAD_ZONE, phases=("rollout",), aqn=aqn, num_steps=1, num_epochs=1, layer_factors=factors)
     targets = target_factors(model, aqn, factors)
-    with noised_rollout(model, recorder, targets, sigma=0.1, seed=0, step=0) as sigmas:
-        layer_output(model, recorder, hidden_sigmas=sigmas)
-    receipt = recorder.receipt().check()
+    with noised_rollout(model, aqn, targets, run.recorder, sigma=0.1, seed=0, step=0) as sigmas:
+        layer_output(model, run, hidden_sigmas=sigmas)
+    receipt = run.receipt().check()
     assert {cell.layer for cell in receipt.weight_cells} == {LAYER}
     assert receipt.fault_cells[0].affected_elements > 0
 
@@ -243,8 +253,8 @@ def test_aqn_on_hidden_states_and_a_fault_have_one_receipt(model):
 def test_hidden_noise_passes_gradients_straight_through(model):
     """d(noised)/d(hidden) is 1, not the noise's factor."""
     hidden = torch.randn(2, 3, 32, requires_grad=True)
-    recorder = recorder_for()
-    noised = FaultInjection(PhaseState(model, recorder, "rollout", KEY), {LAYER: 0.5})._noised(LAYER, 0.5, hidden)
+    state = PhaseState(model, "rollout", KEY, Run().recorder)
+    noised = FaultInjection(state, ActiveFaults(), {LAYER: 0.5})._noised(LAYER, 0.5, hidden)
     noised.sum().backward()
     assert not torch.equal(noised, hidden)
     assert torch.equal(hidden.grad, torch.ones_like(hidden))
@@ -254,36 +264,36 @@ def test_hidden_noise_passes_gradients_straight_through(model):
 
 
 def test_a_fault_that_changes_nothing_is_refused(model):
-    recorder = recorder_for(Fault(type="dead_zone", layer=LAYER, magnitude=1e-12), phases=("rollout",))
-    layer_output(model, recorder)
+    run = Run(Fault(type="dead_zone", layer=LAYER, magnitude=1e-12), phases=("rollout",))
+    layer_output(model, run)
     with pytest.raises(
         ReceiptError, match=r"fault dead_zone in layer 1 \(layer_output\) changed none of 1536 elements"
     ):
-        recorder.receipt().check()
+        run.receipt().check()
 
 
 def test_a_phase_without_the_fault_is_refused(model):
-    recorder = recorder_for(DEAD_ZONE, phases=("rollout", "reference"))
-    layer_output(model, recorder)
-    recorder.count_forward("reference")
+    run = Run(DEAD_ZONE, phases=("rollout", "reference"))
+    layer_output(model, run)
+    run.recorder.count_forward("reference")
     with pytest.raises(ReceiptError, match=r"reference: fault dead_zone in layer 1 .* did not run"):
-        recorder.receipt().check()
+        run.receipt().check()
 
 
-def test_a_fault_that_nobody_asked_for_is_refused(model):
-    recorder = recorder_for(phases=("rollout",))
+def test_a_fault_that_was_not_requested_is_refused(model):
+    run = Run(phases=("rollout",))
     with faults.simulated_faults(model, [DEAD_ZONE]):
-        layer_output(model, recorder)
+        layer_output(model, run)
     with pytest.raises(ReceiptError, match=r"model\.layers\.1: a simulated fault was there, none was requested"):
-        recorder.receipt().check()
+        run.receipt().check()
 
 
 def test_a_backward_pass_past_the_fault_is_refused(model):
-    recorder = recorder_for(DEAD_ZONE, phases=("rollout", "backward"))
-    layer_output(model, recorder)
-    recorder.count_forward("backward")
+    run = Run(DEAD_ZONE, phases=("rollout", "backward"))
+    layer_output(model, run)
+    run.recorder.count_forward("backward")
     with pytest.raises(ReceiptError, match="no gradient was seen at fault dead_zone"):
-        recorder.receipt().check()
+        run.receipt().check()
 
 
 def test_a_gradient_that_leaks_through_a_dead_zone_is_refused(model, monkeypatch):

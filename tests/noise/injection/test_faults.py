@@ -9,7 +9,7 @@ from torch import nn
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import site_module
-from aqnpipe.noise import faults
+from aqnpipe.noise.injection import faults
 from aqnpipe.seeding import keyed_generator
 
 HIDDEN = torch.tensor([[[0.5, -2.0, 10.0], [-0.9, 1.0, -9.5]]])

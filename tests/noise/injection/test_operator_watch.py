@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from aqnpipe.config.noise import FakeQuantization, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import FakeQuantization, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise import operator_watch
+from aqnpipe.noise.injection import operator_watch
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -30,12 +30,21 @@ SHAPE = {
 }
 
 
+def recorder_for(noise):
+    spec = NoiseSpec(operator_noise=noise)
+    return ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=2, num_norms=5)
+
+
+def noised_rollout_phase(model, noise):
+    return phase_noise(model, NoiseSpec(operator_noise=noise), "rollout", KEY, recorder_for(noise))
+
+
 def generation(model, noise, num_forwards=NUM_FORWARDS, inside=lambda: None, key=KEY):
     """Return all logits of a prompt and the tokens after it, and the receipt."""
-    recorder = ReceiptRecorder(operator_noise=noise, expected_phases=("rollout",), num_layers=2, num_norms=5)
+    recorder = recorder_for(noise)
     ids = torch.randint(2, 64, (4, 8 + num_forwards), generator=torch.Generator().manual_seed(1))
     cache, outputs = None, []
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", key):
+    with torch.no_grad(), phase_noise(model, NoiseSpec(operator_noise=noise), "rollout", key, recorder):
         for step in range(num_forwards):
             tokens = ids[:, :8] if step == 0 else ids[:, 7 + step : 8 + step]
             output = model(tokens, past_key_values=cache, use_cache=True)
@@ -84,20 +93,20 @@ class MatmulInMlp(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("operators", "error", "share_asked"),
+    ("operators", "error", "largest_share"),
     [("matmul", RELATIVE, 0.26), ("all", RELATIVE, 0.75), ("matmul", FakeQuantization(format="mxfp4"), 0.26)],
 )
-def test_noise_and_receipt_are_those_of_the_mode_throughout(qwen2, monkeypatch, operators, error, share_asked):
+def test_noise_and_receipt_are_those_of_the_mode_throughout(qwen2, monkeypatch, operators, error, largest_share):
     calls = count_mode_calls(monkeypatch)
     noised, receipt = generation(qwen2, noise_on(operators, error))
-    asked_in_parts, calls[:] = len(calls), []
+    calls_in_parts, calls[:] = len(calls), []
     mode_throughout(monkeypatch)
     expected, expected_receipt = generation(qwen2, noise_on(operators, error))
     assert torch.equal(noised, expected)
     assert receipt.check() == expected_receipt
     # 9 of 12 forwards are not measured. Of their layers nothing is left where attention runs as a copy, else what is
     # between v_proj and o_proj.
-    assert asked_in_parts < share_asked * len(calls)
+    assert calls_in_parts < largest_share * len(calls)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2_moe"])
@@ -226,24 +235,20 @@ def test_a_product_in_a_hook_within_a_copy_of_attention_is_refused_by_the_next_s
 
 def test_nothing_is_left_of_a_copy_of_attention(qwen2):
     attention = qwen2.model.layers[0].self_attn
-    with phase_noise(qwen2, generation_recorder(), "rollout", KEY):
+    with noised_rollout_phase(qwen2, noise_on()):
         assert "forward" in vars(attention)
     assert "forward" not in vars(attention)
 
 
 def test_linear_modules_get_their_own_forward_back(qwen2):
     qwen2.model.layers[0].mlp.up_proj.forward = patched = qwen2.model.layers[0].mlp.up_proj.forward
-    with pytest.raises(RuntimeError, match="boom"), phase_noise(qwen2, generation_recorder(), "rollout", KEY):
+    with pytest.raises(RuntimeError, match="boom"), noised_rollout_phase(qwen2, noise_on()):
         assert "forward" in vars(qwen2.lm_head)
         assert qwen2.model.layers[0].mlp.up_proj.forward is patched
         raise RuntimeError("boom")
     assert [name for name, module in qwen2.named_modules() if "forward" in vars(module)] == [
         "model.layers.0.mlp.up_proj"
     ]
-
-
-def generation_recorder():
-    return ReceiptRecorder(operator_noise=noise_on(), expected_phases=("rollout",), num_layers=2, num_norms=5)
 
 
 def test_an_exception_in_a_layer_leaves_no_mode_behind(qwen2):

@@ -9,6 +9,7 @@ from aqnpipe.config.noise import (
     FakeQuantization,
     MantissaTruncation,
     ModuleNoise,
+    NoiseSpec,
     OperatorNoise,
     RelativeGaussian,
     SystematicBias,
@@ -24,8 +25,13 @@ KEY = NoiseKey(seed=0, step=0)
 MATMUL = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("actor_forward", "backward"))
 
 
+def spec_of(noise):
+    """`noise` on operators or on modules as all that a phase computes under."""
+    return NoiseSpec(module_noise=noise) if isinstance(noise, ModuleNoise) else NoiseSpec(operator_noise=noise)
+
+
 def recorder_for(noise, phases=("actor_forward",), num_layers=3):
-    return ReceiptRecorder(operator_noise=noise, aqn=None, expected_phases=phases, num_layers=num_layers, num_norms=7)
+    return ReceiptRecorder(spec_of(noise), expected_phases=phases, num_layers=num_layers, num_norms=7)
 
 
 def token_ids(seed=1, shape=(8, 16)):
@@ -34,7 +40,7 @@ def token_ids(seed=1, shape=(8, 16)):
 
 def logits(model, noise, key=KEY, phase="actor_forward", ids=None):
     recorder = recorder_for(noise, phases=(phase,))
-    with torch.no_grad(), phase_noise(model, recorder, phase, key):
+    with torch.no_grad(), phase_noise(model, spec_of(noise), phase, key, recorder):
         output = model(token_ids() if ids is None else ids).logits
     return output, recorder.receipt()
 
@@ -49,14 +55,14 @@ def hook_count(model):
 def gradients(model, noise, key=KEY):
     recorder = recorder_for(noise, phases=("actor_forward", "backward"))
     model.zero_grad()
-    with phase_noise(model, recorder, "actor_forward", key, backward=True):
+    with phase_noise(model, spec_of(noise), "actor_forward", key, recorder, backward=True):
         loss = model(token_ids(), labels=token_ids()).loss
     loss.backward()
     recorder.count_forward("backward")
     return {name: p.grad.clone() for name, p in model.named_parameters()}, recorder.receipt()
 
 
-def test_no_noise_asked_changes_no_bit_and_the_witness_says_so(model):
+def test_no_noise_requested_changes_no_bit_and_the_reference_check_finds_no_difference(model):
     with torch.no_grad():
         bare = model(token_ids()).logits
     clean, receipt = logits(model, None)
@@ -131,7 +137,7 @@ def test_linear_noise_comes_before_the_bias(make_model):
     seen = []
     projection.register_forward_hook(lambda module, args, output: seen.append(output))
     recorder = recorder_for(MATMUL)
-    with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+    with torch.no_grad(), phase_noise(model, spec_of(MATMUL), "actor_forward", KEY, recorder):
         model(token_ids())
     assert torch.equal(seen[0], torch.full_like(seen[0], 3.0))
 
@@ -174,7 +180,7 @@ def test_forward_noise_gradient_is_straight_through(make_model):
     for name, noise in (("clean", None), ("noised", head_only)):
         model.zero_grad()
         recorder = recorder_for(noise, num_layers=1)
-        with phase_noise(model, recorder, "actor_forward", KEY):
+        with phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder):
             # A loss that is linear in the logits: its gradient does not depend on their values.
             (model(token_ids()).logits * 2).sum().backward()
         seen[name] = {key: p.grad.clone() for key, p in model.named_parameters()}
@@ -196,7 +202,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_noise(make_model):
     for network in (plain, checkpointed):
         network.train()
         recorder = recorder_for(noise)
-        with phase_noise(network, recorder, "actor_forward", KEY):
+        with phase_noise(network, spec_of(noise), "actor_forward", KEY, recorder):
             # The backward pass belongs inside: that is where the layers are computed again.
             network(token_ids(), labels=token_ids(), use_cache=False).loss.backward()
         results.append({name: p.grad for name, p in network.named_parameters()})
@@ -207,7 +213,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_noise(make_model):
 def test_everything_is_removed_also_after_an_exception(model):
     before, bare = hook_count(model), logits(model, None)[0]
     recorder = recorder_for(MATMUL)
-    with pytest.raises(RuntimeError, match="boom"), phase_noise(model, recorder, "actor_forward", KEY):
+    with pytest.raises(RuntimeError, match="boom"), phase_noise(model, spec_of(MATMUL), "actor_forward", KEY, recorder):
         model(token_ids())
         raise RuntimeError("boom")
     assert hook_count(model) == before
@@ -217,7 +223,7 @@ def test_everything_is_removed_also_after_an_exception(model):
 def test_an_exception_inside_the_model_leaves_no_mode_behind(model):
     recorder = recorder_for(MATMUL)
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), phase_noise(model, recorder, "actor_forward", KEY):
+    with pytest.raises(ZeroDivisionError), phase_noise(model, spec_of(MATMUL), "actor_forward", KEY, recorder):
         model(token_ids())
     handle.remove()
     a, b = torch.randn(8, 8), torch.randn(8, 8)
@@ -227,8 +233,11 @@ def test_an_exception_inside_the_model_leaves_no_mode_behind(model):
 
 def test_nesting_is_refused(model):
     recorder = recorder_for(MATMUL)
-    with phase_noise(model, recorder, "actor_forward", KEY):
-        with pytest.raises(ModelError, match="do not nest"), phase_noise(model, recorder, "rollout", KEY):
+    with phase_noise(model, spec_of(MATMUL), "actor_forward", KEY, recorder):
+        with (
+            pytest.raises(ModelError, match="do not nest"),
+            phase_noise(model, spec_of(MATMUL), "rollout", KEY, recorder),
+        ):
             pass
         with torch.no_grad():
             model(token_ids())
@@ -289,24 +298,27 @@ def test_rounding_of_biases_is_not_taken_for_noise(model, bias):
     recorder = recorder_for(faint)
     # Each step compares another eighth of the modules.
     for step in range(8):
-        with torch.no_grad(), phase_noise(model, recorder, "actor_forward", NoiseKey(seed=0, step=step)):
+        with (
+            torch.no_grad(),
+            phase_noise(model, spec_of(faint), "actor_forward", NoiseKey(seed=0, step=step), recorder),
+        ):
             model(token_ids())
     assert recorder.receipt().check().phases[0].reference_check_scale == pytest.approx(1e-4, rel=0.05)
 
 
 def test_the_first_forward_of_a_single_token_is_compared_in_full_however_many_came_before(model):
-    def witnessed(lengths):
+    def checked_elements(lengths):
         recorder = recorder_for(MATMUL)
-        with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+        with torch.no_grad(), phase_noise(model, spec_of(MATMUL), "actor_forward", KEY, recorder):
             for length in lengths:
                 model(token_ids(shape=(8, length)))
         return recorder.receipt().check().phases[0].reference_checked_elements
 
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     every_one = sum(min(MEASURED_ELEMENTS_PER_CALL, 8 * linear.out_features) for linear in linears)
-    before = witnessed([16, 16, 16])
+    before = checked_elements([16, 16, 16])
     assert 0 < before < every_one
-    assert witnessed([16, 16, 16, 1, 1, 16]) - before == every_one
+    assert checked_elements([16, 16, 16, 1, 1, 16]) - before == every_one
 
 
 def test_a_mode_that_is_never_activated_is_refused(model, monkeypatch):
@@ -330,7 +342,7 @@ def test_noise_left_on_by_somebody_else_is_refused(model):
 
 def test_a_phase_that_never_ran_is_refused(model):
     recorder = recorder_for(None, phases=("actor_forward", "rollout"))
-    with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+    with torch.no_grad(), phase_noise(model, spec_of(None), "actor_forward", KEY, recorder):
         model(token_ids())
     with pytest.raises(ReceiptError, match="phase rollout never ran"):
         recorder.receipt().check()
@@ -362,8 +374,9 @@ def test_the_bias_is_the_formula_on_the_product_alone(make_model):
     projection = model.model.layers[0].self_attn.q_proj
     seen = []
     projection.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    recorder = recorder_for(noise_with(SystematicBias(scale=0.25)), num_layers=1)
-    with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+    noise = noise_with(SystematicBias(scale=0.25))
+    recorder = recorder_for(noise, num_layers=1)
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder):
         model(token_ids())
     ((inputs, output),) = seen
     product = inputs @ projection.weight.T
@@ -386,8 +399,9 @@ def test_quantized_linears_compute_with_quantized_operands(make_model, number_fo
     projection = model.model.layers[0].mlp.down_proj
     seen = []
     projection.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    recorder = recorder_for(noise_with(error), num_layers=1)
-    with phase_noise(model, recorder, "actor_forward", KEY):
+    noise = noise_with(error)
+    recorder = recorder_for(noise, num_layers=1)
+    with phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder):
         model(token_ids())
     recorder.receipt().check()
     ((inputs, output),) = seen
@@ -401,8 +415,9 @@ def test_quantized_linears_compute_with_quantized_operands(make_model, number_fo
 
 def test_weights_are_quantized_once_per_rollout(make_model):
     model = make_model(intermediate_size=64)
-    recorder = recorder_for(noise_with(FakeQuantization(format="mxfp4"), phases=("rollout",)), phases=("rollout",))
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", KEY):
+    noise = noise_with(FakeQuantization(format="mxfp4"), phases=("rollout",))
+    recorder = recorder_for(noise, phases=("rollout",))
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "rollout", KEY, recorder):
         for _ in range(3):
             model(token_ids(), use_cache=False)
     receipt = recorder.receipt().check()
@@ -413,7 +428,7 @@ def test_layers_can_have_their_own_scale(model):
     noise = noise_with(RelativeGaussian(scale=0.05), layer_scales={1: 0.2, 2: 0.0})
     _, receipt = logits(model, noise)
     receipt.check()
-    assert {cell.layer: cell.requested cell in receipt.cells} == {0: 0.05, 1: 0.2, None: 0.05}
+    assert {cell.layer: cell.requested for cell in receipt.cells} == {0: 0.05, 1: 0.2, None: 0.05}
 
 
 def test_fused_attention_is_noised_as_one_operator(make_model):
@@ -427,7 +442,7 @@ def test_fused_attention_is_noised_as_one_operator(make_model):
     assert {f"scaled_dot_product_attention.gradient_{operand}" for operand in range(3)} <= backward
 
 
-def test_fused_attention_that_was_asked_for_and_is_not_there_is_refused(model):
+def test_fused_attention_that_was_requested_but_never_called_is_refused(model):
     _, receipt = logits(model, noise_with(RelativeGaussian(scale=0.05), attention="fused"))
     with pytest.raises(ReceiptError, match=r"no scaled_dot_product_attention was noised in layers \[0, 1, 2\]"):
         receipt.check()
@@ -437,10 +452,8 @@ def test_fused_attention_that_was_asked_for_and_is_not_there_is_refused(model):
 
 
 def module_logits(model, noise, key=KEY):
-    recorder = ReceiptRecorder(
-        operator_noise=None, module_noise=noise, expected_phases=("rollout",), num_layers=3, num_norms=7
-    )
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", key):
+    recorder = recorder_for(noise, phases=("rollout",))
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "rollout", key, recorder):
         output = model(token_ids()).logits
     return output, recorder.receipt()
 
@@ -460,10 +473,8 @@ def test_input_noise_is_on_what_the_module_gets(model):
     seen = []
     projection = model.model.layers[1].mlp.down_proj
     noise = ModuleNoise(modules=("*.layers.1.mlp.down_proj",), error=SystematicBias(scale=0.5))
-    recorder = ReceiptRecorder(
-        operator_noise=None, module_noise=noise, expected_phases=("rollout",), num_layers=3, num_norms=7
-    )
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", KEY):
+    recorder = recorder_for(noise, phases=("rollout",))
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "rollout", KEY, recorder):
         projection.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
         model(token_ids())
     recorder.receipt().check()
@@ -477,11 +488,9 @@ def test_modules_noised_twice_in_one_forward_get_fresh_noise(model):
     model.model.layers[1].mlp = model.model.layers[0].mlp
     noise = ModuleNoise(modules=("*.layers.0.mlp.act_fn",), point="output", error=AbsoluteGaussian(scale=1.0))
     seen = []
-    recorder = ReceiptRecorder(
-        operator_noise=None, module_noise=noise, expected_phases=("rollout",), num_layers=3, num_norms=7
-    )
+    recorder = recorder_for(noise, phases=("rollout",))
     bare = model.model.layers[0].mlp.act_fn.forward
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", KEY):
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "rollout", KEY, recorder):
         model.model.layers[0].mlp.act_fn.register_forward_hook(
             lambda module, args, output: seen.append(output - bare(args[0]))
         )
@@ -491,10 +500,8 @@ def test_modules_noised_twice_in_one_forward_get_fresh_noise(model):
 
 def test_a_module_that_was_skipped_is_refused(model):
     noise = ModuleNoise(modules="linear", error=RelativeGaussian(scale=0.05))
-    recorder = ReceiptRecorder(
-        operator_noise=None, module_noise=noise, expected_phases=("rollout",), num_layers=3, num_norms=7
-    )
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", KEY):
+    recorder = recorder_for(noise, phases=("rollout",))
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "rollout", KEY, recorder):
         model.model(token_ids())  # without lm_head
     with pytest.raises(ReceiptError, match="module noise reached 21 of 22 modules"):
         recorder.receipt().check()
@@ -522,7 +529,7 @@ def test_checkpointed_layers_replay_forward_and_backward_noise(make_model, opera
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         hooks = hook_count(model)
         recorder = recorder_for(noise, phases=("actor_forward", "backward"))
-        with phase_noise(model, recorder, "actor_forward", KEY, backward=True):
+        with phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder, backward=True):
             loss = model(token_ids(), labels=token_ids(), use_cache=False).loss
             if backward_inside:
                 loss.backward()
@@ -544,10 +551,8 @@ def test_a_checkpointed_layer_under_module_noise_replays_too(make_model):
         model = make_model().train()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        recorder = ReceiptRecorder(
-            operator_noise=None, module_noise=noise, expected_phases=(), num_layers=3, num_norms=7
-        )
-        with phase_noise(model, recorder, "actor_forward", KEY):
+        recorder = recorder_for(noise, phases=())
+        with phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder):
             loss = model(token_ids(), labels=token_ids(), use_cache=False).loss
         loss.backward()
         recorder.receipt().check()
@@ -575,7 +580,7 @@ def test_ranks_phases_layers_and_calls_have_independent_noise(model):
                     error=RelativeGaussian(scale=0.05), phases=("actor_forward", "backward", "reference")
                 )
                 recorder = recorder_for(noise, phases=(phase,))
-                with phase_noise(model, recorder, phase, key, backward=phase == "actor_forward"):
+                with phase_noise(model, spec_of(noise), phase, key, recorder, backward=phase == "actor_forward"):
                     loss = model(token_ids(), labels=token_ids()).loss
                 if phase == "actor_forward":
                     loss.backward()
@@ -593,7 +598,7 @@ def test_a_stale_layer_in_the_backward_pass_is_impossible(model):
     )
     _, receipt = gradients(model, noise)
     receipt.check()
-    backward = {cell.layer: cell.requested cell in receipt.cells if cell.phase == "backward"}
+    backward = {cell.layer: cell.requested for cell in receipt.cells if cell.phase == "backward"}
     assert backward == {0: 0.01, 1: 0.05, 2: 0.3, None: 0.05}
 
 
@@ -602,7 +607,7 @@ def test_two_forwards_before_their_backward_passes_keep_their_own_noise(model):
     alone, _ = gradients(model, MATMUL)
     model.zero_grad()
     recorder = recorder_for(MATMUL, phases=("actor_forward", "backward"))
-    with phase_noise(model, recorder, "actor_forward", KEY, backward=True):
+    with phase_noise(model, spec_of(MATMUL), "actor_forward", KEY, recorder, backward=True):
         first = model(token_ids(), labels=token_ids()).loss
         second = model(token_ids(), labels=token_ids()).loss
     first.backward()
@@ -614,7 +619,10 @@ def test_two_forwards_before_their_backward_passes_keep_their_own_noise(model):
 
 def test_a_compiled_model_is_refused(model):
     model.model.layers[1].compile()
-    with pytest.raises(ModelError, match="compiled"), phase_noise(model, recorder_for(MATMUL), "rollout", KEY):
+    with (
+        pytest.raises(ModelError, match="compiled"),
+        phase_noise(model, spec_of(MATMUL), "rollout", KEY, recorder_for(MATMUL)),
+    ):
         pass
 
 
@@ -622,7 +630,7 @@ def test_compiling_a_model_under_noise_is_refused_or_keeps_the_noise(model):
     """torch.compile inside the phase: the compiler must fall back to the noised model, or stop."""
     noised, _ = logits(model, MATMUL)
     recorder = recorder_for(MATMUL)
-    with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+    with torch.no_grad(), phase_noise(model, spec_of(MATMUL), "actor_forward", KEY, recorder):
         compiled = torch.compile(model, backend="eager")(token_ids()).logits
     recorder.receipt().check()
     assert torch.equal(compiled, noised)
@@ -641,7 +649,7 @@ def test_no_noise_tensor_is_kept_for_the_backward_pass(make_model):
         recorder = recorder_for(noise, phases=("actor_forward",))
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            phase_noise(model, recorder, "actor_forward", KEY, backward=True),
+            phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder, backward=True),
         ):
             model(token_ids(), labels=token_ids(), use_cache=False).loss.backward()
         return sum(saved.values())
@@ -653,7 +661,7 @@ def test_the_share_of_operations_is_counted_from_shapes(make_model):
     model = make_model(num_layers=2)
     noise = noise_with(RelativeGaussian(scale=0.05), layers=(0,), include_lm_head=False)
     recorder = recorder_for(noise, num_layers=2)
-    with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder):
         model(token_ids(shape=(2, 10)), use_cache=False)
     record = recorder.receipt().check().phases[0]
     tokens, hidden, inner, vocabulary, heads, head_dim = 20, 32, 48, 64, 2, 16
@@ -668,9 +676,10 @@ def test_the_share_of_operations_is_counted_from_shapes(make_model):
 def test_noised_softmax_stays_a_distribution(model):
     seen = []
     attention = model.model.layers[1].self_attn
-    recorder = recorder_for(noise_with(RelativeGaussian(scale=0.3), operators="all"))
+    noise = noise_with(RelativeGaussian(scale=0.3), operators="all")
+    recorder = recorder_for(noise)
     attention.register_forward_hook(lambda module, args, output: seen.append(output[1]))
-    with torch.no_grad(), phase_noise(model, recorder, "actor_forward", KEY):
+    with torch.no_grad(), phase_noise(model, spec_of(noise), "actor_forward", KEY, recorder):
         model(token_ids(), output_attentions=True)
     (weights,) = seen
     assert (weights >= 0).all()
@@ -680,7 +689,7 @@ def test_noised_softmax_stays_a_distribution(model):
 
 def test_a_model_without_layers_or_norms_is_refused():
     with pytest.raises(ModelError, match="no decoder layers found"):
-        phase_noise(torch.nn.Linear(2, 2), recorder_for(MATMUL), "rollout", KEY).__enter__()
+        phase_noise(torch.nn.Linear(2, 2), spec_of(MATMUL), "rollout", KEY, recorder_for(MATMUL)).__enter__()
 
 
 @pytest.mark.parametrize("num_tokens", [45, 60, 64, 90])

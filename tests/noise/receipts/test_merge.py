@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aqnpipe.config.noise import AdaptiveNoise, Fault, OperatorNoise
+from aqnpipe.config.noise import Fault, NoiseSpec, OperatorNoise
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
@@ -19,21 +19,20 @@ NOISE = OperatorNoise.model_validate({"operators": "matmul", "error": {"kind": "
 SCHEDULE = {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.05}
 FAULT = Fault.model_validate({"type": "saturation", "layer": 1, "magnitude": 0.3, "sparsity": 0.5})
 MODES = {
-    "clean": {},
-    "operators": {"operator_noise": NOISE},
-    "norms": {"aqn": {"schedule": SCHEDULE}},
-    "hidden": {"aqn": {"schedule": SCHEDULE, "targets": "hidden_states"}},
-    "fault": {"operator_noise": NOISE, "faults": (FAULT,)},
+    mode: NoiseSpec.model_validate(spec)
+    for mode, spec in {
+        "clean": {},
+        "operators": {"operator_noise": NOISE},
+        "norms": {"aqn": {"schedule": SCHEDULE}},
+        "hidden": {"aqn": {"schedule": SCHEDULE, "targets": "hidden_states"}},
+        "fault": {"operator_noise": NOISE, "faults": (FAULT,)},
+    }.items()
 }
 
 
 def recorder_for(mode):
-    requested = dict(MODES[mode])
-    aqn = AdaptiveNoise.model_validate(requested.pop("aqn")) if "aqn" in requested else None
     return ReceiptRecorder(
-        operator_noise=requested.get("operator_noise"),
-        aqn=aqn,
-        faults=requested.get("faults", ()),
+        MODES[mode],
         expected_phases=("rollout", "actor_forward"),
         num_layers=3,
         num_norms=7,
@@ -42,21 +41,21 @@ def recorder_for(mode):
     )
 
 
-def record(recorder, model, rank):
+def record(recorder, spec, model, rank):
     """Two steps of what a worker does: a rollout of a length of its own, then a forward and backward pass."""
-    factors = target_factors(model, recorder.aqn, None) if recorder.aqn else {}
+    factors = target_factors(model, spec.aqn, None) if spec.aqn else {}
     for step in range(2):
         key = NoiseKey(seed=0, step=step, rank=rank)
         tokens = torch.randint(2, 64, (4, 8), generator=torch.Generator().manual_seed(10 * step + rank))
-        sigma = 0.05 if recorder.aqn else 0.0
+        sigma = 0.05 if spec.aqn else 0.0
         with (
-            noised_rollout(model, recorder, factors, sigma=sigma, seed=0, step=step) as sigmas,
+            noised_rollout(model, spec.aqn, factors, recorder, sigma=sigma, seed=0, step=step) as sigmas,
             torch.no_grad(),
-            phase_noise(model, recorder, "rollout", key, hidden_sigmas=sigmas),
+            phase_noise(model, spec, "rollout", key, recorder, hidden_sigmas=sigmas),
         ):
             for _ in range(3 + rank):
                 model(tokens, use_cache=False)
-        with phase_noise(model, recorder, "actor_forward", key, backward=True):
+        with phase_noise(model, spec, "actor_forward", key, recorder, backward=True):
             loss = model(tokens, use_cache=False).logits.square().mean()
         loss.backward()
         recorder.count_forward("backward")
@@ -75,7 +74,7 @@ def accounts_of(make_model):
             accounts = []
             for rank in range(2):
                 recorder = recorder_for(mode)
-                record(recorder, model, rank)
+                record(recorder, MODES[mode], model, rank)
                 accounts.append(WorkerMeasurements(rank, 2, recorder.state()))
             kept[mode] = accounts
         return recorder_for(mode), copy.deepcopy(kept[mode])
@@ -89,7 +88,7 @@ def test_the_merged_receipt_is_that_of_one_recorder_that_saw_everything(mode, ac
     model = make_model(num_layers=3)
     both = recorder_for(mode)
     for rank in range(2):
-        record(both, model, rank)
+        record(both, MODES[mode], model, rank)
     merged = merged_receipt(*accounts_of(mode))
     assert merged.num_workers == 2
     expected = both.receipt()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aqnpipe.config.noise import ModuleNoise, OperatorNoise, RelativeGaussian, SystematicBias
+from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian, SystematicBias
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -13,14 +13,9 @@ NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout",))
 
 
 def receipt_of(model, operator_noise=NOISE, module_noise=None, forwards=4):
-    recorder = ReceiptRecorder(
-        operator_noise=operator_noise,
-        module_noise=module_noise,
-        expected_phases=("rollout",),
-        num_layers=3,
-        num_norms=7,
-    )
-    with torch.no_grad(), phase_noise(model, recorder, "rollout", NoiseKey(seed=0, step=0)):
+    spec = NoiseSpec(operator_noise=operator_noise, module_noise=module_noise)
+    recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=3, num_norms=7)
+    with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=0, step=0), recorder):
         for index in range(forwards):
             model(torch.randint(2, 64, (4, 12), generator=torch.Generator().manual_seed(index)), use_cache=False)
     return recorder.receipt()
@@ -46,7 +41,7 @@ def test_a_receipt_survives_its_file(honest):
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.2, 2.0])
-def test_another_scale_than_asked_is_refused(honest, factor):
+def test_another_scale_than_requested_is_refused(honest, factor):
     with pytest.raises(ReceiptError, match=r"measured scale .*, requested 0\.05"):
         with_cell(honest, measured=0.05 * factor).check()
 
@@ -56,7 +51,7 @@ def test_an_error_with_a_mean_is_refused(honest):
         with_cell(honest, mean_error=0.03).check()
 
 
-def test_a_cell_that_was_asked_otherwise_is_refused(honest):
+def test_a_cell_that_requests_something_else_is_refused(honest):
     """The spec in the receipt decides what was requested, not what the cell says of itself."""
     with pytest.raises(ReceiptError, match=r"noised with relative_gaussian 0\.1, which was not requested"):
         with_cell(honest, requested=0.1, measured=0.1).check()
@@ -82,7 +77,7 @@ def test_operator_noise_beside_module_noise_alone_is_refused(model):
             receipt.model_copy(update={requested: None}).check()
 
 
-def test_a_witness_that_saw_nothing_is_refused(honest):
+def test_a_reference_check_without_elements_is_refused(honest):
     with pytest.raises(ReceiptError, match="no operator output was compared"):
         with_phase(honest, reference_checked_elements=0).check()
 
@@ -94,7 +89,7 @@ def test_a_bias_of_the_wrong_sign_is_refused(model):
         with_cell(receipt, mean_error=-0.01).check()
 
 
-def test_nothing_asked_and_nothing_done_is_in_order(model):
+def test_no_noise_requested_and_none_measured_passes(model):
     receipt = receipt_of(model, operator_noise=None).check()
     assert receipt.cells == ()
     assert receipt.phases[0].noised_share == 0.0
@@ -102,10 +97,10 @@ def test_nothing_asked_and_nothing_done_is_in_order(model):
 
 def test_every_false_alarm_would_be_one_in_a_million(make_model):
     """Forty honest runs of seeds of their own, each with dozens of cells: none is refused."""
-    model = make_model()
+    model, spec = make_model(), NoiseSpec(operator_noise=NOISE)
     for seed in range(40):
-        recorder = ReceiptRecorder(operator_noise=NOISE, expected_phases=("rollout",), num_layers=3, num_norms=7)
-        with torch.no_grad(), phase_noise(model, recorder, "rollout", NoiseKey(seed=seed, step=0)):
+        recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=3, num_norms=7)
+        with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=seed, step=0), recorder):
             model(torch.randint(2, 64, (2, 8), generator=torch.Generator().manual_seed(seed)), use_cache=False)
         recorder.receipt().check()
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from aqnpipe.noise.kernels.stream import NoiseStream
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
-from aqnpipe.noise.gemm_cuda import matmul_with_relative_error  # noqa: E402
+import gemm_cuda  # noqa: E402
+from gemm_cuda import matmul_with_relative_error  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from aqnpipe.noise import gemm_cuda  # noqa: E402
 from aqnpipe.noise.kernels.gaussian_cuda import CPU_AGREEMENT, DeviceKeys, apply_gaussian_  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,7 +122,7 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from aqnpipe.noise.gemm_cuda import CONFIGS, _matmul_kernel
+from gemm_cuda import CONFIGS, _matmul_kernel
 
 tile = CONFIGS[3]
 kernel = _matmul_kernel.fn
@@ -142,6 +143,7 @@ for capability, n in ((80, "i32"), (90, "constexpr")):
 
 def test_kernel_compiles_for_a100_and_h100_with_tensor_cores(tmp_path):
     # Machine code is made without a GPU; the interpreter says nothing about what the compiler accepts.
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | settings | {"PYTHONPATH": str(Path(gemm_cuda.__file__).parent)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["80 True True", "90 True True"], done.stderr
