@@ -230,7 +230,7 @@ def measure(of: Subject, *, scan: bool = True) -> dict[str, Any]:
         "scan_verdict": verdict.verdict if verdict else None,
         "scan_layer": verdict.layer if verdict else None,
         "scores": {
-            "score_exact": float(sum(fault.channels or 0 for fault in exact.faults)),
+            "score_exact": float(sum(fault.num_faulty_channels or 0 for fault in exact.faults)),
             **(scan_scores(scans[0]) if scans else dict.fromkeys(SCAN_SCORES)),
         },
         "costs": {

@@ -15,7 +15,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study, load_study_file
 from aqnpipe.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RATES = Rates(device="test", tflops=1e-9, training_utilization=0.5, generation_utilization=0.1)
 GIVEN = Assumptions(prompt_tokens=10, response_tokens=5, parameters={"base": 100}, rates=RATES)
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import yaml
+from random_models import random_model_of
 from typer.testing import CliRunner
 
 from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerTable, SigmaFile
@@ -17,10 +18,10 @@ def aqnpipe(*arguments):
 
 
 @pytest.fixture(scope="module")
-def bare_model(random_model, tmp_path_factory):
+def bare_model(tmp_path_factory):
     """Two layers, no tokenizer: exact probes do not mind, statistics do."""
     folder = tmp_path_factory.mktemp("bare")
-    random_model("llama", num_layers=2).save_pretrained(folder)
+    random_model_of("llama", num_layers=2).save_pretrained(folder)
     return folder
 
 
@@ -41,8 +42,9 @@ def test_healthy_is_exit_0_with_a_table_on_standard_output():
 
 def test_fault_is_exit_3_and_the_json_says_where(diagnosis):
     content = json.loads(diagnosis.read_text())
-    assert {"verdict", "layer", "type", "site", "channels", "forward_equivalents", "layers"} <= content.keys()
-    found = [content[key] for key in ("verdict", "layer", "type", "site", "channels")]
+    keys = ("verdict", "layer", "type", "site", "num_faulty_channels")
+    assert {*keys, "forward_equivalents", "layers"} <= content.keys()
+    found = [content[key] for key in keys]
     assert found == ["fault", 2, "saturation", "o_proj", 1]
     assert len(content["layers"]) == 6
     assert content["layers"][2]["faulty_sites"] == ["o_proj"]

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from aqnpipe.doctor import checks, command, profiles
 from typer.testing import CliRunner
 
-from aqnpipe import allocation
+from aqnpipe.cli.doctor import checks, command, profiles
 from aqnpipe.cli.doctor.checks import version_checks
 from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
 from aqnpipe.cli.doctor.slurm import SlurmPartition, parse_partitions
 from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError
+from aqnpipe.runtime import device_allocation
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CLUSTER = (
     SlurmPartition("gpu", "gpu:a100:8", None, 128, 1_000_000, 2),
     SlurmPartition("npu", "npu:910c:16(S:0-1)", 2880, 320, 2_000_000, 1),
@@ -91,7 +91,7 @@ def test_a_cluster_profile_needs_a_cluster(partitions):
 
 
 def test_the_workstation_needs_as_many_devices_as_its_jobs_lease(monkeypatch):
-    monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ("0", "1") if kind == "cuda" else ())
+    monkeypatch.setattr(device_allocation, "_ids_in_dev", lambda kind: ("0", "1") if kind == "cuda" else ())
     assert "2 devices of kind cuda" in problems(profile_checks(profile("workstation"), None))["leases"]
     assert not problems(profile_checks(profile("workstation", devices=2), None))
 

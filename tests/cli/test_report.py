@@ -12,9 +12,9 @@ from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.cli.main import app
-from aqnpipe.statistics import stage
+from aqnpipe.comparison import stage
 
-PUBLISHED = Path(__file__).parents[1] / "config" / "published.yaml"
+PUBLISHED = Path(__file__).parents[2] / "config" / "published.yaml"
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_evaluations_without_what_they_come_from_prove_nothing(unfinished):
     CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
     claims = read_json(Path("results/claims.json"), ClaimsFile).claims
     assert {claim.verdict for claim in claims} == {"invalid"}
-    assert any("is not what the record's stage wrote" in (claim.invalid_reason or "") for claim in claims)
+    assert any("is not what the stage of the record wrote" in (claim.invalid_reason or "") for claim in claims)
 
 
 def test_what_exists_is_reported_and_what_misses_is_named(unfinished, vouched_for):

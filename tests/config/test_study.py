@@ -55,7 +55,8 @@ def test_configuration_is_importable_without_torch():
     import subprocess
     import sys
 
-    code = "import aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.artifacts.provenance, sys; sys.exit('torch' in sys.modules)"
+    modules = "aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.artifacts.provenance"
+    code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

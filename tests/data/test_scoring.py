@@ -15,7 +15,7 @@ from aqnpipe.data.scoring import SCORERS, extract_answer, grade, is_correct, nor
 
 TRANSCRIPTS = [
     json.loads(line)
-    for line in (Path(__file__).parent / "support" / "transcripts.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in (Path(__file__).parents[1] / "support" / "transcripts.jsonl").read_text(encoding="utf-8").splitlines()
 ]
 TWINS = (("strict", "harness_strict"), ("last_number", "harness_flexible"))
 
@@ -127,7 +127,7 @@ def test_random_texts_are_scored_as_by_the_harness(harness):
 
 def test_the_table_in_the_docs_counts_the_hard_cases(harness):
     graded = harness([one["gold_answer"] for one in TRANSCRIPTS], [one["response"] for one in TRANSCRIPTS])
-    table = (Path(__file__).parents[1] / "docs" / "scorers.md").read_text(encoding="utf-8")
+    table = (Path(__file__).parents[2] / "docs" / "scorers.md").read_text(encoding="utf-8")
     assert f"hard cases ({len(TRANSCRIPTS)})" in table
     for scorer in SCORERS:
         ours = [grade(one["response"], one["gold_answer"], scorer).correct for one in TRANSCRIPTS]

@@ -2,16 +2,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from random_models import random_model_of
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
 
@@ -50,40 +42,6 @@ def prompt_ids() -> list[torch.Tensor]:
     """Three prompts of different lengths, as they come from a tokenizer."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (24, 31, 40)]
-
-
-ARCHITECTURES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-}
-
-
-def random_model_of(architecture: str = "qwen2", dtype=torch.float32, num_layers: int = 3, seed: int = 0, **overrides):
-    """Four heads of 24 channels on two key-value heads, 96 channels."""
-    make_config, make_model = ARCHITECTURES[architecture]
-    settings = {
-        "vocab_size": 50,
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 24,
-        "attn_implementation": "eager",
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        **overrides,
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = make_model(make_config(**settings))
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # Qwen2 starts with biases of zero, trained ones are not
-                torch.nn.init.normal_(parameter, std=0.5)
-    return model.to(dtype).eval()
 
 
 @pytest.fixture(scope="session")

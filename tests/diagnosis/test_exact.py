@@ -213,7 +213,7 @@ def test_a_device_that_rounds_gets_a_stated_bound_and_real_faults_stand_out(rand
     assert verdict.verdict == "healthy"
     assert verdict.tolerance == healthy.tolerance
     faulty = found_in(model, Fault(type="saturation", layer=1, magnitude=0.01, site="o_proj", sparsity=1e-9))
-    assert [(fault.layer, fault.site, fault.channels) for fault in faulty.faults] == [(1, "o_proj", 1)]
+    assert [(fault.layer, fault.site, fault.num_faulty_channels) for fault in faulty.faults] == [(1, "o_proj", 1)]
 
 
 def test_what_most_layers_fail_makes_it_abstain(random_model):

@@ -31,7 +31,7 @@ def verdict_on(*faulty_layers: int) -> Verdict:
             layer=layer,
             site="layer_output",
             type="bias",
-            channels=1,
+            num_faulty_channels=1,
             faulty_channel_indices=(0,),
             num_channels=8,
             magnitude=0.1,

@@ -71,7 +71,7 @@ def test_faulty_machine_is_found_and_its_reach_recorded(model_dir, problems, tmp
     fault = Fault(type="noise", layer=2, magnitude=0.1)
     _, verdict = run(model_dir, problems, tmp_path, Machine(faults=[fault]))
     assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", 2, "noise")
-    assert (verdict.site, verdict.channels, verdict.method) == ("layer_output", 64, "all")
+    assert (verdict.site, verdict.num_faulty_channels, verdict.method) == ("layer_output", 64, "all")
     (simulated,) = verdict.simulated_faults
     assert simulated["type"] == "noise"
     # the layer runs 1 + 2 + 2 times on each of two prompts of 16 tokens and 64 channels, then under the probes

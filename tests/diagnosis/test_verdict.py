@@ -92,7 +92,7 @@ def fault_at(layer: int, site: str) -> LocatedFault:
         layer=layer,
         site=site,
         type="saturation",
-        channels=1,
+        num_faulty_channels=1,
         faulty_channel_indices=(7,),
         num_channels=64,
         magnitude=0.3,
@@ -108,7 +108,7 @@ def test_exact_probes_decide_against_the_scans():
     both = judge(exact_result(), (table(), [ZEROS_IN_0], 9.0), DiagnosisConfig())
     assert (both.verdict, both.method, both.forward_equivalents) == ("healthy", "all", 20.0)
     found = judge(exact_result(faults=(fault_at(4, "o_proj"),)), (table(), [], 9.0), DiagnosisConfig())
-    assert (found.verdict, found.layer, found.site, found.type, found.channels) == (
+    assert (found.verdict, found.layer, found.site, found.type, found.num_faulty_channels) == (
         "fault",
         4,
         "o_proj",

@@ -59,7 +59,7 @@ class LocatedFault(Artifact):
     layer: int = Field(ge=0)
     site: str = Field(description="site of config.noise.FaultSite, attention_core or mlp_core; layer if not resolved")
     type: Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
-    channels: int | None = Field(
+    num_faulty_channels: int | None = Field(
         ge=1, description="number of faulty output channels; null where the method cannot tell"
     )
     faulty_channel_indices: tuple[int, ...]
@@ -94,7 +94,7 @@ class Verdict(Artifact):
     layer: int | None
     type: str | None
     site: str | None = None
-    channels: int | None = None
+    num_faulty_channels: int | None = None
     faults: tuple[LocatedFault, ...] = ()
     findings: tuple[Finding, ...]
     method: DiagnosisMethod = "statistical"

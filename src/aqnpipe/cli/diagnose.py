@@ -187,7 +187,7 @@ def _show(file: DiagnosisFile) -> None:
     if file.faults:
         faults = _table("Faults", left=("layer", "site", "type"), right=("channels", "magnitude", "threshold"))
         for fault in file.faults:
-            channels = "?" if fault.channels is None else f"{fault.channels} of {fault.num_channels}"
+            channels = "?" if fault.num_faulty_channels is None else f"{fault.num_faulty_channels} of {fault.num_channels}"
             magnitude = "?" if fault.magnitude is None else f"{fault.magnitude:.3g}"
             faults.add_row(str(fault.layer), fault.site, fault.type, channels, magnitude, fault.threshold or "")
         console.print(faults)

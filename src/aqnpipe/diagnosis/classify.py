@@ -46,7 +46,7 @@ def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Seque
         layer=layer,
         site=site,
         type=mark.kind,
-        channels=len(channels),
+        num_faulty_channels=len(channels),
         faulty_channel_indices=tuple(channels),
         num_channels=evidence[0].num_channels,
         magnitude=mark.magnitude,

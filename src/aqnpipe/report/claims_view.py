@@ -301,8 +301,8 @@ def _finding_text(verdict: Verdict, words: Words) -> str:
     return "; ".join(
         words("found.fault_in_layer", layer=fault.layer, type=_plain(fault.type))
         + (
-            words("found.where", site=_plain(fault.site), channels=numbers.count(fault.channels))
-            if fault.channels
+            words("found.where", site=_plain(fault.site), channels=numbers.count(fault.num_faulty_channels))
+            if fault.num_faulty_channels
             else ""
         )
         for fault in verdict.faults
