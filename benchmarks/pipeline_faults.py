@@ -303,8 +303,8 @@ def page(rows: list[dict[str, Any]], seconds: float) -> str:
     total = counts.total()
     wrong = [row for row in rows if row["wrong"]]
     outcome = (
-        "After every one of them `snakemake`, without any argument, ended well, and every file of the results had the\n"
-        "same bytes as in an undisturbed study, none was missing and none too much."
+        "After each fault `snakemake`, without any argument, succeeded. The results had the same files with the same\n"
+        "bytes as those of an undisturbed study."
         if not wrong
         else f"{len(wrong)} studies did not end as they should: {', '.join(str(row['seed']) for row in wrong)}."
     )
@@ -315,20 +315,22 @@ def page(rows: list[dict[str, Any]], seconds: float) -> str:
 `make faults MINUTES=60`: {total} faults in {len(rows)} whole studies
 (every rule of the workflow; {seconds:.0f} s undisturbed). {outcome}
 
-Studies: {kinds}. The command goes on from what its folder holds; more of it adds to this tally.
+Studies: {kinds}. The command continues from the contents of its folder, so a longer run adds to this tally.
 
-| fault | what ran then | times |
+| fault | running job | times |
 |---|---|---|
 {table}
-Snakemake and its jobs are processes of their own, started by the same commands as ever, forked from one that has their
-imports made (`tests/support/warm_python.py`), or most of the time would go into imports; `--cold` holds the bytes to
-those of a study without that. Where Snakemake was killed alone, its jobs went on as orphans, half of the time beside
-those of the next one; the last `snakemake` was given when they had ended. A run during which the clock goes back may
-fail, as Snakemake refuses outputs that are older than their inputs; the next one, with the clock set right, may not.
-Bytes are compared of all results but logs, Snakemake's benchmarks and the page's section that shows these.
+Snakemake and its jobs are separate processes, started by the usual commands, but forked from a process that has
+already imported the libraries (`tests/support/warm_python.py`); otherwise imports would take most of the time.
+`--cold` compares the bytes with those of a study without this shortcut. Where Snakemake was killed alone, its jobs
+continued as orphans, half of the time beside those of the next Snakemake; the last `snakemake` started when they
+had ended. A run during which the clock goes back may fail, because Snakemake refuses outputs that are older than
+their inputs; the next one, with the right clock, must not. All results are compared except logs, Snakemake's
+benchmarks and the section of the page that shows these.
 
-Not tried: a power cut, which takes what was not yet on the disk (training flushes its resume points, other artifacts
-are known by their seals), and several machines at once (`tests/workflow/test_slurm.py` has a Slurm of two nodes).
+Not tried: a power cut, which loses what is not yet on the disk (training flushes its resume points, damage to other
+artifacts is found by their checksums), and several machines at once (`tests/workflow/test_slurm.py` has a Slurm of
+two nodes).
 """
 
 
