@@ -1,4 +1,4 @@
-"""All sabotages, and what each of the ten ways in which the original experiments fooled their authors was."""
+"""All sabotages, and the ten faults of the original experiments that some of them repeat."""
 
 import file_sabotages
 import noise_sabotages
@@ -6,20 +6,20 @@ import worker_sabotages
 
 TEN_WAYS = {
     1: "a sigma was logged and nothing added",
-    2: "a class check matched no module, and the run went on without noise",
-    3: "a setting stood under a key that nothing read",
+    2: "a class check matched no module, and the run continued without noise",
+    3: "a setting was under a key that nothing read",
     4: "a step counter was not advanced",
     5: "noise stayed on in validation, or was absent in the evaluation",
     6: "the last step was never validated",
-    7: "the weights or the number format evaluated were not the ones trained",
+    7: "other weights or another number format were evaluated than were trained",
     8: "runs were overwritten, checkpoints not saved, responses not stored",
     9: "arms differed in more than the named factor, single runs were unseeded",
-    10: "a patch was left on",
+    10: "a patch was left behind",
 }
 SABOTAGES = noise_sabotages.SABOTAGES + worker_sabotages.SABOTAGES + file_sabotages.SABOTAGES
 ACCEPTED = {
-    "answers rewritten and vouched for": "who rewrites responses, answers, grades and every digest alike leaves a "
-    "study that is sound in itself; only evaluating the checkpoint again, which gives the same bytes, shows it",
+    "answers rewritten, all digests updated": "responses, answers, grades and digests agree with each other, so the "
+    "study has no contradiction; only evaluating the checkpoint again, which gives the same bytes, shows it",
 }
 """What is not caught, and why."""
 

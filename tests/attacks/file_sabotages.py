@@ -23,7 +23,7 @@ from aqnpipe.noise.receipts.receipt import Receipt
 def _with_table(
     arm: str, change: Callable[[pl.DataFrame], pl.DataFrame], *, forged: bool = False, seeds: Any = (0,)
 ) -> Any:
-    """Change the answers of an arm; `forged`: and let the records vouch for them."""
+    """Change the answers of an arm; `forged`: and update the digests in the records."""
 
     def edit(study: MicroStudy) -> None:
         for seed in seeds:
@@ -250,7 +250,7 @@ SABOTAGES = (
     ending("last checkpoint not evaluated", "its table, receipt and record are missing", _remove_last, 6),
     Sabotage(
         "checkpoint of another arm",
-        "the baseline's weights in its place",
+        "replaced by the baseline's weights",
         edited(_checkpoint("baseline", 0, LAST_STEP)),
         EVALUATE,
         END,
@@ -258,7 +258,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "checkpoint of another seed",
-        "seed 1's weights in its place",
+        "replaced by seed 1's weights",
         edited(_checkpoint("guided", 1, LAST_STEP)),
         EVALUATE,
         END,
@@ -266,7 +266,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "checkpoint of an earlier step",
-        "step 1 in the place of the last",
+        "the last step is replaced by step 1",
         edited(_checkpoint("guided", 0, 1)),
         EVALUATE,
         END,
@@ -274,7 +274,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "the model before training",
-        "in the place of the last checkpoint",
+        "it replaces the last checkpoint",
         edited(_checkpoint("base", 0, 0)),
         EVALUATE,
         END,
@@ -282,7 +282,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "a flipped bit in a checkpoint",
-        "one bit of one weight",
+        "one bit of one weight is flipped",
         edited(lambda study: _flip(_weights(study), 0.7)),
         EVALUATE,
         END,
@@ -304,7 +304,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "other prompt",
-        "one arm is requested in other words",
+        "one arm has another prompt text",
         _evaluated_with(prompt={"instruction": "Think."}),
         (),
         END,
@@ -320,7 +320,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "other responses allowed",
-        "one arm may answer at greater length",
+        "one arm may give longer answers",
         _evaluated_with(evaluation={"max_response_tokens": 30}),
         (),
         END,
@@ -344,7 +344,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "other noise than the arm's",
-        "one run is trained at 4 % for 5 %",
+        "one run is trained at 4 % instead of 5 %",
         _trained_with(arm={"operator_noise": {"error": {"scale": 0.04}}}),
         (),
         AFTER_TRAINING,
@@ -352,34 +352,34 @@ SABOTAGES = (
     ),
     Sabotage(
         "duplicated rows",
-        "two answers stand twice in the table",
+        "two answers appear twice in the table",
         _with_table("guided", lambda t: pl.concat([t, t.head(2)])),
     ),
     Sabotage("dropped rows", "one question is missing in one arm", _with_table("guided", _no_first_question)),
     Sabotage(
-        "duplicated rows, vouched for",
-        "and the record has the new digest",
+        "duplicated rows, record updated",
+        "as before, and the record has the new digest",
         _with_table("guided", lambda t: pl.concat([t, t.head(2)]), forged=True),
     ),
     ending(
-        "dropped rows, vouched for",
+        "dropped rows, records updated",
         "one question is missing in all arms, and every record has the new digest",
         _everywhere_forged,
     ),
-    ending("results edited by hand", "correct_strict is set in a table with another tool", _plain_edit),
+    ending("results edited by hand", "correct_strict is set with another tool", _plain_edit),
     Sabotage(
-        "results edited and with_checksum",
-        "correct_strict is set and the file with_checksum anew",
+        "results edited, checksum updated",
+        "correct_strict is set and the file gets a new checksum",
         _with_table("guided", _all_right),
     ),
     Sabotage(
-        "results edited and vouched for",
-        "and the record has the new digest",
+        "results edited, record updated",
+        "as before, and the record has the new digest",
         _with_table("guided", _all_right, forged=True),
     ),
     Sabotage(
-        "answers rewritten and vouched for",
-        "every response, answer and grade of an arm is rewritten to be right, and all digests with them",
+        "answers rewritten, all digests updated",
+        "every response, answer and grade of an arm is rewritten to be right, with new digests everywhere",
         _with_table("guided", _all_right_in_text, forged=True, seeds=(0, 1)),
     ),
     Sabotage(
@@ -388,14 +388,14 @@ SABOTAGES = (
         _with_table("guided", lambda t: t.with_columns(response=pl.lit("")), forged=True),
         facts=8,
     ),
-    ending("receipts of another evaluation", "the baseline's receipts beside the arm's table", _other_receipts),
+    ending("receipts of another evaluation", "the baseline's receipts lie beside the arm's table", _other_receipts),
     ending(
         "receipt edited", "every measured scale of the training run is set to what was requested", _polished_receipt
     ),
-    ending("run overwritten by another arm's", "the baseline's run under the arm's name", _run_of_another_arm, 8),
-    ending("a record without digests", "the record of an evaluation vouches for nothing", _old_record, 8),
-    ending("questions changed after the evaluation", "other gold answers in test.parquet", _other_questions, 9),
-    Sabotage("data leak", "a test question among those to train on", edited(_leak), TRAIN, AFTER_TRAINING),
+    ending("run overwritten by another arm's", "the baseline's run has the arm's name", _run_of_another_arm, 8),
+    ending("a record without digests", "the record of an evaluation has no digests of its outputs", _old_record, 8),
+    ending("questions changed after the evaluation", "test.parquet has other gold answers", _other_questions, 9),
+    Sabotage("data leak", "a test question is among the training questions", edited(_leak), TRAIN, AFTER_TRAINING),
     Sabotage(
         "diagnosis of another model",
         "the sigmas are of a model with other weights",
@@ -405,21 +405,21 @@ SABOTAGES = (
     ),
     Sabotage(
         "diagnosis of another machine",
-        "the healthy machine's verdict in its place",
+        "replaced by the healthy machine's verdict",
         edited(_verdict_of_device),
         (("sigmas", "target"),),
         (*TRAIN, *AFTER_TRAINING),
     ),
     Sabotage(
         "layers of another diagnosis",
-        "the healthy machine's layers beside the verdict",
+        "the healthy machine's layers lie beside the verdict",
         edited(_layers_of_device),
         (("sigmas", "target"),),
         (*TRAIN, *AFTER_TRAINING),
     ),
     Sabotage(
         "sigmas of another machine",
-        "the healthy machine's sigmas in their place",
+        "replaced by the healthy machine's sigmas",
         edited(_sigmas_of_device),
         TRAIN,
         AFTER_TRAINING,
@@ -427,14 +427,18 @@ SABOTAGES = (
     Sabotage("sigmas edited by hand", "0.05 is written as 0.06", edited(_edited_sigmas), TRAIN, AFTER_TRAINING),
     reporting(
         "accuracies edited",
-        "accuracy.parquet is changed and with_checksum before the report",
+        "accuracy.parquet is changed and gets a new checksum before the report",
         _edited_numbers("accuracy.parquet", "accuracy"),
     ),
     reporting(
         "comparisons edited",
-        "a p-value is changed and with_checksum before the report",
+        "a p-value is changed and the file gets a new checksum before the report",
         _edited_numbers("comparisons.parquet", "p_holm"),
     ),
-    reporting("verdicts edited", "every verdict of claims.json is set to supported and with_checksum", _edited_verdict),
+    reporting(
+        "verdicts edited",
+        "every verdict of claims.json is set to supported, with a new checksum",
+        _edited_verdict,
+    ),
 )
 """Every sabotage of files."""

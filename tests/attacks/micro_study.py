@@ -23,7 +23,8 @@ from aqnpipe.evaluation import stage as evaluation
 from aqnpipe.models.loading import prepare_model
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.stage import ReportOutputs, build_report
-from aqnpipe.training import stage as training
+from aqnpipe.runtime.evaluation_workers import evaluation_runner
+from aqnpipe.runtime.training import run_training_job
 from aqnpipe.training.run import TrainingInputs
 
 NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
@@ -172,7 +173,7 @@ class MicroStudy:
     def train(self, arm: str, seed: int, spec: TrainingSpec | None = None) -> None:
         """Train one run, by the study's settings or by others."""
         sigmas = self.plan.sigmas_input("base", arm)
-        training.train(
+        run_training_job(
             spec or TrainingSpec.model_validate(self.plan.training_spec(arm, seed)),
             TrainingInputs(
                 Path("results/models/base"),
@@ -210,7 +211,7 @@ class MicroStudy:
                 folder / f"step{step}.parquet", folder / f"step{step}.receipt.json", folder / f"step{step}.run.json"
             ),
             lambda _: None,
-            workers=workers,
+            open_runner=evaluation_runner(workers, Path("scratch/evaluation")),
         )
 
     def compare(self) -> None:

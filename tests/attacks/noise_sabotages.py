@@ -12,14 +12,15 @@ from torch.nn import functional
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.evaluation.shards import noise_of
-from aqnpipe.generation import rollouts
+from aqnpipe.generation import rollout_engines
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models import loading
 from aqnpipe.models.layout import rms_norms, weight_of
-from aqnpipe.noise import aqn, error_models
+from aqnpipe.noise import aqn
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.injection.operator_watch import OperatorWatch
 from aqnpipe.noise.injection.phase import phase_noise
+from aqnpipe.noise.kernels import error_models
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.training import callbacks
 from aqnpipe.training.noise_plan import NoisePlan
@@ -48,8 +49,8 @@ def _not_in_layer_5(self: OperatorWatch, index: int) -> None:
         _enter_layer(self, index)
 
 
-def _rollout_noise_in_validation(model: Any, recorder: Any, phase: Any, key: Any) -> Any:
-    return phase_noise(model, recorder, "rollout", key)
+def _rollout_noise_in_validation(model: Any, spec: Any, phase: Any, key: Any, recorder: Any, **settings: Any) -> Any:
+    return phase_noise(model, spec, "rollout", key, recorder, **settings)
 
 
 @contextmanager
@@ -66,14 +67,14 @@ def _left_on_in_validation(_: Any) -> Any:
 
 
 def _epoch_later(self: NoisePlan, step: int) -> float:
-    noise = self.recorder.aqn
+    noise = self.spec.aqn
     assert noise is not None
     later = min(step + self.num_steps // self.num_epochs, self.num_steps)
     return sigma_at(noise.schedule, later, self.num_steps, self.num_epochs)
 
 
 def _always_first(self: NoisePlan, step: int) -> float:
-    noise = self.recorder.aqn
+    noise = self.spec.aqn
     assert noise is not None
     return sigma_at(noise.schedule, 0, self.num_steps, self.num_epochs)
 
@@ -116,14 +117,14 @@ class _StaleBackend(TransformersBackend):
 @contextmanager
 def _stale_engine(_: Any) -> Any:
     _StaleBackend.first = None
-    with mock.patch.object(rollouts, "TransformersBackend", _StaleBackend):
+    with mock.patch.object(rollout_engines, "TransformersBackend", _StaleBackend):
         yield
 
 
 @contextmanager
 def _stale_weights(_: Any) -> Any:
     """The policy itself rolls out, with the linear weights of the start put in for the time."""
-    whole, start = rollouts.TransformersRollouts.roll_out, {}
+    whole, start = rollout_engines.TransformersRollouts.roll_out, {}
 
     def roll_out(self: Any, policy: Any, *args: Any) -> Any:
         now = {name: value.clone() for name, value in policy.state_dict().items() if "norm" not in name}
@@ -135,7 +136,7 @@ def _stale_weights(_: Any) -> Any:
         finally:
             policy.load_state_dict(now, strict=False)
 
-    with mock.patch.object(rollouts.TransformersRollouts, "roll_out", roll_out):
+    with mock.patch.object(rollout_engines.TransformersRollouts, "roll_out", roll_out):
         yield
 
 
@@ -188,10 +189,10 @@ SABOTAGES = (
         "the noise is never switched on in layer 5",
         patched("aqnpipe.noise.injection.operator_watch.OperatorWatch.enter_layer", _not_in_layer_5),
     ),
-    training("noise left on in validation", "a patched operator stays patched", _left_on_in_validation, 5),
+    training("noise left on in validation", "a patched operator is not restored", _left_on_in_validation, 5),
     training(
         "the rollout's noise in validation",
-        "the validation computes as a rollout",
+        "the validation runs in the rollout phase",
         patched("aqnpipe.training.callbacks.phase_noise", _rollout_noise_in_validation),
     ),
     training(
@@ -201,20 +202,20 @@ SABOTAGES = (
         1,
     ),
     training(
-        "the injector gets step 0 of 1",
-        "sigma 0 whatever the schedule says",
+        "the injector always gets step 0 of 1",
+        "sigma is 0 regardless of the schedule",
         patched("aqnpipe.training.noise_plan.NoisePlan.sigma", lambda self, step: 0.0),
         1,
     ),
     training(
         "step counter not advanced",
-        "sigma stays that of step 0",
+        "sigma stays at its value of step 0",
         patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _always_first),
         4,
     ),
     training(
         "schedule off by one epoch",
-        "sigma is that of the next epoch",
+        "sigma is the value of the next epoch",
         patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _epoch_later),
     ),
     training(
@@ -230,20 +231,20 @@ SABOTAGES = (
     ),
     training(
         "a class check that matches nothing",
-        "no module is taken for a norm",
+        "no module is recognised as a norm",
         patched("aqnpipe.models.layout.is_rms_norm", lambda module: False),
         2,
     ),
     training(
         "AQN not restored",
-        "the norm weights keep what the rollout put there",
+        "the norm weights keep their noise after the rollout",
         patched("aqnpipe.noise.aqn._noised_norm_weights", _never_restored),
     ),
-    training("stale rollout engine", "rollouts by a copy of the policy made at the start", _stale_engine),
-    training("stale weights in the rollout", "rollouts by the linear weights of the start", _stale_weights),
+    training("stale rollout engine", "a copy of the policy made at the start draws the rollouts", _stale_engine),
+    training("stale weights in the rollout", "rollouts use the linear weights of the start", _stale_weights),
     training(
         "last step never validated",
-        "the steps to validate after end before the last",
+        "the list of validation steps ends before the last step",
         patched("aqnpipe.config.training.TrainingConfig.validation_steps", _without_last),
         6,
     ),
@@ -255,7 +256,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "a seed used twice",
-        "the run of seed 1 draws what seed 0 draws",
+        "the run of seed 1 uses the random numbers of seed 0",
         patched("aqnpipe.config.run.TrainingSpec.random_seed", property(_of_seed_0)),
         (("train", "guided", 1),),
         (("evaluate", "guided", 1, 1), ("evaluate", "guided", 1), *END),
@@ -274,13 +275,13 @@ SABOTAGES = (
     ),
     evaluating(
         "noise left on in the evaluation",
-        "torch's linear is still patched by what ran before",
+        "torch's linear is still patched by an earlier run",
         lambda _: mock.patch("torch.nn.functional.linear", _noisy_linear),
         10,
     ),
     evaluating(
         "noise at the level without noise",
-        "level 0 is evaluated at the noise of level 10 %",
+        "level 0 is evaluated with the noise of level 10 %",
         patched("aqnpipe.evaluation.shards.noise_of", lambda spec, level: noise_of(spec, 0.1)),
     ),
     evaluating(

@@ -103,7 +103,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def vouch(study: MicroStudy, arm: str, seed: int, step: int = LAST_STEP) -> None:
-    """Let the record of an evaluation vouch for table and receipt as they are now: what a forger would do next."""
+    """Update the record of an evaluation with the digests of table and receipt: what a forger would do next."""
     path = study.evaluation_file(arm, seed, "run.json", step)
     record = read_json(path, RunRecord)
     digests = {

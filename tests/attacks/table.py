@@ -1,4 +1,4 @@
-"""Try every sabotage on a fresh study, print what caught it, and write docs/attacks.md.
+"""Try every sabotage on a fresh study, print which check caught it, and write docs/attacks.md.
 
 PYTHONPATH=tests/attacks:tests/support python tests/attacks/table.py
 """
@@ -31,18 +31,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         finished = finished_study(Path(name) / "study")
         if finished.invalid():
-            return _say(f"the untouched study is not green: {finished.invalid()}")
-        for number, jobs in enumerate(sorted({one.jobs for one in SABOTAGES})):
+            return _say(f"the unchanged study does not pass: {finished.invalid()}")
+        for number, jobs in enumerate(sorted({sabotage.jobs for sabotage in SABOTAGES})):
             outcome = untouched(finished.copied(Path(name) / f"control{number}"), jobs)
             if outcome.is_caught:
-                return _say(f"without sabotage {jobs} are not green: {outcome}")
-        rows = [(one, _tried(finished, one, Path(name) / f"attack{number}")) for number, one in enumerate(SABOTAGES)]
+                return _say(f"without sabotage {jobs} do not pass: {outcome}")
+        rows = [
+            (sabotage, _tried(finished, sabotage, Path(name) / f"attack{number}"))
+            for number, sabotage in enumerate(SABOTAGES)
+        ]
     page = arguments.page.read_text(encoding="utf-8")
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     table = f"{BEGIN}\n{table_of(rows)}\n{END}"
     arguments.page.write_text(before + table + after, encoding="utf-8")
     _say(f"{time.process_time() - started:.0f} CPU seconds")
-    missed = [one.name for one, outcome in rows if outcome.is_caught == (one.name in ACCEPTED)]
+    missed = [sabotage.name for sabotage, outcome in rows if outcome.is_caught == (sabotage.name in ACCEPTED)]
     return _say(f"not as expected: {', '.join(missed)}") if missed else 0
 
 
@@ -50,19 +53,25 @@ def table_of(rows: list[tuple[Sabotage, Outcome]]) -> str:
     """Return counts and table as Markdown."""
     caught = sum(outcome.is_caught for _, outcome in rows)
     lines = [
-        f"{caught} of {len(rows)} sabotages caught; the untouched study and the same jobs without sabotage are green.",
+        f"{caught} of {len(rows)} sabotages were caught. The unchanged study and the same jobs without sabotage pass.",
         "",
-        "| sabotage | what is done | way | caught by | in these words |",
+        "| sabotage | change | fault | caught by | message |",
         "|---|---|---|---|---|",
     ]
-    for one, outcome in rows:
-        words = outcome.words if outcome.is_caught else f"**not caught**: {ACCEPTED.get(one.name, outcome.words)}"
+    for sabotage, outcome in rows:
+        words = outcome.words if outcome.is_caught else f"**not caught**: {ACCEPTED.get(sabotage.name, outcome.words)}"
         if outcome.is_caught and len(words) > _LONGEST:
             words = f"{words[:_LONGEST]} ..."
-        cells = (one.name, one.what, str(one.facts or ""), outcome.check or "nothing", words.replace("|", "\\|"))
+        cells = (
+            sabotage.name,
+            sabotage.what,
+            str(sabotage.facts or ""),
+            outcome.check or "nothing",
+            words.replace("|", "\\|"),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     ways = "; ".join(f"{number}: {text}" for number, text in TEN_WAYS.items())
-    return "\n".join([*lines, "", f"Way: which of the ten ways to be fooled it repeats. {ways}."])
+    return "\n".join([*lines, "", f"Fault: which of the ten faults of the original experiments it repeats. {ways}."])
 
 
 def _tried(finished: MicroStudy, sabotage: Sabotage, folder: Path) -> Outcome:

@@ -6,41 +6,40 @@ from unittest import mock
 
 from sabotage import END, Sabotage
 
-from aqnpipe.evaluation import actors
-from aqnpipe.training import workers
+from aqnpipe.runtime import evaluation_workers, training
 
 
 @contextmanager
 def _not_in_the_second_trainer(_: Any) -> Any:
     """Functions made here are sent to Ray's workers as they are, so what they replace is replaced there."""
-    work = workers._work
+    work = training._ray_worker
 
     def sabotaged(config: Any) -> None:
         from torch import distributed
 
-        from aqnpipe.noise import error_models
+        from aqnpipe.noise.kernels import error_models
 
         if distributed.get_rank() == 1:
             error_models.add_relative_gaussian_ = lambda tensor, scale, source: tensor
         work(config)
 
-    with mock.patch.object(workers, "_work", sabotaged):
+    with mock.patch.object(training, "_ray_worker", sabotaged):
         yield
 
 
 @contextmanager
 def _not_in_the_second_evaluator(_: Any) -> Any:
-    whole = actors.EvaluationActor
+    whole = evaluation_workers.EvaluationActor
 
     class Sabotaged(whole):  # type: ignore[misc, valid-type]
         def __init__(self, log: str) -> None:
             super().__init__(log)
-            from aqnpipe.noise import error_models
+            from aqnpipe.noise.kernels import error_models
 
             if "worker1" in log:
                 error_models.add_relative_gaussian_ = lambda tensor, scale, source: tensor
 
-    with mock.patch.object(actors, "EvaluationActor", Sabotaged):
+    with mock.patch.object(evaluation_workers, "EvaluationActor", Sabotaged):
         yield
 
 
