@@ -14,7 +14,8 @@ from pathlib import Path
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 from aqnpipe.cli.score import Transcript, read_transcripts
-from aqnpipe.data.scoring import SCORERS, Scorer, grade
+from aqnpipe.config.evaluation import Scorer
+from aqnpipe.data.scoring import SCORERS, grade
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))

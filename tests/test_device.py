@@ -74,7 +74,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(DeviceError, match=r"torch sees none .does nvidia-smi show them"):
         resolve_device("cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES is '' .the job was given none"):
+    with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES is '' .the job has no devices"):
         resolve_device("cuda")
 
 
@@ -86,7 +86,7 @@ def test_an_npu_that_is_not_there_is_refused_with_the_reason():
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"])
 def test_auto_refuses_the_cpu_where_a_scheduler_gave_devices(monkeypatch, variable):
     monkeypatch.setenv(variable, "2,3")
-    with pytest.raises(DeviceError, match=f"found only the CPU, but {variable}=2,3 promises devices"):
+    with pytest.raises(DeviceError, match=f"found only the CPU, but {variable}=2,3 lists devices"):
         resolve_device("auto")
     assert resolve_device("cpu").kind == "cpu"
 

@@ -1,6 +1,6 @@
-"""What a job computes on: CUDA GPUs, Ascend NPUs or the CPU. The only module that reaches torch's device backends.
+"""The device of a job: CUDA GPUs, Ascend NPUs or the CPU. No other module uses torch's device backends.
 
-Torch is imported by the functions that need it, so that the configuration stays free of it.
+Functions import torch where they need it, so that the configuration can be read without torch.
 """
 
 import importlib
@@ -19,21 +19,21 @@ DeviceKind = Literal["cpu", "cuda", "npu"]
 RequestedDevice = Literal["auto", "cpu", "cuda", "npu"]
 
 VISIBLE_DEVICES: dict[DeviceKind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""The environment variable by which a scheduler says which devices a process may use."""
+"""The environment variable that lists the devices a process may use; schedulers set it."""
 
 COLLECTIVES: dict[DeviceKind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""The backend of torch.distributed on each kind of device."""
+"""The torch.distributed backend of each kind of device."""
 
 _ASCEND_ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}
-"""Weights stay in the plain layout on Ascend: a synchronised policy would be read wrongly from the NZ one."""
+"""Keeps weights in the plain layout on Ascend: in the NZ layout vLLM would misread a synchronised policy."""
 
 _NO_DEVICES = ("", "-1", "NoDevFiles")
-"""What CUDA_VISIBLE_DEVICES holds where no device was given; the last is Slurm's word."""
+"""Values of CUDA_VISIBLE_DEVICES that mean no device; Slurm writes the last one."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The devices that this process sees: their kind, how many (1 for the CPU) and their names."""
+    """The devices visible to this process: their kind, their number (1 for the CPU) and their names."""
 
     kind: DeviceKind
     count: int
@@ -41,17 +41,17 @@ class Device:
 
     @property
     def label(self) -> str:
-        """What run.json says: `cpu`, or kind, number and name, as in `cuda: 8 x NVIDIA A100-SXM4-80GB`."""
+        """Text for run.json: `cpu`, or kind, number and name, as in `cuda: 8 x NVIDIA A100-SXM4-80GB`."""
         if self.kind == "cpu":
             return "cpu"
         return f"{self.kind}: {self.count} x {', '.join(dict.fromkeys(self.names))}"
 
 
 def resolve_device(requested: RequestedDevice) -> Device:
-    """Return the devices to compute on. `auto` takes NPUs where there are some, else GPUs, else the CPU.
+    """Return the devices to compute on. `auto` selects NPUs if there are any, else GPUs, else the CPU.
 
-    Raises DeviceError, saying what was found and how to get it, if what was requested is not there, or if `auto` would
-    end on the CPU although the environment promises devices.
+    Raises DeviceError if the requested kind is missing, or if `auto` would select the CPU although the environment
+    lists devices. The message contains what was found and the remedy.
     """
     if requested == "cpu":
         return Device("cpu", 1, ("cpu",))
@@ -69,22 +69,22 @@ def resolve_device(requested: RequestedDevice) -> Device:
     for kind, variable in VISIBLE_DEVICES.items():
         if visible_ids(kind):
             raise DeviceError(
-                f"device: auto found only the CPU, but {variable}={os.environ[variable]} promises devices: "
+                f"device: auto found only the CPU, but {variable}={os.environ[variable]} lists devices: "
                 f"{_why_none(kind)}; `device: cpu` runs without"
             )
     return Device("cpu", 1, ("cpu",))
 
 
 def torch_device(kind: DeviceKind, local_rank: int = 0) -> str:
-    """Return the name for torch of the device of a process: `cpu`, `cuda:0`, `npu:3`.
+    """Return torch's name for the device of a process: `cpu`, `cuda:0`, `npu:3`.
 
-    local_rank: number of the process on its node; devices are counted among the visible ones.
+    local_rank: number of the process on its node, which is the index of its device among the visible ones.
     """
     return "cpu" if kind == "cpu" else f"{kind}:{local_rank}"
 
 
 def name_of_device(device: "torch.device") -> str | None:
-    """Return the name of one GPU or NPU, such as `NVIDIA A100-SXM4-80GB`; None for a device without one."""
+    """Return the name of one GPU or NPU, such as `NVIDIA A100-SXM4-80GB`; None for a CPU."""
     for kind in VISIBLE_DEVICES:
         backend = _backend(kind) if device.type == kind else None
         if backend is not None:
@@ -94,16 +94,16 @@ def name_of_device(device: "torch.device") -> str | None:
 
 
 def visible_ids(kind: DeviceKind) -> tuple[str, ...]:
-    """Return the device ids that the environment gives to this process; none where it says nothing or gives none."""
+    """Return the device ids that the environment lists for this process; empty if it lists none."""
     text = os.environ.get(VISIBLE_DEVICES[kind], "") if kind in VISIBLE_DEVICES else ""
     return () if text.strip() in _NO_DEVICES else tuple(part.strip() for part in text.split(","))
 
 
 def local_device_index(kind: DeviceKind) -> int:
-    """Return the number of this process's device among those that it sees.
+    """Return the index of this process's device among the visible ones.
 
-    Of several workers on a node each may see all of its devices, and has the one of its own number (LOCAL_RANK), or see
-    its own alone.
+    Each of several workers on a node sees either all devices of the node, and uses the one with its LOCAL_RANK, or only
+    its own device.
     """
     return 0 if len(visible_ids(kind)) == 1 else int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -115,7 +115,7 @@ def local_device_id(kind: DeviceKind) -> str:
 
 
 def set_visible_devices(kind: DeviceKind, ids: tuple[str, ...]) -> None:
-    """Let this process and its children see only the devices `ids`; to be called before torch is imported."""
+    """Make only the devices `ids` visible to this process and its children. Call it before torch is imported."""
     os.environ[VISIBLE_DEVICES[kind]] = ",".join(ids)
 
 
@@ -128,7 +128,7 @@ def _visible(kind: DeviceKind) -> Device | None:
 
 
 def _backend(kind: DeviceKind) -> ModuleType | None:
-    """Return `torch.cuda` or `torch.npu`; None where the latter is not installed."""
+    """Return `torch.cuda` or `torch.npu`; None if torch_npu is not installed."""
     if kind == "npu":
         if find_spec("torch_npu") is None:
             return None
@@ -140,15 +140,15 @@ def _backend(kind: DeviceKind) -> ModuleType | None:
 
 
 def _why_none(kind: DeviceKind) -> str:
-    """Return why torch sees no device of a kind, and what to do."""
+    """Return the reason why torch sees no device of this kind, and the remedy."""
     import torch
 
     if kind == "npu" and find_spec("torch_npu") is None:
-        return "torch_npu is not installed (pip install torch-npu, in the version made for this torch, beside CANN)"
+        return "torch_npu is not installed (pip install torch-npu, in the version for this torch; it needs CANN)"
     if kind == "cuda" and torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA (install the build for your driver from pytorch.org)"
     variable = VISIBLE_DEVICES[kind]
     given = os.environ.get(variable)
     if given is not None and not visible_ids(kind):
-        return f"{variable} is {given!r} (the job was given none: ask the scheduler for them)"
+        return f"{variable} is {given!r} (the job has no devices: request them from the scheduler)"
     return f"torch sees none (does {'npu-smi info' if kind == 'npu' else 'nvidia-smi'} show them?)"

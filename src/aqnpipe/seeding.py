@@ -1,4 +1,4 @@
-"""Keyed randomness: every random draw is named by (seed, stream, counters...), so it does not depend on history."""
+"""Keyed randomness: (seed, stream, counters...) determine every random draw, so draws do not depend on history."""
 
 import hashlib
 import struct
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def derive_seed(seed: int, stream: str, *counters: int) -> int:
     """Return a 63-bit seed that is a pure function of its arguments.
 
-    `stream` names what the numbers are for ("rollout", "mask", ...); `counters` are step, layer, call and the like.
+    `stream` names the purpose of the numbers ("rollout", "mask", ...); `counters` are step, layer, call and so on.
     Different arguments give unrelated seeds (BLAKE2b).
     """
     name = stream.encode()

@@ -10,7 +10,8 @@ import typer
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from aqnpipe.config.base import FrozenModel, describe_validation_error
-from aqnpipe.data.scoring import SCORERS, Graded, Scorer, grade, normalise_number, tally
+from aqnpipe.config.evaluation import Scorer
+from aqnpipe.data.scoring import SCORERS, Graded, grade, normalise_number, tally
 from aqnpipe.errors import DataError
 
 MAX_SHOWN = 20

@@ -16,7 +16,8 @@ from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.lineage import record_problems
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.data.scoring import SCORERS, Scorer
+from aqnpipe.config.evaluation import Scorer
+from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 

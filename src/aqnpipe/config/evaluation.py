@@ -1,44 +1,52 @@
 """How checkpoints are evaluated."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.noise import OperatorSet
-from aqnpipe.data.scoring import Scorer
+
+Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible"]
+"""strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
+
+harness_strict, harness_flexible: the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k
+with its exact_match, which compares strings.
+"""
 
 
 class EvaluationSampling(FrozenModel):
-    """Several responses per question, drawn at a temperature; accuracy is then pass@1, estimated from all of them."""
+    """Several sampled responses per question; accuracy is then pass@1, estimated from all of them."""
 
     temperature: float = Field(gt=0, le=10)
     num_samples: int = Field(ge=1, description="responses per question and pass")
-    seed: int = Field(default=0, ge=0, description="keys the draws, which are the same for all checkpoints")
+    seed: int = Field(default=0, ge=0, description="keys the draws; all checkpoints share them")
 
 
 class EvaluationConfig(FrozenModel):
     """Robustness evaluation: every question at every noise level, noisy levels once per noise seed."""
 
     noise_levels: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
-        default=(0.0, 0.05, 0.10), min_length=1, description="relative scales s of operator noise at evaluation"
+        default=(0.0, 0.05, 0.10), min_length=1, description="relative scales s of operator noise in evaluation"
     )
     noise_seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
     operators: OperatorSet = "matmul"
     include_lm_head: bool = True
-    num_questions: int | None = Field(default=None, ge=1, description="first questions of the test split; null: all")
+    num_questions: int | None = Field(
+        default=None, ge=1, description="number of questions, from the start of the test split; null: all"
+    )
     max_response_tokens: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     pretrained_machine: str | None = Field(
         default=None,
-        description="machine of the study that the model before training is evaluated on; null: the device as it is. "
-        "Checkpoints are evaluated on the machine of their arm",
+        description="machine of the study on which the model before training is evaluated; null: the device without "
+        "simulated faults. Checkpoints are evaluated on the machine of their arm",
     )
     primary_scorer: Scorer = "strict"
     sampling: EvaluationSampling | None = Field(
-        default=None, description="null: greedy, one response per question and pass"
+        default=None, description="null: greedy decoding, one response per question and pass"
     )
-    threads: int = Field(default=1, ge=1, description="torch threads per worker; results on CPU depend on it")
+    threads: int = Field(default=1, ge=1, description="torch threads per worker; results on a CPU depend on it")
 
     @model_validator(mode="after")
     def _no_repeats(self) -> Self:
@@ -54,7 +62,7 @@ class EvaluationConfig(FrozenModel):
         return 1 if self.sampling is None else self.sampling.num_samples
 
     def passes(self) -> list[tuple[float, int]]:
-        """(noise level, noise seed) of every pass over the questions; the clean level needs only the first seed."""
+        """Return (noise level, noise seed) of every pass; the clean level uses only the first noise seed."""
         return [
             (level, seed)
             for level in self.noise_levels

@@ -1,4 +1,4 @@
-"""Which engine generates, in evaluations and for the rollouts of training."""
+"""The generation backend of evaluations and of training rollouts."""
 
 from typing import Literal
 
@@ -6,35 +6,35 @@ from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel
 
-AskedBackend = Literal["auto", "transformers", "vllm"]
+RequestedBackend = Literal["auto", "transformers", "vllm"]
 
 
 class GenerationConfig(FrozenModel):
-    """The backend that evaluations and rollouts generate with."""
+    """The generation backend, and the device memory that vLLM may use."""
 
-    backend: AskedBackend = Field(
+    backend: RequestedBackend = Field(
         default="auto",
-        description="auto: vLLM where the device is a GPU or NPU, vLLM is installed and can compute the noise that is "
-        "requested, else transformers; transformers; vllm",
+        description="auto, transformers or vllm. auto: vLLM if the device is a GPU or NPU and vLLM is installed and "
+        "supports the requested noise, else transformers",
     )
-    rollout_backend: AskedBackend | None = Field(
-        default=None, description="the same for the rollouts of training alone; null: as `backend`"
+    rollout_backend: RequestedBackend | None = Field(
+        default=None, description="backend of training rollouts; null: same as `backend`"
     )
     gpu_memory_utilization: float = Field(
-        default=0.8, gt=0, le=1, description="share of a device's memory that vLLM may take; not used on a CPU"
+        default=0.8, gt=0, le=1, description="fraction of a device's memory that vLLM may use; ignored on a CPU"
     )
     rollout_gpu_memory_utilization: float = Field(
         default=0.3,
         gt=0,
         le=1,
-        description="the same in training, where the policy, its gradients and the optimiser are on the device too",
+        description="the same in training, where policy, gradients and optimiser state are on the device too",
     )
     rollout_sleep: bool = Field(
         default=False,
-        description="vLLM gives the memory of its weights and cache back between rollouts; GPUs and NPUs only",
+        description="vLLM frees the memory of its weights and cache between rollouts; GPUs and NPUs only",
     )
 
     @property
-    def requested_for_rollouts(self) -> AskedBackend:
-        """What was requested the rollouts of training."""
+    def requested_for_rollouts(self) -> RequestedBackend:
+        """The backend requested for training rollouts."""
         return self.rollout_backend or self.backend

@@ -1,4 +1,4 @@
-"""Which model takes a role in a study; answers about its shape without loading torch."""
+"""The model of a role in a study. Its shape is read from config.json, without torch."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _PATH_PREFIXES = ("/", "./", "../")
 
 
 class ModelConfig(FrozenModel):
-    """A model by built-in name, local folder or hub id, and how it is loaded."""
+    """A model (built-in name, local folder or hub id), its dtype and its attention implementation."""
 
     source: str
     revision: str | None = None
@@ -40,10 +40,10 @@ class ModelConfig(FrozenModel):
 
 
 def source_kind(source: str) -> SourceKind:
-    """Tell what `source` is; a string that can be none of the three raises ModelError.
+    """Return the kind of `source`; raises ModelError if it is none of the three.
 
-    Paths that start with /, ./ or ../ are folders whether they exist or not; `owner/name` is a folder where such a
-    folder exists and a hub id otherwise.
+    Paths that start with /, ./ or ../ are folders, existing or not. `owner/name` is a folder if that folder exists,
+    else a hub id.
     """
     if source in BUILTIN_MODELS:
         return "builtin"
@@ -58,12 +58,12 @@ def source_kind(source: str) -> SourceKind:
 
 
 def builtin_folder(name: str) -> Path:
-    """Return the folder in the package that holds the weights of the built-in model `name`."""
+    """Return the package folder with the weights of the built-in model `name`."""
     return Path(str(files("aqnpipe.models"))) / "weights" / name
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a model folder; raises ModelError if there is none or it is no JSON object."""
+    """Return config.json of a model folder; raises ModelError if it is missing or not a JSON object."""
     path = folder / "config.json"
     if not path.is_file():
         found = "a folder without config.json" if folder.is_dir() else "no such folder"
@@ -72,7 +72,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; raises ModelError if the file holds anything else."""
+    """Return the JSON object in `path`; raises ModelError if the file contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -85,7 +85,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def num_layers_of(source: str) -> int | None:
-    """Return the number of decoder layers of a built-in or local model, None for a hub id (unknown until fetched)."""
+    """Return the number of decoder layers of a built-in or local model; None for a hub id (unknown until download)."""
     kind = source_kind(source)
     if kind == "hub":
         return None

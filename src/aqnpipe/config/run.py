@@ -1,4 +1,7 @@
-"""What one job needs of a study: no more, so that an edit elsewhere in the study does not re-run it."""
+"""The settings of one job.
+
+A job's spec contains only the settings that the job uses, so an edit elsewhere in the study does not re-run it.
+"""
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
@@ -15,7 +18,7 @@ from aqnpipe.device import RequestedDevice
 class TrainingSpec(FrozenModel):
     """One training run: an arm, a seed and the shared settings. `faults` are those of the arm's machine.
 
-    `seed` names the run; everything random in it is keyed by `random_seed`.
+    `seed` identifies the run; `random_seed` keys all its random numbers.
     """
 
     model_role: str
@@ -33,12 +36,12 @@ class TrainingSpec(FrozenModel):
 
     @property
     def random_seed(self) -> int:
-        """The seed of the run's prompts, sampling and noise."""
+        """Seed of the run's prompts, sampling and noise."""
         return self.seed + self.arm.seed_offset
 
 
 class EvaluationSpec(FrozenModel):
-    """One evaluated checkpoint. `step` 0 is the model before training; `faults` are those of the arm's machine."""
+    """Evaluation of a checkpoint; `step` 0 is the model before training. `faults` are those of the arm's machine."""
 
     model_role: str
     arm_id: str
@@ -54,7 +57,7 @@ class EvaluationSpec(FrozenModel):
 
 
 class LossStudySpec(FrozenModel):
-    """One loss study. `faults` are those of its machine, whose magnitudes and orders the settings replace."""
+    """One loss study. `faults` are those of its machine; the settings replace their magnitudes and orders."""
 
     model_role: str
     faults: tuple[Fault, ...]

@@ -19,7 +19,7 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, Machine
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.config.vllm_support import what_vllm_cannot_roll_out
+from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError, ModelError
 
@@ -276,7 +276,7 @@ def _what_vllm_cannot_compute(study: StudyConfig, arms: Mapping[str, Arm], sourc
                 "needs sdpa: noise on attention as one operator"
             )
     for name in study.arms if study.generation.requested_for_rollouts == "vllm" else ():
-        reason = what_vllm_cannot_roll_out(arms[name])
+        reason = why_vllm_cannot_roll_out(arms[name])
         if reason is not None:
             yield (
                 f"{source}: arm {name}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: "

@@ -1,11 +1,11 @@
-"""Which arms vLLM can draw the rollouts of."""
+"""Which arms can have their rollouts drawn by vLLM."""
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import FakeQuantization
 
 
-def what_vllm_cannot_roll_out(arm: Arm) -> str | None:
-    """Return which setting of an arm keeps vLLM from drawing its rollouts, with what was found; None if none does."""
+def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
+    """Return the setting of `arm` that vLLM does not support in rollouts, with its value; None if there is none."""
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None
@@ -13,7 +13,7 @@ def what_vllm_cannot_roll_out(arm: Arm) -> str | None:
         return f"operator_noise.error is {noise.error.kind} in the rollout, expected an error on outputs"
     if noise.attention != "fused":
         return (
-            f"operator_noise.attention is {noise.attention} in the rollout, expected fused (and attention: sdpa of the "
-            "model): vLLM computes attention as one operator"
+            f"operator_noise.attention is {noise.attention} in the rollout, expected fused (with the "
+            "model's attention: sdpa): vLLM computes attention as one operator"
         )
     return None

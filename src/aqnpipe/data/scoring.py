@@ -3,14 +3,10 @@
 import re
 from collections.abc import Sequence
 from decimal import Context, Decimal, InvalidOperation, Overflow
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible"]
-"""strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
+from aqnpipe.config.evaluation import Scorer
 
-harness_strict, harness_flexible: the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k
-with its exact_match, which compares texts.
-"""
 SCORERS: tuple[Scorer, ...] = get_args(Scorer)
 
 # GSM8K writes thousands separators and currency signs; an answer after `####` may carry both.

@@ -14,11 +14,12 @@ from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.config.evaluation import Scorer
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
-from aqnpipe.data.scoring import SCORERS, Scorer, grade
+from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.device import resolve_device
 from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of

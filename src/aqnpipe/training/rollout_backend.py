@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.config.vllm_support import what_vllm_cannot_roll_out
+from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ConfigError
@@ -65,7 +65,7 @@ def _backend(spec: TrainingSpec) -> str:
     requested = spec.generation.requested_for_rollouts
     of_rollouts = spec.generation.model_copy(update={"backend": requested})
     chosen = chosen_backend(of_rollouts, spec.attention, resolve_device(spec.device))
-    reason = what_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
+    reason = why_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
     if reason is not None and requested == "vllm":
         raise ConfigError(
             f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers "
