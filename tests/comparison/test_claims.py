@@ -10,8 +10,9 @@ from aqnpipe.comparison.claims import refusal_sentence, sentence_of
 from aqnpipe.comparison.contrasts import Contrast, Refusal, Scores, Side
 from aqnpipe.comparison.judgement import holm, judge, p_value_of
 from aqnpipe.config.analysis import ArmComparison, DegradationComparison, LevelComparison, StatisticsConfig
+from aqnpipe.published import wording as published_wording
+from aqnpipe.report import wording
 from aqnpipe.report.wording import Text, points
-from aqnpipe.statistics import audit_wording, wording
 from aqnpipe.statistics.crossed_effects import VarianceParts, estimate_difference, questions_needed, variance_parts
 
 probabilities = st.lists(st.floats(0, 1), min_size=1, max_size=12)
@@ -170,7 +171,7 @@ def test_points_have_no_minus_before_zero():
     assert points(-0.0243, sign=True) == "−2.4"
 
 
-@pytest.mark.parametrize("module", [wording, audit_wording])
+@pytest.mark.parametrize("module", [wording, published_wording])
 def test_both_languages_use_the_same_values(module):
     """A refusal's kind is said in Chinese alone: its reason names files and keys in English."""
     templates = [one for one in vars(module).values() if isinstance(one, Text)]

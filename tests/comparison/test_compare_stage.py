@@ -176,7 +176,7 @@ def test_identical_responses_across_levels_are_a_red_flag(artifacts, run):
         ({"code_digest": "fedcba"}, "code_digest is"),
         ({"inputs_sha256": {"test_problems": "cd" * 32}}, "inputs.test_problems is"),
         ({"device": "cuda"}, "device is"),
-        ({"identity": {"arm": "E5", "seed": 1, "step": 60}}, "the record says seed 1, expected 0"),
+        ({"identity": {"model": "base", "arm": "E5", "seed": 1, "step": 60}}, "the record says seed 1, expected 0"),
     ],
 )
 def test_other_settings_are_not_compared(artifacts, run, change, expected):
@@ -211,7 +211,7 @@ def test_a_run_without_its_last_step_is_not_compared(artifacts, run):
     source = find(artifacts, "E5")
     early = dataclasses.replace(source, step=30)
     old = read_json(source.record, RunRecord)
-    write_json(source.record, old.model_copy(update={"identity": {"arm": "E5", "step": 30}}))
+    write_json(source.record, old.model_copy(update={"identity": {"model": "base", "arm": "E5", "seed": 0, "step": 30}}))
     _, _, claims = run(artifacts.study, [early if one is source else one for one in artifacts.evaluations])
     assert reason(claims, "E5b-vs-E5@0") == "missing evaluations: base/E5 seed 0 step 60"
 

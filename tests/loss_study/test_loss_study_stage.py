@@ -15,7 +15,7 @@ from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.run import LossStudySpec
 from aqnpipe.errors import DataError, ReceiptError
-from aqnpipe.evaluation import loss_study as stage
+from aqnpipe.loss_study import stage
 from aqnpipe.loss_study.stage import LossStudyOutputs, loss_passes, loss_study, noised_layers
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer

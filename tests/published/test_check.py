@@ -12,7 +12,7 @@ from scipy import stats
 from statsmodels.stats.proportion import proportions_ztest
 
 from aqnpipe.config.published import PublishedFile, RatioClaim
-from aqnpipe.published.check import audit, check_published_file
+from aqnpipe.published.check import check_published_figures, check_published_file
 from aqnpipe.published.tests import Proportion, Result, largest_discordance, ratio_result
 from aqnpipe.statistics.grim import agrees, possible_counts, possible_sizes
 
@@ -178,7 +178,7 @@ def minimal(**changes):
 
 
 def test_a_paper_without_more_than_two_accuracies():
-    found = audit(PublishedFile.model_validate(minimal()))
+    found = check_published_figures(PublishedFile.model_validate(minimal()))
     one = found.claims[0]
     assert one.verdict == "supported"
     assert one.p_run_to_run is None
@@ -190,7 +190,7 @@ def test_a_paper_without_more_than_two_accuracies():
 def test_a_claim_that_a_paper_contradicts_is_refuted():
     content = minimal()
     content["claims"][0]["expected"] = "lower"
-    assert audit(PublishedFile.model_validate(content)).claims[0].verdict == "refuted"
+    assert check_published_figures(PublishedFile.model_validate(content)).claims[0].verdict == "refuted"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_losses_of_every_run_are_paired():
     ]
     claim = {"id": "lower", "claim": "ours is lower", "kind": "losses", "treatment": "ours", "control": "theirs"}
     content = minimal(losses=losses, claims=[claim | {"expected": "lower"}])
-    one = audit(PublishedFile.model_validate(content)).claims[0]
+    one = check_published_figures(PublishedFile.model_validate(content)).claims[0]
     assert one.p_value == pytest.approx(stats.ttest_rel(ours, theirs).pvalue)
     assert one.method.startswith("paired t, 3.0 degrees of freedom")
     assert one.verdict == "supported"

@@ -69,7 +69,7 @@ def test_paths_come_from_the_plan(tmp_path, synthetic):
     inputs = inputs_of(StudyPlan(study), tmp_path)
     results = tmp_path / "results" / "x"
     assert inputs.claims == results / "claims.json"
-    assert inputs.audit is None
+    assert inputs.published is None
     assert inputs.runs[1].record == results / "runs/base/baseline/seed3/run.json"
     assert inputs.runs[1].benchmark == results / "benchmarks/train/base_baseline_seed3.tsv"
     assert inputs.evaluations[0].table == results / "eval/base/pretrained/seed0/step0.parquet"

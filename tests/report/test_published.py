@@ -99,7 +99,7 @@ AUDIT = PublishedCheck(
 def with_audit(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
     write_json(folder / "published.json", AUDIT)
-    inputs = replace(built.made.report_inputs(built.folder), audit=folder / "published.json")
+    inputs = replace(built.made.report_inputs(built.folder), published=folder / "published.json")
     return built.build(inputs=inputs, into=folder)
 
 
@@ -154,4 +154,4 @@ def test_without_an_audit_there_is_no_such_section(built):
 
 def test_the_plan_asks_for_it_where_the_study_names_a_file(synthetic, tmp_path):
     study = synthetic.study(statistics={"published": "config/published.yaml"})
-    assert inputs_of(StudyPlan(study), tmp_path).audit == tmp_path / "results" / "published.json"
+    assert inputs_of(StudyPlan(study), tmp_path).published == tmp_path / "results" / "published.json"

@@ -92,7 +92,7 @@ class Artifacts:
     test_problems: Path
     runs: tuple[RunInput, ...]
     diagnoses: tuple[DiagnosisInput, ...]
-    audit: Path | None = None
+    published: Path | None = None
 
     def report_inputs(self, folder: Path) -> ReportInputs:
         """The report's inputs, with the outputs of `compare` expected in `folder`."""
@@ -101,7 +101,7 @@ class Artifacts:
             comparisons=folder / "comparisons.parquet",
             robustness=folder / "robustness.parquet",
             claims=folder / "claims.json",
-            audit=self.audit,
+            published=self.published,
             test_problems=self.test_problems,
             runs=self.runs,
             evaluations=tuple(
