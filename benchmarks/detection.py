@@ -153,7 +153,7 @@ def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float
     with simulated_faults(of.model, [fault]):
         faulty, faulty_loss = logits_and_loss(of)
     changed = any(not torch.equal(a, b) for a, b in zip(clean, faulty, strict=True))
-    channels = true_lanes(of.model, fault)
+    channels = true_channels(of.model, fault)
     with simulated_faults(of.model, [fault]):
         measured = measure(of, scan=site in SCANNED_SITES)
     found = measured["exact"].faults
@@ -173,7 +173,7 @@ def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float
         "placed": bool(right),
         "elsewhere": len(found) - len(right),
         "type_right": bool(right) and right[0].type == kind,
-        "lanes_right": bool(right) and set(right[0].faulty_channel_indices) == channels,
+        "channels_right": bool(right) and set(right[0].faulty_channel_indices) == channels,
         "magnitude_found": right[0].magnitude if right else None,
         "threshold_found": right[0].threshold if right else None,
         "chance_to_see": chance_to_see(fault, len(channels), measured["exact"]),
@@ -190,7 +190,7 @@ def clean_outputs(name: str, dtype: str) -> tuple[list[Tensor], float]:
     return logits_and_loss(subject(name, dtype))
 
 
-def true_lanes(model: nn.Module, fault: Fault) -> set[int]:
+def true_channels(model: nn.Module, fault: Fault) -> set[int]:
     """The channels that the fault sits on; the width is that of the site's output in a clean forward."""
     width: list[int] = []
 
@@ -306,8 +306,8 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
     parts = [
         "# Detection benchmark",
         "",
-        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection.py`. Every cell of type x site x sparsity x magnitude "
-        "once, in models and layers by turns, each with a mask seed of its own.",
+        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection.py`. Every combination of type x site x sparsity x "
+        "magnitude once, with models and layers in rotation, each with its own mask seed.",
         "",
     ]
     alarms, machines = int((healthy["exact_faults"] > 0).sum()), healthy.height
@@ -315,33 +315,34 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
     abstained = int((healthy["scan_verdict"] == "abstain").sum())
     parts += [
         f"**Healthy models** ({machines}: {', '.join(sorted(set(healthy['model'])))}; three dtypes): exact probes "
-        f"call {alarms} faulty (95 % upper bound {upper(alarms, machines):.2%}), scans decided by traces {scan_alarms} "
-        f"({upper(scan_alarms, machines):.2%}) and abstain on {abstained}.",
+        f"call {alarms} faulty (95 % upper bound {upper(alarms, machines):.2%}). Scans decided by traces call "
+        f"{scan_alarms} faulty ({upper(scan_alarms, machines):.2%}) and abstain on {abstained}.",
         "",
-        f"Of the published scans (which do not decide) a z beyond 2 in some layer of a healthy machine: ambient "
+        f"Healthy models with a z beyond 2 in some layer by the published scans, which do not decide: ambient "
         f"{share(healthy['score_ambient'] > 2)}, gain {share(healthy['score_gain'] > 2)}, kurtosis drop "
         f"{share(healthy['score_kurtosis'] > 2)}.",
         "",
         f"**Permanent faults** ({permanent.height}): {visible.height} change a bit of the logits on the model's "
-        f"prompts. Of these exact probes place {share(visible['placed'])} in the exact layer and site, name the type "
-        f"of {share(visible['type_right'])} and exactly the faulty channels of {share(visible['lanes_right'])}. Of the "
-        f"{permanent.height - visible.height} that change no bit there, exact probes still see "
+        f"prompts. For these, exact probes find the layer and site of {share(visible['placed'])}, the type of "
+        f"{share(visible['type_right'])} and exactly the faulty channels of {share(visible['channels_right'])}. "
+        f"{permanent.height - visible.height} change no bit there; exact probes still find "
         f"{share(permanent.filter(~pl.col('bits_change'))['placed'])}. Faults reported at a wrong place: "
         f"{int(faults['elsewhere'].sum())} in {faults.height} runs.",
         "",
-        f"**Spikes** ({spikes.height}, intermittent): {int(spikes['placed'].sum())} placed; expected from their "
-        f"probability and the elements seen {spikes['chance_to_see'].sum():.1f}. Of those with a miss chance under "
-        f"0.1 %: {share(spikes.filter(pl.col('chance_to_see') > 0.999)['placed'])}.",
+        f"**Spikes** ({spikes.height}, intermittent): {int(spikes['placed'].sum())} found; "
+        f"{spikes['chance_to_see'].sum():.1f} are expected from their probability and the number of elements. Of those "
+        f"missed with a probability under 0.1 %, {share(spikes.filter(pl.col('chance_to_see') > 0.999)['placed'])} "
+        "were found.",
         "",
         f"**Cost**: exact {healthy['exact_forwards'].max():.1f} whole-model forwards, scans "
         f"{healthy['scan_forwards'].max():.1f}; median {healthy['exact_seconds'].median():.2f} s and "
         f"{healthy['scan_seconds'].median():.2f} s for four layers of 96 channels on one shared core.",
         "",
-        "## Placed in layer and site by exact probes, of those that change a bit of the logits",
+        "## Layer and site found by exact probes, of the faults that change a bit of the logits",
         "",
         *_table(faults.filter(pl.col("bits_change")), "placed"),
         "",
-        "## Placed in the layer by the scans' traces (verdict fault, right layer), of the same",
+        "## Layer found by the scans' traces (verdict fault, right layer), of the same faults",
         "",
         *_table(
             faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES)).with_columns(
@@ -350,11 +351,11 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
             "scanned",
         ),
         "",
-        "## Effect on the loss (median absolute change, nats) and exact placement by magnitude",
+        "## Effect on the loss (median absolute change, nats), and faults found by exact probes, by magnitude",
         "",
         *_magnitudes(faults),
         "",
-        "## Area under the ROC curve, faults at the three outputs that change a bit, against healthy models",
+        "## Area under the ROC curve: faults at the three outputs that change a bit, against healthy models",
         "",
         *_areas(faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES)), healthy),
         "",

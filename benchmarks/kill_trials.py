@@ -87,7 +87,7 @@ def _report(seed: int, runs: int, tally: collections.Counter[str], lost: list[in
         "byte for byte\nlike an undisturbed one (weights, metrics, receipt, record).\n\n"
         "| killed | kills |\n|---|---|\n"
         f"{rows}\n"
-        f"Optimiser steps begun again after a kill, the one under way included; resume points every {RESUME_EVERY} "
+        f"Optimiser steps repeated after a kill, including the interrupted one; resume points every {RESUME_EVERY} "
         "steps:\n\n"
         "| steps | kills |\n|---|---|\n"
         f"{again}"
