@@ -169,5 +169,5 @@ def test_unreadable_record_is_one_clear_error(tmp_path):
     with pytest.raises(ModelError, match=r"no aqnpipe_model\.json"):
         read_prepared_model(tmp_path)
     (tmp_path / loading.PREPARED_MODEL_FILE).write_text("{}")
-    with pytest.raises(ModelError, match="no seal in it"):
+    with pytest.raises(ModelError, match="no checksum in it"):
         read_prepared_model(tmp_path)

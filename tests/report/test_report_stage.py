@@ -227,7 +227,7 @@ def test_kl_gets_decades_where_a_peak_would_hide_the_rest(peak, labels):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("claims.json", "{}", r"claims\.json: no seal in it"),
+        ("claims.json", "{}", r"claims\.json: no checksum in it"),
         ("accuracy.parquet", "no table", r"accuracy\.parquet: not what was written with \S*claims\.json"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What the stages hand each other, a module per stage that writes it: table schemas, JSON models, and their files."""
+"""Files exchanged between stages: table schemas, JSON models, and how they are read and written. A module per stage."""

@@ -1,9 +1,9 @@
-"""What every JSON artifact is."""
+"""The base class of all JSON artifacts."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Artifact(BaseModel):
-    """Base of JSON artifacts: frozen, unknown keys refused."""
+    """Base class of JSON artifacts: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,4 +1,4 @@
-"""What a diagnosis hands on: its layers, its verdict, and the sigmas that are made of it."""
+"""Files of a diagnosis: the table of layers, the verdict, and the AQN sigmas derived from it."""
 
 from typing import Literal
 
@@ -10,15 +10,18 @@ from aqnpipe.config.diagnosis import DiagnosisMethod
 
 
 class LayerTable(pa.DataFrameModel):
-    """results/srdd/<model>/<machine>/layers.parquet: one decoder layer per row, each layer run alone.
+    """results/srdd/<model>/<machine>/layers.parquet: one decoder layer per row, each layer run by itself.
 
-    instability: mean over prompts of std(out_i - out_0), absolute. gain: std(output change)/std(input noise).
-    kurtosis: Fisher kurtosis of the flattened output. z columns are robust z-scores (null where undefined).
-    changed_share: share of values that differ between repeats, among channels where any does (0 if none).
-    zero_share: share of values that are exactly 0. values_at_maximum: values per call that are exactly as large as the
-    largest (1 is healthy). pile_up: -log10 of the chance that so many values inside the range are exactly equal, after
-    correction for looking everywhere. role: source is a layer proven to clamp, sat_prop a layer downstream with lowered
-    kurtosis.
+    - instability: mean over prompts of std(out_i - out_0), absolute.
+    - gain: std(output change) / std(input noise).
+    - kurtosis: Fisher kurtosis of the flattened output.
+    - *_z: robust z-scores (null where undefined).
+    - changed_share: share of values that differ between repeats, among the channels with any difference (0 if none).
+    - zero_share: share of values that are exactly 0.
+    - values_at_maximum: number of values per call that equal the largest one exactly (1 is healthy).
+    - pile_up: -log10 of the probability that so many values inside the range are exactly equal, corrected for testing
+      every value.
+    - role: `source` is a layer that is shown to clamp, `sat_prop` a layer downstream of it with reduced kurtosis.
     """
 
     layer: int = pa.Field(ge=0, unique=True)
@@ -35,16 +38,16 @@ class LayerTable(pa.DataFrameModel):
     role: str = pa.Field(isin=["healthy", "source", "sat_prop"])
 
     class Config:
-        """Columns as declared, nothing else."""
+        """No other columns are allowed."""
 
         strict = True
 
 
 class Finding(Artifact):
-    """One statistical scan's opinion: which layer, and how far beyond its threshold.
+    """A layer flagged by one statistical scan, and its z-score.
 
-    ambient, gain and kurtosis are the published scans, kurtosis_rise the other direction of the last; repeat, zeros,
-    clamp and pile_up count traces that healthy layers next to never leave.
+    ambient, gain and kurtosis are the published scans; kurtosis_rise is the opposite direction of kurtosis. repeat,
+    zeros, clamp and pile_up count traces of faults that healthy layers almost never show.
     """
 
     scan: Literal["ambient", "gain", "kurtosis", "kurtosis_rise", "repeat", "zeros", "clamp", "pile_up"]
@@ -54,26 +57,28 @@ class Finding(Artifact):
 
 
 class LocatedFault(Artifact):
-    """One fault that was found: where, what, on which channels, how strong, and which probes saw it."""
+    """One detected fault: its place, type, channels and magnitude, and the probes that detected it."""
 
     layer: int = Field(ge=0)
-    site: str = Field(description="site of config.noise.FaultSite, attention_core or mlp_core; layer if not resolved")
+    site: str = Field(description="FaultSite, attention_core or mlp_core; layer if only the layer is known")
     type: Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
     num_faulty_channels: int | None = Field(
-        ge=1, description="number of faulty output channels; null where the method cannot tell"
+        ge=1, description="number of faulty output channels; null where the method cannot count them"
     )
     faulty_channel_indices: tuple[int, ...]
     num_channels: int | None
-    magnitude: float | None = Field(description="m as in noise/faults.py, relative to the reference of its type")
-    magnitude_low: float | None = Field(description="the magnitude lies between low and high")
-    magnitude_high: float | None
-    threshold: Literal["dynamic", "cached"] | None = Field(description="whether the reference follows each call")
+    magnitude: float | None = Field(description="m as in noise/injection/faults.py")
+    magnitude_low: float | None = Field(description="lower end of the interval of the magnitude")
+    magnitude_high: float | None = Field(description="upper end of the interval of the magnitude")
+    threshold: Literal["dynamic", "cached"] | None = Field(
+        description="dynamic: relative to each call; cached: relative to the first call"
+    )
     probes: tuple[str, ...]
     evidence: str
 
 
 class DiagnosisOrigin(Artifact):
-    """What a verdict is of: names in the study, digests of the model's weights and of the layers.parquet beside it."""
+    """Model and machine of a verdict in the study, digests of the weights and of the layers.parquet beside it."""
 
     model: str
     machine: str
@@ -82,11 +87,12 @@ class DiagnosisOrigin(Artifact):
 
 
 class Verdict(Artifact):
-    """results/srdd/<model>/<machine>/verdict.json: what the diagnosis found.
+    """results/srdd/<model>/<machine>/verdict.json: the result of a diagnosis.
 
-    `layer`, `type`, `site` and `channels` are those of the first of `faults`. Exact probes decide where they ran. A fault
-    that strikes by chance with `intermittent_rate` per element escapes with `miss_probability`; permanent ones do not.
-    `false_alarm_bound` is the upper 95 % bound of the share of healthy machines called faulty, from the benchmark.
+    `layer`, `type`, `site` and `num_faulty_channels` are those of the first of `faults`. Exact probes decide wherever
+    they ran. An intermittent fault that occurs with `intermittent_rate` per element is missed with `miss_probability`;
+    permanent faults are not missed. `false_alarm_bound` is the 95 % upper bound of the share of healthy machines called
+    faulty, measured by the benchmark.
     """
 
     verdict: Literal["healthy", "fault", "abstain"]
@@ -99,39 +105,40 @@ class Verdict(Artifact):
     findings: tuple[Finding, ...]
     method: DiagnosisMethod = "statistical"
     tolerance: dict[str, float] = Field(
-        default={}, description="bound on relative deviation per probe and site; those not named are held to bits"
+        default={},
+        description="bound on the relative deviation per probe and site; others must agree bit for bit",
     )
-    uncovered_sites: tuple[str, ...] = Field(default=(), description="places that no exact probe could be built for")
+    uncovered_sites: tuple[str, ...] = Field(default=(), description="sites for which no exact probe could be built")
     elements_per_channel: int | None = Field(
-        default=None, description="values seen on every channel of every probed site"
+        default=None, description="values probed on every channel of every probed site, at least"
     )
     intermittent_rate: float | None = None
     miss_probability: float | None = None
     false_alarm_bound: float | None = None
-    forward_equivalents: float = Field(ge=0, description="cost in whole-model forwards")
+    forward_equivalents: float = Field(ge=0, description="cost in forwards of the whole model")
     exact_forward_equivalents: float = 0.0
     statistical_forward_equivalents: float = 0.0
     num_layers: int
     simulated_faults: tuple[dict[str, object], ...] = Field(
-        default=(), description="the faults of the machine with their measured reach, for judging the verdict"
+        default=(), description="simulated faults of the machine and the elements they changed, for judging the verdict"
     )
     origin: DiagnosisOrigin | None = Field(default=None, description="null outside a study")
 
 
 class LayerMetrics(Artifact):
-    """What was measured on one layer: counts of the exact probes, and a row of LayerTable where the scans ran."""
+    """Measurements of one layer: counts of the exact probes, and a row of LayerTable if the scans ran."""
 
     layer: int = Field(ge=0)
     sites_probed: int = Field(default=0, ge=0)
-    values_probed: int = Field(default=0, ge=0)
-    values_per_lane: int = Field(default=0, ge=0)
+    elements_probed: int = Field(default=0, ge=0)
+    elements_per_channel: int = Field(default=0, ge=0)
     faulty_sites: tuple[str, ...] = ()
     largest_deviation: float | None = None
     scans: dict[str, float | str | None] | None = None
 
 
 class DiagnosisFile(Verdict):
-    """What `aqnpipe diagnose --json` writes: a verdict, what it is of, and the metrics of every layer."""
+    """Output of `aqnpipe diagnose --json`: the verdict, model and device, and the metrics of every layer."""
 
     model: str
     device: str
@@ -141,7 +148,7 @@ class DiagnosisFile(Verdict):
 
 
 class AqnSection(Artifact):
-    """The `aqn` part of sigmas.yaml (keys as published)."""
+    """The `aqn` section of sigmas.yaml, with the published keys."""
 
     enabled: bool
     layer_specific: bool
@@ -152,7 +159,7 @@ class AqnSection(Artifact):
 
 
 class SigmaFile(Artifact):
-    """results/srdd/<model>/<machine>/sigmas.yaml: per-layer sigma, why, and from which diagnosis."""
+    """results/srdd/<model>/<machine>/sigmas.yaml: the sigma of each layer, the reason for it, and its diagnosis."""
 
     aqn: AqnSection
     reasons: dict[int, str]

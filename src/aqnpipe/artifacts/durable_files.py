@@ -1,4 +1,4 @@
-"""Files that are there after a crash, and known to be whole: fsync and digests."""
+"""Files that survive a crash of the machine (fsync), and digests that show that they are complete."""
 
 import os
 from collections.abc import Mapping
@@ -8,25 +8,25 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 
 
 def digests_of(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the SHA-256 of every file under `folder` by its relative path; those in `known` are not read again."""
+    """Return the SHA-256 of every file under `folder` by relative path; files in `known` are not read again."""
     known = known or {}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return {name: known[name] if name in known else sha256_of_file(folder / name) for name in names}
 
 
 def damage(folder: Path, digests: Mapping[str, str]) -> str | None:
-    """Return what is wrong with the files under `folder` that `digests` names, in words; None if nothing is."""
+    """Return a message about the first file under `folder` that does not match `digests`; None if all match."""
     for name, digest in digests.items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
         if sha256_of_file(path) != digest:
-            return f"{path} is not what was written (SHA-256 differs)"
+            return f"{path} changed since it was written (SHA-256 differs)"
     return None
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,20 +35,20 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file and folder under `folder`, and itself."""
+    """Flush `folder` and every file and folder under it to the disk."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename within one file system, so that after a crash there is the one name or the other."""
+    """Rename within one file system, durably: after a crash the file has either its old name or its new one."""
     os.replace(source, target)
     sync(target.parent)
 
 
 def write_durably(target: Path, text: str) -> None:
-    """Write a small file so that after a crash there is the old one or the new one, whole."""
+    """Write a small file durably: after a crash either the old or the new content is there, complete."""
     staged = target.with_name(f".{target.name}.new")
     staged.write_text(text, encoding="utf-8")
     sync(staged)

@@ -1,4 +1,4 @@
-"""What the evaluation of a checkpoint hands to the comparison and the report."""
+"""Files that the evaluate stage writes for each checkpoint, read by the comparison and the report."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import pandera.polars as pa
 
 @dataclass(frozen=True)
 class EvaluationFiles:
-    """The files that the evaluate stage writes for one checkpoint; step 0 is the pretrained model."""
+    """The files of the evaluation of one checkpoint; step 0 is the pretrained model."""
 
     model: str
     arm: str
@@ -20,17 +20,17 @@ class EvaluationFiles:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What the record must say that it is of."""
+        """The identity that the run record of this evaluation must have."""
         return {"model": self.model, "arm": self.arm, "seed": self.seed, "step": self.step}
 
     @property
     def name(self) -> str:
-        """The evaluation in messages."""
+        """The name of the evaluation in messages."""
         return f"{self.model}/{self.arm} seed {self.seed} step {self.step}"
 
     @property
     def exist(self) -> bool:
-        """Whether all three files are there."""
+        """Whether all three files exist."""
         return all(path.is_file() for path in (self.table, self.receipt, self.record))
 
 
@@ -51,8 +51,8 @@ def evaluation_files(results: Path, model: str, arm: str, seed: int, step: int) 
 class EvaluationTable(pa.DataFrameModel):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
-    `sample`: number of the response among those drawn for the question, 0 in greedy evaluations. `answer_<scorer>`:
-    what the scorer of `aqnpipe.data.scoring` found, null if it found no answer.
+    `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
+    the scorer of `aqnpipe.data.scoring` extracted, null if it found none.
     """
 
     question_id: str
@@ -72,7 +72,7 @@ class EvaluationTable(pa.DataFrameModel):
     finish_reason: str = pa.Field(isin=["stop", "length"])
 
     class Config:
-        """Columns as declared, one row per question, pass and sample."""
+        """No other columns are allowed; one row per question, pass and sample."""
 
         strict = True
         unique = ["question_id", "noise_level", "noise_seed", "sample"]  # noqa: RUF012 - pandera's own form

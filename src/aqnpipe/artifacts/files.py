@@ -1,4 +1,4 @@
-"""Reading and writing artifacts: with_checksum, validated, and never half a file."""
+"""Reading and writing artifacts: with a checksum, validated, and atomically."""
 
 import io
 import json
@@ -23,14 +23,15 @@ _JSON_END = "\n}"
 _JSON_CHECKSUM = ',\n  "checksum": "'
 
 _FILE = "aqnpipe_file"
+"""Column that tells the rows of several tables apart while they are validated together."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 RESULT_FOLDERS = ("data", "models", "srdd", "runs", "eval", "loss_study")
-"""The folders of a study's results; the results of another study may be in a folder beside them."""
+"""Folders in the results of a study. Results of another study may be in a folder beside them."""
 
 STAGED = ".staged"
-"""End of the names of hidden folders in which artifacts are written; a killed job leaves its own behind."""
+"""Suffix of the hidden folders in which artifacts are written before the rename; a killed job leaves one behind."""
 
 
 @contextmanager
@@ -52,10 +53,10 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 def remove_staged(results: Path) -> None:
-    """Remove the folders in `results` in which killed jobs were writing; for when no job of the study runs."""
+    """Remove the staging folders that killed jobs left in `results`. Safe only while no job of the study runs."""
     name = f".*{STAGED}"
-    deeper = (path for folder in RESULT_FOLDERS for path in (results / folder).rglob(name))
-    for path in [*results.glob(name), *deeper]:
+    nested = (path for folder in RESULT_FOLDERS for path in (results / folder).rglob(name))
+    for path in [*results.glob(name), *nested]:
         shutil.rmtree(path)
 
 
@@ -66,7 +67,7 @@ def write_text(target: Path, text: str) -> None:
 
 
 def write_json(target: Path, model: BaseModel) -> None:
-    """Write a pydantic model as indented, with_checksum JSON, atomically."""
+    """Write a pydantic model as indented JSON with a checksum, atomically."""
     text = model.model_dump_json(indent=2)
     _write_with_checksum(
         target, f'{text.removesuffix(_JSON_END)}{_JSON_CHECKSUM}{CHECKSUM_PLACEHOLDER}"{_JSON_END}\n'.encode()
@@ -75,14 +76,14 @@ def write_json(target: Path, model: BaseModel) -> None:
 
 def read_json(path: Path, model: type[Model]) -> Model:
     """Read and validate a JSON artifact; DataError naming the file and the first problem."""
-    content, seal, _ = read_verified(path).decode().rpartition(_JSON_CHECKSUM)
-    if not seal:
-        raise DataError(f"{path}: its seal is not where write_json puts it; make it again")
+    content, checksum, _ = read_verified(path).decode().rpartition(_JSON_CHECKSUM)
+    if not checksum:
+        raise DataError(f"{path}: its checksum is not the last key, so aqnpipe did not write it; make it again")
     return _valid(path, lambda: model.model_validate_json(content + _JSON_END))
 
 
 def write_yaml(target: Path, model: BaseModel) -> None:
-    """Write a pydantic model as YAML, atomically; the seal is its last line."""
+    """Write a pydantic model as YAML with a checksum as its last line, atomically."""
     text = yaml.safe_dump(json.loads(model.model_dump_json()), sort_keys=False, allow_unicode=True)
     _write_with_checksum(target, f"{text}# {CHECKSUM_PLACEHOLDER}\n".encode())
 
@@ -93,7 +94,7 @@ def read_yaml(path: Path, model: type[Model]) -> Model:
 
 
 def read_users_yaml(path: Path, model: type[Model]) -> Model:
-    """Read and validate a YAML file that a person wrote, which has no seal; DataError as `read_yaml`."""
+    """Read and validate a YAML file written by a user, which has no checksum; DataError as in `read_yaml`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,7 +104,7 @@ def read_users_yaml(path: Path, model: type[Model]) -> Model:
 
 
 def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
-    """Validate `table` against `schema` and write it as parquet with a seal in its metadata, atomically."""
+    """Validate `table` against `schema` and write it as parquet with a checksum in its metadata, atomically."""
     validated = _validated(target, table, schema)
     buffer = io.BytesIO()
     validated.write_parquet(buffer, compression="zstd", statistics=True, metadata={"checksum": CHECKSUM_PLACEHOLDER})
@@ -111,7 +112,7 @@ def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameMode
 
 
 def write_csv(target: Path, table: pl.DataFrame) -> None:
-    """Write `table` as CSV, atomically: the same rows as the parquet beside it, for other people's tools."""
+    """Write `table` as CSV, atomically: the rows of the parquet file beside it, for other tools."""
     with atomic_path(target) as temporary:
         table.write_csv(temporary)
 
@@ -122,7 +123,7 @@ def read_table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
 
 
 def validate_tables(tables: Mapping[Path, pl.DataFrame], schema: type[pa.DataFrameModel]) -> None:
-    """Validate what `read_unchecked_table` read from many files, in the time of one; DataError as `read_table`."""
+    """Validate tables from `read_unchecked_table` together, in the time of one; DataError as in `read_table`."""
     if tables and not _is_valid_together(list(tables.values()), schema):
         for path, table in tables.items():
             _validated(path, table, schema)
@@ -147,7 +148,7 @@ def _is_valid_together(tables: Sequence[pl.DataFrame], schema: type[pa.DataFrame
 
 
 def read_unchecked_table(path: Path) -> pl.DataFrame:
-    """Read a parquet artifact whole, whatever its columns; DataError as `read_table`."""
+    """Read all columns of a parquet artifact without validating them; DataError as in `read_table`."""
     content = read_verified(path)
     try:
         return pl.read_parquet(io.BytesIO(content))

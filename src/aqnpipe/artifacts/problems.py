@@ -1,4 +1,4 @@
-"""What the preparation of data hands to training, evaluation and diagnosis."""
+"""The table of questions that the prepare_data stage writes for training, evaluation and diagnosis."""
 
 import pandera.polars as pa
 
@@ -12,6 +12,6 @@ class ProblemTable(pa.DataFrameModel):
     gold_answer: str
 
     class Config:
-        """Columns as declared, in this order, nothing else."""
+        """No other columns are allowed."""
 
         strict = True

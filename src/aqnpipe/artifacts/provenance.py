@@ -1,4 +1,4 @@
-"""Where results come from: digests of code and files, versions of what they stand on."""
+"""Provenance of results: digests of code and files, and versions of the libraries used."""
 
 import ast
 import hashlib
@@ -31,14 +31,14 @@ def sha256_of_file(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of this package and of the libraries that decide results."""
+    """Return the installed versions of this package and of the libraries that determine results."""
     return {name: metadata.version(name) for name in _RECORDED_DISTRIBUTIONS}
 
 
 def code_digest(module: str, root: Path = _PACKAGE_ROOT) -> str:
-    """Return a digest of the sources that `module` depends on: its own and those of `dependencies`.
+    """Return a digest of the source of `module`, of its `dependencies`, and of the templates beside any of them.
 
-    Read from the sources without importing them, so that a workflow can tell cheaply which stages an edit concerns.
+    The sources are parsed, not imported, so that a workflow can find out quickly which stages an edit affects.
     `root`: folder of the package. Raises ModuleNotFoundError if there is no such module.
     """
     digest = hashlib.sha256()
@@ -52,9 +52,9 @@ def code_digest(module: str, root: Path = _PACKAGE_ROOT) -> str:
 def dependencies(module: str, root: Path = _PACKAGE_ROOT) -> dict[str, Path]:
     """Return the source files of `module` and of every module of this package that it needs, at any depth, by name.
 
-    A module is needed if it is imported anywhere in a source, or named by a string as `package.module` or
-    `package.module:attribute`, which is how other libraries are told what to load. Templates beside a module count as
-    its source. Raises ModuleNotFoundError if `module`, or a module that a string names, does not exist.
+    A module is needed if a source imports it anywhere, or contains a string `package.module` or
+    `package.module:attribute`, which is how libraries such as vLLM are given classes to load. Raises
+    ModuleNotFoundError if `module`, or a module that a string names, does not exist.
     """
     if _source_of(module, root) is None:
         raise ModuleNotFoundError(f"no module {module} in {root}")
@@ -74,7 +74,7 @@ def dependencies(module: str, root: Path = _PACKAGE_ROOT) -> dict[str, Path]:
 
 @cache
 def _names_in(path: Path, modified_ns: int, root: Path) -> tuple[str, ...]:
-    """Return the names that a source imports or names by a string. Cached: stages share most of their modules."""
+    """Return the modules that a source imports or names in a string. Cached, because stages share most modules."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What a training run leaves beside its checkpoints and receipt, and the record of any job."""
+"""The metrics of a training run, and the record that every training run, evaluation and loss study writes."""
 
 import pandera.polars as pa
 from pydantic import Field
@@ -7,10 +7,11 @@ from aqnpipe.artifacts.base import Artifact
 
 
 class TrainingMetrics(pa.DataFrameModel):
-    """metrics.parquet of a run: one optimiser step per row. No wall times: the table is reproducible byte for byte.
+    """metrics.parquet of a run: a row per optimiser step. It has no wall times, so it is reproducible byte for byte.
 
-    `logp_difference_*`, `sampler_kl`: between the policy that rolled out and the one that learns, of drawn tokens, in
-    the first step after the rollout; `importance_ratio_mean` only for arms with importance sampling.
+    `logp_difference_*` and `sampler_kl` compare the policy that generated the rollout with the policy being trained, on
+    the sampled tokens, in the first step after the rollout. `importance_ratio_mean` is null without importance
+    sampling.
     """
 
     step: int = pa.Field(ge=1, unique=True)
@@ -33,13 +34,13 @@ class TrainingMetrics(pa.DataFrameModel):
     validation_accuracy: float = pa.Field(nullable=True)
 
     class Config:
-        """Columns as declared, nothing else."""
+        """No other columns are allowed."""
 
         strict = True
 
 
 class RunRecord(Artifact):
-    """run.json: what produced a training run or evaluation."""
+    """run.json: what produced a training run, an evaluation or a loss study."""
 
     stage: str
     identity: dict[str, str | int]
@@ -49,9 +50,9 @@ class RunRecord(Artifact):
     versions: dict[str, str]
     device: str
     outputs_sha256: dict[str, str] = Field(
-        default_factory=dict, description="SHA-256 of what was written beside this record, by name"
+        default_factory=dict, description="SHA-256 of the files written beside this record, by name"
     )
     generation: dict[str, str | int | bool] = Field(
         default_factory=dict,
-        description="backend of an evaluation, or of rollouts: its name, version and how it executes",
+        description="generation backend of the evaluation or of the rollouts: name, version and how it executes",
     )

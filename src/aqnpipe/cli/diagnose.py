@@ -187,7 +187,8 @@ def _show(file: DiagnosisFile) -> None:
     if file.faults:
         faults = _table("Faults", left=("layer", "site", "type"), right=("channels", "magnitude", "threshold"))
         for fault in file.faults:
-            channels = "?" if fault.num_faulty_channels is None else f"{fault.num_faulty_channels} of {fault.num_channels}"
+            faulty = fault.num_faulty_channels
+            channels = "?" if faulty is None else f"{faulty} of {fault.num_channels}"
             magnitude = "?" if fault.magnitude is None else f"{fault.magnitude:.3g}"
             faults.add_row(str(fault.layer), fault.site, fault.type, channels, magnitude, fault.threshold or "")
         console.print(faults)
@@ -215,6 +216,6 @@ def _layer_cells(layer: LayerMetrics) -> list[str]:
     if layer.largest_deviation is None:
         probed = ["", "", ""]
     else:
-        probed = [", ".join(layer.faulty_sites), f"{layer.values_probed:,}", f"{layer.largest_deviation:.2g}"]
+        probed = [", ".join(layer.faulty_sites), f"{layer.elements_probed:,}", f"{layer.largest_deviation:.2g}"]
     scans = layer.scans or {}
     return probed + [f"{value:.3g}" if isinstance(value := scans.get(key), float) else "" for key in _SHOWN_SCANS]

@@ -83,8 +83,8 @@ def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str |
     return LayerMetrics(
         layer=layer,
         sites_probed=len(seen),
-        values_probed=sum(check.elements_per_channel * check.num_channels for check in checks),
-        values_per_lane=min(seen.values()),
+        elements_probed=sum(check.elements_per_channel * check.num_channels for check in checks),
+        elements_per_channel=min(seen.values()),
         faulty_sites=tuple(fault.site for fault in diagnosed.exact.faults if fault.layer == layer),
         # a spike may be infinite in a narrow dtype, which JSON cannot hold
         largest_deviation=min(max(check.deviation for check in checks), 1e300),
