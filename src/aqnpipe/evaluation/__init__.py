@@ -1,1 +1,1 @@
-"""Evaluation: robustness of checkpoints over noise levels and noise seeds."""
+"""Evaluation of checkpoints at several noise levels and noise seeds."""

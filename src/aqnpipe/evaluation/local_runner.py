@@ -1,4 +1,4 @@
-"""Shards of an evaluation run in this process, one after the other."""
+"""Runs the shards of an evaluation in this process, one after the other."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from aqnpipe.models.loading import load_tokenizer
 
 
 def load_generator(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> NoisyGenerator:
-    """Load the checkpoint on the first visible device; `max_tokens` bounds a prompt and its response together."""
+    """Load the checkpoint on the first visible device; `max_tokens`: limit of a prompt and its response together."""
     torch.set_num_threads(spec.evaluation.threads)
     return open_generator(
         spec.generation,
@@ -32,9 +32,9 @@ def load_generator(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> No
 
 @contextmanager
 def local_shard_runner(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> Iterator[ShardRunner]:
-    """Yield a runner on one generation backend in this process."""
+    """Yield a runner with one generation backend in this process; close the backend afterwards."""
     generator = load_generator(spec, model_dir, max_tokens)
     try:
-        yield ShardRunner(generator.description, lambda shards: (run_shard(generator, spec, one) for one in shards))
+        yield ShardRunner(generator.description, lambda shards: (run_shard(generator, spec, shard) for shard in shards))
     finally:
         generator.close()

@@ -1,7 +1,8 @@
-"""Shards of an evaluation: any worker can run one alone, and their results assemble into passes.
+"""Splits an evaluation into shards, runs a shard, and assembles the results into passes.
 
-The cut depends on the questions and the settings alone. What a shard gives depends on the shard alone: noise and draws
-are keyed by its batches' numbers, and its record is its own. So the results are the same bytes whichever worker ran which shard.
+Any worker can run any shard. The split depends only on the questions and the settings. The result of a shard depends
+only on the shard: noise and draws are keyed by the numbers of its batches, and each shard has its own measurements. So
+the results are the same bytes, whichever worker runs which shard.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,9 +27,9 @@ _PLAIN = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts (token ids) that one call generates for, with the numbers of their questions.
+    """The prompts (token ids) of one generation call, and the indices of their questions.
 
-    `number` counts the batches of a sample, `step` those of the pass, through all of its samples.
+    `number` counts the batches of a sample; `step` counts the batches of the pass, over all its samples.
     """
 
     sample: int
@@ -61,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What came of a shard: the completions of every batch, in order, and the account of the noise they were under."""
+    """The result of a shard: the completions of every batch, in order, and the measurements of their noise."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
 
@@ -70,7 +71,7 @@ class ShardResult:
     measurements: PassMeasurements
 
     def to_json(self) -> str:
-        """Return the result as JSON; floats survive bit for bit."""
+        """Return the result as JSON; floats keep every bit."""
         return _SHARD_RESULT.dump_json(self).decode()
 
     @classmethod
@@ -85,7 +86,7 @@ _SHARD_RESULT = TypeAdapter(ShardResult)
 
 @dataclass(frozen=True)
 class PassResult:
-    """All completions of one pass: a list per sample, completions in the order of the questions, and the receipt."""
+    """One pass: the completions of each sample, in the order of the questions, and the receipt."""
 
     noise_level: float
     noise_seed: int
@@ -95,48 +96,51 @@ class PassResult:
 
 @dataclass(frozen=True)
 class ShardRunner:
-    """Workers that are ready: the description of their backend for run.json, and how they run shards, in any order."""
+    """Workers with a loaded checkpoint.
+
+    `description` describes their backend for run.json. `run` yields the results of shards, in any order.
+    """
 
     description: dict[str, str | int | bool]
     run: Callable[[Sequence[Shard]], Iterator[ShardResult]]
 
 
 OpenShardRunner = Callable[[EvaluationSpec, Path, int], AbstractContextManager[ShardRunner]]
-"""Opens a runner for (spec, folder of the checkpoint, tokens of the longest prompt and its response together)."""
+"""Opens a runner for (spec, checkpoint folder, limit of the tokens of a prompt and its response together)."""
 
 
 def shards_of(spec: EvaluationSpec, prompts: Sequence[Sequence[int]]) -> list[Shard]:
     """Return the shards of an evaluation, pass by pass.
 
-    Prompts are batched by length (fewer padding tokens). A shard is one batch; where a fault keeps a threshold from its
-    first call in the pass, it is the whole pass.
+    Batches contain prompts of similar length, which need less padding. A shard is one batch, or the whole pass if a
+    fault caches its threshold in the first call of the pass.
     """
     config = spec.evaluation
     order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index))
-    shares = [tuple(order[start : start + config.batch_size]) for start in range(0, len(order), config.batch_size)]
+    groups = [tuple(order[start : start + config.batch_size]) for start in range(0, len(order), config.batch_size)]
     batches = [
         Batch(
             sample=sample,
             number=number,
-            step=sample * len(shares) + number,
-            questions=share,
-            prompts=tuple(tuple(prompts[index]) for index in share),
+            step=sample * len(groups) + number,
+            questions=questions,
+            prompts=tuple(tuple(prompts[index]) for index in questions),
         )
         for sample in range(config.num_samples)
-        for number, share in enumerate(shares)
+        for number, questions in enumerate(groups)
     ]
     indivisible = any(fault.threshold == "cached" for fault in spec.faults)
-    groups = [tuple(batches)] if indivisible else [(batch,) for batch in batches]
-    cut = [(level, seed, group) for level, seed in config.passes() for group in groups]
-    return [Shard(number, *one) for number, one in enumerate(cut)]
+    parts = [tuple(batches)] if indivisible else [(batch,) for batch in batches]
+    contents = [(level, seed, part) for level, seed in config.passes() for part in parts]
+    return [Shard(number, level, seed, part) for number, (level, seed, part) in enumerate(contents)]
 
 
 def run_shard(generator: NoisyGenerator, spec: EvaluationSpec, shard: Shard) -> ShardResult:
     """Generate every response of a shard.
 
-    The noise of a batch is keyed by its step in the pass, its draws by noise seed, sample and number. So both are the
-    same for every model that answers the same questions, and the draws also at every level. The spec's faults strike
-    throughout; a threshold that they take from each call depends on the prompts of the batch.
+    The noise of a batch is keyed by noise seed and step, its draws by noise seed, sample and number. So all models
+    share noise and draws on the same questions, and all noise levels share the draws. The spec's faults are active in
+    the whole shard; a threshold computed in each call depends on the prompts of the batch.
     """
     generator.begin_pass(noise_of(spec, shard.noise_level))
     completions = []
@@ -150,20 +154,20 @@ def run_shard(generator: NoisyGenerator, spec: EvaluationSpec, shard: Shard) -> 
 def assembled_passes(
     spec: EvaluationSpec, shards: Sequence[Shard], results: Iterable[ShardResult]
 ) -> Iterator[PassResult]:
-    """Assemble results, which may come in any order; yield the passes in order, each as soon as it is complete.
+    """Assemble results, which may arrive in any order; yield the passes in order, each as soon as it is complete.
 
-    Receipts are not checked. Raises WorkerError if a shard was run twice, not at all, or in part.
+    Receipts are not checked here. Raises WorkerError if a shard was run twice, not at all, or in part.
     """
     due = _by_pass(shards)
     known = {shard.number: shard for shard in shards}
     done: dict[int, ShardResult] = {}
-    for one in results:
-        shard = known.get(one.number)
-        if shard is None or one.number in done:
-            raise WorkerError(f"shard {one.number} of {len(shards)} of the evaluation was run twice")
-        if [len(batch.prompts) for batch in shard.batches] != [len(done) for done in one.completions]:
-            raise WorkerError(f"shard {one.number} of {len(shards)} of the evaluation is incomplete")
-        done[one.number] = one
+    for result in results:
+        shard = known.get(result.number)
+        if shard is None or result.number in done:
+            raise WorkerError(f"shard {result.number} of {len(shards)} of the evaluation was run twice")
+        if [len(batch.prompts) for batch in shard.batches] != [len(batch) for batch in result.completions]:
+            raise WorkerError(f"shard {result.number} of {len(shards)} of the evaluation is incomplete")
+        done[result.number] = result
         while due and all(shard.number in done for shard in due[0]):
             whole = due.pop(0)
             yield _joined(spec, whole, [done[shard.number] for shard in whole])
@@ -173,7 +177,7 @@ def assembled_passes(
 
 
 def noise_of(spec: EvaluationSpec, noise_level: float) -> PassNoise:
-    """Return what a pass computes under: noise on attention as the model's way to compute it has it."""
+    """Return the noise of a pass; noise on attention follows the model's attention implementation."""
     operator_noise = OperatorNoise(
         operators=spec.evaluation.operators,
         error=RelativeGaussian(scale=noise_level),
@@ -185,7 +189,7 @@ def noise_of(spec: EvaluationSpec, noise_level: float) -> PassNoise:
 
 
 def sampling_of(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Sampling:
-    """Return how the responses of one sample of a batch are drawn; greedy without `sampling`."""
+    """Return the sampling of one sample of a batch; greedy if the spec has no `sampling`."""
     config, stop_text = spec.evaluation, spec.prompt.stop_text
     if config.sampling is None:
         return Sampling(max_response_tokens=config.max_response_tokens, stop_text=stop_text)

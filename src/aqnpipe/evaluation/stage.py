@@ -30,7 +30,7 @@ from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, Evaluation
 
 @dataclass(frozen=True)
 class EvaluationOutputs:
-    """Files that one evaluation writes."""
+    """The files that one evaluation writes."""
 
     table: Path
     receipt: Path
@@ -46,13 +46,12 @@ def evaluate(
     train_problems: Path | None = None,
     open_runner: OpenShardRunner = local_shard_runner,
 ) -> None:
-    """Evaluate the checkpoint in `model_dir`, greedily or by samples, and write table, receipts and record.
+    """Evaluate the checkpoint in `model_dir` and write table, receipts and record.
 
-    `open_runner` starts the workers, each of which loads the model once; which ones has no effect on the results.
-    `train_problems`: where the examples of a few-shot prompt are from. Raises DataError if there are too few,
-    if one is a test question, or if prompt and response do not fit into the model; ReceiptError, before anything is
-    written, when the noise measured in a pass is not the noise of its level; WorkerError if a worker did not start or
-    all have died.
+    `train_problems` contains the examples of a few-shot prompt. `open_runner` starts the workers, each of which loads
+    the model once; the choice of runner does not affect the results. Raises DataError if there are too few examples, if
+    an example is a test question, or if prompt and response exceed the model's context; ReceiptError, before it writes
+    anything, if the noise measured in a pass differs from its level; WorkerError if a worker did not start or all died.
     """
     config = spec.evaluation
     torch.set_num_threads(config.threads)
@@ -69,10 +68,10 @@ def evaluate(
     tables, passes = [], []
     max_tokens = max(map(len, prompts)) + config.max_response_tokens
     with open_runner(spec, model_dir, max_tokens) as runner:
-        for one in assembled_passes(spec, shards, runner.run(shards)):
-            level, noise_seed = one.noise_level, one.noise_seed
-            passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=one.receipt.check()))
-            tables.append(score(problems, one.samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
+        for result in assembled_passes(spec, shards, runner.run(shards)):
+            level, noise_seed = result.noise_level, result.noise_seed
+            passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=result.receipt.check()))
+            tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             say(f"{label}: noise {level:.0%} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes)))
@@ -91,15 +90,15 @@ def score(
     noise_seed: int,
     stop_text: str | None = None,
 ) -> pl.DataFrame:
-    """Return the rows of one pass as `artifacts.EvaluationTable` wants them, sample by sample.
+    """Return the rows of one pass, sample by sample, with the columns of `EvaluationTable`.
 
-    A response ends at `stop_text`; one that reached it was not cut off.
+    A response ends at `stop_text`; its finish reason is then "stop", even if the tokens reached the limit.
     """
-    completions = [one for sample in samples for one in sample]
-    whole = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    texts = [end_of_response(text, stop_text) for text in whole]
+    completions = [completion for sample in samples for completion in sample]
+    decoded = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    texts = [end_of_response(text, stop_text) for text in decoded]
     golds = problems["gold_answer"].to_list() * len(samples)
-    graded = {
+    grades = {
         scorer: [grade(text, gold, scorer) for text, gold in zip(texts, golds, strict=True)] for scorer in SCORERS
     }
     return pl.DataFrame(
@@ -109,12 +108,12 @@ def score(
             "noise_seed": [noise_seed] * len(texts),
             "sample": [number for number in range(len(samples)) for _ in range(len(problems))],
             "response": texts,
-            **{f"answer_{scorer}": [one.answer for one in found] for scorer, found in graded.items()},
-            **{f"correct_{scorer}": [one.correct for one in found] for scorer, found in graded.items()},
+            **{f"answer_{scorer}": [graded.answer for graded in found] for scorer, found in grades.items()},
+            **{f"correct_{scorer}": [graded.correct for graded in found] for scorer, found in grades.items()},
             "response_tokens": [len(c.token_ids) for c in completions],
             "finish_reason": [
-                "stop" if len(text) < len(all_of_it) else one.finish_reason
-                for one, text, all_of_it in zip(completions, texts, whole, strict=True)
+                "stop" if len(text) < len(full_text) else completion.finish_reason
+                for completion, text, full_text in zip(completions, texts, decoded, strict=True)
             ],
         },
         schema_overrides={f"answer_{scorer}": pl.String for scorer in SCORERS},
@@ -122,7 +121,7 @@ def score(
 
 
 def pass_summary(rows: pl.DataFrame, primary: Scorer) -> str:
-    """Return one line on a pass: right answers, and how many were cut off or held no answer for each scorer."""
+    """Return a line about a pass: correct responses, truncated ones, and for each scorer those without an answer."""
     correct, truncated = int(rows[f"correct_{primary}"].sum()), int((rows["finish_reason"] == "length").sum())
     missing = ", ".join(f"{scorer} {rows[f'answer_{scorer}'].null_count()}" for scorer in SCORERS)
     return f"{correct}/{len(rows)} correct, {truncated} cut off; without an answer: {missing}"
