@@ -24,9 +24,9 @@ def new_recorder(num_steps=1, noise=AQN, layer_factors=None):
     )
 
 
-def sync(model, recorder, sigma=0.05, step=0, factors=None):
-    factors = factors or target_factors(model, AQN, None)
-    with noised_rollout(model, AQN, factors, recorder, sigma=sigma, seed=0, step=step):
+def sync(model, recorder, sigma=0.05, step=0, factors=None, noise=AQN):
+    factors = factors or target_factors(model, noise, None)
+    with noised_rollout(model, noise, factors, recorder, sigma=sigma, seed=0, step=step):
         pass
 
 
@@ -124,7 +124,7 @@ def test_a_step_counter_that_stands_still_is_refused(model):
     decaying = AdaptiveNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.0))
     recorder = new_recorder(num_steps=2, noise=decaying)
     for step in range(2):
-        sync(model, recorder, sigma=0.05, step=step)  # sigma of step 0, twice
+        sync(model, recorder, sigma=0.05, step=step, noise=decaying)  # sigma of step 0, twice
     with pytest.raises(ReceiptError, match=r"AQN step 1: the trainer took sigma 0\.05, the schedule says 0\.025"):
         recorder.receipt().check()
 
@@ -149,13 +149,13 @@ def test_per_layer_sigmas_that_are_ignored_are_refused(make_model):
     model = make_model(hidden_size=256)
     requested = {0: 1.0, 1: 1.5, 2: 1.0}
     recorder = new_recorder(noise=GUIDED, layer_factors=requested)
-    sync(model, recorder)  # uniform factors, as if nothing had read the file
+    sync(model, recorder, factors=dict.fromkeys(rms_norms(model), 1.0), noise=GUIDED)  # as if nothing had read the file
     with pytest.raises(
         ReceiptError, match=r"norms in layer 1 got [01]\.\d+ times the schedule's sigma, requested 1\.500"
     ):
         recorder.receipt().check()
     honest = new_recorder(noise=GUIDED, layer_factors=requested)
-    sync(model, honest, factors=target_factors(model, GUIDED, requested))
+    sync(model, honest, factors=target_factors(model, GUIDED, requested), noise=GUIDED)
     honest.receipt().check()
 
 

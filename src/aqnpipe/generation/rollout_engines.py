@@ -105,6 +105,8 @@ class VllmRollouts:
     def roll_out(self, policy: nn.Module, recorder: ReceiptRecorder, rollout: Rollout) -> list[Completion]:
         """Return one completion per prompt, in order."""
         clean_norms = self._send(policy)
+        # The engine's own recorder requests what it is sent, so only this one can tell that it is something else.
+        recorder.note_installed("rollout", **dict(rollout.spec))
         self._engine.begin_rollout(
             RolloutNoise(
                 **dict(rollout.spec),

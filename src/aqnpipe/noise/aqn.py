@@ -58,6 +58,7 @@ def noised_rollout(
     are put back; hashes of the clean weights before and after go into the receipt. Hidden states: yields sigma by
     decoder layer, for `phase_noise` to apply. Without AQN nothing happens and nothing is recorded.
     """
+    recorder.note_installed("AQN", aqn=aqn)
     if aqn is None:
         yield {}
     elif aqn.targets == "hidden_states":

@@ -23,7 +23,7 @@ ALL = torch.ones(32, dtype=torch.bool)
 
 
 class Run:
-    """A run under `requested` faults: its specification, its active faults, and a recorder that expects exactly these."""
+    """A run under `requested` faults: its specification, active faults, and a recorder that expects exactly these."""
 
     def __init__(self, *requested, phases=("actor_forward",), aqn=None, **settings):
         self.spec = NoiseSpec(faults=requested, aqn=aqn)

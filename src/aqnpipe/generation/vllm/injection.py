@@ -90,6 +90,9 @@ def engine_noise(
     if hasattr(engine.model, ACTIVE_MARK):
         raise ModelError(f"noise is already installed on this {type(engine.model).__name__}; injections do not nest")
     state = PhaseState(engine.model, noise.phase, key, recorder)
+    recorder.note_installed(
+        noise.phase, operator_noise=noise.operator_noise, module_noise=noise.module_noise, faults=noise.faults
+    )
     with ExitStack() as stack:
         setattr(engine.model, ACTIVE_MARK, state)
         stack.callback(delattr, engine.model, ACTIVE_MARK)

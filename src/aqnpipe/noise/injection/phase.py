@@ -67,6 +67,9 @@ def phase_noise(
         raise ValueError(f"active faults {[active.fault for active in faults]} are not those of the spec {spec.faults}")
     state = PhaseState(model, phase, key, recorder)
     injection = _Injection(state, spec, faults, backward, hidden_sigmas or {})
+    recorder.note_installed(
+        phase, operator_noise=spec.operator_noise, module_noise=spec.module_noise, faults=spec.faults
+    )
     with ExitStack() as stack:
         setattr(model, ACTIVE_MARK, state)
         stack.callback(delattr, model, ACTIVE_MARK)

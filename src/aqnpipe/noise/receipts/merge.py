@@ -122,6 +122,7 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
             else first.weight_factors
         ),
         num_noised_modules=first.num_noised_modules,
+        mismatches=set().union(*(state.mismatches for state in states)),
     )
 
 

@@ -230,6 +230,11 @@ class Receipt(ReceiptModel):
     foreign_faults: tuple[str, ...] = Field(
         default=(), description="modules that had a simulated fault which is none of `faults`"
     )
+    mismatches: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda found: not found,
+        description="settings of the installed noise that differ from the requested ones; absent if there are none",
+    )
     layer_factors: dict[int, float] | None = Field(
         default=None,
         description="factors on the schedule's sigma that a sigmas file requested; null means 1 everywhere",
@@ -258,6 +263,7 @@ class Receipt(ReceiptModel):
     def problems(self, tolerance: float = 0.0) -> list[str]:
         """Return every gap between what was requested and what was measured, in words."""
         return [
+            *self.mismatches,
             *self._phases_that_did_not_run(),
             *self._noise_where_none_was_requested(),
             *self._operator_noise_missing(),

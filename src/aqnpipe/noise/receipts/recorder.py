@@ -5,11 +5,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import ErrorModel, NoiseSpec, Phase, quantity_of, requested_size
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import matrices_sha256, norms_sha256
+from aqnpipe.noise.receipts.mismatches import mismatches
 from aqnpipe.noise.receipts.receipt import (
     FaultCell,
     GradientFlow,
@@ -70,12 +72,19 @@ class ReceiptRecorder:
         self._faults: dict[tuple[Phase, int], FaultSums] = {}
         self._gradients: dict[int, GradientSums] = {}
         self._foreign_faults: set[str] = set()
+        self._mismatches: set[str] = set()
         self._weight_syncs: list[WeightSync] = []
         self._weight_factors: dict[int | None, FactorSums] = {}
         # Tensors are kept where they are until `settle` reads them all.
         self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._affected: dict[tuple[Phase, int], list[Tensor]] = defaultdict(list)
         self._flows: dict[int, list[Tensor]] = defaultdict(list)
+
+    def note_installed(self, where: str, **parts: BaseModel | Sequence[BaseModel] | None) -> None:
+        """Note how `parts` of a `NoiseSpec`, by field name, differ from the requested ones; `where` installs them."""
+        for name, installed in parts.items():
+            found = mismatches(name, installed, getattr(self._requested, name))
+            self._mismatches.update(f"{where}: {mismatch}" for mismatch in found)
 
     def count_forward(self, phase: Phase) -> None:
         """Note one forward (or backward) pass of the model in `phase`."""
@@ -254,6 +263,7 @@ class ReceiptRecorder:
                 faults=list(self._faults.values()),
                 gradients=list(self._gradients.values()),
                 foreign_faults=self._foreign_faults,
+                mismatches=self._mismatches,
                 weight_syncs=self._weight_syncs,
                 weight_factors=list(self._weight_factors.values()),
                 num_noised_modules=self._num_noised_modules,
@@ -268,6 +278,7 @@ class ReceiptRecorder:
         self._faults = {(sums.phase, sums.fault): sums for sums in state.faults}
         self._gradients = {sums.fault: sums for sums in state.gradients}
         self._foreign_faults = state.foreign_faults
+        self._mismatches = state.mismatches
         self._weight_syncs = state.weight_syncs
         self._weight_factors = {sums.layer: sums for sums in state.weight_factors}
         self._num_noised_modules = state.num_noised_modules
@@ -325,6 +336,7 @@ class ReceiptRecorder:
                 _flow(number, sums) for number, sums in sorted(self._gradients.items(), key=lambda item: item[0])
             ),
             foreign_faults=tuple(sorted(self._foreign_faults)),
+            mismatches=tuple(sorted(self._mismatches)),
             weight_syncs=tuple(self._weight_syncs),
             weight_cells=tuple(
                 WeightCell(layer=layer, measured_factor=(sums.squares / sums.elements) ** 0.5, elements=sums.elements)

@@ -142,6 +142,7 @@ class RecorderState:
     weight_syncs: list[WeightSync]
     weight_factors: list[FactorSums]
     num_noised_modules: int
+    mismatches: set[str] = field(default_factory=set)
 
     def to_json(self) -> str:
         """Return the state as JSON."""
