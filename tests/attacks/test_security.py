@@ -100,7 +100,7 @@ def test_results_stay_in_the_working_directory(tmp_path, monkeypatch, results):
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "study.yaml").write_text("study: a\nseeds: [0]\nseeds: [1]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="key 'seeds' stands twice"):
+    with pytest.raises(ConfigError, match="duplicate key 'seeds'"):
         load_study_file(tmp_path / "study.yaml")
 
 

@@ -79,8 +79,8 @@ def test_without_a_clean_level_nothing_is_compared_with_it():
     ("test", "message"),
     [
         ({"test": "equivalence"}, "needs a margin"),
-        ({"test": "non_inferiority", "margin": 0.02, "expected": "higher"}, "expected belongs to test: superiority"),
-        ({"margin": 0.02, "expected": "higher"}, "margin belongs to test"),
+        ({"test": "non_inferiority", "margin": 0.02, "expected": "higher"}, "expected is for test: superiority"),
+        ({"margin": 0.02, "expected": "higher"}, "margin is for test"),
         ({}, "superiority needs expected"),
         ({"test": "equivalence", "margin": 0.0}, "greater than 0"),
     ],

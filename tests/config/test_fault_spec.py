@@ -47,8 +47,8 @@ def test_what_is_written_reads_back(fault):
         ("type=bias,layer=one,magnitude=0.1", "layer: Input should be a valid integer"),
         ("type=bias,layer=0,magnitude=0.1,site=elbow", "site: Input should be 'layer_output'"),
         ("type=bias,layer=0,layer=1,magnitude=0.1", "layer is given twice"),
-        ("type=bias,layer", "found 'layer', expected key=value"),
-        ("", "found '', expected key=value"),
+        ("type=bias,layer", "found 'layer', expected comma-separated key=value"),
+        ("", "found '', expected comma-separated key=value"),
     ],
 )
 def test_bad_specs_end_in_one_line(spec, message):

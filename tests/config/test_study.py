@@ -94,12 +94,12 @@ def _set(config, path, value):
         (["comparisons", 1, "noise_level"], 0.2, r"comparisons\.1\.noise_level: found 0\.2, .*0\.05"),
         (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
         (["results_dir"], "../elsewhere", r"results_dir"),
-        (["dataset"], {"source": "local", "path": "x"}, r"dataset\.num_train must state"),
+        (["dataset"], {"source": "local", "path": "x"}, r"dataset\.num_train is null, expected a number"),
         (["dataset", "task"], "poetry", r"study\.yaml: dataset\..*task.*found 'poetry'"),
         (
             ["arms"],
             ["baseline", "E9"],
-            r"config/arms\.yaml: arms\.E9\.task: the arm is meant for comparison, .* study\.yaml .* word_problems",
+            r"config/arms\.yaml: arms\.E9\.task: found comparison, .* study\.yaml .* word_problems",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""Typed, frozen configuration; importable without torch. Import the concrete modules: nothing is re-exported here."""
+"""Typed, immutable configuration, importable without torch. Nothing is re-exported here: import the modules."""

@@ -7,47 +7,51 @@ from pydantic import Field, model_validator
 from aqnpipe.config.base import FrozenModel
 
 PRETRAINED = "pretrained"
-"""Stands for the model before any training wherever an arm id is expected."""
+"""Used in place of an arm id: the model before training."""
 
 Direction = Literal["higher", "lower"]
 TestKind = Literal["superiority", "non_inferiority", "equivalence"]
 
 
 class TestedClaim(FrozenModel):
-    """What every comparison states: the claim, how it is tested, and the family that shares its error rate.
+    """A claim, how it is tested, and the family of comparisons that shares its error rate.
 
-    superiority: the difference is above (or below, see `expected`) 0. non_inferiority: it is above -margin, "loses no
-    more than". equivalence: it is between -margin and margin (two one-sided tests).
+    - superiority: the difference is above 0, or below 0 (see `expected`).
+    - non_inferiority: the difference is above -margin ("loses no more than").
+    - equivalence: the difference is between -margin and margin (two one-sided tests).
     """
 
-    claim: str = Field(description="the claim in words, as the study poses it")
-    claim_zh: str | None = Field(default=None, description="the claim in Chinese; null: reports show `claim`")
+    claim: str = Field(description="the claim as a sentence")
+    claim_zh: str | None = Field(default=None, description="the claim in Chinese; null: reports use `claim`")
     test: TestKind = "superiority"
     margin: float | None = Field(
-        default=None, gt=0, lt=1, description="of non_inferiority and equivalence, a fraction: 0.02 is 2 points"
+        default=None,
+        gt=0,
+        lt=1,
+        description="for non_inferiority and equivalence; a fraction: 0.02 is 2 percentage points",
     )
     expected: Direction | None = Field(
-        default=None, description="of superiority: direction of the claim about the difference"
+        default=None, description="for superiority: the sign of the difference that is claimed"
     )
-    family: str = Field(default="main", min_length=1, description="Holm adjusts over the comparisons of one family")
+    family: str = Field(default="main", min_length=1, description="Holm's adjustment is applied within a family")
 
     @model_validator(mode="after")
     def _test_fits(self) -> Self:
         if self.test == "superiority":
             if self.margin is not None:
-                raise ValueError("margin belongs to test: non_inferiority or equivalence")
+                raise ValueError("margin is for test: non_inferiority or equivalence")
             if self.direction is None:
                 raise ValueError("superiority needs expected: higher or lower")
         else:
             if self.margin is None:
                 raise ValueError(f"{self.test} needs a margin, fixed before the data are seen")
             if self.expected is not None:
-                raise ValueError(f"expected belongs to test: superiority, {self.test} has its margin")
+                raise ValueError(f"expected is for test: superiority; {self.test} uses margin")
         return self
 
     @property
     def direction(self) -> Direction | None:
-        """The direction that superiority claims; null for tests against a margin."""
+        """The claimed direction of a superiority test; None for tests against a margin."""
         return self.expected
 
 
@@ -65,21 +69,24 @@ class TwoArms(TestedClaim):
 
 
 class ArmComparison(TwoArms):
-    """Treatment against control at one evaluation noise level."""
+    """Accuracy of treatment minus accuracy of control, at one evaluation noise level."""
 
     kind: Literal["arms"] = "arms"
     noise_level: float = Field(default=0.0, ge=0, lt=1)
 
 
 class DegradationComparison(TwoArms):
-    """What a noise level costs the treatment minus what it costs the control; higher: the treatment loses less."""
+    """Accuracy change from level 0 to `noise_level` of the treatment minus that of the control.
+
+    Higher means that the treatment loses less.
+    """
 
     kind: Literal["degradation"] = "degradation"
     noise_level: float = Field(gt=0, lt=1)
 
 
 class LevelComparison(TestedClaim):
-    """One arm at a noise level against itself without noise."""
+    """Accuracy of one arm at a noise level minus its accuracy without noise."""
 
     kind: Literal["levels"] = "levels"
     arm: str
@@ -87,7 +94,7 @@ class LevelComparison(TestedClaim):
 
     @property
     def direction(self) -> Direction | None:
-        """Noise is expected to hurt unless the study says otherwise."""
+        """The claimed direction; by default noise is expected to lower accuracy."""
         return self.expected or ("lower" if self.test == "superiority" else None)
 
 
@@ -95,14 +102,16 @@ Comparison = Annotated[ArmComparison | LevelComparison | DegradationComparison, 
 
 
 class StatisticsConfig(FrozenModel):
-    """Error rates of the analysis, and what else it looks at."""
+    """Error rate, power and resampling of the analysis, and the published figures to check."""
 
-    alpha: float = Field(default=0.05, gt=0, lt=0.5, description="error rate of every family of comparisons")
-    power: float = Field(default=0.8, gt=0.5, lt=1, description="of the minimum detectable difference")
-    seed: int = Field(default=0, ge=0, description="draws the bootstrap and the permutations")
+    alpha: float = Field(default=0.05, gt=0, lt=0.5, description="family-wise error rate of each family of comparisons")
+    power: float = Field(
+        default=0.8, gt=0.5, lt=1, description="power for which the minimum detectable difference is computed"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the bootstrap and of the permutations")
     bootstrap_samples: int = Field(default=2000, ge=200)
     published: str | None = Field(
-        default=None, description="file of published figures to audit beside the study; null: none"
+        default=None, description="file of published figures to check along with the study; null: none"
     )
 
 
@@ -115,11 +124,11 @@ class ArmPair(FrozenModel):
 
 
 class ReportConfig(FrozenModel):
-    """Wording of the report, and what it looks at closely."""
+    """Title, language and content of the report."""
 
     title: str
-    question: str = Field(description="what the study wants to know, shown on top")
-    language: Literal["en", "zh"] = Field(default="en", description="language of report, summary and sentences")
+    question: str = Field(description="the question of the study, shown at the top")
+    language: Literal["en", "zh"] = Field(default="en", description="language of the report and the summary")
     explore: ArmPair | None = Field(
-        default=None, description="whose flipped questions are shown; the first comparison of arms where not said"
+        default=None, description="arms whose flipped questions are shown; null: those of the first comparison of arms"
     )

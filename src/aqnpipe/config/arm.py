@@ -1,4 +1,4 @@
-"""Arms: which noise a training run gets. An arm is data; adding one never means code."""
+"""Arms: the noise of a training run. An arm is pure data, so adding one needs no code."""
 
 from typing import Literal, Self
 
@@ -13,15 +13,15 @@ Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 
 
 class ImportanceSampling(FrozenModel):
-    """Weighs what was rolled out by p(actor)/p(sampler): rollouts come from other noise, weights or kernels.
+    """Weights rollouts by p(actor)/p(sampler), because they were sampled under other noise, weights or kernels.
 
-    TRL's `vllm_importance_sampling_correction`, for the rollouts of either backend.
+    This is TRL's `vllm_importance_sampling_correction`, for rollouts of either backend.
     """
 
     mode: Correction = Field(
         default="sequence_mask",
-        description="ratio of each token or of the whole response; beyond the limits it is truncated to them, or the "
-        "token or response is masked",
+        description="ratio per token or per response; outside the limits the ratio is truncated, or its token or "
+        "response is masked",
     )
     clip_max: float | None = Field(default=3.0, gt=0, description="upper limit of the ratio; null: none")
     clip_min: float | None = Field(default=None, gt=0, description="lower limit of the ratio; null: none")
@@ -36,7 +36,7 @@ class ImportanceSampling(FrozenModel):
 
 
 class Arm(FrozenModel):
-    """One experimental condition: the noise during training, on top of the study's shared settings."""
+    """An experimental condition: the noise during training. All other settings are shared by the study."""
 
     description: str
     model: ModelRole = "base"
@@ -44,24 +44,24 @@ class Arm(FrozenModel):
     module_noise: ModuleNoise | None = None
     aqn: AdaptiveNoise | None = None
     importance_sampling: ImportanceSampling | None = Field(
-        default=None, description="correct for how far rollouts are from the policy that learns; null: not at all"
+        default=None, description="correction for the distance between the sampling and the trained policy; null: none"
     )
     machine: str | None = Field(
         default=None,
-        description="name of a machine of the study whose simulated faults the policy has in all of training and in "
-        "its evaluation; null: the real device as it is",
+        description="machine of the study whose simulated faults the policy has throughout training and in its "
+        "evaluation; null: the real device without simulated faults",
     )
     task: str | None = Field(
-        default=None, description="task of the data set that the arm is meant for; null: any. Others are refused"
+        default=None, description="the only task of a data set on which this arm may run; null: any task"
     )
     aa_control_of: str | None = Field(
         default=None,
-        description="id of the arm that this one imitates without its active part: their comparison is an A/A test",
+        description="id of the arm that this A/A control imitates without its active part; they should not differ",
     )
     seed_offset: int = Field(
         default=0,
         ge=0,
-        description="added to the study's seeds for everything random in training: the same arm with other seed_variance",
+        description="added to the study's seeds in training: gives an independent repetition of an arm",
     )
 
     @model_validator(mode="after")
@@ -74,6 +74,6 @@ class Arm(FrozenModel):
 
 
 class ArmsFile(FrozenModel):
-    """The content of `config/arms.yaml`: arms by id."""
+    """Content of `config/arms.yaml`: arms by id."""
 
     arms: dict[str, Arm] = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""Which questions a study trains on and evaluates on, and how they are put to the model."""
+"""The questions of a study, and the format of its prompts."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,12 +12,12 @@ AnswerFormat = Literal["gsm8k", "number"]
 
 
 class GeneratedDataset(FrozenModel):
-    """Generated questions; the defaults are the task and the difficulty that the tiny models were made for."""
+    """Generated questions. The defaults are the task and difficulty for which the tiny models were trained."""
 
     source: Literal["generated"] = "generated"
     task: GeneratedTask = Field(
         default="word_problems",
-        description="word_problems: grade-school arithmetic; comparison: count who has more than a number",
+        description="word_problems: grade-school arithmetic; comparison: count how many have more than a number",
     )
     seed: int = 0
     num_train: SplitSize = 2000
@@ -30,15 +30,17 @@ class GeneratedDataset(FrozenModel):
     @model_validator(mode="after")
     def _steps_are_ordered(self) -> Self:
         if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps is {self.min_steps}, above max_steps {self.max_steps}: expected at most that")
+            raise ValueError(f"min_steps is {self.min_steps}, expected at most max_steps, {self.max_steps}")
         return self
 
 
 class _StoredDataset(FrozenModel):
-    """What data sets that exist already have in common; a limit of None takes every row."""
+    """Settings shared by data sets that are read, not generated. A limit of None takes every row."""
 
     task: str = Field(
-        default="word_problems", min_length=1, description="name of the kind of question; arms may be meant for one"
+        default="word_problems",
+        min_length=1,
+        description="name of the kind of question; an arm may be restricted to a task",
     )
     question_column: str = Field(default="question", min_length=1)
     answer_column: str = Field(default="answer", min_length=1)
@@ -50,14 +52,14 @@ class _StoredDataset(FrozenModel):
 
 
 class LocalDataset(_StoredDataset):
-    """A folder with train and test as .jsonl or .parquet."""
+    """A folder with the splits train and test as .jsonl or .parquet files."""
 
     source: Literal["local"]
     path: str = Field(min_length=1)
 
 
 class HubDataset(_StoredDataset):
-    """A data set of the Hugging Face hub with splits train and test."""
+    """A data set on the Hugging Face hub with the splits train and test."""
 
     source: Literal["hub"]
     hub_id: str = Field(default="openai/gsm8k", pattern=r"^[\w.-]+/[\w.-]+$")
@@ -69,11 +71,12 @@ DatasetConfig = Annotated[GeneratedDataset | LocalDataset | HubDataset, Field(di
 
 
 class PromptFormat(FrozenModel):
-    """How a question becomes a prompt, for reward and evaluation alike.
+    """The prompt format, the same in training and evaluation.
 
-    style plain: instruction (if any) and question, each ended by a newline. chat: the tokenizer's chat template around
-    the question, the instruction after it. layout question_answer: `Question: ...` and, on the next line, `Answer:`, as
-    in lm-evaluation-harness's gsm8k; the instruction, if any, on a line before everything.
+    - style plain: the instruction (if any) and the question, each followed by a newline.
+    - style chat: the tokenizer's chat template around the question, with the instruction after the question.
+    - layout question_answer: `Question: ...`, and `Answer:` on the next line, as in the gsm8k task of
+      lm-evaluation-harness; the instruction, if any, is a line before them.
     """
 
     style: Literal["plain", "chat"] = "plain"
@@ -83,23 +86,24 @@ class PromptFormat(FrozenModel):
         default=0,
         ge=0,
         le=64,
-        description="training questions with their worked answers that stand before every question (n-shot), with "
-        "blank lines between them or as turns of the chat",
+        description="number of training questions with worked answers before every question (n-shot), separated by "
+        "blank lines or as turns of the chat",
     )
     example_seed: int | None = Field(
-        default=None, ge=0, description="draws the examples; null: the first rows of the training split"
+        default=None,
+        ge=0,
+        description="seed with which the examples are drawn; null: the first rows of the training split",
     )
 
     @model_validator(mode="after")
     def _a_response_has_an_end(self) -> Self:
         if self.num_examples and self.style == "plain" and self.layout == "bare":
             raise ValueError(
-                "num_examples in style plain needs layout question_answer: a model that goes on after its answer is "
-                "cut off at the next question"
+                "num_examples with style plain needs layout question_answer, in which `Question:` ends a response"
             )
         return self
 
     @property
     def stop_text(self) -> str | None:
-        """Text at which a response ends if the model goes on with a question of its own; None: no such text."""
+        """Text that ends a response, because the model has begun a new question; None if the layout has none."""
         return "Question:" if self.layout == "question_answer" else None

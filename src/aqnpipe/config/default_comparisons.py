@@ -1,4 +1,4 @@
-"""What a study compares where it declares nothing: the questions that its arms were made for."""
+"""Comparisons of a study that declares none: the questions for which its arms were designed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,17 +7,19 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.diagnosis import SigmaStrategy
 
 ENERGY_CONTROLS: tuple[SigmaStrategy, ...] = ("healthy_layers", "random_layers", "wrong_layers")
-"""Strategies that put the energy of `targeted` elsewhere (ADR 7)."""
+"""Strategies that put the same energy as `targeted` into other layers (ADR 7)."""
 
 
 def default_comparisons(arms: Mapping[str, Arm], noise_levels: Sequence[float]) -> tuple[Comparison, ...]:
-    """Return the usual comparisons for `arms` (sham controls aside), in three families.
+    """Return the usual comparisons for `arms`, A/A controls excluded, in three families.
 
-    arms: a clean arm against the pretrained model, a noise arm against the clean one, an AQN arm against its
-    counterpart without AQN (the same noise), sigmas from a diagnosis against uniform ones and, where they target the
-    fault, against their controls of equal energy. levels: every arm at the highest noise level against itself without
-    noise. degradation: what that level costs a noise or AQN arm against what it costs its counterparts. What needs the
-    level 0 or a level above is left out where the study has none.
+    - arms: a clean arm against the pretrained model; a noise arm against the clean arm; an AQN arm against the arm with
+      the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if the
+      sigmas target the fault, against its controls of equal energy.
+    - levels: every arm at the highest noise level against itself without noise.
+    - degradation: accuracy lost to that level, by a noise or AQN arm against each of its counterparts.
+
+    Comparisons that need level 0, or a level above 0, are omitted if the study does not evaluate it.
     """
     usual = {name: arm for name, arm in arms.items() if arm.aa_control_of is None}
     pairs = [(name, control) for name in usual for control in _controls(name, usual)]
@@ -35,7 +37,7 @@ def default_comparisons(arms: Mapping[str, Arm], noise_levels: Sequence[float]) 
 
 
 def _controls(name: str, arms: Mapping[str, Arm]) -> list[str]:
-    """Return what an arm is compared with; a control of equal energy is compared by the arm that it controls."""
+    """Return the controls of an arm; none for a control of equal energy, which is itself the control of its arm."""
     arm = arms[name]
     strategy = arm.aqn.layer_sigmas_strategy if arm.aqn is not None else "published"
     if strategy in ENERGY_CONTROLS:
@@ -44,41 +46,41 @@ def _controls(name: str, arms: Mapping[str, Arm]) -> list[str]:
 
 
 def _energy_controls(arm: Arm, arms: Mapping[str, Arm]) -> Iterator[str]:
-    for other, one in arms.items():
-        if arm.aqn is None or one.aqn is None or one.aqn.layer_sigmas_strategy not in ENERGY_CONTROLS:
+    for name, other in arms.items():
+        if arm.aqn is None or other.aqn is None or other.aqn.layer_sigmas_strategy not in ENERGY_CONTROLS:
             continue
-        same = one.aqn.model_copy(update={"layer_sigmas_strategy": arm.aqn.layer_sigmas_strategy})
-        if same == arm.aqn and _noise(one) == _noise(arm) and one.model == arm.model:
-            yield other
+        same = other.aqn.model_copy(update={"layer_sigmas_strategy": arm.aqn.layer_sigmas_strategy})
+        if same == arm.aqn and _noise(other) == _noise(arm) and other.model == arm.model:
+            yield name
 
 
 def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
-    """Return the arm that lacks just the step that `name` adds; the pretrained model where the study has none."""
+    """Return the arm that lacks only the last addition of `name`; the pretrained model if the study has no such arm."""
     arm = arms[name]
-    # Evaluations on different machines differ in more than training.
+    # Arms on other machines are no candidates, because their evaluations differ in more than the training.
     others = {
-        other: one
-        for other, one in arms.items()
-        if other != name and one.model == arm.model and one.machine == arm.machine
+        other_name: other
+        for other_name, other in arms.items()
+        if other_name != name and other.model == arm.model and other.machine == arm.machine
     }
     if arm.aqn is not None and arm.aqn.layer_sigmas_from is not None:
         uniform = arm.aqn.model_copy(update={"layer_sigmas_from": None, "layer_sigmas_strategy": "published"})
-        same = [other for other, one in others.items() if one.aqn == uniform and _noise(one) == _noise(arm)]
+        same = [key for key, other in others.items() if other.aqn == uniform and _noise(other) == _noise(arm)]
         if same:
             return same[0]
     if arm.aqn is not None:
-        same = [other for other, one in others.items() if one.aqn is None and _noise(one) == _noise(arm)]
+        same = [key for key, other in others.items() if other.aqn is None and _noise(other) == _noise(arm)]
         if same:
             return same[0]
     if _uses_noise(arm):
-        quiet = [other for other, one in others.items() if not _uses_noise(one)]
-        if quiet:
-            return quiet[0]
+        noiseless = [key for key, other in others.items() if not _uses_noise(other)]
+        if noiseless:
+            return noiseless[0]
     return PRETRAINED
 
 
 def _noise(arm: Arm) -> dict[str, object]:
-    """Return everything that the arm adds besides AQN."""
+    """Return the settings of the arm other than AQN that define its noise."""
     return arm.model_dump(exclude={"description", "model", "aqn", "machine", "aa_control_of", "seed_offset"})
 
 

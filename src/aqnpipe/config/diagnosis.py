@@ -1,4 +1,4 @@
-"""Settings of the diagnosis, exact probes and statistical scans (SRDD), and of the rule from it to per-layer sigmas."""
+"""Settings of the diagnosis (exact probes and statistical SRDD scans), and of the rule that derives layer sigmas."""
 
 from typing import Literal, Self
 
@@ -7,43 +7,58 @@ from pydantic import Field, model_validator
 from aqnpipe.config.base import FrozenModel
 
 DiagnosisMethod = Literal["exact", "statistical", "all"]
-"""What runs: exact probes, statistical scans, or both."""
+"""Exact probes, statistical scans, or both."""
 
 
 class DiagnosisConfig(FrozenModel):
-    """Exact probes decide; the scans report beside them, with the published thresholds by default."""
+    """Settings of exact probes, which decide, and of scans, which only report; default thresholds are as published."""
 
-    num_prompts: int = Field(default=5, ge=1, description="training questions that the model is fed")
-    num_repeats: int = Field(default=4, ge=2, description="repeated runs of the ambient scan")
-    gain_noise_scale: float = Field(default=0.1, gt=0, description="input noise of the gain scan, in stds of the input")
+    num_prompts: int = Field(default=5, ge=1, description="number of training questions used as prompts")
+    num_repeats: int = Field(default=4, ge=2, description="repeated runs of each layer in the ambient scan")
+    gain_noise_scale: float = Field(
+        default=0.1, gt=0, description="input noise of the gain scan, relative to the std of the input"
+    )
     gain_trials: int = Field(default=3, ge=1)
     ambient_jump_z: float = Field(default=2.0, gt=0)
     gain_drop_z: float = Field(default=2.0, gt=0)
     kurtosis_drop_z: float = Field(default=2.0, gt=0)
-    first_kurtosis_layer: int = Field(default=2, ge=1, description="drops of log-kurtosis are looked for from here on")
-    exact_repeats: int = Field(default=5, ge=2, description="runs of each layer on one input, for faults by chance")
+    first_kurtosis_layer: int = Field(
+        default=2, ge=1, description="first layer in which the kurtosis scan looks for drops"
+    )
+    exact_repeats: int = Field(
+        default=5, ge=2, description="runs of each layer on one input, to detect intermittent faults"
+    )
     intermittent_rate: float = Field(
-        default=0.003, gt=0, lt=1, description="probability per element of the rarest chance fault that must be seen"
+        default=0.003,
+        gt=0,
+        lt=1,
+        description="probability per element of the rarest intermittent fault that must be detected",
     )
     miss_probability: float = Field(
-        default=0.001, gt=0, lt=1, description="probability at which such a fault on a single channel may be missed"
+        default=0.001, gt=0, lt=1, description="allowed probability of missing such a fault on a single channel"
     )
     seed: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=1)
 
 
 SigmaStrategy = Literal["published", "targeted", "variable", "healthy_layers", "random_layers", "wrong_layers"]
-"""How a diagnosis becomes sigmas; described in diagnosis/sigmas.py and config/README.md."""
+"""Strategies that derive sigmas from a diagnosis, described in diagnosis/sigmas.py and config/README.md."""
 
 
 class SigmaRule(FrozenModel):
-    """Settings of the strategies that turn a diagnosis into per-layer sigmas; the defaults are the published rule's."""
+    """Settings of the strategies that derive layer sigmas from a diagnosis; the defaults are the published rule."""
 
     base_sigma: float = Field(default=0.05, gt=0)
-    low_gain_ratio: float = Field(default=0.8, gt=0, description="below this share of the median gain: raised")
-    high_kurtosis_ratio: float = Field(default=1.2, gt=0, description="above this multiple of the median: raised")
+    low_gain_ratio: float = Field(
+        default=0.8, gt=0, description="a layer with a gain below this share of the median gets a higher sigma"
+    )
+    high_kurtosis_ratio: float = Field(
+        default=1.2, gt=0, description="a layer with a kurtosis above this multiple of the median gets a higher sigma"
+    )
     raise_factor: float = Field(default=1.5, ge=1)
-    instability_threshold: float = Field(default=0.1, gt=0, description="above this instability: lowered")
+    instability_threshold: float = Field(
+        default=0.1, gt=0, description="a layer with an instability above this gets a lower sigma"
+    )
     lower_factor: float = Field(default=0.5, gt=0, le=1)
     sigma_min: float = Field(default=0.01, gt=0)
     sigma_max: float = Field(default=0.15, gt=0)
@@ -52,9 +67,9 @@ class SigmaRule(FrozenModel):
         default=0.25,
         gt=0,
         le=1,
-        description="without a fault, this share of the layers, the most sensitive, is targeted",
+        description="share of the layers, the most sensitive ones, that is targeted if there is no fault",
     )
-    seed: int = Field(default=0, ge=0, description="draws the layers of random_layers")
+    seed: int = Field(default=0, ge=0, description="seed with which random_layers draws its layers")
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

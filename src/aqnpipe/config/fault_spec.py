@@ -8,15 +8,15 @@ from aqnpipe.errors import ConfigError
 
 
 def parse_fault(spec: str) -> Fault:
-    """Return the fault that `spec` (key=value pairs between commas) describes; keys are those of `Fault`.
+    """Return the fault that `spec` describes: comma-separated key=value pairs with the keys of `Fault`.
 
-    Raises ConfigError in one line on anything else: a missing or repeated key, an unknown one, a value out of range.
+    Raises ConfigError if a key is missing, repeated or unknown, or a value is out of range.
     """
     values: dict[str, str] = {}
     for part in spec.split(","):
         key, equals, value = (text.strip() for text in part.partition("="))
         if not equals or not key or not value:
-            raise ConfigError(f"fault {spec!r}: found {part.strip()!r}, expected key=value pairs between commas")
+            raise ConfigError(f"fault {spec!r}: found {part.strip()!r}, expected comma-separated key=value pairs")
         if key not in Fault.model_fields:
             raise ConfigError(f"fault {spec!r}: unknown key {key!r}, expected {', '.join(Fault.model_fields)}")
         if key in values:
@@ -29,7 +29,7 @@ def parse_fault(spec: str) -> Fault:
 
 
 def format_fault(fault: Fault) -> str:
-    """Return the spec of `fault`, without the settings that are at their defaults; `parse_fault` reads it back."""
+    """Return the spec of `fault` without default values; the inverse of `parse_fault`."""
     values = {name: getattr(fault, name) for name in Fault.model_fields}
     return ",".join(
         f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}"

@@ -1,4 +1,4 @@
-"""The loss study: what faults and hidden-state noise do to the loss of a model that is not trained on them."""
+"""The loss study: how faults and hidden-state noise change the loss of a model that was not trained with them."""
 
 from typing import Annotated, Literal, Self, get_args
 
@@ -11,30 +11,36 @@ from aqnpipe.config.noise import FaultOrder
 LossCondition = Literal[
     "clean", "noise_only", "fault_only", "global", "targeted", "healthy_layers", "wrong_layers", "random_layers"
 ]
-"""clean: neither fault nor noise. noise_only: noise in all layers, no fault. fault_only: no noise. The others have the
-fault and noise in all layers, in the faulty ones, in all but these, or in as many healthy layers: the farthest from the
-fault in depth, or drawn."""
+"""Conditions of a loss study.
+
+- clean: neither fault nor noise. noise_only: noise in all layers, no fault. fault_only: the fault, no noise.
+- The others have the fault and noise: global in all layers, targeted in the faulty layers, healthy_layers in all
+  others, wrong_layers in as many healthy layers as are faulty, those farthest from the fault in depth, random_layers in
+  as many healthy layers drawn at random.
+"""
 
 
 class LossStudyConfig(FrozenModel):
-    """Loss of texts (question, gold solution) under a machine's faults at several magnitudes, with and without noise.
+    """Loss of texts (question and gold solution) with and without a machine's faults, at several magnitudes, and noise.
 
-    The noise is AQN's on hidden states, relative with standard deviation `gamma` in every layer that has it, so that
-    conditions with more layers have more noise in all.
+    The noise is AQN noise on hidden states, with relative standard deviation `gamma` in each of its layers. Conditions
+    with more noisy layers therefore have more noise in total.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of its files")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the study's files")
     model: ModelRole = "base"
-    machine: str = Field(description="machine of the study; its faults get each of the magnitudes in turn")
+    machine: str = Field(description="machine of the study whose faults are simulated at each of the magnitudes")
     magnitudes: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(min_length=1)
     orders: tuple[FaultOrder, ...] = Field(
-        default=("after_noise", "around_noise"), min_length=1, description="when the fault strikes where there is noise"
+        default=("after_noise", "around_noise"), min_length=1, description="order of fault and noise where both apply"
     )
     conditions: tuple[LossCondition, ...] = Field(default=get_args(LossCondition), min_length=1)
-    gamma: float = Field(default=0.01, gt=0, lt=1, description="relative standard deviation of the noise")
+    gamma: float = Field(
+        default=0.01, gt=0, lt=1, description="standard deviation of the noise relative to the hidden states"
+    )
     noise_seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
-    num_texts: int = Field(default=50, ge=1, description="first questions of the test split")
-    layer_seed: int = Field(default=0, ge=0, description="draws the layers of random_layers")
+    num_texts: int = Field(default=50, ge=1, description="number of texts, the first of the test split")
+    layer_seed: int = Field(default=0, ge=0, description="seed with which random_layers draws its layers")
     threads: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The jobs of a study: files, steps and per-job parameters that the workflow asks for."""
+"""The jobs of a study: their files, steps and parameters, as the workflow needs them."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from aqnpipe.errors import ConfigError
 
 
 class StudyPlan:
-    """Derives every path and parameter of the workflow from a validated study. Paths are relative, as text."""
+    """All paths and parameters of the workflow, derived from a validated study. Paths are relative strings."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -24,11 +24,11 @@ class StudyPlan:
 
     @property
     def num_evaluations(self) -> int:
-        """Evaluated checkpoints, the pretrained models included."""
+        """Number of evaluated checkpoints, including the pretrained models."""
         return len(self.evaluations())
 
     def runs(self) -> list[tuple[str, str, int]]:
-        """(model role, arm, seed) of every training run."""
+        """Return (model role, arm, seed) of every training run."""
         return [
             (self.study.arms[arm].model, arm, seed)
             for arm in self.study.config.arms
@@ -36,22 +36,22 @@ class StudyPlan:
         ]
 
     def evaluations(self) -> list[tuple[str, str, int, int]]:
-        """(model role, arm, seed, step) of every evaluation: each model before training, then every checkpoint."""
+        """Return (model role, arm, seed, step) of every evaluation: the pretrained models, then every checkpoint."""
         return [
             *((role, PRETRAINED, 0, 0) for role in self.study.model_roles()),
             *((*run, step) for run in self.runs() for step in self.checkpoint_steps),
         ]
 
     def diagnoses(self) -> list[tuple[str, str]]:
-        """(model role, machine) of every diagnosis."""
+        """Return (model role, machine) of every diagnosis."""
         return [(role, machine) for role in self.study.model_roles() for machine in self.study.config.machines]
 
     def jobs(self) -> dict[str, int]:
-        """Jobs per rule of the workflow when nothing is there yet, `all` aside; rules without a job are left out."""
+        """Return the number of jobs per rule for an empty results folder, without `all` and rules that have no job."""
         losses = self.study.config.loss_studies
         counts = {
             "prepare_data": 2,
-            "prepare_model": len({*self.study.model_roles(), *(one.model for one in losses)}),
+            "prepare_model": len({*self.study.model_roles(), *(loss_study.model for loss_study in losses)}),
             "srdd_diagnose": len(self.diagnoses()),
             "generate_layer_sigmas": len(self.all_sigmas_files()),
             "train": len(self.runs()),
@@ -65,7 +65,7 @@ class StudyPlan:
         return {rule: count for rule, count in counts.items() if count}
 
     def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
-        """How sigmas are made of a diagnosis: the published rule, and what the study's arms of that model ask for."""
+        """Return the sigma strategies for a diagnosis: `published`, and those that arms of the model request."""
         requested = [
             arm.aqn.layer_sigmas_strategy
             for arm in self.study.arms.values()
@@ -74,7 +74,7 @@ class StudyPlan:
         return list(dict.fromkeys(["published", *requested]))
 
     def all_sigmas_files(self) -> list[str]:
-        """The sigmas of every diagnosis by every strategy that the study uses."""
+        """Return the sigmas files of every diagnosis, for every strategy that the study uses."""
         return [
             self.sigmas_file(model, machine, strategy)
             for model, machine in self.diagnoses()
@@ -82,47 +82,50 @@ class StudyPlan:
         ]
 
     def run_files(self, name: str) -> list[str]:
-        """One file of every run, in the order of `runs`."""
+        """Return the file `name` of every run, in the order of `runs`."""
         return [f"{self.results}/runs/{role}/{arm}/seed{seed}/{name}" for role, arm, seed in self.runs()]
 
     def evaluation_files(self, suffix: str) -> list[str]:
-        """One file of every evaluation, in the order of `evaluations`."""
+        """Return the file with `suffix` of every evaluation, in the order of `evaluations`."""
         return [
             f"{self.results}/eval/{role}/{arm}/seed{seed}/step{step}.{suffix}"
             for role, arm, seed, step in self.evaluations()
         ]
 
     def loss_study_files(self, suffix: str) -> list[str]:
-        """One file of every loss study, in the order of the study."""
-        return [f"{self.results}/loss_study/{one.model}/{one.name}.{suffix}" for one in self.study.config.loss_studies]
+        """Return the file with `suffix` of every loss study, in the order of the study."""
+        return [
+            f"{self.results}/loss_study/{loss_study.model}/{loss_study.name}.{suffix}"
+            for loss_study in self.study.config.loss_studies
+        ]
 
     def diagnosis_files(self, name: str) -> list[str]:
-        """One file of every diagnosis, in the order of `diagnoses`."""
+        """Return the file `name` of every diagnosis, in the order of `diagnoses`."""
         return [f"{self.results}/srdd/{role}/{machine}/{name}" for role, machine in self.diagnoses()]
 
     def sigmas_input(self, model: str, arm: str) -> list[str]:
-        """The sigmas file that an arm needs, or nothing."""
+        """Return the sigmas file that an arm needs, as a list; empty if it needs none."""
         aqn = self.study.arms[arm].aqn
         if aqn is None or aqn.layer_sigmas_from is None:
             return []
         return [self.sigmas_file(model, aqn.layer_sigmas_from, aqn.layer_sigmas_strategy)]
 
     def sigmas_file(self, model: str, machine: str, strategy: SigmaStrategy = "published") -> str:
-        """The per-layer sigmas that a strategy makes of the diagnosis of a machine."""
+        """Return the file of the layer sigmas that a strategy derives from the diagnosis of a machine."""
         return f"{self.results}/srdd/{model}/{machine}/{sigmas_name(strategy)}"
 
     def examples_input(self) -> list[str]:
-        """The training questions, where prompts have examples from them, or nothing."""
+        """Return the file of training questions if prompts contain examples from it, as a list; else an empty list."""
         return [f"{self.results}/data/train.parquet"] if self.study.config.prompt.num_examples else []
 
     def checkpoint_input(self, *, model: str, arm: str, seed: str, step: str) -> str:
-        """The config.json of the model folder that an evaluation reads."""
+        """Return the config.json of the model that an evaluation reads."""
         if arm == PRETRAINED:
             return f"{self.results}/models/{model}/config.json"
         return f"{self.results}/runs/{model}/{arm}/seed{seed}/checkpoints/step{step}/config.json"
 
     def model_fingerprint(self, role: str) -> str:
-        """What tells that a built-in or local model's weights changed: sizes and times of its files; "" for hub ids."""
+        """Return text that changes with the weights: the recipe, or sizes and times of local files; "" for a hub id."""
         source = self.study.config.models[role].source
         kind = source_kind(source)
         if kind == "hub":
@@ -133,7 +136,7 @@ class StudyPlan:
         return repr(stats)
 
     def training_spec(self, arm: str, seed: int) -> dict[str, Any]:
-        """Parameters of one training job (`TrainingSpec` as plain data)."""
+        """Return the parameters of a training job (`TrainingSpec` as plain data)."""
         config, role = self.study.config, self.study.arms[arm].model
         return TrainingSpec(
             model_role=role,
@@ -151,7 +154,7 @@ class StudyPlan:
         ).model_dump(mode="json")
 
     def evaluation_spec(self, *, model: str, arm: str, seed: str, step: str) -> dict[str, Any]:
-        """Parameters of one evaluation job (`EvaluationSpec` as plain data)."""
+        """Return the parameters of an evaluation job (`EvaluationSpec` as plain data)."""
         config = self.study.config
         return EvaluationSpec(
             model_role=model,
@@ -170,7 +173,7 @@ class StudyPlan:
         ).model_dump(mode="json")
 
     def loss_study_spec(self, model: str, name: str) -> dict[str, Any]:
-        """Parameters of one loss study (`LossStudySpec` as plain data)."""
+        """Return the parameters of a loss study (`LossStudySpec` as plain data)."""
         config = self.study.config
         settings = self._loss_study(model, name)
         return LossStudySpec(
@@ -184,28 +187,29 @@ class StudyPlan:
         ).model_dump(mode="json")
 
     def loss_study_threads(self, model: str, name: str) -> int:
-        """Threads of one loss study."""
+        """Return the number of threads of a loss study."""
         return self._loss_study(model, name).threads
 
     def faults(self, machine: str | None) -> tuple[Fault, ...]:
-        """The simulated faults of a machine; none of the real device."""
+        """Return the simulated faults of a machine; none for the real device (None)."""
         return self.study.config.machines[machine].faults if machine is not None else ()
 
     def _loss_study(self, model: str, name: str) -> LossStudyConfig:
-        return next(one for one in self.study.config.loss_studies if (one.model, one.name) == (model, name))
+        studies = {(settings.model, settings.name): settings for settings in self.study.config.loss_studies}
+        return studies[model, name]
 
     def study_params(self) -> dict[str, Any]:
-        """The whole study as plain data, for the jobs that look at all of it."""
+        """Return the whole study as plain data, for jobs that need all of it."""
         return self.study.model_dump(mode="json")
 
 
 def sigmas_name(strategy: SigmaStrategy) -> str:
-    """The file name of a strategy's sigmas."""
+    """Return the file name of the sigmas of a strategy."""
     return f"sigmas-{strategy}.yaml"
 
 
 def plan_of(params: dict[str, Any]) -> StudyPlan:
-    """Rebuild the plan from `study_params`; ConfigError if they are not a study."""
+    """Return the plan of a study from `study_params`; ConfigError if they are not those of a study."""
     if set(params) != {"config", "arms"}:
         raise ConfigError(f"study parameters: found keys {sorted(params)}, expected arms and config")
     return StudyPlan(Study.model_validate(params))

@@ -1,4 +1,4 @@
-"""Printed figures of a paper and its claims, as `aqnpipe check-published` reads them (config/published.yaml is an example)."""
+"""Printed figures and claims of a paper, as `aqnpipe check-published` reads them; see config/published.yaml."""
 
 from collections.abc import Iterator
 from decimal import Decimal
@@ -22,11 +22,11 @@ def _percentage(text: str) -> str:
 
 
 Printed = Annotated[str, Field(strict=True, pattern=r"^[+-]?[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?$"), AfterValidator(_number)]
-"""A number as printed, in quotes: "70.20" has two decimals, which decide what it may stand for."""
+"""A number as printed, in quotes, because its decimals matter: "70.20" is rounded to two places."""
 
 
 class PublishedAccuracy(FrozenModel):
-    """An accuracy in percent, of so many questions; `arm`, `noise_level` and `step` tie it to a study's arm."""
+    """An accuracy in percent and its number of questions; `arm`, `noise_level` and `step` link it to a study."""
 
     id: str
     label: str
@@ -44,12 +44,16 @@ class PublishedLoss(FrozenModel):
     label: str
     mean: float
     std: float = Field(ge=0)
-    ddof: Literal[0, 1] = Field(default=1, description="1 where the deviation divides by runs - 1 (assumed if unsaid)")
+    ddof: Literal[0, 1] = Field(
+        default=1, description="1: the deviation was divided by runs - 1 (assumed if not stated)"
+    )
     num_runs: int = Field(ge=2)
-    vocabulary_size: int | None = Field(default=None, ge=2, description="guessing uniformly has loss ln of it")
+    vocabulary_size: int | None = Field(
+        default=None, ge=2, description="a uniform guess has the loss ln(vocabulary_size)"
+    )
     arm: str | None = None
     values: tuple[float, ...] = Field(
-        default=(), description="the loss of every run, in the same order of seeds on all sides: allows a paired test"
+        default=(), description="the loss of every run, all in the same order of seeds; allows a paired test"
     )
 
     @model_validator(mode="after")
@@ -60,7 +64,7 @@ class PublishedLoss(FrozenModel):
 
 
 class PublishedSeries(FrozenModel):
-    """Accuracies of one checkpoint at several noise levels, by id."""
+    """Ids of the accuracies of one checkpoint at several noise levels."""
 
     id: str
     label: str
@@ -68,7 +72,7 @@ class PublishedSeries(FrozenModel):
 
 
 class ReportedNumbers(FrozenModel):
-    """What somebody printed about a claim: the paper itself, or an earlier re-analysis. In the claim's unit."""
+    """Figures printed about a claim, by the paper or by a re-analysis, in the unit of the claim."""
 
     by: str
     difference: Printed | None = None
@@ -77,10 +81,10 @@ class ReportedNumbers(FrozenModel):
     p_value: Printed | None = None
 
 
-class AuditClaim(TestedClaim):
-    """What every claim of a paper states beside its test.
+class PaperClaim(TestedClaim):
+    """A claim of a paper, and the figures printed about it.
 
-    `differs_in`: what differs between the sides besides the factor that the claim names; anything makes it invalid.
+    `differs_in`: differences between the sides other than the factor of the claim. Any of them makes the claim invalid.
     """
 
     id: str
@@ -88,18 +92,20 @@ class AuditClaim(TestedClaim):
     reported: tuple[ReportedNumbers, ...] = ()
 
 
-class AccuracyClaim(AuditClaim):
-    """One accuracy against another. `paired`: both sides answered the same questions."""
+class AccuracyClaim(PaperClaim):
+    """One accuracy compared with another. `paired`: both sides answered the same questions."""
 
     kind: Literal["accuracies"] = "accuracies"
     treatment: str
     control: str
-    between_runs: bool = Field(default=True, description="the sides are different training runs, not one checkpoint")
+    between_runs: bool = Field(
+        default=True, description="whether the sides are different training runs, not one checkpoint"
+    )
     paired: bool = True
 
 
-class LossClaim(AuditClaim):
-    """One loss against another; a lower loss is better."""
+class LossClaim(PaperClaim):
+    """One loss compared with another; a lower loss is better."""
 
     kind: Literal["losses"] = "losses"
     treatment: str
@@ -107,22 +113,22 @@ class LossClaim(AuditClaim):
 
 
 class Pair(FrozenModel):
-    """A difference of two accuracies, by id."""
+    """Two accuracies by id, whose difference is meant."""
 
     treatment: str
     control: str
 
 
-class DifferencesClaim(AuditClaim):
-    """One difference of accuracies minus another."""
+class DifferencesClaim(PaperClaim):
+    """A difference of accuracies minus another one."""
 
     kind: Literal["differences"] = "differences"
     first: Pair
     second: Pair
 
 
-class RatioClaim(AuditClaim):
-    """One difference of accuracies divided by another, tested against 1: "four times the effect"."""
+class RatioClaim(PaperClaim):
+    """A difference of accuracies divided by another one, tested against 1: "four times the effect"."""
 
     kind: Literal["ratio"] = "ratio"
     first: Pair
@@ -131,7 +137,7 @@ class RatioClaim(AuditClaim):
     @model_validator(mode="after")
     def _no_margin(self) -> Self:
         if self.test != "superiority":
-            raise ValueError("a ratio is tested for superiority alone")
+            raise ValueError(f"test: found {self.test}, expected superiority for a ratio")
         return self
 
 
@@ -147,18 +153,20 @@ class RunScatter(FrozenModel):
 
 
 class Detectable(FrozenModel):
-    """A sample size whose minimum detectable paired difference is wanted."""
+    """A sample size for which the minimum detectable paired difference is computed."""
 
     num_questions: int = Field(ge=2)
     discordant_fraction: float = Field(gt=0, le=1)
-    reported: Printed | None = Field(default=None, description="points that an earlier analysis states")
+    reported: Printed | None = Field(
+        default=None, description="minimum difference in points stated by an earlier analysis"
+    )
 
 
 class PublishedFile(FrozenModel):
-    """The content of a file of published figures."""
+    """Content of a file of published figures."""
 
     title: str
-    source: str = Field(description="where the figures come from")
+    source: str = Field(description="source of the figures")
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     power: float = Field(default=0.8, gt=0.5, lt=1)
     run_scatter: RunScatter | None = None
@@ -175,7 +183,7 @@ class PublishedFile(FrozenModel):
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
                 raise ValueError(f"{kind}: id {repeated[0]} is used twice")
-        accuracies, losses = {one.id for one in self.accuracies}, {one.id for one in self.losses}
+        accuracies, losses = {entry.id for entry in self.accuracies}, {entry.id for entry in self.losses}
         for where, name, known in self._references(accuracies, losses):
             if name not in known:
                 raise ValueError(f"{where}: unknown id {name!r}, the file has {', '.join(sorted(known)) or 'none'}")

@@ -1,0 +1,195 @@
+"""Checks of a study across its sections: names, layers, machines, attention, and what vLLM can compute.
+
+Each check yields one line per problem: file, key, what was found and what is expected.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.model import num_layers_of
+from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization
+from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
+from aqnpipe.errors import ModelError
+
+if TYPE_CHECKING:
+    from aqnpipe.config.study import StudyConfig
+
+
+def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """Yield the problems of `study` (read from `source`) with `arms`, the content of its arms file: one line each."""
+    yield from _name_problems(study, arms, source)
+    yield from _machine_problems(study, source)
+    yield from _layer_problems(study, arms, source)
+    yield from _attention_problems(study, arms, source)
+    yield from _vllm_problems(study, arms, source)
+    yield from _schedule_problems(study, arms)
+    yield from _comparison_problems(study, source)
+    yield from _explore_problems(study, arms, source)
+    yield from _aa_control_problems(study, arms)
+
+
+def _name_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    for name in study.arms:
+        if name not in arms:
+            yield f"{source}: arms: unknown arm {name!r}, {study.arms_file} defines {', '.join(sorted(arms))}"
+            return
+        arm = arms[name]
+        if arm.task not in (None, study.dataset.task):
+            yield (
+                f"{study.arms_file}: arms.{name}.task: found {arm.task}, "
+                f"the data set of {source} has the task {study.dataset.task}"
+            )
+        if arm.model not in study.models:
+            yield f"{source}: models: arm {name} needs the role {arm.model!r}, found {', '.join(study.models)}"
+        for machine in (arm.machine, arm.aqn.layer_sigmas_from if arm.aqn else None):
+            if machine is not None and machine not in study.machines:
+                yield f"{source}: machines: arm {name} needs the machine {machine!r}, found {', '.join(study.machines)}"
+    if PRETRAINED in arms:
+        yield f"{study.arms_file}: arms.{PRETRAINED}: this name is reserved for the model before training"
+
+
+def _machine_problems(study: "StudyConfig", source: str) -> Iterator[str]:
+    known = ", ".join(study.machines)
+    machine = study.evaluation.pretrained_machine
+    if machine is not None and machine not in study.machines:
+        yield f"{source}: evaluation.pretrained_machine: unknown machine {machine!r}, the study has {known}"
+    for index, losses in enumerate(study.loss_studies):
+        where = f"{source}: loss_studies.{index}"
+        if losses.model not in study.models:
+            yield f"{where}.model: unknown role {losses.model!r}, the study has {', '.join(study.models)}"
+        if losses.machine not in study.machines:
+            yield f"{where}.machine: unknown machine {losses.machine!r}, the study has {known}"
+        elif not study.machines[losses.machine].faults:
+            yield f"{where}.machine: {losses.machine} has no faults, expected a machine with simulated faults"
+        elif set(losses.orders) != {"after_noise"} and any(
+            fault.site != "layer_output" for fault in study.machines[losses.machine].faults
+        ):
+            yield (
+                f"{where}.orders: expected [after_noise], because {losses.machine} has faults at sites other than "
+                "layer_output, the only site with noise on hidden states"
+            )
+
+
+def _layer_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    for role, model in study.models.items():
+        try:
+            num_layers = num_layers_of(model.source)
+        except ModelError as error:
+            yield f"{source}: models.{role}.source: {error}"
+            continue
+        if num_layers is None:
+            continue
+        for name, machine in study.machines.items():
+            for index, fault in enumerate(machine.faults):
+                if fault.layer >= num_layers:
+                    yield (
+                        f"{source}: machines.{name}.faults.{index}.layer: found {fault.layer}, "
+                        f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
+                    )
+        for arm_name in study.arms:
+            noise = arms[arm_name].operator_noise
+            if noise is None or arms[arm_name].model != role:
+                continue
+            for key, layers in (("layers", noise.layers or ()), ("layer_scales", noise.layer_scales)):
+                if max(layers, default=-1) >= num_layers:
+                    yield (
+                        f"{study.arms_file}: arms.{arm_name}.operator_noise.{key}: found {max(layers)}, "
+                        f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
+                    )
+
+
+def _attention_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """Noise on single attention products needs eager attention; noise on fused attention needs sdpa."""
+    needed = {"decomposed": "eager", "fused": "sdpa"}
+    for name in study.arms:
+        noise, model = arms[name].operator_noise, study.models.get(arms[name].model)
+        if noise is None or model is None or not noise.is_active or isinstance(noise.error, FakeQuantization):
+            continue
+        if model.attention != needed[noise.attention]:
+            yield (
+                f"{source}: models.{arms[name].model}.attention: found {model.attention}, arm {name} has "
+                f"operator_noise.attention {noise.attention} and needs {needed[noise.attention]}"
+            )
+
+
+def _vllm_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """vLLM computes attention as one operator and supports only some kinds of noise."""
+    on_vllm = study.generation.backend == "vllm" and any(study.evaluation.noise_levels)
+    for role in dict.fromkeys(arms[name].model for name in study.arms):
+        if on_vllm and study.models[role].attention != "sdpa":
+            yield (
+                f"{source}: models.{role}.attention: found {study.models[role].attention}, generation.backend vllm "
+                "needs sdpa: it computes attention as one operator"
+            )
+    for name in study.arms if study.generation.requested_for_rollouts == "vllm" else ():
+        reason = why_vllm_cannot_roll_out(arms[name])
+        if reason is not None:
+            yield (
+                f"{source}: arm {name}: vLLM cannot draw its rollouts: {reason}; set generation.rollout_backend: "
+                "transformers"
+            )
+
+
+def _schedule_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:
+    for name in study.arms:
+        aqn = arms[name].aqn
+        if aqn and isinstance(aqn.schedule, EpochAwareRanges) and len(aqn.schedule.ranges) != study.training.epochs:
+            yield (
+                f"{study.arms_file}: arms.{name}.aqn.schedule.ranges: found {len(aqn.schedule.ranges)} ranges, "
+                f"the study trains {study.training.epochs} epochs"
+            )
+
+
+def _comparison_problems(study: "StudyConfig", source: str) -> Iterator[str]:
+    known = {*study.arms, PRETRAINED}
+    for index, comparison in enumerate(study.comparisons):
+        where = f"{source}: comparisons.{index}"
+        names = [comparison.arm] if comparison.kind == "levels" else [comparison.treatment, comparison.control]
+        for name in names:
+            if name not in known:
+                yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
+        if comparison.kind != "arms" and 0.0 not in study.evaluation.noise_levels:
+            yield f"{where}: compares with noise level 0, evaluation.noise_levels does not contain 0.0"
+        if comparison.noise_level not in study.evaluation.noise_levels:
+            yield (
+                f"{where}.noise_level: found {comparison.noise_level}, "
+                f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
+            )
+
+
+def _explore_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    pair, where = study.report.explore, f"{source}: report.explore"
+    if pair is None:
+        return
+    known = {*study.arms, PRETRAINED}
+    names = (pair.treatment, pair.control)
+    for name in names:
+        if name not in known:
+            yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
+            return
+    if pair.treatment == pair.control:
+        yield f"{where}: treatment and control are both {pair.control!r}, expected two arms"
+    roles = {arms[name].model for name in names if name != PRETRAINED}
+    if len(roles) > 1:
+        yield f"{where}: {' and '.join(names)} train different models ({', '.join(sorted(roles))})"
+    if pair.noise_level not in study.evaluation.noise_levels:
+        yield (
+            f"{where}.noise_level: found {pair.noise_level}, "
+            f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
+        )
+
+
+def _aa_control_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:
+    for name in study.arms:
+        target = arms[name].aa_control_of
+        if target is None:
+            continue
+        where = f"{study.arms_file}: arms.{name}.aa_control_of"
+        if target not in arms:
+            yield f"{where}: unknown arm {target!r}, the file defines {', '.join(sorted(arms))}"
+        elif target == name:
+            yield f"{where}: found the arm itself, expected another arm"
+        elif arms[target].model != arms[name].model:
+            yield f"{where}: {target} trains the model {arms[target].model}, {name} the model {arms[name].model}"
