@@ -39,7 +39,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.study import load_study_file
 from aqnpipe.data.prompts import format_prompt
 from aqnpipe.data.stage import prepare_data
-from aqnpipe.generation.rollout_engines import TransformersRollouts
+from aqnpipe.generation.rollout_engines import TransformersRolloutEngine
 from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.breakdown import BreakdownGuard
@@ -185,7 +185,7 @@ class Bench:
             prompt_format=spec.prompt,
             guard=guard,
             workspace=Workspace(self.folder / "scratch"),
-            rollouts=TransformersRollouts(self._tokenizer()),
+            rollouts=TransformersRolloutEngine(self._tokenizer()),
             validation_accuracy={},
         )
         return trainer

@@ -124,7 +124,7 @@ def _stale_engine(_: Any) -> Any:
 @contextmanager
 def _stale_weights(_: Any) -> Any:
     """The policy itself rolls out, with the linear weights of the start put in for the time."""
-    whole, start = rollout_engines.TransformersRollouts.roll_out, {}
+    whole, start = rollout_engines.TransformersRolloutEngine.roll_out, {}
 
     def roll_out(self: Any, policy: Any, *args: Any) -> Any:
         now = {name: value.clone() for name, value in policy.state_dict().items() if "norm" not in name}
@@ -136,7 +136,7 @@ def _stale_weights(_: Any) -> Any:
         finally:
             policy.load_state_dict(now, strict=False)
 
-    with mock.patch.object(rollout_engines.TransformersRollouts, "roll_out", roll_out):
+    with mock.patch.object(rollout_engines.TransformersRolloutEngine, "roll_out", roll_out):
         yield
 
 

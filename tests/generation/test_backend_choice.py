@@ -1,4 +1,4 @@
-"""Which backend a study gets, and what it is told where vLLM is not installed."""
+"""Which backend a study gets, and the message if vLLM is not installed."""
 
 from types import SimpleNamespace
 
@@ -23,18 +23,18 @@ CPU, GPU = Device("cpu", 1, ("cpu",)), Device("cuda", 1, ("some GPU",))
         (CPU, "sdpa", True, "transformers"),
     ],
 )
-def test_auto_is_vllm_on_a_device_where_it_can_compute_the_noise(monkeypatch, device, attention, installed, expected):
+def test_auto_is_vllm_on_a_device_if_it_supports_the_noise(monkeypatch, device, attention, installed, expected):
     monkeypatch.setattr(choice, "is_vllm_installed", lambda: installed)
     assert choice.chosen_backend(GenerationConfig(), attention, device) == expected
 
 
 @pytest.mark.parametrize("backend", ["vllm", "transformers"])
-def test_what_is_asked_for_is_taken(backend):
+def test_a_requested_backend_is_used(backend):
     assert choice.chosen_backend(GenerationConfig(backend=backend), "eager", CPU) == backend
 
 
 @pytest.mark.parametrize(("device", "command"), [(CPU, "make vllm"), (GPU, r"pip install 'aqnpipe\[vllm\]'")])
-def test_vllm_asked_for_and_missing_is_one_line_with_the_command_that_helps(monkeypatch, device, command):
+def test_vllm_requested_but_missing_is_one_line_with_the_remedy(monkeypatch, device, command):
     monkeypatch.setattr(requirements, "is_vllm_installed", lambda: False)
     with pytest.raises(ModelError, match=f"not installed here: {command}") as refused:
         choice.open_generator(

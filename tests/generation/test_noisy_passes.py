@@ -1,4 +1,4 @@
-"""Passes of transformers over prompts that begin alike: read once without noise, by every row of its own under it."""
+"""Passes of transformers over prompts with a common prefix: without noise it is read once, under noise by every row."""
 
 import pytest
 
@@ -43,26 +43,26 @@ def prompts(tokenizer):
 
 
 def prompt_tokens_read(model, tokenizer, prompts, noise):
-    """The answers of a pass, its receipt, and how many tokens its forwards over prompts read."""
+    """The completions of a pass, its receipt, and the number of prompt tokens that its forwards read."""
     read, passes = [], TransformersPasses(model, tokenizer)
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"]) if kwargs["position_ids"] is None else None,
         with_kwargs=True,
     )
     passes.begin_pass(noise)
-    answers = passes.generate(prompts, SAMPLING, NoiseKey(seed=0, step=0))
+    completions = passes.generate(prompts, SAMPLING, NoiseKey(seed=0, step=0))
     handle.remove()
     receipt = pass_receipt(noise, [passes.end_pass()])
-    return answers, receipt, sum(int((ids != tokenizer.pad_token_id).sum()) for ids in read)
+    return completions, receipt, sum(int((ids != tokenizer.pad_token_id).sum()) for ids in read)
 
 
 @pytest.mark.parametrize("noise", IDLE, ids=["no noise", "scale 0", "another phase"])
-def test_without_noise_the_beginning_is_read_once(model, tokenizer, prompts, noise):
-    alike = next(n for n, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
-    answers, _, read = prompt_tokens_read(model, tokenizer, prompts, noise)
-    assert answers == TransformersBackend(model, tokenizer).generate(prompts, SAMPLING)
-    assert alike > 30
-    assert read == alike + sum(len(prompt) - alike for prompt in prompts)
+def test_without_noise_the_common_prefix_is_read_once(model, tokenizer, prompts, noise):
+    common = next(n for n, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    completions, _, read = prompt_tokens_read(model, tokenizer, prompts, noise)
+    assert completions == TransformersBackend(model, tokenizer).generate(prompts, SAMPLING)
+    assert common > 30
+    assert read == common + sum(len(prompt) - common for prompt in prompts)
 
 
 def test_a_rollout_with_aqn_is_not_clean():
@@ -73,7 +73,7 @@ def test_a_rollout_with_aqn_is_not_clean():
 
 @pytest.mark.parametrize("noise", CHANGED, ids=["operators", "modules", "fault"])
 def test_under_noise_and_faults_every_prompt_is_read_whole(model, tokenizer, prompts, noise):
-    answers, receipt, read = prompt_tokens_read(model, tokenizer, prompts, noise)
+    completions, receipt, read = prompt_tokens_read(model, tokenizer, prompts, noise)
     receipt.check()
     assert read == sum(map(len, prompts))
-    assert answers != TransformersBackend(model, tokenizer).generate(prompts, SAMPLING)
+    assert completions != TransformersBackend(model, tokenizer).generate(prompts, SAMPLING)

@@ -1,4 +1,4 @@
-"""What passes between a run and the engine that draws its rollouts, without vLLM: order, weights, accounts."""
+"""The exchange between a run and vLLM in rollouts, with a stand-in for vLLM: order, weights, measurements."""
 
 from types import SimpleNamespace
 
@@ -10,13 +10,13 @@ from torch import nn
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.rollout_engines import Rollout, VllmRollouts
+from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
 from aqnpipe.generation.vllm.weights import send_weights, take_weights
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.merge import add_rollout
-from aqnpipe.noise.receipts.receipt import WeightSync
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
@@ -72,7 +72,9 @@ class FakeEngine:
 
 
 def rollouts(engine, folder, sleeps=False):
-    return VllmRollouts(engine, folder, weights=lambda model: model.state_dict(), dtype=torch.float32, sleeps=sleeps)
+    return VllmRolloutEngine(
+        engine, folder, weights=lambda model: model.state_dict(), dtype=torch.float32, sleeps=sleeps
+    )
 
 
 def rollout(spec):
@@ -87,11 +89,11 @@ def rollout(spec):
     )
 
 
-def test_an_engine_that_sleeps_is_awake_for_weights_before_they_come_and_for_the_cache_after(model, tmp_path):
+def test_a_sleeping_engine_wakes_for_weights_before_they_are_sent_and_for_its_cache_afterwards(model, tmp_path):
     engine, spec = FakeEngine(), NoiseSpec()
-    drawn_by = rollouts(engine, tmp_path, sleeps=True)
+    rollout_engine = rollouts(engine, tmp_path, sleeps=True)
     for _ in range(2):
-        drawn_by.roll_out(model, recorder(spec), rollout(spec))
+        rollout_engine.roll_out(model, recorder(spec), rollout(spec))
     once = ["begin", "generate", "sleep"]
     assert engine.calls == ["load", *once, "wake weights", "load", "wake kv_cache", *once]
     assert list(tmp_path.iterdir()) == []
@@ -119,7 +121,7 @@ def test_weights_are_sent_once_in_the_format_of_the_engine_and_norms_in_their_ow
 
 
 class Stubborn(nn.Module):
-    """A model that does not take one of the weights that it is given."""
+    """A model that does not load one of its weights."""
 
     def __init__(self):
         super().__init__()
@@ -132,13 +134,13 @@ class Stubborn(nn.Module):
                 self.get_parameter(name).data.copy_(tensor)
 
 
-def test_a_weight_that_the_model_did_not_take_is_refused(tmp_path):
+def test_a_weight_that_the_model_did_not_load_is_refused(tmp_path):
     model = Stubborn()
     engine = SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters()))
     path = tmp_path / "weights"
-    same = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    take_weights(engine, path, send_weights(same, set(), torch.float32, path))
-    digest = send_weights(same | {"head.weight": same["head.weight"] + 1}, set(), torch.float32, path)
+    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    take_weights(engine, path, send_weights(weights, set(), torch.float32, path))
+    digest = send_weights(weights | {"head.weight": weights["head.weight"] + 1}, set(), torch.float32, path)
     with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn are not .* sent: head\.weight"):
         take_weights(engine, path, digest)
 
@@ -155,18 +157,18 @@ def test_what_an_engine_recorded_is_added_to_the_run():
     engine.count_forward("rollout")
     add_rollout(run, engine.state())
     after = run.state()
-    assert [one.step for one in after.weight_syncs] == [0, 1]
-    assert [(one.layer, one.squares, one.elements) for one in after.weight_factors] == [(0, 8.0, 8)]
-    assert {one.phase: one.forwards for one in after.phases} == {"rollout": 2, "actor_forward": 1}
+    assert [sync.step for sync in after.weight_syncs] == [0, 1]
+    assert [(factor.layer, factor.squares, factor.elements) for factor in after.weight_factors] == [(0, 8.0, 8)]
+    assert {phase.phase: phase.forwards for phase in after.phases} == {"rollout": 2, "actor_forward": 1}
 
 
 def test_thresholds_that_an_engine_cached_are_those_of_the_run_afterwards(model, tmp_path):
     spec = NoiseSpec(faults=(FAULT,))
     states = (ActiveFaultState(num_channels=8, threshold=2.5),)
     engine, requested = FakeEngine(fault_states=states), rollout(spec)
-    drawn_by = rollouts(engine, tmp_path)
-    drawn_by.roll_out(model, recorder(spec), requested)
+    rollout_engine = rollouts(engine, tmp_path)
+    rollout_engine.roll_out(model, recorder(spec), requested)
     assert engine.noise.fault_states == (ActiveFaultState(num_channels=0, threshold=None),)
     assert requested.faults.states() == states
-    drawn_by.roll_out(model, recorder(spec), requested)
+    rollout_engine.roll_out(model, recorder(spec), requested)
     assert engine.noise.fault_states == states

@@ -26,7 +26,7 @@ def first_complete(stop, token_ids):
 
 @given(before=st.text("ab Question:#\n1", max_size=30), after=st.text("ab :\n", max_size=5))
 @settings(deadline=None)
-def test_it_is_complete_with_the_first_token_after_which_the_text_is_there(before, after):
+def test_the_first_token_that_completes_the_text_is_detected(before, after):
     token_ids = TOKENIZER(f"{before}{TEXT}{after}")["input_ids"]
     expected = next(n for n in range(len(token_ids) + 1) if TEXT in TOKENIZER.decode(token_ids[:n]))
     assert first_complete(StopText(TOKENIZER, TEXT), token_ids) == expected
@@ -34,13 +34,13 @@ def test_it_is_complete_with_the_first_token_after_which_the_text_is_there(befor
 
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40))
 @settings(deadline=None)
-def test_whatever_a_model_says_it_ends_no_response_that_lacks_the_text(token_ids):
+def test_no_response_without_the_text_ends(token_ids):
     stop = StopText(TOKENIZER, ":")
-    said = [TOKENIZER.decode(token_ids[:n], skip_special_tokens=True) for n in range(len(token_ids) + 1)]
-    assert first_complete(stop, token_ids) == next((n for n, text in enumerate(said) if ":" in text), None)
+    decoded = [TOKENIZER.decode(token_ids[:n], skip_special_tokens=True) for n in range(len(token_ids) + 1)]
+    assert first_complete(stop, token_ids) == next((n for n, text in enumerate(decoded) if ":" in text), None)
 
 
-def test_only_tokens_that_may_complete_it_are_looked_at():
+def test_only_tokens_that_may_complete_the_text_are_decoded_in_context():
     tokenizer = Counting()
     stop = StopText(tokenizer, TEXT)
     words = TOKENIZER("Tom has 5 apples . Question Question")["input_ids"]

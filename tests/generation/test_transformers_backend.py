@@ -50,15 +50,15 @@ def test_a_stop_text_ends_a_response_and_no_other():
     prompts = tokenizer(questions)["input_ids"]
     whole = backend.generate(prompts, Sampling(max_response_tokens=28))
     ended = backend.generate(prompts, Sampling(max_response_tokens=28, stop_text="####"))
-    said = [tokenizer.decode(one.token_ids) for one in whole]
-    assert 0 < sum("####" in text for text in said) < len(said)
-    for free, one, text in zip(whole, ended, said, strict=True):
-        assert one.token_ids == free.token_ids[: len(one.token_ids)]
+    decoded = [tokenizer.decode(completion.token_ids) for completion in whole]
+    assert 0 < sum("####" in text for text in decoded) < len(decoded)
+    for free, stopped, text in zip(whole, ended, decoded, strict=True):
+        assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
         if "####" in text:
-            assert tokenizer.decode(one.token_ids).endswith("####")
-            assert one.finish_reason == "stop"
+            assert tokenizer.decode(stopped.token_ids).endswith("####")
+            assert stopped.finish_reason == "stop"
         else:
-            assert one == free
+            assert stopped == free
 
 
 def test_length_is_a_finish_reason(model):
@@ -97,14 +97,14 @@ def test_a_tokenizer_without_end_token_is_refused(model):
         TransformersBackend(model, SimpleNamespace(eos_token_id=None, pad_token_id=0))
 
 
-def test_shares_of_a_batch_get_the_draws_that_they_have_in_the_whole(model):
-    """Prompts of one length, so that a share is padded as the whole is."""
+def test_parts_of_a_batch_get_the_same_draws_as_in_the_whole_batch(model):
+    """Prompts of equal length, so that the padding of a part equals that of the whole batch."""
     prompts = [[5, 6, 7], [9, 8, 7], [5, 6, 9], [11, 12, 13]]
     backend = TransformersBackend(model, TOKENIZER)
     sampling = Sampling(max_response_tokens=8, temperature=1.0, seed=4)
     whole = backend.generate(prompts, sampling)
-    shares = [replace(sampling, first_row=row, num_rows=4) for row in (0, 2)]
-    assert backend.generate(prompts[:2], shares[0]) + backend.generate(prompts[2:], shares[1]) == whole
+    parts = [replace(sampling, first_row=row, num_rows=4) for row in (0, 2)]
+    assert backend.generate(prompts[:2], parts[0]) + backend.generate(prompts[2:], parts[1]) == whole
     assert backend.generate(prompts[2:], sampling) != whole[2:]
 
 
@@ -121,7 +121,7 @@ def test_draws_are_those_of_multinomial(model):
     assert len({c.token_ids[0] for c in completions}) > 10
 
 
-def test_what_a_models_folder_suggests_for_generation_has_no_part(make_model):
+def test_the_generation_config_of_a_model_folder_is_ignored(make_model):
     model = make_model()
     backend = TransformersBackend(model, TOKENIZER)
     for temperature in (None, 1.0):
@@ -145,6 +145,6 @@ def test_log_probabilities_are_those_of_the_drawn_tokens(model):
     without = Sampling(max_response_tokens=8, temperature=0.7, seed=4)
     plain = TransformersBackend(model, TOKENIZER).generate(PROMPTS, without)
     assert plain == completions
-    assert {one.log_probabilities for one in plain} == {None}
+    assert {completion.log_probabilities for completion in plain} == {None}
     with pytest.raises(ValueError, match="found temperature None"):
         Sampling(max_response_tokens=8, log_probabilities=True)

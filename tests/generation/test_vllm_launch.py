@@ -1,4 +1,4 @@
-"""What is done around the start of vLLM, with a stand-in for vLLM itself."""
+"""The start of vLLM, with a stand-in for vLLM itself."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def test_head_dim_counts_where_a_model_names_it():
     assert kv_cache_bytes({**QWEN_1_5B, "head_dim": 64}, "float32", 128, 1) == 3 * 128 * 2 * 28 * 2 * 64 * 4
 
 
-def test_too_little_memory_is_one_line_with_what_helps(tmp_path):
+def test_too_little_memory_is_one_line_with_the_remedy(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
     refuse_too_large(tmp_path, 1_000_000, 3_000_000)
     with pytest.raises(
@@ -34,8 +34,8 @@ def test_too_little_memory_is_one_line_with_what_helps(tmp_path):
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", "5"), ("cpu", "4,5")])
-def test_an_engine_sees_the_device_of_its_own_process_alone(tmp_path, monkeypatch, device, expected):
-    """Ray lets the training workers of a node see all of its GPUs, and an engine takes the first that it sees."""
+def test_an_engine_sees_only_the_device_of_its_process(tmp_path, monkeypatch, device, expected):
+    """Ray makes all GPUs of a node visible to each training worker, and an engine uses the first visible one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda: dict(os.environ)))

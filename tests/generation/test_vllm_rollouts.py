@@ -10,7 +10,7 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.rollout_engines import Rollout, TransformersRollouts, VllmRollouts
+from aqnpipe.generation.rollout_engines import Rollout, TransformersRolloutEngine, VllmRolloutEngine
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.generation.vllm.weights import send_weights
@@ -57,7 +57,9 @@ def engine(start):
 
 @pytest.fixture
 def rollouts(engine, tmp_path):
-    return VllmRollouts(engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.float32)
+    return VllmRolloutEngine(
+        engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.float32
+    )
 
 
 @pytest.fixture
@@ -156,7 +158,7 @@ def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
     fault = Fault(type="saturation", layer=2, magnitude=0.5, threshold="cached")
     spec = NoiseSpec(operator_noise=noise, faults=(fault,))
     receipts = []
-    for drawn_by in (rollouts, TransformersRollouts(TOKENIZER)):
+    for drawn_by in (rollouts, TransformersRolloutEngine(TOKENIZER)):
         recorded, faults = recorder(policy, spec), ActiveFaults.of(spec.faults)
         for step in range(2):
             requested = rollout(policy, spec, faults=faults, key=NoiseKey(seed=3, step=step), factors={})
@@ -192,7 +194,7 @@ def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults
     fault = Fault(type="saturation", layer=2, magnitude=0.5, order="around_noise")
     spec = NoiseSpec(aqn=requested, faults=(fault,))
     drawn = []
-    for drawn_by in (rollouts, TransformersRollouts(TOKENIZER)):
+    for drawn_by in (rollouts, TransformersRolloutEngine(TOKENIZER)):
         recorded = recorder(policy, spec)
         completions = drawn_by.roll_out(policy, recorded, rollout(policy, spec, sigma=0.05, factors=factors))
         state = recorded.state()
@@ -269,7 +271,7 @@ def test_untied_embeddings_and_norms_finer_than_what_is_computed_in(start, tmp_p
     policy = moved(load_model(tmp_path / "model", dtype="float32", attention="sdpa"))
     recorded = recorder(policy, WITH_AQN)
     with start(tmp_path / "model", dtype="bfloat16") as engine:
-        rollouts = VllmRollouts(
+        rollouts = VllmRolloutEngine(
             engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.bfloat16
         )
         completions = rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.0005))

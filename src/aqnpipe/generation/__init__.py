@@ -1,1 +1,1 @@
-"""Generation backends, the same for rollouts and evaluation."""
+"""Generation backends, shared by training rollouts and evaluation."""

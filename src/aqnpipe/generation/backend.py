@@ -1,4 +1,4 @@
-"""Generation as the stages see it: prompts in, completions out, the same for rollouts and evaluation."""
+"""The interface of a generation backend: prompts in, completions out. Rollouts and evaluation share it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` None is greedy; otherwise `seed` keys the draws.
+    """How tokens are chosen: greedily if `temperature` is None, else by draws that `seed` keys.
 
-    `log_probabilities`: completions say how probable each drawn token was, at this temperature; greedy ones cannot.
-    The prompts are rows `first_row` and on of a batch of `num_rows` (None: they are the batch). Every row has draws of
-    its own in it, so that however a batch is shared out over processes, each prompt has the same seed_variance.
-    A response also ends with the token that completes `stop_text`.
+    `log_probabilities`: completions contain the log-probability of each drawn token at this temperature; not available
+    for greedy decoding. The prompts are the rows from `first_row` on of a batch of `num_rows` rows (None: they are the
+    whole batch). Each row of the batch has its own draws, so a prompt gets the same draws however the batch is split
+    over processes. A response also ends with the token that completes `stop_text`.
     """
 
     max_response_tokens: int
@@ -25,14 +25,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.log_probabilities and self.temperature is None:
-            raise ValueError("log-probabilities are of drawn tokens, found temperature None; this is a bug")
+            raise ValueError("log-probabilities need drawn tokens, found temperature None; this is a bug")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Response tokens up to and including the end token or the end of a stop text, and why generation ended.
+    """Response tokens, including the end token or the end of a stop text, and why generation ended.
 
-    `log_probabilities` of the tokens, where they were requested; not compared, as backends round differently.
+    `log_probabilities`: one per token, if requested. Equality ignores them, because backends round differently.
     """
 
     token_ids: list[int]
@@ -41,7 +41,7 @@ class Completion:
 
 
 class GenerationBackend(Protocol):
-    """Generates with the weights (and the noise) that its model has at the time of the call."""
+    """Generates with the weights and the noise of its model at the time of the call."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """Return one completion per prompt (token ids), in order."""

@@ -1,4 +1,4 @@
-"""Opens the generation backend that a study asks for on a model folder."""
+"""Chooses the generation backend of a study and opens it on a model folder."""
 
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,15 @@ from aqnpipe.models.loading import load_model, refuse_damaged, refuse_other_weig
 
 
 def chosen_backend(requested: GenerationConfig, attention: Attention, device: Device) -> str:
-    """Return "vllm" or "transformers". `auto` is vLLM on GPUs and NPUs where it is installed and fits the noise.
+    """Return "vllm" or "transformers". `auto` is vLLM on GPUs and NPUs if it is installed and supports the noise.
 
-    With eager attention noise is on the two products inside attention, which vLLM does not compute apart.
+    With eager attention, noise is applied to the two products inside attention; vLLM does not expose them.
     """
     if requested.backend != "auto":
         return requested.backend
-    fits = device.kind != "cpu" and attention == "sdpa" and is_vllm_installed()
-    return "vllm" if fits else "transformers"
+    supports_noise = attention == "sdpa"
+    use_vllm = device.kind != "cpu" and supports_noise and is_vllm_installed()
+    return "vllm" if use_vllm else "transformers"
 
 
 def open_generator(
@@ -38,8 +39,8 @@ def open_generator(
 ) -> NoisyGenerator:
     """Load the model in `folder` with the chosen backend; the caller closes it.
 
-    `max_tokens` is what the longest prompt and its response take together. Raises ModelError if the backend is missing
-    or cannot load the model, ReceiptError if a worker of vLLM is not prepared for noise.
+    `max_tokens`: limit of a prompt and its response together. Raises ModelError if the backend is missing or cannot
+    load the model, ReceiptError if a vLLM worker is not prepared for noise.
     """
     if chosen_backend(requested, attention, device) == "transformers":
         model = load_model(folder, dtype=dtype, attention=attention, device=torch_device(device.kind))
@@ -69,7 +70,7 @@ def open_engine(
     threads: int,
     for_training: bool = False,
 ) -> VllmEngine:
-    """Start vLLM on the model in `folder`; the caller closes it. In training it has less memory, and may sleep."""
+    """Start vLLM on the model in `folder`; the caller closes it. In training it gets less memory and may sleep."""
     return VllmEngine(
         folder,
         end_token=tokenizer.eos_token_id,

@@ -1,7 +1,7 @@
-"""Decoding a batch token by token, from which rows that have ended leave.
+"""Token-by-token decoding of a batch; rows leave the batch when their response ends.
 
-transformers' `generate` computes every row until the last one has ended, pads every prompt to the longest, and copies
-keys and values at every token. Here a step costs what its living rows cost.
+transformers' `generate` computes every row until the last one ends, pads every prompt to the longest, and copies keys
+and values at every token. Here a step costs only what its active rows cost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +14,19 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from aqnpipe.generation.grouped_attention import grouped_attention
-from aqnpipe.generation.kv_cache import BatchMemory, InPlaceLayer
+from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
 
-_PROMPT_TOKENS_AT_ONCE = 2048
-"""Tokens of prompts, padding included, that one forward reads: few enough to stay in a CPU's cache."""
-_FEWEST_SHARED_TOKENS = 16
-"""A beginning that is shorter is not worth a forward of its own."""
+_MAX_PREFILL_TOKENS = 2048
+"""Prompt tokens per forward, including padding: few enough for the cache of a CPU."""
+_MIN_PREFIX_TOKENS = 16
+"""A shorter common prefix is not worth a forward of its own."""
 
 
 class Chooser(Protocol):
     """Chooses the next token of every row."""
 
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return tokens [rows] by their logits [rows, vocabulary]; `rows` says which of the batch they are."""
+        """Return tokens [rows] for the logits [rows, vocabulary]; `rows` are the row numbers in the batch."""
         ...
 
 
@@ -35,55 +35,55 @@ def decode(
     prompts: Sequence[Sequence[int]],
     choose: Chooser,
     *,
-    is_over: Callable[[Sequence[int]], bool],
+    is_finished: Callable[[Sequence[int]], bool],
     padding_token: int,
     limit: int,
-    memory: BatchMemory,
-    reads_beginning_once: bool = False,
+    pool: BufferPool,
+    share_prefix: bool = False,
 ) -> list[list[int]]:
-    """Return up to `limit` tokens for each of the prompts (token ids), until with one of them a response `is_over`.
+    """Return a response per prompt (token ids): the tokens until `is_finished(response)`, at most `limit`.
 
-    The first forwards read the prompts, shortest first, those of like length together; before them one reads what all
-    prompts begin with, if `reads_beginning_once` allows it and there is enough. Each one after them has a token of
-    every row that goes on; when rows leave, the last ones take their places.
+    The first forwards read the prompts, shortest first, in groups of similar length. With `share_prefix`, one forward
+    before them reads the common prefix of all prompts once, if it is long enough. Each later forward reads one token of
+    every active row; when rows leave, the last rows take their places.
     """
     responses: list[list[int]] = [[] for _ in prompts]
     with torch.no_grad(), grouped_attention(model.config):
-        batch = _Batch(model, prompts, padding_token, limit, memory, reads_beginning_once)
-        logits = batch.read_prompts()
+        batch = _Batch(model, prompts, padding_token, limit, pool, share_prefix)
+        logits = batch.prefill()
         for step in range(1, limit + 1):
             tokens = choose(logits, batch.rows)
             chosen = tokens.tolist()
             for row, token in zip(batch.rows, chosen, strict=True):
                 responses[row].append(token)
-            living = without_gaps([not is_over(responses[row]) for row in batch.rows])
-            if not living or step == limit:
+            active = compacted([not is_finished(responses[row]) for row in batch.rows])
+            if not active or step == limit:
                 break
-            if len(living) < len(chosen):
-                tokens = tokens[batch.keep(living)]
-            logits = batch.read(tokens)
+            if len(active) < len(chosen):
+                tokens = tokens[batch.keep(active)]
+            logits = batch.step(tokens)
     return responses
 
 
-def without_gaps(lives: Sequence[bool]) -> list[int]:
-    """Return the living places, those at the end moved into the gaps before them, so that few have to move."""
-    count = sum(lives)
-    last = iter([place for place in range(len(lives) - 1, count - 1, -1) if lives[place]])
-    return [place if lives[place] else next(last) for place in range(count)]
+def compacted(active: Sequence[bool]) -> list[int]:
+    """Return the active places without gaps: the last active places fill the gaps, so that few rows move."""
+    count = sum(active)
+    last = iter([place for place in range(len(active) - 1, count - 1, -1) if active[place]])
+    return [place if active[place] else next(last) for place in range(count)]
 
 
-def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens all prompts begin with, if a forward of their own is worth it; each keeps a last one."""
-    alike = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
-    shared = min(alike, min(map(len, prompts)) - 1)
-    return shared if len(prompts) > 1 and shared >= _FEWEST_SHARED_TOKENS else 0
+def _prefix_length(prompts: Sequence[Sequence[int]]) -> int:
+    """Return the length of the common prefix of all prompts, 0 if too short; each prompt keeps its last token."""
+    common = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
+    length = min(common, min(map(len, prompts)) - 1)
+    return length if len(prompts) > 1 and length >= _MIN_PREFIX_TOKENS else 0
 
 
 class _Batch:
-    """The rows that have not ended: their numbers, their keys and values, and which tokens they see.
+    """The active rows: their numbers, their keys and values, and their attention masks.
 
-    Prompts begin at the first place of a row and are followed by padding, so that they are read without a mask. Where
-    layers see a window of the last tokens alone, padding comes first, and the cache is transformers' own.
+    Prompts start at the first place of a row, with padding behind them, so that prefill needs no mask. If layers have a
+    sliding window, padding comes first and the cache is transformers' own.
     """
 
     def __init__(
@@ -92,77 +92,78 @@ class _Batch:
         prompts: Sequence[Sequence[int]],
         padding_token: int,
         limit: int,
-        memory: BatchMemory,
-        reads_beginning_once: bool,
+        pool: BufferPool,
+        share_prefix: bool,
     ) -> None:
         self._model, self._device = model, model.device
         self._padding_token = padding_token
         self.rows = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
         self._prompts = [prompts[row] for row in self.rows]
         self._width = self._length = len(self._prompts[-1])
-        library = DynamicCache(config=model.config)
-        self._in_place = all(type(layer) is DynamicLayer for layer in library.layers)
+        library_cache = DynamicCache(config=model.config)
+        self._in_place = all(type(layer) is DynamicLayer for layer in library_cache.layers)
         capacity = self._width + limit
         self._layers = [
-            InPlaceLayer(len(prompts), self._width, capacity, memory, number) for number in range(len(library.layers))
+            InPlaceLayer(len(prompts), self._width, capacity, pool, number)
+            for number in range(len(library_cache.layers))
         ]
-        self._cache = Cache(layers=self._layers) if self._in_place else library
-        self._shared = _num_shared(self._prompts) if self._in_place and reads_beginning_once else 0
-        seen = torch.ones(len(prompts), capacity, dtype=torch.long)
+        self._cache = Cache(layers=self._layers) if self._in_place else library_cache
+        self._prefix_length = _prefix_length(self._prompts) if self._in_place and share_prefix else 0
+        visible = torch.ones(len(prompts), capacity, dtype=torch.long)
         for place, prompt in enumerate(self._prompts):
             padding = self._width - len(prompt)
             start = len(prompt) if self._in_place else 0
-            seen[place, start : start + padding] = 0
-        self._seen = seen.to(self._device)
-        self._positions = (self._seen.cumsum(-1) - 1).clamp_min(0)
-        # Added to the scores of a single token: it sees all but padding.
-        self._bias = torch.zeros(seen.shape, dtype=model.dtype, device=self._device)
-        self._bias = self._bias.masked_fill_(self._seen == 0, torch.finfo(model.dtype).min)[:, None, None, :]
+            visible[place, start : start + padding] = 0
+        self._visible = visible.to(self._device)
+        self._positions = (self._visible.cumsum(-1) - 1).clamp_min(0)
+        # Added to the attention scores of a single token: masks the padding.
+        self._bias = torch.zeros(visible.shape, dtype=model.dtype, device=self._device)
+        self._bias = self._bias.masked_fill_(self._visible == 0, torch.finfo(model.dtype).min)[:, None, None, :]
 
-    def read_prompts(self) -> Tensor:
-        """Return the logits [rows, vocabulary] behind the last token of every prompt."""
+    def prefill(self) -> Tensor:
+        """Read the prompts; return the logits [rows, vocabulary] after the last token of each."""
         if not self._in_place:
-            mask, positions = self._seen[:, : self._width], self._positions[:, : self._width]
+            mask, positions = self._visible[:, : self._width], self._positions[:, : self._width]
             return self._forward(self._padded(self._prompts), self._cache, 1, mask, positions)[:, -1]
-        if self._shared:
-            self._read_some(0, [self._prompts[0][: self._shared]], 0)
+        if self._prefix_length:
+            self._prefill_rows(0, [self._prompts[0][: self._prefix_length]], 0)
             for layer in self._layers:
-                layer.repeat_first_row(self._shared)
-        logits = [self._read_some(first, prompts, self._shared) for first, prompts in self._portions()]
+                layer.repeat_first_row(self._prefix_length)
+        logits = [self._prefill_rows(first, prompts, self._prefix_length) for first, prompts in self._groups()]
         for layer in self._layers:
-            layer.turn_to(0, len(self._prompts), self._width)
+            layer.select_rows(0, len(self._prompts), self._width)
         return torch.cat(logits)
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Return the logits [rows, vocabulary] behind one more token of every row."""
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read one more token of every row; return the logits [rows, vocabulary] after it."""
         self._length += 1
-        mask = self._bias[..., : self._length] if self._in_place else self._seen[:, : self._length]
+        mask = self._bias[..., : self._length] if self._in_place else self._visible[:, : self._length]
         positions = self._positions[:, self._length - 1 : self._length]
         return self._forward(tokens[:, None], self._cache, 1, mask, positions)[:, -1]
 
-    def keep(self, living: list[int]) -> Tensor:
-        """Let row i be what row `living[i]` was; return `living` as a tensor."""
-        index = torch.tensor(living, device=self._device)
-        self.rows = [self.rows[place] for place in living]
-        self._seen, self._positions, self._bias = self._seen[index], self._positions[index], self._bias[index]
+    def keep(self, active: list[int]) -> Tensor:
+        """Replace row i by the old row `active[i]` and drop all others; return `active` as a tensor."""
+        index = torch.tensor(active, device=self._device)
+        self.rows = [self.rows[place] for place in active]
+        self._visible, self._positions, self._bias = self._visible[index], self._positions[index], self._bias[index]
         self._cache.reorder_cache(index)
         return index
 
-    def _portions(self) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
-        """Yield what one forward reads of the prompts, with the place of the first."""
-        rests = [prompt[self._shared :] for prompt in self._prompts]
+    def _groups(self) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+        """Yield the prompts of one forward, without their common prefix, and the place of the first."""
+        rests = [prompt[self._prefix_length :] for prompt in self._prompts]
         first = 0
         for place in range(1, len(rests) + 1):
-            if place == len(rests) or (place + 1 - first) * len(rests[place]) > _PROMPT_TOKENS_AT_ONCE:
+            if place == len(rests) or (place + 1 - first) * len(rests[place]) > _MAX_PREFILL_TOKENS:
                 yield first, rests[first:place]
                 first = place
 
-    def _read_some(self, first: int, prompts: Sequence[Sequence[int]], seen: int) -> Tensor:
-        """Return the logits [prompts, vocabulary] behind prompts whose first `seen` tokens have been read."""
+    def _prefill_rows(self, first: int, prompts: Sequence[Sequence[int]], seen: int) -> Tensor:
+        """Read prompts behind `seen` tokens, into rows from `first` on; return the logits [prompts, vocabulary]."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ends, which = lengths.unique(return_inverse=True)
         for layer in self._layers:
-            layer.turn_to(first, len(prompts), seen)
+            layer.select_rows(first, len(prompts), seen)
         logits = self._forward(self._padded(prompts), self._cache, (ends - 1).to(self._device), None, None)
         return logits[torch.arange(len(prompts)), which]
 
@@ -177,7 +178,7 @@ class _Batch:
     def _forward(
         self, ids: Tensor, cache: Cache, keep: int | Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> Tensor:
-        """Return the logits [rows, places, vocabulary] at the places that are kept of `ids`."""
+        """Return the logits [rows, places, vocabulary] at the places `keep` of `ids`."""
         logits: Tensor = self._model(
             input_ids=ids,
             attention_mask=mask,

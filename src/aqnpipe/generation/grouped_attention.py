@@ -1,7 +1,7 @@
-"""Attention of one new token per row, without copies of the keys and values that heads share.
+"""Grouped-query attention of one new token per row, without copying the shared keys and values.
 
-transformers repeats them for every head of a group before it calls torch's attention. Here the heads of a group are the
-queries of one call instead: the same products, sums and softmax.
+transformers repeats the keys and values for each query head of a group before it calls torch's attention. Here the
+query heads of a group are the queries of one attention call: the same products, sums and softmax without the copies.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _NAME = "aqnpipe_grouped_sdpa"
 
 @contextmanager
 def grouped_attention(config: PreTrainedConfig) -> Iterator[None]:
-    """Let models of `config` that attend by `sdpa` attend in groups within the body."""
+    """Use grouped attention in the body for models of `config` with attention `sdpa`; leave others as they are."""
     before = config._attn_implementation
     if before == "sdpa":
         config._attn_implementation = _NAME
@@ -32,10 +32,10 @@ def grouped_attention(config: PreTrainedConfig) -> Iterator[None]:
 def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers' `sdpa` does; `query` is [rows, heads, tokens, channels], as are its keys and values.
+    """Compute the attention of transformers' `sdpa`; `query`, `key` and `value` are [rows, heads, tokens, channels].
 
-    The mask of a single token is [rows, 1, 1, tokens seen] and is added to the scores. What has more than one new
-    token, no shared heads or anything that torch's attention alone cannot do is left to transformers.
+    The mask of a single token is [rows, 1, 1, visible tokens] and is added to the scores. Calls with several new
+    tokens, without shared heads or with a position bias go to transformers' own function.
     """
     rows, heads, tokens, channels = query.shape
     shared = key.shape[1]

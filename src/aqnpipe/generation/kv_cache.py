@@ -1,4 +1,7 @@
-"""Keys and values of a batch in memory that is taken once: a step writes its own, and a row that ended leaves."""
+"""Key-value cache of a batch in buffers allocated once: each step writes its own token in place.
+
+transformers' own cache copies all keys and values at every token.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,17 +12,17 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 
-class BatchMemory:
-    """Memory that batches take one after the other: new memory costs the system a page fault per page.
+class BufferPool:
+    """Buffers reused across batches: fresh memory costs the system a page fault per page.
 
-    What the batch before has left in it stays there; whoever takes it writes before reading.
+    A buffer still contains values of the previous batch, so users must write before they read.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, Tensor] = {}
 
     def take(self, number: int, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return tensor `number` of a batch, of the dtype and on the device of `like`."""
+        """Return buffer `number` in this shape, with the dtype and device of `like`."""
         size = math.prod(shape)
         block = self._blocks.pop(number, None)
         if block is None or len(block) < size or (block.dtype, block.device) != (like.dtype, like.device):
@@ -30,36 +33,36 @@ class BatchMemory:
 
 
 class InPlaceLayer(DynamicLayer):
-    """Keys and values of one layer, [rows, heads, tokens, channels]: views of memory for `capacity` tokens per row.
+    """Keys and values of one layer, [rows, heads, tokens, channels]: views of buffers for `capacity` tokens per row.
 
-    transformers' own layer is copied at every token. Every row has place for `width` tokens of its prompt, and zeros
-    behind a prompt that is shorter; what is generated comes after it. Prompts may be read some rows at a time.
+    Each row has `width` places for its prompt, with zeros behind a shorter prompt; generated tokens follow. Prompts can
+    be read in groups of rows.
     """
 
-    def __init__(self, rows: int, width: int, capacity: int, taken: BatchMemory, number: int) -> None:
-        """Be layer `number` of a batch in the memory that is `taken` for it."""
+    def __init__(self, rows: int, width: int, capacity: int, pool: BufferPool, number: int) -> None:
+        """Create layer `number` of a batch; its buffers come from `pool`."""
         super().__init__()
         self._rows, self._width, self._capacity = rows, width, capacity
-        self._taken, self._number = taken, number
-        self._memory: list[Tensor] = []
+        self._pool, self._number = pool, number
+        self._buffers: list[Tensor] = []
         self._first_row = 0
 
-    def turn_to(self, first_row: int, rows: int, tokens: int) -> None:
-        """Let the next states be those of `rows` rows from `first_row` on, behind their first `tokens` tokens."""
+    def select_rows(self, first_row: int, rows: int, tokens: int) -> None:
+        """Make the next update write to `rows` rows from `first_row` on, behind their first `tokens` tokens."""
         self._first_row = first_row
-        if self._memory:
+        if self._buffers:
             self._show(rows, tokens)
 
     def repeat_first_row(self, tokens: int) -> None:
-        """Give all rows the first `tokens` tokens of the first one."""
-        for memory in self._memory:
-            memory[1:, :, :tokens] = memory[:1, :, :tokens]
+        """Copy the first `tokens` tokens of the first row to all rows."""
+        for buffer in self._buffers:
+            buffer[1:, :, :tokens] = buffer[:1, :, :tokens]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of the next tokens of every row, and return those of all tokens."""
-        if not self._memory:
-            self._memory = [
-                self._taken.take(number, (self._rows, states.shape[1], self._capacity, states.shape[3]), states)
+        """Write the states of the next tokens of the selected rows; return the states of all their tokens."""
+        if not self._buffers:
+            self._buffers = [
+                self._pool.take(number, (self._rows, states.shape[1], self._capacity, states.shape[3]), states)
                 for number, states in enumerate((key_states, value_states), start=2 * self._number)
             ]
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -67,24 +70,24 @@ class InPlaceLayer(DynamicLayer):
         rows, _, seen, _ = self.keys.shape
         end = seen + key_states.shape[2]
         self._show(rows, end)
-        for whole, states, memory in zip(
-            (self.keys, self.values), (key_states, value_states), self._memory, strict=True
+        for shown, states, buffer in zip(
+            (self.keys, self.values), (key_states, value_states), self._buffers, strict=True
         ):
-            whole[:, :, seen:] = states
+            shown[:, :, seen:] = states
             if end < self._width:
-                # Padding is never seen, but what it holds has to be finite: it is multiplied with a weight of zero.
-                memory[self._first_row : self._first_row + rows, :, end : self._width] = 0
-        # What the model has just computed lies in one piece, the same states in memory do not.
+                # Padding is masked, but must be finite: attention multiplies it by a weight of zero.
+                buffer[self._first_row : self._first_row + rows, :, end : self._width] = 0
+        # The states just computed are contiguous, the same states in the buffers are not.
         return (self.keys, self.values) if seen else (key_states, value_states)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i be what row `beam_idx[i]` was; rows that stay where they are cost nothing."""
+        """Replace row i by the old row `beam_idx[i]`; rows that keep their place cost nothing."""
         moved = (beam_idx != torch.arange(len(beam_idx), device=beam_idx.device)).nonzero()[:, 0]
-        for memory in self._memory:
-            # Whole rows of memory: they lie in one piece each, those of the views do not.
-            memory.index_copy_(0, moved, memory.index_select(0, beam_idx[moved]))
+        for buffer in self._buffers:
+            # Rows of a buffer are contiguous, rows of the views are not.
+            buffer.index_copy_(0, moved, buffer.index_select(0, beam_idx[moved]))
         self._show(len(beam_idx), self.keys.shape[2])
 
     def _show(self, rows: int, tokens: int) -> None:
         end = self._first_row + rows
-        self.keys, self.values = (memory[self._first_row : end, :, :tokens] for memory in self._memory)
+        self.keys, self.values = (buffer[self._first_row : end, :, :tokens] for buffer in self._buffers)

@@ -1,4 +1,4 @@
-"""Generation under noise as the evaluate stage sees it: passes over prompts, each with a receipt of what was done."""
+"""Generation under noise in passes over prompts; each pass ends with measurements, which become its receipt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,30 +21,30 @@ from aqnpipe.noise.receipts.recorder_state import RecorderState
 
 
 class PassNoise(NoiseSpec):
-    """What one pass computes under. Plain data, so that it can be sent to the processes of an engine."""
+    """The noise and faults of one pass. Plain data, so that it can be sent to the processes of an engine."""
 
     phase: Phase = "evaluation"
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing changes what is computed."""
+        """Whether the pass has neither noise nor faults."""
         noised = self.operator_noise_in(self.phase) or self.module_noise_in(self.phase) or self.aqn
         return noised is None and not self.faults
 
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
-        """Return a recorder that expects exactly this on a model with so many decoder layers and RMSNorms."""
+        """Return a recorder that expects exactly this noise, for a model with these numbers of layers and RMSNorms."""
         return ReceiptRecorder(self, expected_phases=(self.phase,), num_layers=num_layers, num_norms=num_norms)
 
     def active_faults(self) -> ActiveFaults:
-        """Return the faults before their first call in this pass."""
+        """Return the faults before their first call in the pass."""
         return ActiveFaults.of(self.faults)
 
 
 class RolloutNoise(PassNoise):
-    """What the policy of a training run rolls out under: a pass of one batch, on weights that the trainer has sent.
+    """The noise and faults of one training rollout: a pass of one batch, with weights sent by the trainer.
 
-    `factors` maps the names of AQN's targets to factors on `sigma`. `clean_norms` is the SHA-256 of the trainer's own
-    norm weights; `fault_states` continue what the run's faults have cached before.
+    `factors` maps the names of AQN's targets to factors on `sigma`. `clean_norms` is the SHA-256 of the trainer's norm
+    weights. `fault_states` are the states of the faults after earlier phases of the run.
     """
 
     phase: Phase = "rollout"
@@ -62,13 +62,13 @@ class RolloutNoise(PassNoise):
         return recorder
 
     def active_faults(self) -> ActiveFaults:
-        """Return the faults as the run left them."""
+        """Return the faults in the states that the run left."""
         return ActiveFaults.of(self.faults, self.fault_states)
 
 
 @dataclass(frozen=True)
 class PassMeasurements:
-    """What was recorded in a pass, or in a part of one, by each of the backend's own workers; not yet checked."""
+    """What each worker of a backend recorded in a pass, or in one shard of it; not yet checked."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -77,17 +77,19 @@ class PassMeasurements:
     states: tuple[RecorderState, ...]
 
 
-def pass_receipt(noise: PassNoise, parts: Sequence[PassMeasurements]) -> Receipt:
-    """Return the receipt of a pass under `noise` from the accounts of its parts, in their order; not yet checked.
+def pass_receipt(noise: PassNoise, measurements: Sequence[PassMeasurements]) -> Receipt:
+    """Return the receipt of a pass under `noise` from the measurements of its shards, in order; not yet checked.
 
-    Workers of one backend are checked against each other: ReceiptError where they do not fit.
+    Raises ReceiptError if the measurements of several workers of one backend contradict each other.
     """
-    first = parts[0]
+    first = measurements[0]
     recorder = noise.recorder(first.num_layers, first.num_norms)
-    states = [merge_states(ranks, per_worker_draws=False) for ranks in zip(*(p.states for p in parts), strict=True)]
-    if len(states) > 1:
-        return merged_receipt(recorder, [WorkerMeasurements(rank, len(states), one) for rank, one in enumerate(states)])
-    recorder.restore(states[0])
+    states_by_rank = zip(*(shard.states for shard in measurements), strict=True)
+    merged = [merge_states(states, per_worker_draws=False) for states in states_by_rank]
+    if len(merged) > 1:
+        workers = [WorkerMeasurements(rank, len(merged), state) for rank, state in enumerate(merged)]
+        return merged_receipt(recorder, workers)
+    recorder.restore(merged[0])
     return recorder.receipt()
 
 
@@ -96,7 +98,7 @@ class NoisyGenerator(Protocol):
 
     @property
     def description(self) -> dict[str, str | int | bool]:
-        """What run.json says of the backend: its name, version and how it executes."""
+        """The backend for run.json: its name, version and how it executes."""
         ...
 
     def begin_pass(self, noise: PassNoise) -> None:
@@ -104,23 +106,23 @@ class NoisyGenerator(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey) -> list[Completion]:
-        """Return one completion per prompt, in order; the noise of this batch is named by `key`."""
+        """Return one completion per prompt, in order; `key` keys the noise of this batch."""
         ...
 
     def end_pass(self) -> PassMeasurements:
-        """Return the account of the pass; the model is clean again."""
+        """End the pass and return its measurements; the model is clean afterwards."""
         ...
 
     def close(self) -> None:
-        """Give back what the model holds."""
+        """Free the resources of the model."""
         ...
 
 
 class TransformersPasses:
     """Passes on a transformers model in this process.
 
-    `verify` raises if the model's weights are not those that were requested; it is called at the end of the first pass,
-    and the norm weights must be the same after every other.
+    `verify` raises if the model's weights are not the requested ones. It is called at the end of the first pass; after
+    every later pass the norm weights must be the same as after the first.
     """
 
     def __init__(self, model: Any, tokenizer: Any, verify: Callable[[], None] | None = None) -> None:
@@ -134,7 +136,7 @@ class TransformersPasses:
 
     @property
     def description(self) -> dict[str, str | int | bool]:
-        """What run.json says of the backend."""
+        """The backend for run.json."""
         return {"backend": "transformers"}
 
     def begin_pass(self, noise: PassNoise) -> None:
@@ -148,11 +150,11 @@ class TransformersPasses:
         if self._noise is None or self._recorder is None:
             raise RuntimeError("no pass has begun; this is a bug")
         with phase_noise(self._model, self._noise, self._noise.phase, key, self._recorder, faults=self._faults):
-            # Under noise each row has its own, so that answers are independent of each other.
-            return self._backend.generate(prompts, sampling, reads_beginning_once=self._noise.is_clean)
+            # Each row needs its own noise, so that responses are independent: under noise no prefix is shared.
+            return self._backend.generate(prompts, sampling, share_prefix=self._noise.is_clean)
 
     def end_pass(self) -> PassMeasurements:
-        """Return the account of the pass."""
+        """End the pass and return its measurements."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             raise RuntimeError("no pass has begun; this is a bug")
@@ -165,4 +167,4 @@ class TransformersPasses:
         return PassMeasurements(len(decoder_layers(self._model)), len(rms_norms(self._model)), (recorder.state(),))
 
     def close(self) -> None:
-        """Nothing is held but the model itself."""
+        """Do nothing: the model is the only resource."""

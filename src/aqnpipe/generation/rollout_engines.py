@@ -1,4 +1,4 @@
-"""Rollouts as the trainer sees them: the policy of this moment answers prompts, under the noise of its run."""
+"""Rollout engines: they generate responses with the current weights of the policy, under the noise of its run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,10 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout to be drawn: its prompts and how tokens are chosen, its noise, AQN's sigma, and the key of the noise.
+    """The request for one rollout: prompts, sampling, noise and faults, the key of the noise, and AQN's sigma.
 
-    `faults` are those of `spec` as earlier phases of the run left them. `factors` maps the names of AQN's targets to factors on `sigma`.
+    `faults` are the faults of `spec`, with the thresholds that earlier phases of the run cached; the rollout updates
+    them. `factors` maps the names of AQN's targets to factors on `sigma`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -41,23 +42,22 @@ class Rollout:
 
 
 class RolloutEngine(Protocol):
-    """Draws the rollouts of a training run."""
+    """Generates the rollouts of a training run."""
 
     def roll_out(self, policy: nn.Module, recorder: ReceiptRecorder, rollout: Rollout) -> list[Completion]:
-        """Return one completion per prompt, in order, by the weights that `policy` has now.
+        """Return one completion per prompt, in order, generated with the current weights of `policy`.
 
-        They are drawn under the noise of the rollout, which `recorder` records. Raises
-        ReceiptError if what was done cannot be told.
+        The noise of the rollout is applied and recorded in `recorder`. Raises ReceiptError if measurements are missing.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Free the resources of the engine."""
         ...
 
 
-class TransformersRollouts:
-    """Rollouts by the policy itself, in this process; AQN is on its norm weights meanwhile."""
+class TransformersRolloutEngine:
+    """Rollouts by the policy itself, in this process; during a rollout AQN noise is on the policy's norm weights."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -76,14 +76,14 @@ class TransformersRollouts:
             return TransformersBackend(policy, self._tokenizer).generate(rollout.prompts, rollout.sampling)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to free."""
 
 
-class VllmRollouts:
-    """Rollouts by an engine of vLLM that is sent the policy's weights before each; AQN is on the engine's norms alone.
+class VllmRolloutEngine:
+    """Rollouts by vLLM, which receives the policy's weights before each; only vLLM's copy of the norms gets AQN noise.
 
-    `weights` gives the policy's weights by their plain names, adapters merged; `folder` is where they pass through.
-    With `sleeps` the engine gives its memory back between rollouts.
+    `weights` returns the policy's weights by their plain names, adapters merged; the weights are passed to vLLM in a
+    file in `folder`. With `sleeps` vLLM frees its memory between rollouts.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class VllmRollouts:
         dtype: torch.dtype,
         sleeps: bool = False,
     ) -> None:
-        self._engine = engine
+        self._vllm = engine
         self._file = folder / "weights.safetensors"
         self._weights = weights
         self._dtype = dtype
@@ -107,7 +107,7 @@ class VllmRollouts:
         clean_norms = self._send(policy)
         # The engine's own recorder requests what it is sent, so only this one can tell that it is something else.
         recorder.note_installed("rollout", **dict(rollout.spec))
-        self._engine.begin_rollout(
+        self._vllm.begin_rollout(
             RolloutNoise(
                 **dict(rollout.spec),
                 fault_states=rollout.faults.states(),
@@ -116,11 +116,11 @@ class VllmRollouts:
                 clean_norms=clean_norms,
             )
         )
-        completions = self._engine.generate(rollout.prompts, rollout.sampling, rollout.key)
-        state, fault_states = self._engine.end_rollout()
+        completions = self._vllm.generate(rollout.prompts, rollout.sampling, rollout.key)
+        state, fault_states = self._vllm.end_rollout()
         rollout.faults.restore(fault_states)
         if self._sleeps:
-            self._engine.fall_asleep()
+            self._vllm.fall_asleep()
             self._is_asleep = True
         for sync in state.weight_syncs:
             if {sync.clean_sha256_before, sync.clean_sha256_after} != {clean_norms}:
@@ -132,19 +132,19 @@ class VllmRollouts:
         return completions
 
     def close(self) -> None:
-        """End the processes of the engine."""
-        self._engine.close()
+        """End the processes of vLLM."""
+        self._vllm.close()
 
     def _send(self, policy: nn.Module) -> str:
-        """Send the engine the weights of `policy`; return the SHA-256 of its norm weights."""
+        """Send the weights of `policy` to vLLM; return the SHA-256 of its norm weights."""
         norms = {f"{name}.weight" for name in rms_norms(policy, "all_norms")}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         digest = send_weights(self._weights(policy), norms, self._dtype, self._file)
         if self._is_asleep:
-            self._engine.wake_up("weights")
-        self._engine.load_weights(self._file, digest)
+            self._vllm.wake_up("weights")
+        self._vllm.load_weights(self._file, digest)
         self._file.unlink()
         if self._is_asleep:
-            self._engine.wake_up("kv_cache")
+            self._vllm.wake_up("kv_cache")
             self._is_asleep = False
         return norms_sha256(policy)

@@ -1,4 +1,4 @@
-"""Who draws the rollouts of a run: its own policy, or an engine of vLLM that is sent the policy's weights."""
+"""The rollout backend of a run: the policy in this process, or a vLLM engine that receives the policy's weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ConfigError
 from aqnpipe.generation.backend_choice import chosen_backend, open_engine
-from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRollouts, VllmRollouts
+from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine, VllmRolloutEngine
 from aqnpipe.generation.vllm.launch import vllm_version
 from aqnpipe.generation.vllm.requirements import check_vllm
 from aqnpipe.training.policy import merged_weights
@@ -20,9 +20,9 @@ from aqnpipe.training.ranks import rank_and_size
 
 
 def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
-    """Return what run.json says of the backend that draws the rollouts of `spec`: it decides their bytes.
+    """Return the rollout backend of `spec` for run.json, because it affects the bytes of the rollouts.
 
-    Raises ConfigError if vLLM was requested and cannot draw them, ModelError if it is missing.
+    Raises ConfigError if vLLM was requested but does not support the arm, ModelError if vLLM is missing.
     """
     if _backend(spec) == "transformers":
         return {"backend": "transformers"}
@@ -33,12 +33,12 @@ def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
 def open_rollouts(
     spec: TrainingSpec, model_folder: Path, prompts: Sequence[str], tokenizer: Any, scratch: Path
 ) -> RolloutEngine:
-    """Return what draws the rollouts of `spec` on these prompts; the caller closes it.
+    """Return the engine for the rollouts of `spec` on these prompts; the caller closes it.
 
-    Each of several workers has its own for its share. Weights on their way to an engine pass through `scratch`.
+    Each worker has its own engine for its share of the prompts. Weights are sent to a vLLM engine through `scratch`.
     """
     if _backend(spec) == "transformers":
-        return TransformersRollouts(tokenizer)
+        return TransformersRolloutEngine(tokenizer)
     training, (rank, num_workers) = spec.training, rank_and_size()
     lengths = map(len, tokenize_prompts(list(prompts), spec.prompt, tokenizer))
     engine = open_engine(
@@ -52,7 +52,7 @@ def open_rollouts(
         threads=training.threads,
         for_training=True,
     )
-    return VllmRollouts(
+    return VllmRolloutEngine(
         engine,
         scratch / f"weights{rank}",
         weights=merged_weights,
@@ -68,7 +68,6 @@ def _backend(spec: TrainingSpec) -> str:
     reason = why_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
     if reason is not None and requested == "vllm":
         raise ConfigError(
-            f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers "
-            "trains without"
+            f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers can"
         )
     return chosen if reason is None else "transformers"
