@@ -1,8 +1,8 @@
-"""What Snakemake needs to look at a large study, and to find nothing to do in a finished one.
+"""Measure how long Snakemake takes to plan a large study, and to find nothing to do in a finished one.
 
-`python benchmarks/workflow_scale.py` makes a study of 100 arms, 5 seeds and 3 checkpoints and times a dry run of it;
-then it makes up the results of the default study, marks them as done (`--touch`), and times a run that finds nothing
-to do. Runs in a copy of the workflow; prints wall and processor seconds and peak memory of Snakemake.
+A study of 100 arms, 5 seeds and 3 checkpoints gets a dry run. Then the outputs of the default study are created as
+empty files and marked as finished (`--touch`), and a run that finds nothing to do is measured. Both run in a copy of
+the workflow. Prints wall and processor seconds and the peak memory of Snakemake.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SNAKEMAKE = Path(sys.executable).with_name("snakemake")
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process and its children used."""
+    """Resources used by one process and its children: seconds, seconds, MiB."""
 
     wall: float
     processor: float
@@ -39,7 +39,7 @@ def large_study(folder: Path, num_arms: int, num_seeds: int) -> None:
     study: dict[str, Any] = yaml.safe_load((folder / "config" / "config.yaml").read_text(encoding="utf-8"))
     known = yaml.safe_load((folder / "config" / "arms.yaml").read_text(encoding="utf-8"))["arms"]
     arms = {f"arm{number:03}": known[study["arms"][number % len(study["arms"])]] for number in range(num_arms)}
-    names = {name: list(arms)[index] for index, name in enumerate(study["arms"])}
+    names = dict(zip(study["arms"], arms, strict=False))
     for key in ("comparisons", "loss_studies"):
         study.pop(key, None)
     study["report"].pop("explore", None)
@@ -61,7 +61,7 @@ def snakemake(folder: Path, *arguments: str) -> str:
 
 
 def timed(folder: Path, *arguments: str) -> Usage:
-    """Run Snakemake in `folder` and measure it."""
+    """Run Snakemake in `folder` and return what it used."""
     started = time.perf_counter()
     with (folder / "out.txt").open("w", encoding="utf-8") as out:
         process = subprocess.Popen([SNAKEMAKE, *arguments], cwd=folder, stdout=out, stderr=out)  # noqa: S603
@@ -71,8 +71,8 @@ def timed(folder: Path, *arguments: str) -> Usage:
     return Usage(time.perf_counter() - started, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
-def make_up_results(folder: Path) -> None:
-    """Create every output of the default study, empty, and let Snakemake record it as done."""
+def create_empty_results(folder: Path) -> None:
+    """Create every output of the default study as an empty file, and let Snakemake record it as finished."""
     rows = [line.split("\t") for line in snakemake(folder, "--summary").splitlines() if "\t" in line]
     for name in (row[0] for row in rows[1:]):
         path = folder / name
@@ -82,11 +82,11 @@ def make_up_results(folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure both, some times over."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arms", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    """Measure both, `--rounds` times each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", type=int, default=100, help="arms of the large study (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of the large study (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement (default: %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -98,7 +98,7 @@ def main() -> None:
             print(f"dry run, large study: {timed(folder, '-n', '--configfile', 'config/large.yaml')}")  # noqa: T201
         lines = (folder / "out.txt").read_text(encoding="utf-8").splitlines()
         print(next(line for line in reversed(lines) if line.startswith("total")))  # noqa: T201
-        make_up_results(folder)
+        create_empty_results(folder)
         for _ in range(arguments.rounds):
             print(f"nothing to do, default study: {timed(folder)}")  # noqa: T201
         if "Nothing to be done" not in (folder / "out.txt").read_text(encoding="utf-8"):
