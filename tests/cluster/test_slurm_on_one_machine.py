@@ -31,7 +31,7 @@ def test_a_stale_process_number_harms_nobody(script, tmp_path):
 
 def test_the_named_program_is_ended(script, tmp_path):
     """What was started is ended, and waited for."""
-    started = subprocess.run(["sh", "-c", "sleep 60 >&- & echo $!"], capture_output=True, text=True, check=True)
+    started = subprocess.run(["sh", "-c", "sleep 60 >&- 2>&- & echo $!"], capture_output=True, text=True, check=True)
     pid_file = tmp_path / "sleep.pid"
     pid_file.write_text(started.stdout, encoding="utf-8")
     script.end(pid_file, "sleep")
