@@ -137,7 +137,7 @@ def test_noise_left_on_in_the_clean_pass_is_refused(tmp_path, model_dir, problem
         return model
 
     monkeypatch.setattr(choice, "load_model", patched)
-    with pytest.raises(ReceiptError, match="differ from bare torch"):
+    with pytest.raises(ReceiptError, match="differ from plain torch"):
         run(tmp_path, model_dir, problems, noise_levels=(0.0,))
 
 

@@ -11,7 +11,7 @@ from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
-from aqnpipe.generation.vllm.weights import send_weights, take_weights
+from aqnpipe.generation.vllm.weights import load_sent_weights, send_weights
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase_state import NoiseKey
@@ -139,10 +139,10 @@ def test_a_weight_that_the_model_did_not_load_is_refused(tmp_path):
     engine = SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters()))
     path = tmp_path / "weights"
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    take_weights(engine, path, send_weights(weights, set(), torch.float32, path))
+    load_sent_weights(engine, path, send_weights(weights, set(), torch.float32, path))
     digest = send_weights(weights | {"head.weight": weights["head.weight"] + 1}, set(), torch.float32, path)
-    with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn are not .* sent: head\.weight"):
-        take_weights(engine, path, digest)
+    with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn differ from .* sent: head\.weight"):
+        load_sent_weights(engine, path, digest)
 
 
 def test_what_an_engine_recorded_is_added_to_the_run():

@@ -16,7 +16,8 @@ from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
 from aqnpipe.errors import DataError
 from aqnpipe.loss_study.comparison import LossInputs, compare_losses
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
-from aqnpipe.noise.receipts.receipt import FaultCell, GradientFlow, PhaseRecord, Receipt, WeightCell, WeightSync
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import FaultCell, GradientFlow, PhaseRecord, WeightCell, WeightSync
 
 NUM_TEXTS, SEEDS, VOCABULARY, MAGNITUDE = 40, (0, 1, 2, 3), 100, 0.3
 LAYERS = {"clean": (), "fault_only": (), "global": (0, 1, 2, 3), "targeted": (1,), "wrong_layers": (3,)}

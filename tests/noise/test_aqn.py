@@ -125,7 +125,7 @@ def test_a_step_counter_that_stands_still_is_refused(model):
     recorder = new_recorder(num_steps=2, noise=decaying)
     for step in range(2):
         sync(model, recorder, sigma=0.05, step=step, noise=decaying)  # sigma of step 0, twice
-    with pytest.raises(ReceiptError, match=r"AQN step 1: the trainer took sigma 0\.05, the schedule says 0\.025"):
+    with pytest.raises(ReceiptError, match=r"AQN step 1: the trainer used sigma 0\.05, the schedule gives 0\.025"):
         recorder.receipt().check()
 
 

@@ -9,7 +9,8 @@ from aqnpipe.artifacts.comparisons import Family
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile
 from aqnpipe.config.noise import Fault
-from aqnpipe.noise.receipts.receipt import FaultCell, GradientFlow, Receipt
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import FaultCell, GradientFlow
 
 
 def condition(name, magnitude, loss, order=None, above=False):

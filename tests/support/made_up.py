@@ -15,7 +15,8 @@ from aqnpipe.config.noise import AdaptiveNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import NoiseCell, PhaseRecord, Receipt, WeightSync
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord, WeightSync
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.seeding import derive_seed
 

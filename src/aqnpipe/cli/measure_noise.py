@@ -14,7 +14,8 @@ from aqnpipe.errors import ConfigError, ReceiptError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from aqnpipe.noise.receipts.receipt import NoiseCell, Receipt
+    from aqnpipe.noise.receipts.receipt import Receipt
+    from aqnpipe.noise.receipts.receipt_content import NoiseCell
 
 
 def measure_noise(

@@ -14,7 +14,8 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     ScaledError,
 )
-from aqnpipe.noise.receipts.receipt import NoiseCell, PhaseRecord, Receipt
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Evaluated, Run
 from aqnpipe.report.tables import Row, RunLink, Table

@@ -1,10 +1,10 @@
-"""The trainer's log as the metrics table of a run."""
+"""The metrics table of a run, from the trainer's log."""
 
 from collections.abc import Iterable, Mapping
 
 import polars as pl
 
-from aqnpipe.noise.receipts.receipt import WeightSync
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 
 _COLUMNS = {
     "epoch": "epoch",
@@ -21,13 +21,13 @@ _COLUMNS = {
     "sampler_kl": "sampler/kl",
 }
 
-_OF_THE_CORRECTION = "sampling/importance_sampling_ratio/mean"
+_IMPORTANCE_RATIO = "sampling/importance_sampling_ratio/mean"
 
-_OF_THE_ROLLOUT = (
+_ROLLOUT_KEYS = (
     *("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio"),
     *("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl"),
 )
-"""What the trainer logs once per batch of rollouts."""
+"""Quantities that the trainer logs once per batch of rollouts."""
 
 
 def metrics_table(
@@ -35,10 +35,10 @@ def metrics_table(
     weight_syncs: Iterable[WeightSync],
     validation_accuracy: Mapping[int, float],
 ) -> pl.DataFrame:
-    """Return one row per optimiser step, as `artifacts.TrainingMetrics` wants it.
+    """Return one row per optimiser step, with the columns of `artifacts.TrainingMetrics`.
 
-    Rewards, lengths, sigmas and the distance between sampler and actor of step N are those of the rollout that step N
-    learned from, which several steps may share. Wall times are left out on purpose.
+    Rewards, lengths, sigmas and the distance between sampler and actor of step N belong to the rollout that step N
+    learned from; several steps may share a rollout. Wall times are left out on purpose: the table must be reproducible.
     """
     syncs = {sync.step + 1: sync for sync in weight_syncs}
     rows = []
@@ -50,14 +50,14 @@ def metrics_table(
         step = int(logged["step"])
         sync = syncs.get(step, sync)
         if "reward" in logged:
-            rollout = {key: logged[key] for key in (*_OF_THE_ROLLOUT, _OF_THE_CORRECTION) if key in logged}
+            rollout = {key: logged[key] for key in (*_ROLLOUT_KEYS, _IMPORTANCE_RATIO) if key in logged}
         entry = {**rollout, **logged}
         rows.append(
             {
                 "step": step,
                 **{column: float(entry[key]) for column, key in _COLUMNS.items()},
                 "kl": float(entry["kl"]) if "kl" in entry else None,
-                "importance_ratio_mean": entry.get(_OF_THE_CORRECTION),
+                "importance_ratio_mean": entry.get(_IMPORTANCE_RATIO),
                 "sigma_requested": sync.sigma_requested if sync else 0.0,
                 "sigma_measured": sync.sigma_measured if sync else 0.0,
                 "validation_accuracy": validation_accuracy.get(step),

@@ -292,7 +292,7 @@ def test_a_backward_pass_past_the_fault_is_refused(model):
     run = Run(DEAD_ZONE, phases=("rollout", "backward"))
     layer_output(model, run)
     run.recorder.count_forward("backward")
-    with pytest.raises(ReceiptError, match="no gradient was seen at fault dead_zone"):
+    with pytest.raises(ReceiptError, match="no gradient was measured at fault dead_zone"):
         run.receipt().check()
 
 

@@ -285,7 +285,7 @@ def test_noise_at_half_the_scale_is_refused(model, monkeypatch):
 
     monkeypatch.setattr("aqnpipe.noise.kernels.error_models.add_relative_gaussian_", half)
     _, receipt = logits(model, MATMUL)
-    with pytest.raises(ReceiptError, match=r"the reference check saw scale 0\.02"):
+    with pytest.raises(ReceiptError, match=r"the reference check measured scale 0\.02"):
         receipt.check()
 
 
@@ -336,7 +336,7 @@ def test_noise_left_on_by_somebody_else_is_refused(model):
     layer = model.model.layers[0].self_attn.q_proj
     layer.forward = lambda x: F.linear(x, layer.weight, layer.bias) * 1.0001
     _, receipt = logits(model, None)
-    with pytest.raises(ReceiptError, match="differ from bare torch"):
+    with pytest.raises(ReceiptError, match="differ from plain torch"):
         receipt.check()
 
 

@@ -63,33 +63,33 @@ def record(recorder, spec, model, rank):
 
 
 @pytest.fixture(scope="module")
-def accounts_of(make_model):
-    """Return (recorder, accounts of two workers) for a mode; each mode is recorded once."""
+def measurements_of(make_model):
+    """Return (recorder, measurements of two workers) for a mode; each mode is recorded once."""
     kept = {}
 
     def get(mode):
         if mode not in kept:
             torch.manual_seed(0)
             model = make_model(num_layers=3)
-            accounts = []
+            workers = []
             for rank in range(2):
                 recorder = recorder_for(mode)
                 record(recorder, MODES[mode], model, rank)
-                accounts.append(WorkerMeasurements(rank, 2, recorder.state()))
-            kept[mode] = accounts
+                workers.append(WorkerMeasurements(rank, 2, recorder.state()))
+            kept[mode] = workers
         return recorder_for(mode), copy.deepcopy(kept[mode])
 
     return get
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_merged_receipt_is_that_of_one_recorder_that_saw_everything(mode, accounts_of, make_model):
+def test_the_merged_receipt_is_that_of_one_recorder_that_saw_everything(mode, measurements_of, make_model):
     torch.manual_seed(0)
     model = make_model(num_layers=3)
     both = recorder_for(mode)
     for rank in range(2):
         record(both, MODES[mode], model, rank)
-    merged = merged_receipt(*accounts_of(mode))
+    merged = merged_receipt(*measurements_of(mode))
     assert merged.num_workers == 2
     expected = both.receipt()
     for ours, theirs in zip(merged.cells, expected.cells, strict=True):
@@ -108,24 +108,24 @@ def test_the_merged_receipt_is_that_of_one_recorder_that_saw_everything(mode, ac
         assert ours.model_dump() == pytest.approx(theirs.model_dump(), rel=1e-12)
 
 
-def test_noise_on_weights_is_kept_once_and_noise_on_hidden_states_is_added_up(accounts_of):
+def test_noise_on_weights_is_kept_once_and_noise_on_hidden_states_is_added_up(measurements_of):
     for mode, share in (("norms", 1), ("hidden", 2)):
-        recorder, accounts = accounts_of(mode)
-        first = accounts[0].state.weight_syncs
-        merged = merged_receipt(recorder, accounts)
+        recorder, workers = measurements_of(mode)
+        first = workers[0].state.weight_syncs
+        merged = merged_receipt(recorder, workers)
         assert [sync.step for sync in merged.weight_syncs] == [0, 1]
         if mode == "norms":
             assert list(merged.weight_syncs) == first
         else:
-            both = [sum(a.state.weight_syncs[i].elements for a in accounts) for i in range(2)]
+            both = [sum(worker.state.weight_syncs[i].elements for worker in workers) for i in range(2)]
             assert [sync.elements for sync in merged.weight_syncs] == both
         assert merged.weight_cells[0].elements >= share * first[0].elements // 7
 
 
-def test_measured_scales_of_workers_are_merged_by_their_elements(accounts_of):
+def test_measured_scales_of_workers_are_merged_by_their_elements(measurements_of):
     """3 elements with relative errors of 0.1, one with 0.3: sqrt((3*0.01 + 0.09)/4) = 0.17320508."""
-    _, accounts = accounts_of("operators")
-    states = [account.state for account in accounts]
+    _, workers = measurements_of("operators")
+    states = [worker.state for worker in workers]
     for state, count, square in ((states[0], 3, 0.01), (states[1], 1, 0.09)):
         state.cells = state.cells[:1]
         state.cells[0].ratios = replace(state.cells[0].ratios, count=count, squares=count * square, total=0.0)
@@ -133,25 +133,25 @@ def test_measured_scales_of_workers_are_merged_by_their_elements(accounts_of):
     assert cell.ratios.root_mean_square == pytest.approx(0.17320508, rel=1e-8)
 
 
-def test_accounts_survive_their_files(accounts_of, tmp_path):
-    _, accounts = accounts_of("operators")
-    for account in accounts:
-        account.write(tmp_path)
-    assert read_measurements(tmp_path, 2) == accounts
+def test_measurements_survive_their_files(measurements_of, tmp_path):
+    _, workers = measurements_of("operators")
+    for worker in workers:
+        worker.write(tmp_path)
+    assert read_measurements(tmp_path, 2) == workers
 
 
-def test_a_missing_worker_is_refused(accounts_of, tmp_path):
-    _, accounts = accounts_of("operators")
-    accounts[0].write(tmp_path)
-    with pytest.raises(ReceiptError, match="no account of worker 1 of 2"):
+def test_a_missing_worker_is_refused(measurements_of, tmp_path):
+    _, workers = measurements_of("operators")
+    workers[0].write(tmp_path)
+    with pytest.raises(ReceiptError, match="no measurements of worker 1 of 2"):
         read_measurements(tmp_path, 2)
 
 
-def test_an_account_of_another_launch_or_no_account_at_all_is_refused(accounts_of, tmp_path):
-    _, accounts = accounts_of("operators")
-    for account in accounts:
-        account.write(tmp_path)
-    replace(accounts[1], num_workers=4).write(tmp_path)
+def test_measurements_of_another_launch_and_invalid_files_are_refused(measurements_of, tmp_path):
+    _, workers = measurements_of("operators")
+    for worker in workers:
+        worker.write(tmp_path)
+    replace(workers[1], num_workers=4).write(tmp_path)
     with pytest.raises(ReceiptError, match="is of worker 1 of 4, expected 1 of 2"):
         read_measurements(tmp_path, 2)
     (tmp_path / "worker1.json").write_text(json.dumps({"rank": 1}))
@@ -159,25 +159,25 @@ def test_an_account_of_another_launch_or_no_account_at_all_is_refused(accounts_o
         read_measurements(tmp_path, 2)
 
 
-def refusal(accounts_of, mode, change):
-    recorder, accounts = accounts_of(mode)
-    state: RecorderState = accounts[1].state
+def refusal(measurements_of, mode, change):
+    recorder, workers = measurements_of(mode)
+    state: RecorderState = workers[1].state
     change(state)
     with pytest.raises(ReceiptError) as refused:
-        merged_receipt(recorder, accounts)
+        merged_receipt(recorder, workers)
     return str(refused.value)
 
 
-def test_a_worker_without_its_noise_is_refused(accounts_of):
+def test_a_worker_without_its_noise_is_refused(measurements_of):
     def silent(state):
         state.cells = [cell for cell in state.cells if cell.phase != "rollout"]
 
     assert "worker 1 of 2: rollout: noise was requested but never reached layers" in refusal(
-        accounts_of, "operators", silent
+        measurements_of, "operators", silent
     )
 
 
-def test_a_worker_whose_noise_stopped_half_way_is_refused(accounts_of):
+def test_a_worker_whose_noise_stopped_half_way_is_refused(measurements_of):
     """What was noised is in order, so that only the count of calls gives it away."""
 
     def short(state):
@@ -185,43 +185,45 @@ def test_a_worker_whose_noise_stopped_half_way_is_refused(accounts_of):
             if cell.phase == "actor_forward":
                 cell.calls -= cell.calls // 2
 
-    text = refusal(accounts_of, "operators", short)
+    text = refusal(measurements_of, "operators", short)
     assert "worker 1 of 2: actor_forward linear layer 0: 7 noised calls in 2 passes, worker 0 had 14 in 2" in text
 
 
-def test_a_worker_with_fewer_passes_is_refused(accounts_of):
+def test_a_worker_with_fewer_passes_is_refused(measurements_of):
     def idle(state):
         for phase in state.phases:
             if phase.phase == "backward":
                 phase.forwards = 1
 
-    assert "worker 1 of 2: backward: 1 passes, worker 0 had 2" in refusal(accounts_of, "operators", idle)
+    assert "worker 1 of 2: backward: 1 passes, worker 0 had 2" in refusal(measurements_of, "operators", idle)
 
 
-def test_a_worker_that_lacks_a_phase_is_refused(accounts_of):
+def test_a_worker_that_lacks_a_phase_is_refused(measurements_of):
     def absent(state):
         state.phases = [phase for phase in state.phases if phase.phase != "actor_forward"]
 
-    assert "worker 1 of 2: phase actor_forward never ran" in refusal(accounts_of, "clean", absent)
+    assert "worker 1 of 2: phase actor_forward never ran" in refusal(measurements_of, "clean", absent)
 
 
 @pytest.mark.parametrize("mode", ["norms", "hidden"])
-def test_workers_with_different_clean_weights_or_sigmas_are_refused(accounts_of, mode):
+def test_workers_with_different_clean_weights_or_sigmas_are_refused(measurements_of, mode):
     def other_weights(state):
         sync = state.weight_syncs[1]
         changed = {"clean_sha256_before": "0" * 64, "clean_sha256_after": "0" * 64}
         state.weight_syncs[1] = sync.model_copy(update=changed)
 
-    assert "worker 1 of 2: AQN step 1: clean_sha256_before is 000000000000" in refusal(accounts_of, mode, other_weights)
+    assert "worker 1 of 2: AQN step 1: clean_sha256_before is 000000000000" in refusal(
+        measurements_of, mode, other_weights
+    )
 
     def other_sigma(state):
         state.weight_syncs[0] = state.weight_syncs[0].model_copy(update={"sigma_requested": 0.04})
 
-    assert "worker 1 of 2: AQN step 0: sigma_requested is 0.04, 0.05" in refusal(accounts_of, mode, other_sigma)
+    assert "worker 1 of 2: AQN step 0: sigma_requested is 0.04, 0.05" in refusal(measurements_of, mode, other_sigma)
 
 
-def test_a_worker_that_missed_a_sync_is_refused(accounts_of):
+def test_a_worker_that_missed_a_sync_is_refused(measurements_of):
     def forget(state):
         state.weight_syncs.pop()
 
-    assert "worker 1 of 2: AQN: 1 weight syncs, worker 0 had 2" in refusal(accounts_of, "norms", forget)
+    assert "worker 1 of 2: AQN: 1 weight syncs, worker 0 had 2" in refusal(measurements_of, "norms", forget)

@@ -1,1 +1,1 @@
-"""Records what was measured on the running model, and checks it against what was requested."""
+"""Records measurements of the running model and checks them against the requested noise."""

@@ -1,4 +1,4 @@
-"""Counts floating-point operations from the shapes of what is really computed, by torch's own formulas."""
+"""Counts floating-point operations from the shapes of the tensors that are computed, by torch's own formulas."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch.utils.flop_counter import flop_registry
 class FlopCounter(TorchDispatchMode):
     """Sums the operations of all matrix products and attentions while it is active, in `total`.
 
-    Element-wise operators count nothing, as in torch's FlopCounterMode. That one also follows modules with hooks of its
-    own, which stay in the autograd graph; here a forward pass has to be left as it was.
+    Element-wise operators count as 0, as in torch's FlopCounterMode. That class also tracks modules, by hooks
+    that stay in the autograd graph. This one leaves the forward pass unchanged.
     """
 
     def __init__(self) -> None:

@@ -4,21 +4,22 @@ from pydantic import Field
 
 from aqnpipe.config.loss_study import LossCondition
 from aqnpipe.config.noise import FaultOrder
-from aqnpipe.noise.receipts.receipt import Receipt, ReceiptModel
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import ReceiptModel
 
 
 class LossStudyPass(ReceiptModel):
-    """The measured account of one pass: a condition, at a magnitude if it has a fault, in an order if it needs one."""
+    """The receipt of one pass: a condition, with a magnitude if it has a fault, and an order if it needs one."""
 
     condition: LossCondition
-    magnitude: float = Field(ge=0, description="of every fault; 0 without")
+    magnitude: float = Field(ge=0, description="magnitude of every fault; 0 without a fault")
     order: FaultOrder | None = Field(description="null unless a faulty layer has noise")
     noise_seed: int = Field(ge=0, description="0 without noise")
     noised_layers: tuple[int, ...]
     receipt: Receipt
 
     def problems(self) -> list[str]:
-        """Return every gap between the condition, what was requested it and what was measured."""
+        """Return the mismatches between the condition, the requested noise and faults, and the measured ones."""
         where = f"{self.condition} at magnitude {self.magnitude:g}, order {self.order}, noise seed {self.noise_seed}"
         receipt, problems = self.receipt, []
         magnitudes = {fault.magnitude for fault in receipt.faults} or {0.0}
@@ -34,7 +35,7 @@ class LossStudyPass(ReceiptModel):
 
 
 class LossStudyReceipts(ReceiptModel):
-    """results/loss_study/<model>/<name>.receipt.json: every pass that stands in the table beside it."""
+    """results/loss_study/<model>/<name>.receipt.json: every pass of the table beside it."""
 
     vocabulary_size: int = Field(ge=2)
     num_layers: int = Field(ge=1)
@@ -43,7 +44,9 @@ class LossStudyReceipts(ReceiptModel):
     passes: tuple[LossStudyPass, ...] = Field(min_length=1)
 
     def problems(self) -> list[str]:
-        """Return the problems of all passes, and passes that occur twice."""
-        keys = [(one.condition, one.magnitude, one.order or "", one.noise_seed) for one in self.passes]
+        """Return the problems of all passes, and the passes that occur twice."""
+        keys = [
+            (studied.condition, studied.magnitude, studied.order or "", studied.noise_seed) for studied in self.passes
+        ]
         twice = [f"pass {key}: recorded twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
-        return twice + [problem for one in self.passes for problem in one.problems()]
+        return twice + [problem for studied in self.passes for problem in studied.problems()]

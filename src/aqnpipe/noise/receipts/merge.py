@@ -1,8 +1,9 @@
-"""One receipt from the accounts of all data-parallel workers, refused if a worker or a part of its noise is missing.
+"""Merges the measurements of all data-parallel workers into one receipt.
 
-What each worker drew for itself (operators, modules, hidden states, faults) is added up from the sums behind the
-receipts, so that the merged figures are those of one recorder that saw everything. What all workers must have done
-alike (the policy that they synchronised, AQN on its weights, the number of passes) has to be equal, and is kept once.
+Each worker draws its own noise on operators, modules and hidden states, and applies its own faults. The sums behind
+these measurements are added, so the merged figures equal those of a single recorder of all workers. Other values must
+be equal on all workers: the synchronised policy, AQN on its weights, and the number of passes. They are kept once. A
+missing worker, or a worker without part of its noise, is refused.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,7 +15,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.receipts.receipt import Receipt, WeightSync
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.recorder_state import (
     CellSums,
@@ -28,13 +30,13 @@ from aqnpipe.noise.receipts.recorder_state import (
 
 _Sums = TypeVar("_Sums")
 
-_DRAWN_OUT = frozenset({"rollout", "validation"})
-"""Phases that generate: how many passes they take depends on the longest response of a worker's share."""
+_GENERATING_PHASES = frozenset({"rollout", "validation"})
+"""In these phases the number of forward passes depends on the longest response of a worker's share."""
 
 
 @dataclass(frozen=True)
 class WorkerMeasurements:
-    """What one worker recorded: its rank among `num_workers`, and the sums behind its receipt."""
+    """One worker's rank among `num_workers`, and the sums behind its receipt."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -44,11 +46,11 @@ class WorkerMeasurements:
 
     @property
     def label(self) -> str:
-        """The worker in words, counted from 0."""
+        """Name of the worker in messages; ranks start at 0."""
         return f"worker {self.rank} of {self.num_workers}"
 
     def write(self, folder: Path) -> None:
-        """Write the account to its place in `folder`, where `read_measurements` looks for it."""
+        """Write the measurements to the file in `folder` that `read_measurements` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         _path(folder, self.rank).write_bytes(_ADAPTER.dump_json(self))
 
@@ -57,52 +59,55 @@ _ADAPTER = TypeAdapter(WorkerMeasurements)
 
 
 def read_measurements(folder: Path, num_workers: int) -> list[WorkerMeasurements]:
-    """Return the accounts of all workers, by rank. Raises ReceiptError if one is missing, foreign or unreadable."""
+    """Return the measurements of all workers, by rank. Raises ReceiptError for missing, foreign or unreadable files."""
     missing = [rank for rank in range(num_workers) if not _path(folder, rank).is_file()]
     if missing:
-        raise ReceiptError(f"receipt refused: no account of worker {', '.join(map(str, missing))} of {num_workers}")
-    accounts = []
+        raise ReceiptError(
+            f"receipt refused: no measurements of worker {', '.join(map(str, missing))} of {num_workers}"
+        )
+    workers = []
     for rank in range(num_workers):
         path = _path(folder, rank)
         try:
-            account = _ADAPTER.validate_json(path.read_bytes())
+            worker = _ADAPTER.validate_json(path.read_bytes())
         except ValidationError as error:
             raise ReceiptError(f"receipt refused: {path}: {describe_validation_error(error)}") from None
-        if (account.rank, account.num_workers) != (rank, num_workers):
-            raise ReceiptError(f"receipt refused: {path} is of {account.label}, expected {rank} of {num_workers}")
-        accounts.append(account)
-    return accounts
+        if (worker.rank, worker.num_workers) != (rank, num_workers):
+            raise ReceiptError(f"receipt refused: {path} is of {worker.label}, expected {rank} of {num_workers}")
+        workers.append(worker)
+    return workers
 
 
 def merged_receipt(
-    recorder: ReceiptRecorder, accounts: Sequence[WorkerMeasurements], *, routed: bool = False
+    recorder: ReceiptRecorder, workers: Sequence[WorkerMeasurements], *, routed: bool = False
 ) -> Receipt:
-    """Return the checked receipt of all workers together; `recorder` knows what was requested, and is left with the merger.
+    """Return the checked receipt of all workers together; `recorder` ends in the merged state.
 
-    Every worker's own receipt must be in order, and all must fit each other. `routed` is for mixtures of experts, where
-    the number of operator calls depends on the tokens and is not compared. Raises ReceiptError that names the worker.
+    `recorder` must have been made with the requested noise. Every worker's own receipt must pass its check, and all
+    workers must agree. `routed` is for mixtures of experts: there the number of operator calls depends on the tokens
+    and is not compared. Raises ReceiptError, which names the worker.
     """
     problems = []
     aqn = None
-    for account in accounts:
-        recorder.restore(account.state)
+    for worker in workers:
+        recorder.restore(worker.state)
         receipt = recorder.receipt()
         aqn = receipt.aqn
-        problems += [f"{account.label}: {problem}" for problem in receipt.problems()]
+        problems += [f"{worker.label}: {problem}" for problem in receipt.problems()]
     per_worker_draws = aqn is not None and aqn.targets == "hidden_states"
-    for account in accounts[1:]:
-        differences = _differences(accounts[0].state, account.state, per_worker_draws, routed)
-        problems += [f"{account.label}: {difference}" for difference in differences]
+    for worker in workers[1:]:
+        differences = _differences(workers[0].state, worker.state, per_worker_draws, routed)
+        problems += [f"{worker.label}: {difference}" for difference in differences]
     if problems:
         raise ReceiptError("receipt refused: " + "; ".join(problems))
-    recorder.restore(merge_states([account.state for account in accounts], per_worker_draws=per_worker_draws))
-    return recorder.receipt().model_copy(update={"num_workers": len(accounts)}).check()
+    recorder.restore(merge_states([worker.state for worker in workers], per_worker_draws=per_worker_draws))
+    return recorder.receipt().model_copy(update={"num_workers": len(workers)}).check()
 
 
 def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> RecorderState:
-    """Return the state of one recorder that saw what all `states` saw.
+    """Return the state of a single recorder of everything in `states`.
 
-    `per_worker_draws`: AQN's noise was drawn by every worker for itself (hidden states), not alike by all (weights).
+    `per_worker_draws`: every worker drew its own AQN noise (hidden states), instead of the same noise (weights).
     """
     first = states[0]
     return RecorderState(
@@ -127,12 +132,12 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
 
 
 def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
-    """Add to the recorder of a run what an engine recorded in a rollout of its own."""
+    """Add the measurements of a rollout in an engine to the recorder of the run."""
     before = recorder.state()
     merged = merge_states([before, state], per_worker_draws=False)
     merged.weight_syncs = before.weight_syncs + state.weight_syncs
     merged.weight_factors = _grouped(
-        (before.weight_factors, state.weight_factors), lambda one: one.layer, _merged_factor
+        (before.weight_factors, state.weight_factors), lambda factor: factor.layer, _merged_factor
     )
     merged.num_noised_modules = max(before.num_noised_modules, state.num_noised_modules)
     recorder.restore(merged)
@@ -145,11 +150,11 @@ def _path(folder: Path, rank: int) -> Path:
 def _grouped(
     lists: Iterable[list[_Sums]], key: Callable[[_Sums], Hashable], merge: Callable[[list[_Sums]], _Sums]
 ) -> list[_Sums]:
-    """Merge what has the same key in any of the lists, in the order of first appearance."""
+    """Merge the sums with equal keys over all lists, in the order of first appearance."""
     groups: dict[Hashable, list[_Sums]] = {}
     for sums in lists:
-        for one in sums:
-            groups.setdefault(key(one), []).append(one)
+        for entry in sums:
+            groups.setdefault(key(entry), []).append(entry)
     return [merge(group) for group in groups.values()]
 
 
@@ -221,7 +226,7 @@ def _merged_factor(factors: list[FactorSums]) -> FactorSums:
 
 
 def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:
-    """Weigh what every worker measured on hidden states of its own by the elements that it measured."""
+    """Average the workers' measurements on their own hidden states, weighted by the number of elements."""
     elements = sum(sync.elements for sync in syncs)
     if not elements:
         return syncs[0]
@@ -235,7 +240,7 @@ def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:
 
 
 def _differences(first: RecorderState, other: RecorderState, per_worker_draws: bool, routed: bool) -> list[str]:
-    """Return in words what `other` did otherwise than the first worker although all must do it alike."""
+    """Return the differences of `other` from the first worker in values that must be equal on all workers."""
     return [
         *_phase_differences(first, other),
         *([] if routed else _call_differences(first, other)),
@@ -245,26 +250,30 @@ def _differences(first: RecorderState, other: RecorderState, per_worker_draws: b
 
 def _phase_differences(first: RecorderState, other: RecorderState) -> list[str]:
     ours, theirs = ({phase.phase: phase.forwards for phase in state.phases} for state in (first, other))
-    problems = [f"phase {phase} ran, it did not on worker 0" for phase in theirs if phase not in ours]
+    problems = [f"phase {phase} ran, but not on worker 0" for phase in theirs if phase not in ours]
     for phase, forwards in ours.items():
         found = theirs.get(phase, 0)
         if found == 0 < forwards:
-            problems.append(f"phase {phase} never ran, it did on worker 0")
-        elif found != forwards and phase not in _DRAWN_OUT:
+            problems.append(f"phase {phase} never ran, but did on worker 0")
+        elif found != forwards and phase not in _GENERATING_PHASES:
             problems.append(f"{phase}: {found} passes, worker 0 had {forwards}")
     return problems
 
 
 def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
-    """Compare how often each operator was noised per pass, which is the same on every worker."""
+    """Compare the noised calls of each operator per pass, which must be equal on all workers."""
     passes = [{phase.phase: phase.forwards for phase in state.phases} for state in (first, other)]
     cells = [{(cell.phase, cell.operator, cell.layer): cell for cell in state.cells} for state in (first, other)]
     problems = []
     for place in dict.fromkeys([*cells[0], *cells[1]]):
         phase, operator, layer = place
-        calls = [one[place].calls if place in one else 0 for one in cells]
-        # Quantised weights are kept within a generation, so they are counted once per generation.
-        per = [1, 1] if operator == "linear.weight" and phase in _DRAWN_OUT else [one.get(phase, 0) for one in passes]
+        calls = [worker_cells[place].calls if place in worker_cells else 0 for worker_cells in cells]
+        # Quantised weights are cached within a generation, so they are counted once per generation.
+        per = (
+            [1, 1]
+            if operator == "linear.weight" and phase in _GENERATING_PHASES
+            else [worker_passes.get(phase, 0) for worker_passes in passes]
+        )
         if calls[1] * per[0] != calls[0] * per[1]:
             problems.append(
                 f"{phase} {operator} layer {'lm_head' if layer is None else layer}: {calls[1]} noised calls in "

@@ -1,4 +1,4 @@
-"""Collects measurements while phases run and turns them into a receipt."""
+"""Collects measurements while phases run and makes a receipt of them."""
 
 import copy
 from collections import defaultdict
@@ -12,12 +12,12 @@ from aqnpipe.config.noise import ErrorModel, NoiseSpec, Phase, quantity_of, requ
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import matrices_sha256, norms_sha256
 from aqnpipe.noise.receipts.mismatches import mismatches
-from aqnpipe.noise.receipts.receipt import (
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import (
     FaultCell,
     GradientFlow,
     NoiseCell,
     PhaseRecord,
-    Receipt,
     WeightCell,
     WeightSync,
 )
@@ -35,10 +35,10 @@ _CellKey = tuple[Phase, str, int | None]
 
 
 class ReceiptRecorder:
-    """Accumulates what injections measure over a run or an evaluation pass, for its receipt.
+    """Accumulates the measurements of a run or an evaluation pass, for its receipt.
 
-    `requested` is what the receipt will compare the measurements with; nothing is injected because of it.
-    `watch_norms`: every phase compares the norm weights that it computes with to the clean ones.
+    The receipt compares the measurements with `requested`. The recorder injects nothing. With `watch_norms`, every
+    phase compares the norm weights of its model with the clean ones.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class ReceiptRecorder:
         self._mismatches: set[str] = set()
         self._weight_syncs: list[WeightSync] = []
         self._weight_factors: dict[int | None, FactorSums] = {}
-        # Tensors are kept where they are until `settle` reads them all.
+        # Tensors stay on their device until `settle` reads them all.
         self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._affected: dict[tuple[Phase, int], list[Tensor]] = defaultdict(list)
         self._flows: dict[int, list[Tensor]] = defaultdict(list)
 
     def note_installed(self, where: str, **parts: BaseModel | Sequence[BaseModel] | None) -> None:
-        """Note how `parts` of a `NoiseSpec`, by field name, differ from the requested ones; `where` installs them."""
+        """Note how `parts` of a `NoiseSpec`, by field name, differ from the requested ones. `where` begins the line."""
         for name, installed in parts.items():
             found = mismatches(name, installed, getattr(self._requested, name))
             self._mismatches.update(f"{where}: {mismatch}" for mismatch in found)
@@ -91,20 +91,20 @@ class ReceiptRecorder:
         self._phase(phase).forwards += 1
 
     def note_clean_norms(self, model: nn.Module) -> None:
-        """Note the policy's norm weights as they are now as the clean ones: of the start, or of an optimiser step."""
+        """Note the policy's present norm weights as the clean ones: at the start, and after each optimiser step."""
         if self._watch_norms:
             self._clean_norms = norms_sha256(model)
             self._clean_matrices = matrices_sha256(model)
 
     def expect_clean_norms(self, sha256: str) -> None:
-        """Note the SHA-256 that the norm weights must have, as another process has them."""
+        """Note the SHA-256 of the clean norm weights, computed in another process."""
         self._clean_norms = sha256
 
     def watch_norms(self, phase: Phase, model: nn.Module) -> None:
-        """Compare the norm weights that `model` is about to compute with to the clean ones, which only AQN may change.
+        """Compare the norm weights of `model`, before it computes, with the clean ones, which only AQN may change.
 
-        The reference has those of the start, known from the first redraw of AQN noise. Raises ReceiptError if a sample
-        of the matrices is not what the optimiser left.
+        The reference model has the norm weights of the start, known from the first redraw of AQN noise. Raises
+        ReceiptError if a sample of the matrices differs from the values after the last optimiser step.
         """
         clean = self._clean_norms
         if phase == "reference":
@@ -112,13 +112,13 @@ class ReceiptRecorder:
         if not self._watch_norms or clean is None:
             return
         if phase != "reference" and self._clean_matrices not in (None, matrices_sha256(model)):
-            raise ReceiptError(f"receipt refused: {phase}: it computes with other matrices than the optimiser left")
+            raise ReceiptError(f"receipt refused: {phase}: the matrices are not those of the last optimiser step")
         sums = self._phase(phase)
         sums.norms_checked += 1
         sums.norms_noised += norms_sha256(model) != clean
 
     def count_escape(self, phase: Phase, function: str) -> None:
-        """Note a call that holds a matrix product out of reach."""
+        """Note a call with a matrix product inside that the noise does not reach."""
         escaped = self._phase(phase).escaped
         escaped[function] = escaped.get(function, 0) + 1
 
@@ -133,7 +133,7 @@ class ReceiptRecorder:
         self._phase(phase).noised_calls += 1
 
     def expect_modules(self, count: int) -> None:
-        """Note how many modules the module noise selects."""
+        """Note the number of modules that the module noise selects."""
         self._num_noised_modules = count
 
     def count_module(self, phase: Phase, name: str) -> None:
@@ -141,7 +141,7 @@ class ReceiptRecorder:
         self._phase(phase).modules.add(name)
 
     def wants_flops(self, phase: Phase) -> bool:
-        """Tell whether the operations of a forward pass in `phase` are still to be counted: one is enough."""
+        """Return whether the operations of a forward pass in `phase` still need to be counted; one pass is enough."""
         return self._phase(phase).flops is None
 
     def count_flops(self, phase: Phase, flops: int) -> None:
@@ -153,21 +153,21 @@ class ReceiptRecorder:
         self._phase(phase).noised_flops += flops
 
     def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
-        """Keep a sample of an output before and after its noise (same shapes); summed up by `settle`."""
+        """Keep a sample of an output before and after its noise (same shapes), to be summed by `settle`."""
         self._samples[phase, operator, layer].append((before, after))
 
-    def record_reference_check(self, phase: Phase, bare: Tensor, used: Tensor) -> None:
-        """Compare outputs recomputed by bare torch with those that the model used (same shapes)."""
+    def record_reference_check(self, phase: Phase, reference: Tensor, used: Tensor) -> None:
+        """Compare outputs recomputed in plain torch with those that the model used (same shapes)."""
         sums = self._phase(phase)
-        sums.reference_check.add(bare, used)
-        sums.reference_checked_elements += bare.numel()
+        sums.reference_check.add(reference, used)
+        sums.reference_checked_elements += reference.numel()
 
     def measure_hidden(self, layer: int, before: Tensor, after: Tensor) -> None:
         """Keep a sample of a layer's hidden states before and after AQN's relative noise (same shapes)."""
         self._hidden.append((layer, before, after))
 
     def refuse_stray_hidden_noise(self) -> None:
-        """Raise ReceiptError if training noised hidden states outside a rollout, which settles its own."""
+        """Raise ReceiptError if training noised hidden states outside a rollout; a rollout settles its own samples."""
         if self._hidden and self._watch_norms:
             layers = sorted({layer for layer, _, _ in self._hidden})
             raise ReceiptError(f"receipt refused: AQN noised the hidden states of layers {layers} outside the rollout")
@@ -178,10 +178,10 @@ class ReceiptRecorder:
         for layer, before, after in self._hidden:
             sums[layer].add(before, after)
         self._hidden.clear()
-        return {layer: (one.squares, one.count) for layer, one in sums.items()}
+        return {layer: (ratios.squares, ratios.count) for layer, ratios in sums.items()}
 
     def note_foreign_faults(self, modules: Sequence[str]) -> None:
-        """Note modules with a simulated fault that is none of this recorder's."""
+        """Note modules with a simulated fault that this recorder does not record."""
         self._foreign_faults.update(modules)
 
     def count_fault(self, phase: Phase, number: int, channels: Tensor, changed: Tensor) -> None:
@@ -198,7 +198,7 @@ class ReceiptRecorder:
         self._affected[phase, number].append(changed.sum())
 
     def count_fault_gradient(self, number: int, changed: Tensor, arrived: Tensor, passed: Tensor) -> None:
-        """Note the gradient that arrived behind fault `number` and what of it passed through (same shapes).
+        """Note the gradient that arrived behind fault `number`, and the part of it that passed (same shapes).
 
         `changed` is the mask of elements that the fault changed in the forward pass.
         """
@@ -218,10 +218,10 @@ class ReceiptRecorder:
         )
 
     def fault_counts(self, phase: Phase) -> tuple[int, int]:
-        """Return (elements, affected elements) over all faults in `phase` up to now."""
+        """Return (elements, affected elements) over all faults in `phase` so far."""
         self.settle()
-        sums = [one for (when, _), one in self._faults.items() if when == phase]
-        return sum(one.elements for one in sums), sum(one.affected_elements for one in sums)
+        faults = [sums for (when, _), sums in self._faults.items() if when == phase]
+        return sum(sums.elements for sums in faults), sum(sums.affected_elements for sums in faults)
 
     @property
     def last_weight_sync(self) -> WeightSync | None:
@@ -239,7 +239,7 @@ class ReceiptRecorder:
         sums.elements += elements
 
     def settle(self) -> None:
-        """Sum up the kept samples, so that memory stays flat over a long run."""
+        """Sum the kept samples, so that memory stays constant over a long run."""
         for key, pairs in self._samples.items():
             before, after = zip(*pairs, strict=True)
             self._cells[key].ratios.add(torch.cat(before), torch.cat(after))
@@ -253,7 +253,7 @@ class ReceiptRecorder:
         self._flows.clear()
 
     def state(self) -> RecorderState:
-        """Return a copy of everything gathered so far; call it between phases, as `restore` brings back sums only."""
+        """Return a copy of all measurements so far. Call it between phases, because `restore` restores sums only."""
         self.refuse_stray_hidden_noise()
         self.settle()
         return copy.deepcopy(
@@ -271,7 +271,7 @@ class ReceiptRecorder:
         )
 
     def restore(self, state: RecorderState) -> None:
-        """Go on from `state`, forgetting everything gathered so far."""
+        """Continue from `state` and drop all measurements so far."""
         state = copy.deepcopy(state)
         self._cells = {(cell.phase, cell.operator, cell.layer): cell for cell in state.cells}
         self._phases = {sums.phase: sums for sums in state.phases}
@@ -288,7 +288,7 @@ class ReceiptRecorder:
         self._hidden.clear()
 
     def receipt(self) -> Receipt:
-        """Return the account of everything recorded so far."""
+        """Return the receipt of everything recorded so far."""
         self.refuse_stray_hidden_noise()
         self.settle()
         return Receipt(

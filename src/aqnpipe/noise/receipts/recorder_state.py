@@ -8,14 +8,14 @@ from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from aqnpipe.config.noise import ErrorModel, Phase, Quantity
-from aqnpipe.noise.receipts.receipt import WeightSync
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 
 _STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
 @dataclass
 class RatioSums:
-    """Running sums of errors, in the unit of their kind (see `Quantity`)."""
+    """Running sums of errors, in the unit of their `Quantity`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -26,8 +26,8 @@ class RatioSums:
     largest_difference: float = 0.0
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Add the errors of `after` against `before` (same shapes)."""
-        # In numpy: the samples are short, and its calls cost a fraction of torch's.
+        """Add the errors of `after` relative to `before` (same shapes)."""
+        # In numpy: on short samples its calls cost a fraction of torch's.
         clean, used = (values.double().cpu().numpy() for values in (before, after))
         difference = used - clean
         if clean.size:
@@ -67,7 +67,7 @@ class CellSums:
 
 @dataclass
 class PhaseSums:
-    """What happened in one phase."""
+    """Counts and sums of one phase."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -101,7 +101,10 @@ class FaultSums:
 
 @dataclass
 class GradientSums:
-    """Sums over the gradients at one fault: elements carried, zeroed and leaked, squared norm carried and zeroed."""
+    """Sums over the gradients at one fault.
+
+    In order: elements with a gradient, zeroed ones, leaked ones, squared norm of all, squared norm of the zeroed ones.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -111,7 +114,7 @@ class GradientSums:
 
     def add(self, sums: list[float]) -> None:
         """Add the five sums of one call."""
-        self.totals = [total + one for total, one in zip(self.totals, sums, strict=True)]
+        self.totals = [total + added for total, added in zip(self.totals, sums, strict=True)]
 
 
 @dataclass
@@ -127,9 +130,9 @@ class FactorSums:
 
 @dataclass
 class RecorderState:
-    """Everything that a `ReceiptRecorder` has gathered; what it was requested to expect is not part of it.
+    """Everything that a `ReceiptRecorder` has measured. The requested noise is not part of it.
 
-    Floats survive JSON bit for bit, so that a restored recorder goes on to the same receipt.
+    Floats survive JSON bit for bit, so a restored recorder ends with the same receipt.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

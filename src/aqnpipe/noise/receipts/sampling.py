@@ -1,4 +1,4 @@
-"""Which elements of a tensor are measured."""
+"""Chooses the elements of a tensor that are measured."""
 
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ def sample(tensor: Tensor) -> Tensor:
         return values.reshape(-1).clone()
     if values.is_contiguous():
         return values.view(-1).index_select(0, sample_positions(numel, values.device))
-    # A part of a buffer is not copied as a whole for a few of its elements.
+    # Index the view: copying it whole for a few of its elements would cost more.
     return values[_places(values.shape, values.device)]
 
 
@@ -25,8 +25,8 @@ def sample(tensor: Tensor) -> Tensor:
 def sample_positions(num_elements: int, device: torch.device) -> Tensor:
     """Return one position in each of MEASURED_ELEMENTS_PER_CALL equal stretches of a flat tensor, in rising order.
 
-    Drawn, for any regular step meets the same few rows again where it comes near a fraction of the rows' length: all
-    of them without a gradient, say.
+    Random, because a regular stride aliases with the row length: it could hit, for example, only rows without a
+    gradient.
     """
     drawn = torch.rand(
         MEASURED_ELEMENTS_PER_CALL, generator=keyed_generator("cpu", 0, "sample", num_elements), dtype=torch.float64

@@ -1,0 +1,101 @@
+"""Checks of AQN: the time, size and place of its noise, and the clean norm weights everywhere else."""
+
+import math
+
+from aqnpipe.config.noise import AdaptiveNoise
+from aqnpipe.noise.receipts.receipt_content import SAMPLING_SIGMAS, ReceiptContent
+from aqnpipe.noise.schedule import sigma_at
+
+
+def aqn_problems(receipt: ReceiptContent) -> list[str]:
+    """Return one line per mismatch between the requested and the measured noise of AQN."""
+    return [*_weight_noise_problems(receipt), *_norm_problems(receipt)]
+
+
+def _weight_noise_problems(receipt: ReceiptContent) -> list[str]:
+    if receipt.aqn is None:
+        return [f"AQN ran at {len(receipt.weight_syncs)} syncs, none was requested"] if receipt.weight_syncs else []
+    steps = [sync.step for sync in receipt.weight_syncs]
+    problems = []
+    due = list(range(0, receipt.num_steps, receipt.steps_per_rollout))
+    if steps != due:
+        problems.append(f"AQN: {len(steps)} weight syncs, expected one at each of {len(due)} steps")
+    machine = receipt.aqn.layer_sigmas_from
+    if (machine is None) != (receipt.layer_factors is None):
+        factors = "no layer factors" if receipt.layer_factors is None else "layer factors"
+        problems.append(f"AQN: layer_sigmas_from is {machine!r}, the receipt has {factors}")
+    return problems + _weight_sync_problems(receipt, receipt.aqn) + _layer_factor_problems(receipt)
+
+
+def _weight_sync_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[str]:
+    problems = []
+    counts = _target_counts(receipt, aqn)
+    for sync in receipt.weight_syncs:
+        where = f"AQN step {sync.step}"
+        if sync.clean_sha256_before != sync.clean_sha256_after:
+            problems.append(f"{where}: norm weights were not restored")
+        if sync.targets not in counts:
+            problems.append(f"{where}: {sync.targets} targets, expected {counts[0]} ({aqn.targets})")
+        due = sigma_at(aqn.schedule, sync.step, receipt.num_steps, receipt.num_epochs)
+        if not math.isclose(sync.sigma_scheduled, due, rel_tol=1e-9):
+            problems.append(f"{where}: the trainer used sigma {sync.sigma_scheduled:.4g}, the schedule gives {due:.4g}")
+        if sync.sigma_requested == 0:
+            if sync.sigma_measured != 0:
+                problems.append(f"{where}: measured sigma {sync.sigma_measured:.3g}, requested 0")
+        elif not sync.elements or not abs(sync.squared_error_ratio - 1) <= SAMPLING_SIGMAS * math.sqrt(
+            2 / sync.elements
+        ):
+            problems.append(f"{where}: measured sigma {sync.sigma_measured:.4g}, requested {sync.sigma_requested:.4g}")
+    return problems
+
+
+def _target_counts(receipt: ReceiptContent, aqn: AdaptiveNoise) -> tuple[int, ...]:
+    """Return the possible numbers of targets. For auto it depends on the kind of model, which is not recorded."""
+    match aqn.targets:
+        case "auto":
+            return receipt.num_norms, receipt.num_layers
+        case "all_norms":
+            return (receipt.num_norms,)
+        case "post_attention" | "hidden_states":
+            return (receipt.num_layers,)
+
+
+def _layer_factor_problems(receipt: ReceiptContent) -> list[str]:
+    problems = []
+    for cell in receipt.weight_cells:
+        requested = (
+            1.0 if cell.layer is None or receipt.layer_factors is None else receipt.layer_factors.get(cell.layer, 0.0)
+        )
+        if not abs(cell.measured_factor - requested) <= requested * SAMPLING_SIGMAS / math.sqrt(2 * cell.elements):
+            where = "outside the layers" if cell.layer is None else f"in layer {cell.layer}"
+            problems.append(
+                f"AQN: norms {where} got {cell.measured_factor:.3f} times the schedule's sigma, "
+                f"requested {requested:.3f}"
+            )
+    wanted = {layer for layer, factor in (receipt.layer_factors or {}).items() if factor > 0}
+    missing = sorted(wanted - {cell.layer for cell in receipt.weight_cells})
+    if missing and any(sync.sigma_requested > 0 for sync in receipt.weight_syncs):
+        problems.append(f"AQN: noise was requested in layers {missing}, none was measured there")
+    return problems
+
+
+def _norm_problems(receipt: ReceiptContent) -> list[str]:
+    """Return phases with noise on the norm weights, other than rollouts whose AQN requests it, and the reverse."""
+    if not receipt.norms_watched:
+        return []
+    on_norms = receipt.aqn is not None and receipt.aqn.targets != "hidden_states"
+    due = receipt.num_workers * sum(sync.sigma_requested > 0 for sync in receipt.weight_syncs) if on_norms else 0
+    problems = []
+    for record in receipt.phases:
+        # Without AQN there is no record of the reference's clean weights.
+        if record.phase == "backward" or (record.phase == "reference" and receipt.aqn is None):
+            continue
+        requested = due if record.phase == "rollout" else 0
+        if not record.norms_checked:
+            problems.append(f"{record.phase}: its norm weights were never compared with the clean ones")
+        elif record.norms_noised != requested:
+            problems.append(
+                f"{record.phase}: computed with noise on the norm weights in {record.norms_noised} of "
+                f"{record.norms_checked} passes, requested in {requested}"
+            )
+    return problems

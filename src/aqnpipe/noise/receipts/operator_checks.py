@@ -1,0 +1,165 @@
+"""Checks of operator noise and module noise: the phases, layers, operators and sizes, and the reference check."""
+
+import math
+
+from aqnpipe.config.noise import (
+    ErrorModel,
+    FakeQuantization,
+    ModuleNoise,
+    OperatorNoise,
+    Phase,
+    RelativeGaussian,
+    requested_size,
+)
+from aqnpipe.noise.receipts.receipt_content import SAMPLING_SIGMAS, NoiseCell, PhaseRecord, ReceiptContent
+
+
+def operator_problems(receipt: ReceiptContent, tolerance: float) -> list[str]:
+    """Return one line per mismatch in operator and module noise; `tolerance` is a relative allowance for rounding."""
+    return [
+        *_phases_that_did_not_run(receipt),
+        *_noise_where_none_was_requested(receipt),
+        *_operator_noise_missing(receipt),
+        *_module_noise_missing(receipt),
+        *_noise_of_wrong_size(receipt, tolerance),
+        *_reference_check_problems(receipt, tolerance),
+    ]
+
+
+def _is_requested(noise: OperatorNoise | ModuleNoise | None, phase: Phase) -> bool:
+    return noise is not None and noise.is_active and phase in noise.phases
+
+
+def _phases_that_did_not_run(receipt: ReceiptContent) -> list[str]:
+    ran = {record.phase for record in receipt.phases if record.forwards > 0}
+    problems = [f"phase {phase} never ran" for phase in receipt.expected_phases if phase not in ran]
+    for noise in (receipt.operator_noise, receipt.module_noise):
+        # A training without KL has no reference phase, so a single requested phase may be missing.
+        if noise is not None and noise.is_active and not ran & set(noise.phases):
+            problems.append(f"noise was requested in {', '.join(noise.phases)} alone, which never ran")
+    return problems
+
+
+def _noise_where_none_was_requested(receipt: ReceiptContent) -> list[str]:
+    problems = []
+    for record in receipt.phases:
+        operators, modules = (
+            _is_requested(noise, record.phase) for noise in (receipt.operator_noise, receipt.module_noise)
+        )
+        noised = {cell.is_module for cell in receipt.cells if cell.phase == record.phase and cell.calls}
+        if (record.noised_calls and not (operators or modules)) or (
+            (False in noised and not operators) or (True in noised and not modules)
+        ):
+            problems.append(f"{record.phase}: {record.noised_calls} operator calls were noised, none were requested")
+        if not operators and record.reference_check_difference != 0.0:
+            problems.append(
+                f"{record.phase}: operators differ from plain torch by {record.reference_check_difference:.3g}, "
+                "no noise was requested"
+            )
+    return problems
+
+
+def _operator_noise_missing(receipt: ReceiptContent) -> list[str]:
+    noise = receipt.operator_noise
+    if noise is None:
+        return []
+    return [
+        problem
+        for record in receipt.phases
+        if _is_requested(noise, record.phase)
+        for problem in _coverage_problems(receipt, noise, record)
+    ]
+
+
+def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: PhaseRecord) -> list[str]:
+    """Return mismatches between the layers and operators that `noise` requests and those with noise in one phase."""
+    wanted = {layer for layer in range(receipt.num_layers) if noise.error_in(layer) is not None}
+    reached: dict[int | None, set[str]] = {}
+    for cell in receipt.cells:
+        if cell.phase == record.phase and cell.calls > 0 and not cell.is_module:
+            reached.setdefault(cell.layer, set()).add(cell.operator.split(".")[0])
+    problems = []
+    missing = sorted(wanted - reached.keys())
+    if missing:
+        problems.append(f"noise was requested but never reached layers {missing}")
+    unwanted = sorted(layer for layer in reached if layer is not None and layer not in wanted)
+    if unwanted:
+        problems.append(f"layers {unwanted} were noised, which was not requested")
+    for kinds in _operator_kinds(noise):
+        without = sorted(layer for layer in wanted & reached.keys() if not kinds & reached[layer])
+        if without:
+            problems.append(f"no {' or '.join(sorted(kinds))} was noised in layers {without}")
+    head = noise.error_in(None) is not None
+    if head != (None in reached):
+        problems.append(f"lm_head was {'not noised although requested' if head else 'noised although excluded'}")
+    for operator, calls in record.escaped.items():
+        advice = "use eager attention, or set attention: fused" if "attention" in operator else "not supported"
+        problems.append(f"{calls} calls of {operator} escaped the noise ({advice})")
+    return [f"{record.phase}: {problem}" for problem in problems]
+
+
+def _operator_kinds(noise: OperatorNoise) -> list[set[str]]:
+    """Return groups of operators. Every noised layer must have noise on at least one operator of each group."""
+    if isinstance(noise.error, FakeQuantization):
+        return [{"linear"}]
+    attention = {"scaled_dot_product_attention"} if noise.attention == "fused" else {"matmul", "bmm"}
+    return [
+        {"linear"},
+        attention,
+        *([{"rms_norm", "layer_norm"}, {"silu", "gelu"}] if noise.operators == "all" else []),
+    ]
+
+
+def _module_noise_missing(receipt: ReceiptContent) -> list[str]:
+    noise = receipt.module_noise
+    if noise is None:
+        return []
+    return [
+        f"{record.phase}: module noise reached {record.modules_noised} of {receipt.num_noised_modules} modules"
+        for record in receipt.phases
+        if _is_requested(noise, record.phase)
+        and (record.modules_noised != receipt.num_noised_modules or not receipt.num_noised_modules)
+    ]
+
+
+def _noise_of_wrong_size(receipt: ReceiptContent, tolerance: float) -> list[str]:
+    problems = []
+    for cell in receipt.cells:
+        error = _requested_error(receipt, cell)
+        if error is None or (cell.error, cell.requested) != (error.kind, requested_size(error)):
+            problems.append(f"{cell.where}: noised with {cell.error} {cell.requested:g}, which was not requested")
+        else:
+            problems += cell.problems(tolerance)
+    return problems
+
+
+def _requested_error(receipt: ReceiptContent, cell: NoiseCell) -> ErrorModel | None:
+    if cell.is_module:
+        return receipt.module_noise.error if receipt.module_noise else None
+    return receipt.operator_noise.error_in(cell.layer) if receipt.operator_noise else None
+
+
+def _reference_check_problems(receipt: ReceiptContent, tolerance: float) -> list[str]:
+    problems = []
+    for record in receipt.phases:
+        if record.phase == "backward" or not record.forwards:
+            continue
+        if not record.reference_checked_elements:
+            problems.append(f"{record.phase}: no operator output was compared with plain torch")
+            continue
+        noise, requested = receipt.operator_noise, receipt.requested_scale(record.phase)
+        if noise is None or not requested or noise.layers is not None or noise.layer_scales:
+            continue
+        if not isinstance(noise.error, RelativeGaussian):
+            if record.reference_check_scale == 0:
+                problems.append(
+                    f"{record.phase}: the reference check found no error, requested {noise.error.kind} {requested:g}"
+                )
+            continue
+        band = SAMPLING_SIGMAS / math.sqrt(2 * record.reference_checked_elements) + tolerance
+        if not abs(record.reference_check_scale / requested - 1) <= band:
+            problems.append(
+                f"{record.phase}: the reference check measured scale {record.reference_check_scale:.4g}, "
+                f"requested {requested:.4g} (band {band:.1%})"
+            )
+    return problems

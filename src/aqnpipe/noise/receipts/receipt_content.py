@@ -1,0 +1,258 @@
+"""What a receipt contains: the request, and the measurements of each operator, phase, fault and AQN redraw."""
+
+import math
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from aqnpipe.config.noise import (
+    AdaptiveNoise,
+    ErrorKind,
+    Fault,
+    ModuleNoise,
+    OperatorNoise,
+    Phase,
+    requested_size,
+)
+
+SAMPLING_SIGMAS = 5.0
+"""Width of an acceptance band in standard errors of the measurement: below one false alarm in a million cells."""
+
+_EXACT = 1e-3
+"""Relative band of an error that is not random: the effect of float32 rounding on a small bias."""
+
+
+class ReceiptModel(BaseModel):
+    """Base of receipt parts: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NoiseCell(ReceiptModel):
+    """Error on one operator, or one kind of module, of one layer in one phase.
+
+    `measured` is the root mean square over `measured_elements` sampled elements, `mean_error` their mean. The quantity
+    is (y' - y)/y over non-zero y for relative errors, y' - y for absolute ones, (y' - y)*sign(y) for a bias.
+    `requested` is the expected value of `measured`: the error's scale, or an upper bound for roundings of a number
+    format.
+    """
+
+    phase: Phase
+    operator: str
+    layer: int | None = Field(description="decoder layer; null is the output projection or outside the layers")
+    error: ErrorKind
+    calls: int
+    elements: int
+    requested: float
+    measured: float | None
+    mean_error: float | None
+    measured_elements: int
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the cell belongs to module noise."""
+        return self.operator.startswith("module.")
+
+    @property
+    def where(self) -> str:
+        """Phase, operator and layer, for messages."""
+        return f"{self.phase} {self.operator} layer {'lm_head' if self.layer is None else self.layer}"
+
+    def standard_error(self) -> float:
+        """Return the relative standard error of `measured` for Gaussian noise: 1/sqrt(2n)."""
+        return 1 / math.sqrt(2 * self.measured_elements) if self.measured_elements else math.inf
+
+    def problems(self, tolerance: float) -> list[str]:
+        """Return the mismatches between requested and measured; `tolerance` is a relative allowance for rounding."""
+        if self.measured is None or self.mean_error is None or not self.measured_elements:
+            return [f"{self.where}: {self.calls} noised calls but nothing measured"]
+        match self.error:
+            case "relative_gaussian" | "absolute_gaussian":
+                band = SAMPLING_SIGMAS * self.standard_error() + tolerance
+                mean_band = self.requested * (SAMPLING_SIGMAS / math.sqrt(self.measured_elements) + tolerance)
+                mean_requested = 0.0
+            case "systematic_bias":
+                band = _EXACT + tolerance
+                mean_band = self.requested * (_EXACT + tolerance)
+                mean_requested = self.requested
+            case "mantissa_truncation":
+                if not 0 < self.measured < self.requested or self.mean_error > 0:
+                    return [
+                        f"{self.where}: measured a relative error of {self.measured:.4g} with mean "
+                        f"{self.mean_error:.3g}, expected one below {self.requested:.4g} and toward zero"
+                    ]
+                return []
+            case "fake_quantization":
+                if not 0 < self.measured < self.requested:
+                    return [f"{self.where}: measured a relative error of {self.measured:.4g}, expected one in (0, 1)"]
+                return []
+        if not abs(self.measured / self.requested - 1) <= band:
+            return [
+                f"{self.where}: measured scale {self.measured:.4g}, requested {self.requested:.4g} (band {band:.1%})"
+            ]
+        if not abs(self.mean_error - mean_requested) <= mean_band:
+            return [
+                f"{self.where}: mean error {self.mean_error:.3g} is not {mean_requested:.3g} (band {mean_band:.2g})"
+            ]
+        return []
+
+
+class PhaseRecord(ReceiptModel):
+    """Counts and measurements of one phase, noised or clean.
+
+    The reference check recomputes outputs of linear modules in plain torch, with every torch hook bypassed, and
+    compares them with the values that the model used, whatever installed these. `reference_check_difference` is the
+    largest absolute difference: exactly 0 where no noise was requested. `reference_check_scale` is the root mean square
+    relative difference. Both are over `reference_checked_elements`. These leave out products so small that the rounding
+    of their sum with a bias could pass for noise.
+    """
+
+    phase: Phase
+    forwards: int
+    noised_calls: int
+    reference_checked_elements: int
+    reference_check_difference: float
+    reference_check_scale: float
+    escaped: dict[str, int] = Field(description="calls with a matrix product inside that the noise does not reach")
+    forward_flops: int = Field(
+        default=0,
+        description="operations of one forward pass, computed from the shapes, summed over workers or over the batches "
+        "of an evaluation; 0: not counted",
+    )
+    noised_flops: int = Field(default=0, description="part of these operations whose result has operator noise")
+    modules_noised: int = Field(default=0, description="number of different modules with module noise")
+    norms_checked: int = Field(
+        default=0, description="how often a phase compared its norm weights with the clean ones before it computed"
+    )
+    norms_noised: int = Field(default=0, description="how many of these comparisons found other weights")
+
+    @property
+    def noised_share(self) -> float | None:
+        """Share of a forward pass's operations that have operator noise; None if they were not counted."""
+        return self.noised_flops / self.forward_flops if self.forward_flops else None
+
+
+class FaultCell(ReceiptModel):
+    """Effect of one simulated fault in one phase; elements are all values of its site's output, on any channel."""
+
+    fault: int = Field(ge=0, description="index among the receipt's faults")
+    phase: Phase
+    calls: int
+    elements: int
+    affected_elements: int = Field(description="elements changed by the fault")
+    num_channels: int
+    num_faulty_channels: int
+
+    @property
+    def survival_rate(self) -> float:
+        """Share of elements that the fault leaves unchanged."""
+        return 1 - self.affected_elements / self.elements if self.elements else 1.0
+
+
+class GradientFlow(ReceiptModel):
+    """Gradient at a fault's site over all backward passes: the gradient that arrives, and the part that passes on.
+
+    `elements` have a non-zero gradient behind the fault. `zeroed_elements` of them have none before it; several faults
+    on one site share this count. `leaked_elements` were changed by the fault and passed a gradient nevertheless. The
+    norms are Euclidean, over all elements of all passes.
+    """
+
+    fault: int = Field(ge=0, description="index among the receipt's faults")
+    calls: int
+    elements: int
+    zeroed_elements: int
+    leaked_elements: int
+    norm: float
+    zeroed_norm: float
+
+    @property
+    def zeroed_share(self) -> float:
+        """Share of the elements with a gradient whose gradient the site sets to zero."""
+        return self.zeroed_elements / self.elements if self.elements else 0.0
+
+    @property
+    def zeroed_norm_share(self) -> float:
+        """Norm of the gradient that the site sets to zero, as a share of the norm that arrives."""
+        return self.zeroed_norm / self.norm if self.norm else 0.0
+
+
+class WeightSync(ReceiptModel):
+    """One redraw of AQN noise on the rollout policy: on its norm weights, or on its hidden states.
+
+    `sigma_scheduled` is the sigma that the trainer used. `sigma_requested` is the root mean square over all elements
+    after per-layer factors. `sigma_measured` is that of the added noise (hidden states: relative, from samples). The
+    hashes are of the norm weights, which are clean before and after, for every target.
+    """
+
+    step: int
+    sigma_scheduled: float
+    sigma_requested: float
+    sigma_measured: float
+    targets: int = Field(description="number of norms, or decoder layers, that AQN targets")
+    elements: int = Field(description="elements that were noised and measured")
+    squared_error_ratio: float = Field(description="mean of (measured/requested)^2 over elements; 1 is exact")
+    clean_sha256_before: str
+    clean_sha256_after: str
+
+
+class WeightCell(ReceiptModel):
+    """AQN noise in one layer over the whole run, as a factor on the schedule's sigma."""
+
+    layer: int | None = Field(description="decoder layer; null is a norm outside the layers")
+    measured_factor: float
+    elements: int
+
+
+class ReceiptContent(ReceiptModel):
+    """The requested noise of one training run or evaluation pass, and its measurements."""
+
+    operator_noise: OperatorNoise | None
+    module_noise: ModuleNoise | None = None
+    aqn: AdaptiveNoise | None = None
+    faults: tuple[Fault, ...] = Field(default=(), description="requested simulated faults of the machine")
+    expected_phases: tuple[Phase, ...] = Field(description="phases that must have run")
+    phases: tuple[PhaseRecord, ...]
+    cells: tuple[NoiseCell, ...]
+    weight_syncs: tuple[WeightSync, ...]
+    weight_cells: tuple[WeightCell, ...] = ()
+    fault_cells: tuple[FaultCell, ...] = ()
+    gradient_flows: tuple[GradientFlow, ...] = ()
+    foreign_faults: tuple[str, ...] = Field(
+        default=(), description="modules with a simulated fault that is not one of `faults`"
+    )
+    mismatches: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda found: not found,
+        description="settings of the installed noise that differ from the requested ones; absent if there are none",
+    )
+    layer_factors: dict[int, float] | None = Field(
+        default=None,
+        description="requested factors on the schedule's sigma, from a sigmas file; null means 1 everywhere",
+    )
+    num_layers: int
+    num_norms: int
+    num_noised_modules: int = Field(default=0, description="number of modules that the module noise selects")
+    num_steps: int = Field(default=0, description="optimiser steps of the run; 0 for an evaluation pass")
+    num_epochs: int = 0
+    norms_watched: bool = Field(
+        default=False, description="whether phases had to compare their norm weights with the clean ones"
+    )
+    steps_per_rollout: int = Field(default=1, description="optimiser steps that learn from one batch of rollouts")
+    num_workers: int = Field(
+        default=1, description="data-parallel workers whose measurements are summed in this receipt"
+    )
+
+    def requested_scale(self, phase: Phase) -> float:
+        """Return the size of the error that operators should have in `phase`; 0 where none was requested."""
+        noise = self.operator_noise
+        return requested_size(noise.error) if noise and noise.is_active and phase in noise.phases else 0.0
+
+    def measured_scale(self, phase: Phase) -> tuple[float, int]:
+        """Return (root mean square relative error, number of measured elements) over all operators of `phase`."""
+        cells = [
+            cell for cell in self.cells if cell.phase == phase and not cell.is_module and cell.measured is not None
+        ]
+        total = sum(cell.measured_elements for cell in cells)
+        if not total:
+            return 0.0, 0
+        squares = sum(cell.measured**2 * cell.measured_elements for cell in cells if cell.measured is not None)
+        return math.sqrt(squares / total), total
