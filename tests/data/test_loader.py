@@ -124,7 +124,7 @@ def test_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch):
         raise ConnectionError("Couldn't reach 'no/data' on the Hub\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
-    with pytest.raises(DataError, match=r"no/data.*not fetched from the hub") as caught:
+    with pytest.raises(DataError, match=r"no/data.*could not be fetched from the hub") as caught:
         load_problems(HubDataset(source="hub", hub_id="no/data"), "test")
     assert "\n" not in str(caught.value)
 
@@ -147,9 +147,9 @@ def test_bare_numbers_in_columns_of_other_names(tmp_path, value, gold):
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"question": "q", "answer": "12 cm"}, {"answer_format": "number"}, r"row 0: answer '12 cm' is no number"),
-        ({"question": "q", "answer": "#### 12"}, {"answer_format": "number"}, r"'#### 12' is no number"),
-        ({"question": "q", "answer": 12}, {}, r"column answer is Int64, expected text \(answer_format: number takes"),
+        ({"question": "q", "answer": "12 cm"}, {"answer_format": "number"}, r"row 0: answer '12 cm' is not a number"),
+        ({"question": "q", "answer": "#### 12"}, {"answer_format": "number"}, r"'#### 12' is not a number"),
+        ({"question": "q", "answer": 12}, {}, r"column answer is Int64, expected text \(for numbers set answer_format: number"),
         ({"question": "q", "answer": "1"}, {"answer_column": "Answer"}, "expected question and Answer"),
         ({"question": 7, "answer": "1"}, {"answer_format": "number"}, "column question is Int64, expected text"),
     ],

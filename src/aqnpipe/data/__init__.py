@@ -1,1 +1,1 @@
-"""Data: generated and real grade-school word problems."""
+"""Data: generated and real questions, prompts, and scorers of answers."""

@@ -1,6 +1,6 @@
-"""The second generated task: numbers are read off a story and compared with one; nothing is computed but a count.
+"""The second generated task: compare numbers in a story with a limit and count; no other arithmetic is needed.
 
-Written in the words of the word problems (`data/stories.py`), so that the tiny models' tokenizer serves both.
+It uses the words of the word problems (`data/stories.py`), so that both tasks share the tiny models' tokenizer.
 """
 
 from itertools import accumulate
@@ -16,16 +16,16 @@ QUESTIONS = {
 
 
 def draw_comparison(rng: np.random.Generator, difficulty: Difficulty) -> Problem:
-    """Draw one problem: `num_steps + 1` people with numbers, and how many of them have more, or fewer, than a limit.
+    """Draw a problem: `num_steps + 1` people have numbers of objects; how many have more, or fewer, than a limit?
 
-    A worked step is a number, how it compares, and the tally so far. All numbers are 2 to `max_number`, so that every
-    noun is a plural, and nobody has just the limit.
+    A line of the worked answer has a number, its relation to the limit and the count so far. Numbers are 2 to
+    `max_number`, so that every noun is a plural, and none equals the limit.
     """
     num_steps = int(rng.integers(difficulty.min_steps, difficulty.max_steps + 1))
     people = [NAMES[index] for index in rng.permutation(len(NAMES))[: num_steps + 1]]
     objects = _choose(rng, OBJECTS)
     limit = int(rng.integers(2, difficulty.max_number + 1))
-    numbers = [_number_but(rng, limit, difficulty.max_number) for _ in people]
+    numbers = [_draw_other_number(rng, limit, difficulty.max_number) for _ in people]
     facts = [
         _choose(rng, OPENINGS).format(N=person, a=number, objects=objects)
         for person, number in zip(people, numbers, strict=True)
@@ -36,7 +36,9 @@ def draw_comparison(rng: np.random.Generator, difficulty: Difficulty) -> Problem
     requested = _choose(rng, tuple(QUESTIONS))
     relations = ["more" if number > limit else "fewer" for number in numbers]
     tallies = accumulate(int(relation == requested) for relation in relations)
-    worked = [f"{one} {relation} {tally}" for one, relation, tally in zip(numbers, relations, tallies, strict=True)]
+    worked = [
+        f"{number} {relation} {tally}" for number, relation, tally in zip(numbers, relations, tallies, strict=True)
+    ]
     return Problem(
         question=" ".join([*facts, QUESTIONS[requested].format(limit=limit, objects=objects)]),
         answer="\n".join([*worked, f"#### {relations.count(requested)}"]),
@@ -49,14 +51,14 @@ def _choose(rng: np.random.Generator, options: tuple[str, ...]) -> str:
     return options[int(rng.integers(len(options)))]
 
 
-def _number_but(rng: np.random.Generator, taken: int, max_number: int) -> int:
-    """Draw one of 2 to `max_number` that is not `taken`."""
+def _draw_other_number(rng: np.random.Generator, taken: int, max_number: int) -> int:
+    """Draw a number from 2 to `max_number` other than `taken`."""
     number = int(rng.integers(2, max_number))
     return number + (number >= taken)
 
 
 def _distraction(rng: np.random.Generator, objects: str, max_number: int) -> str:
-    """Say something with a number that is not to be compared: other objects, or an age."""
-    others = _choose(rng, tuple(one for one in OBJECTS if one != objects))
+    """Return a sentence with a number that must be ignored: of other objects, or an age."""
+    others = _choose(rng, tuple(other for other in OBJECTS if other != objects))
     number = int(rng.integers(2, max_number + 1))
     return _choose(rng, DISTRACTORS).format(D=_choose(rng, NAMES), d=number, others=others)

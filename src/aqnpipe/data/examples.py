@@ -1,4 +1,4 @@
-"""Worked examples before a question (few-shot): which training questions they are, chosen once for a study."""
+"""Worked examples before a question (few-shot), chosen once per study from its training questions."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,16 +20,16 @@ class Example(NamedTuple):
 
 
 def choose_examples(prompt_format: PromptFormat, train_problems: Path | None) -> tuple[Example, ...]:
-    """Return the examples of a study in their order and one to spare, for a question that is an example itself.
+    """Return the examples of a study in order: `num_examples` and a spare one for questions that are examples.
 
-    The first different questions of the training split, or those that `example_seed` draws. Raises DataError if there
-    are too few, or if `train_problems` is needed and None.
+    They are the first distinct questions of the training split or, with `example_seed`, random ones. Raises DataError
+    if there are too few, or if examples are needed and `train_problems` is None.
     """
     wanted = prompt_format.num_examples
     if wanted == 0:
         return ()
     if train_problems is None:
-        raise DataError(f"prompt.num_examples is {wanted}, but no training questions were given to take examples from")
+        raise DataError(f"prompt.num_examples is {wanted}, but no training questions were given for examples")
     table = read_table(train_problems, ProblemTable)
     order: Sequence[int] = range(table.height)
     seed = prompt_format.example_seed
@@ -48,18 +48,18 @@ def choose_examples(prompt_format: PromptFormat, train_problems: Path | None) ->
 
 
 def examples_for(question: str, examples: Sequence[Example], number: int) -> list[Example]:
-    """Return the first `number` examples that do not ask `question` itself; DataError if there are fewer."""
+    """Return the first `number` examples other than `question` itself; DataError if there are fewer."""
     if number == 0:
         return []
-    requested = normalise_question(question)
-    others = [one for one in examples if normalise_question(one.question) != requested]
+    asked = normalise_question(question)
+    others = [example for example in examples if normalise_question(example.question) != asked]
     if len(others) < number:
         raise DataError(f"prompt.num_examples is {number}, but there are {len(others)} examples for a question")
     return others[:number]
 
 
 def refuse_leak(train: Iterable[str], test: Iterable[str]) -> None:
-    """Raise DataError if a question to test on is among those to train on (in lower case with single spaces)."""
+    """Raise DataError if a test question is also a training question, ignoring case and repeated spaces."""
     known = {normalise_question(question) for question in train}
     leaked = [question for question in test if normalise_question(question) in known]
     if leaked:
@@ -70,7 +70,7 @@ def refuse_leak(train: Iterable[str], test: Iterable[str]) -> None:
 
 def refuse_overlap(examples: Sequence[Example], questions: Iterable[str]) -> None:
     """Raise DataError if a test question is among the examples."""
-    known = {normalise_question(one.question) for one in examples}
+    known = {normalise_question(example.question) for example in examples}
     for question in questions:
         if normalise_question(question) in known:
-            raise DataError(f"test question {question[:80]!r} is an example of the prompt, expected none to be")
+            raise DataError(f"test question {question[:80]!r} is an example of the prompt, expected other questions")

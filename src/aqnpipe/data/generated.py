@@ -1,4 +1,4 @@
-"""Generated problems in GSM8K's form, of either task; every distinct question belongs to exactly one pool."""
+"""Generated problems of both tasks in the format of GSM8K. Every distinct question belongs to exactly one pool."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -19,20 +19,20 @@ _DRAW: dict[GeneratedTask, Callable[[np.random.Generator, Difficulty], Problem]]
     "comparison": draw_comparison,
 }
 
-# Sixteenths of all questions. `pretrain` and `selection` serve the recipe of the built-in models only.
+# The pool of each sixteenth of all questions. Only the recipe of the built-in models uses `pretrain` and `selection`.
 _POOL_OF_SIXTEENTH: tuple[Pool, ...] = ("pretrain",) * 8 + ("selection",) + ("train",) * 4 + ("test",) * 3
-# The pool counts as used up after this many draws without a new problem (a second or two): what is left then has a
-# chance below one in a thousand per draw.
-_MAX_DRAWS_WITHOUT_NEWS = 10_000
+# A pool counts as exhausted after this many draws without a new problem (one or two seconds). The probability of a new
+# problem per draw is then below one in a thousand.
+_MAX_DRAWS_WITHOUT_NEW_PROBLEM = 10_000
 
 
 def normalise_question(question: str) -> str:
-    """Return `question` in lower case with single spaces: what makes two questions the same."""
+    """Return `question` in lower case with single spaces. Questions that agree in this form count as the same."""
     return " ".join(question.lower().split())
 
 
 def pool_of(question: str) -> Pool:
-    """Return the pool that a question belongs to, a function of its normalised text alone (no seed)."""
+    """Return the pool of a question, which depends only on its normalised text (not on a seed)."""
     digest = hashlib.blake2b(normalise_question(question).encode(), digest_size=8).digest()
     return _POOL_OF_SIXTEENTH[int.from_bytes(digest, "little") % len(_POOL_OF_SIXTEENTH)]
 
@@ -40,28 +40,28 @@ def pool_of(question: str) -> Pool:
 def problem_stream(
     seed: int, pool: Pool, difficulty: Difficulty, task: GeneratedTask = "word_problems"
 ) -> Iterator[Problem]:
-    """Yield distinct problems of one task and pool, without end or until none has been new for a long time.
+    """Yield distinct problems of a task and pool until the pool is exhausted.
 
-    The same arguments give the same problems; a longer take of a stream starts with the shorter one.
+    The same arguments give the same problems in the same order.
     """
     rng = np.random.default_rng(derive_seed(seed, task, get_args(Pool).index(pool)))
     seen: set[str] = set()
-    draws_without_news = 0
-    while draws_without_news < _MAX_DRAWS_WITHOUT_NEWS:
+    repeats = 0
+    while repeats < _MAX_DRAWS_WITHOUT_NEW_PROBLEM:
         problem = _DRAW[task](rng, difficulty)
         key = normalise_question(problem.question)
         if key in seen or pool_of(key) != pool:
-            draws_without_news += 1
+            repeats += 1
             continue
         seen.add(key)
-        draws_without_news = 0
+        repeats = 0
         yield problem
 
 
 def take_problems(
     seed: int, pool: Pool, difficulty: Difficulty, count: int, task: GeneratedTask = "word_problems"
 ) -> list[Problem]:
-    """Return the first `count` problems of a stream; raises DataError if there are not so many."""
+    """Return the first `count` problems of a stream; DataError if there are fewer."""
     stream = problem_stream(seed, pool, difficulty, task)
     problems = [problem for problem, _ in zip(stream, range(count), strict=False)]
     if len(problems) < count:
@@ -73,7 +73,7 @@ def take_problems(
 
 
 def generate_problems(config: GeneratedDataset, split: Literal["train", "test"]) -> list[Problem]:
-    """Return the problems of one split; raises DataError if more are requested than exist."""
+    """Return the problems of a split; DataError if more are requested than exist."""
     count = config.num_train if split == "train" else config.num_test
     return take_problems(config.seed, split, difficulty_of(config), count, config.task)
 

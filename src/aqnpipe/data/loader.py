@@ -1,4 +1,4 @@
-"""Problems of a study as a table, from the generator, a local folder or the hub, checked before anything uses them."""
+"""The problems of a study as a table, read from the generator, a local folder or the hub, and checked."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,12 +18,12 @@ _FORMATS = (".jsonl", ".parquet")
 def load_problems(config: DatasetConfig, split: Split) -> pl.DataFrame:
     """Return the problems of `split`: question_id ("test-00017"), question, answer (worked), gold_answer (canonical).
 
-    Limits take the first rows. Raises DataError if a file, column or gold answer is missing, if a limit exceeds the
-    rows there are, if one question has two answers, or if train and test share a question (compared in lower case
-    with single spaces, over whole splits).
+    A limit selects the first rows. Raises DataError if a file, column or gold answer is missing, a limit exceeds the
+    number of rows, a question has two answers, or train and test share a question (compared over whole splits, ignoring
+    case and repeated spaces).
     """
     splits = {name: _read_split(config, name) for name in SPLITS}
-    _refuse_overlap(splits, _name_of(config))
+    _refuse_shared_questions(splits, _name_of(config))
     table = _with_gold_answers(splits[split], f"{_name_of(config)}, split {split}")
     table = _limit(table, config, split)
     question_ids = [f"{split}-{index:05d}" for index in range(table.height)]
@@ -31,7 +31,7 @@ def load_problems(config: DatasetConfig, split: Split) -> pl.DataFrame:
 
 
 def _name_of(config: DatasetConfig) -> str:
-    """Return how messages call a data set."""
+    """Return the name of a data set in messages."""
     if isinstance(config, GeneratedDataset):
         return f"generated data set (seed {config.seed})"
     if isinstance(config, LocalDataset):
@@ -40,7 +40,7 @@ def _name_of(config: DatasetConfig) -> str:
 
 
 def _read_split(config: DatasetConfig, split: Split) -> pl.DataFrame:
-    """Return columns question and answer of one whole split."""
+    """Return the columns question and answer of a whole split."""
     if isinstance(config, GeneratedDataset):
         problems = generate_problems(config, split)
         return pl.DataFrame(
@@ -52,10 +52,12 @@ def _read_split(config: DatasetConfig, split: Split) -> pl.DataFrame:
 
 
 def _read_local(config: LocalDataset, split: Split) -> pl.DataFrame:
-    """Read `split` from the one file that holds it."""
+    """Read `split` from its file."""
     folder = Path(config.path)
     if not folder.is_dir():
-        raise DataError(f"data set {folder}: no such folder, expected one with train and test as .jsonl or .parquet")
+        raise DataError(
+            f"data set {folder}: no such folder, expected a folder with train and test as .jsonl or .parquet"
+        )
     found = [folder / f"{split}{suffix}" for suffix in _FORMATS if (folder / f"{split}{suffix}").is_file()]
     if len(found) != 1:
         state = "neither" if not found else "both"
@@ -69,7 +71,7 @@ def _read_local(config: LocalDataset, split: Split) -> pl.DataFrame:
 
 
 def _read_hub(config: HubDataset, split: Split) -> pl.DataFrame:
-    """Read `split` of a hub data set through the `datasets` library (cached by it)."""
+    """Read `split` of a data set on the hub with the `datasets` library, which caches it."""
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -78,15 +80,15 @@ def _read_hub(config: HubDataset, split: Split) -> pl.DataFrame:
     except (datasets.exceptions.DatasetsError, HfHubHTTPError, OSError, ValueError) as error:
         reason = first_line(error)
         raise DataError(
-            f"{_name_of(config)} at revision {config.revision}: not fetched from the hub ({reason})"
+            f"{_name_of(config)} at revision {config.revision}: could not be fetched from the hub ({reason})"
         ) from error
     return _question_and_answer(pl.DataFrame(rows.to_dict()), config, f"{_name_of(config)}, split {split}")
 
 
 def _question_and_answer(table: pl.DataFrame, config: LocalDataset | HubDataset, name: str) -> pl.DataFrame:
-    """Return columns question and answer, the answer as text that ends in `#### number`.
+    """Return the columns question and answer; answers are texts that end in `#### number`.
 
-    Raises DataError if a column is missing, has empty cells, or holds something else than its format says.
+    Raises DataError if a column is missing, has empty cells, or does not have the configured format.
     """
     columns = (config.question_column, config.answer_column)
     for column in columns:
@@ -103,24 +105,24 @@ def _question_and_answer(table: pl.DataFrame, config: LocalDataset | HubDataset,
         answer = _marked_numbers(answer, name)
     for column, values in zip(columns, (question, answer), strict=True):
         if values.dtype != pl.String:
-            hint = " (answer_format: number takes numbers)" if values.dtype.is_numeric() else ""
+            hint = " (for numbers set answer_format: number)" if values.dtype.is_numeric() else ""
             raise DataError(f"{name}: column {column} is {values.dtype}, expected text{hint}")
     return pl.DataFrame({"question": question, "answer": answer})
 
 
 def _marked_numbers(answers: pl.Series, name: str) -> pl.Series:
-    """Return bare numbers, as text or not, as the texts `#### number`; DataError for anything else."""
+    """Return numbers (or texts of numbers) as texts `#### number`; DataError for anything else."""
     numbers = [normalise_number(str(answer)) for answer in answers]
     if None in numbers:
         row = numbers.index(None)
         raise DataError(
-            f"{name}, row {row}: answer {_shorten(str(answers[row]))!r} is no number (answer_format: number)"
+            f"{name}, row {row}: answer {_shorten(str(answers[row]))!r} is not a number (answer_format: number)"
         )
     return pl.Series([f"#### {number}" for number in numbers], dtype=pl.String)
 
 
 def _with_gold_answers(table: pl.DataFrame, name: str) -> pl.DataFrame:
-    """Add gold_answer; raises DataError for an answer without `#### number` or a question with two gold answers."""
+    """Add the column gold_answer; DataError if an answer has no `#### number` or a question has two gold answers."""
     golds = [extract_answer(answer, "strict") for answer in table["answer"]]
     if None in golds:
         row = golds.index(None)
@@ -133,7 +135,7 @@ def _with_gold_answers(table: pl.DataFrame, name: str) -> pl.DataFrame:
     return table.with_columns(pl.Series("gold_answer", golds, dtype=pl.String))
 
 
-def _refuse_overlap(splits: dict[Split, pl.DataFrame], name: str) -> None:
+def _refuse_shared_questions(splits: dict[Split, pl.DataFrame], name: str) -> None:
     """Raise DataError if train and test share questions."""
     train = {normalise_question(question) for question in splits["train"]["question"]}
     shared = [question for question in splits["test"]["question"] if normalise_question(question) in train]
@@ -144,7 +146,7 @@ def _refuse_overlap(splits: dict[Split, pl.DataFrame], name: str) -> None:
 
 
 def _limit(table: pl.DataFrame, config: DatasetConfig, split: Split) -> pl.DataFrame:
-    """Return the first rows as configured; raises DataError if there are fewer."""
+    """Return the configured number of first rows; DataError if there are fewer."""
     limit = config.num_train if split == "train" else config.num_test
     if limit is None:
         return table

@@ -1,4 +1,4 @@
-"""How a question is put to the model, the same for training, evaluation and diagnosis."""
+"""Prompts: the format of questions, the same in training, evaluation and diagnosis."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -19,28 +19,30 @@ def format_prompt(
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[Example] = (),
 ) -> str:
-    """Return the text that the model continues; `examples` are those of `choose_examples`.
+    """Return the text that the model continues; `examples` come from `choose_examples`.
 
-    plain: the instruction (if any), a newline, examples with a blank line after each, the question; a bare question
-    ends in a newline. chat: the tokenizer's chat template around turns of questions and worked answers; a bare question
-    is followed by the instruction, a space between them. Raises ModelError if the tokenizer has no template, DataError
-    if there are too few examples.
+    - plain: the instruction (if any) and a newline, the examples with a blank line after each, and the question; a
+      question of layout bare ends with a newline.
+    - chat: the tokenizer's chat template around turns of questions and worked answers; with layout bare, each question
+      is followed by a space and the instruction.
+
+    Raises ModelError if the tokenizer has no chat template, DataError if there are too few examples.
     """
     shown = examples_for(question, examples, prompt_format.num_examples)
     if prompt_format.style == "plain":
-        before = "".join(f"{_put(one.question, prompt_format)} {one.answer}\n\n" for one in shown)
-        return _instructed(before + _put(question, prompt_format), prompt_format)
+        before = "".join(f"{_laid_out(example.question, prompt_format)} {example.answer}\n\n" for example in shown)
+        return _instructed(before + _laid_out(question, prompt_format), prompt_format)
     if not tokenizer.chat_template:
-        raise ModelError("prompt style is chat, but the model's tokenizer has no chat template: expected style plain")
+        raise ModelError("prompt.style is chat, but the model's tokenizer has no chat template: expected style plain")
     bare, instruction = prompt_format.layout == "bare", prompt_format.instruction
     turns = []
-    for number, requested in enumerate([*(one.question for one in shown), question]):
+    for number, asked in enumerate([*(example.question for example in shown), question]):
         if bare:
-            content = f"{requested} {instruction}" if instruction else requested
+            content = f"{asked} {instruction}" if instruction else asked
         else:
-            content = (
-                _put(requested, prompt_format) if number else _instructed(_put(requested, prompt_format), prompt_format)
-            )
+            content = _laid_out(asked, prompt_format)
+            if number == 0:
+                content = _instructed(content, prompt_format)
         turns.append({"role": "user", "content": content})
         if number < len(shown):
             turns.append({"role": "assistant", "content": shown[number].answer})
@@ -56,17 +58,17 @@ def prompt_token_ids(
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[Example] = (),
 ) -> list[list[int]]:
-    """Return the token ids of every question's prompt."""
+    """Return the token ids of the prompt of every question."""
     prompts = [format_prompt(question, prompt_format, tokenizer, examples) for question in questions]
     return tokenize_prompts(prompts, prompt_format, tokenizer)
 
 
 def end_of_response(text: str, stop_text: str | None) -> str:
-    """Return `text` up to `stop_text` (of `PromptFormat`), where the model went on with a question of its own."""
+    """Return `text` up to `PromptFormat.stop_text`, at which the model has begun a new question."""
     return text if stop_text is None else text.split(stop_text, 1)[0]
 
 
-def _put(question: str, prompt_format: PromptFormat) -> str:
+def _laid_out(question: str, prompt_format: PromptFormat) -> str:
     return f"{question}\n" if prompt_format.layout == "bare" else f"Question: {question}\nAnswer:"
 
 
@@ -77,7 +79,7 @@ def _instructed(text: str, prompt_format: PromptFormat) -> str:
 def tokenize_prompts(
     prompts: Sequence[str], prompt_format: PromptFormat, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[list[int]]:
-    """Return the token ids of formatted prompts; a chat template has written its special tokens already."""
+    """Return the token ids of formatted prompts. Chat prompts already contain their special tokens."""
     add_special_tokens = prompt_format.style == "plain"
     if not prompts:
         return []
@@ -85,19 +87,19 @@ def tokenize_prompts(
 
 
 def check_prompt_lengths(question_ids: Iterable[str], token_ids: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raise DataError, naming the longest, if any prompt has more than `max_tokens` tokens."""
+    """Raise DataError, naming the longest prompt, if any prompt has more than `max_tokens` tokens."""
     lengths = {question_id: len(ids) for question_id, ids in zip(question_ids, token_ids, strict=True)}
     too_long = [question_id for question_id, length in lengths.items() if length > max_tokens]
     if too_long:
         longest = max(too_long, key=lambda question_id: lengths[question_id])
         raise DataError(
-            f"training.max_prompt_tokens is {max_tokens}: {len(too_long)} of {len(lengths)} prompts are longer, the "
-            f"longest is that of question {longest} with {lengths[longest]} tokens"
+            f"training.max_prompt_tokens is {max_tokens}: {len(too_long)} of {len(lengths)} prompts are longer; the "
+            f"longest, of question {longest}, has {lengths[longest]} tokens"
         )
 
 
 def check_context(token_ids: Sequence[Sequence[int]], max_response_tokens: int, context: int | None) -> None:
-    """Raise DataError if a prompt and its longest response have more tokens than a model's context (None: no limit)."""
+    """Raise DataError if the longest prompt and response exceed a model's context in tokens (None: no limit)."""
     longest = max(map(len, token_ids), default=0)
     if context is not None and longest + max_response_tokens > context:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Answers from responses: the scorers that reward, evaluation and `aqnpipe score` share."""
+"""Scorers: extraction and grading of answers, shared by the reward, the evaluation and `aqnpipe score`."""
 
 import re
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ _NUMBER = r"-?\$?-?\d[\d,]*(?:\.\d+)?"
 _STRICT = re.compile(rf"####\s*({_NUMBER})")
 _ANY_NUMBER = re.compile(_NUMBER)
 
-# As published in lm_eval/tasks/gsm8k/gsm8k.yaml, version 3 of the task.
+# From lm_eval/tasks/gsm8k/gsm8k.yaml, version 3 of the task.
 _HARNESS_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _HARNESS_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 _HARNESS_IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
 
 
 class Graded(NamedTuple):
-    """What a scorer found in one response (None: no answer), and whether it is right."""
+    """The answer that a scorer found in a response (None: no answer), and whether it is correct."""
 
     answer: str | None
     correct: bool
 
 
 class Tally(NamedTuple):
-    """Responses of one scorer: how many are right, and in how many it found no answer."""
+    """Number of responses that a scorer found correct, and number in which it found no answer."""
 
     correct: int
     parse_failures: int
@@ -37,8 +37,8 @@ class Tally(NamedTuple):
 def extract_answer(response: str, scorer: Scorer) -> str | None:
     """Return the answer that `scorer` finds in `response`, in the form in which it is compared; None if it finds none.
 
-    That is a canonical decimal for strict and last_number, and a text without commas, dollar signs and a final period
-    for the harness's two.
+    strict and last_number return a canonical decimal; the two harness scorers return text without commas, dollar signs
+    and a final period.
     """
     match scorer:
         case "strict":
@@ -56,10 +56,10 @@ def extract_answer(response: str, scorer: Scorer) -> str | None:
 
 
 def normalise_number(text: str) -> str | None:
-    """Return `text` as a canonical decimal ("1,000.50" -> "1000.5", "-0" -> "0"), or None if it is no number."""
+    """Return `text` as a canonical decimal ("1,000.50" -> "1000.5", "-0" -> "0"), or None if it is not a number."""
     digits = text.replace(",", "").replace("$", "").strip()
     try:
-        # Precise enough for every digit: the default of 28 would make long numbers equal that differ.
+        # The default precision of 28 digits would round different long numbers to the same value.
         value = Decimal(digits).normalize(Context(prec=len(digits) + 1))
     except (InvalidOperation, Overflow):
         return None
@@ -70,7 +70,7 @@ def normalise_number(text: str) -> str | None:
 
 
 def grade(response: str, gold_answer: str, scorer: Scorer) -> Graded:
-    """Return what `scorer` finds in `response` and whether it equals `gold_answer` as that scorer compares."""
+    """Return the answer that `scorer` finds in `response`, and whether it equals `gold_answer` for that scorer."""
     found = extract_answer(response, scorer)
     harness = scorer in ("harness_strict", "harness_flexible")
     gold = _harness_text(gold_answer) if harness else normalise_number(gold_answer)
@@ -78,17 +78,17 @@ def grade(response: str, gold_answer: str, scorer: Scorer) -> Graded:
 
 
 def is_correct(response: str, gold_answer: str, scorer: Scorer) -> bool:
-    """Tell whether what `scorer` finds equals the gold answer."""
+    """Whether the answer that `scorer` finds in `response` equals `gold_answer`."""
     return grade(response, gold_answer, scorer).correct
 
 
 def tally(graded: Sequence[Graded]) -> Tally:
-    """Count right answers and parse failures."""
-    return Tally(sum(one.correct for one in graded), sum(one.answer is None for one in graded))
+    """Count correct answers and responses without an answer."""
+    return Tally(sum(grading.correct for grading in graded), sum(grading.answer is None for grading in graded))
 
 
 def _harness_text(text: str) -> str:
-    """Return what the harness's exact_match compares; it also ignores case, which numbers do not have."""
+    """Return `text` as exact_match of the harness compares it. It also ignores case, which numbers do not have."""
     for ignored in _HARNESS_IGNORED:
         text = ignored.sub("", text)
     return text

@@ -1,4 +1,4 @@
-"""The prepare_data stage: one split of the study's questions as a checked table."""
+"""The prepare_data stage: writes one split of the questions of a study as a checked table."""
 
 from pathlib import Path
 from typing import Any, Literal
