@@ -1,10 +1,9 @@
-"""Errors that a user can mend: one clear line, exit code 2. Everything else is a bug and keeps its traceback."""
+"""User-correctable errors: one clear line, exit code 2. Any other exception is a bug and keeps its traceback."""
 
 EXIT_USER_ERROR = 2
 
 EXIT_TRY_AGAIN = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command goes on from here."""
-
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command continues the run."""
 
 _LONGEST = 4000
 
@@ -12,19 +11,19 @@ _LONGEST = 4000
 class AqnpipeError(Exception):
     """Base of all errors that are reported as one line without a traceback.
 
-    As text it is one line that can be printed, whatever names and values from files it holds.
+    `str` of an error is one printable line, whatever names and values from files the message contains.
     """
 
     exit_code = EXIT_USER_ERROR
-    advice = "mend what it names and give the same command"
-    """What to try next, for the end of a job's log."""
+    advice = "fix what the message names, then run the same command again"
+    """What the user can do next; a job's log ends with it."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 def printable(text: str) -> str:
-    """Return `text` as one line: control, formatting and unassigned characters as escapes, and cut if very long."""
+    """Return `text` as one line: control, formatting and unassigned characters escaped, very long text cut."""
     shown = text if text.isprintable() else "".join(map(_escaped, text))
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}... ({len(shown) - _LONGEST} characters more)"
 
@@ -36,65 +35,64 @@ def _escaped(character: str) -> str:
 class ConfigError(AqnpipeError):
     """A study, arm or command-line value is wrong; the message names file, key, found and expected."""
 
-    advice = "mend what it names; `aqnpipe check STUDY.yaml` tells whether the study is valid then"
+    advice = "fix what the message names; `aqnpipe check STUDY.yaml` validates the study"
 
 
 class DataError(AqnpipeError):
     """A data set, artifact or transcript is missing or malformed."""
 
-    advice = "mend a file of your own; remove one under results, and the same command makes it again"
+    advice = "fix a file of your own; remove a file under results, and the same command makes it again"
 
 
 class ModelError(AqnpipeError):
     """A model cannot be found, loaded or used for what was requested."""
 
-    advice = "mend a model folder of your own; remove one under results, and the same command makes it again"
+    advice = "fix a model folder of your own; remove one under results, and the same command makes it again"
 
 
 class TrainingError(AqnpipeError):
-    """A training run broke down: loss or gradient is no number."""
+    """A training run broke down: its loss, gradient or weights are not finite or exceed their bounds."""
 
-    advice = "look at the last steps in the log; a lower training.learning_rate or max_grad_norm is the usual cure"
+    advice = "look at the last steps in the log; a lower training.learning_rate or max_grad_norm usually helps"
 
 
 class StorageError(AqnpipeError):
-    """The disk is full, or cannot be written."""
+    """The disk is full or read-only."""
 
-    advice = "free space, or make it writable, and give the same command; finished jobs and resume points are kept"
+    advice = "free space or make the disk writable, then run the same command; finished jobs and resume points are kept"
 
 
 class WorkerError(AqnpipeError):
     """A worker of a run died, or fewer started than were requested."""
 
-    advice = "look at the named logs; the same command goes on from the last resume point"
+    advice = "look at the named logs; the same command continues from the last resume point"
 
 
 class RunLockedError(AqnpipeError):
     """Another process works on the same run."""
 
-    advice = "wait for the other process or end it, then give the same command"
+    advice = "wait for the other process or end it, then run the same command"
 
 
 class RunInterruptedError(AqnpipeError):
-    """A run was requested to stop before its end and did, with a resume point."""
+    """A run stopped early on request, after it wrote a resume point."""
 
-    advice = "give the same command; it goes on from the last resume point"
-
+    advice = "run the same command; it continues from the last resume point"
     exit_code = EXIT_TRY_AGAIN
 
 
 class ReceiptError(AqnpipeError):
-    """What was measured is not what was requested: noise missing, wrong in size, or present where none was requested."""
+    """Measured and requested noise differ: noise is missing, wrong in size, or present where none was requested."""
 
-    advice = "nothing of this job was kept; `aqnpipe measure-noise` shows what the noise of an arm reaches and measures"
+    advice = "nothing of this job was kept; `aqnpipe measure-noise` shows the noise that an arm applies"
 
 
 class DeviceError(AqnpipeError):
-    """A device that was requested is not there, or is in use."""
+    """A requested device is missing or in use."""
 
-    advice = "`aqnpipe doctor` says what this machine has; `device` in the study and the profile say what is requested"
+    advice = "`aqnpipe doctor` lists the devices of this machine; the study (`device`) and the profile request them"
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what another library's error says, or its type where it says nothing."""
+    """Return the first line of another library's error message, or the error's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()

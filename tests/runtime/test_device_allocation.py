@@ -98,7 +98,7 @@ def test_a_slurm_job_without_devices(in_slurm):
 
 def test_slurm_that_does_not_answer_is_an_error(in_slurm):
     in_slurm("", code=1)
-    with pytest.raises(DeviceError, match="Slurm job 2: cannot ask for its devices: slurm: no such job"):
+    with pytest.raises(DeviceError, match="Slurm job 2: cannot query its devices: slurm: no such job"):
         current_allocation()
 
 

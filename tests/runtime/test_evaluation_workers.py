@@ -131,7 +131,7 @@ def test_when_all_actors_die_the_stage_fails_and_writes_nothing(tmp_path, model_
 @pytest.mark.slow
 @pytest.mark.skipif(is_vllm_installed(), reason="vLLM is installed here")
 def test_an_error_of_an_actor_comes_out_as_it_is(tmp_path, model_dir, problems, cluster):
-    with pytest.raises(ModelError, match=r"vllm was requested and is not installed here"):
+    with pytest.raises(ModelError, match=r"vllm was requested but is not installed here"):
         run(tmp_path, model_dir, problems, workers=2, generation={"backend": "vllm"}, attention="sdpa")
 
 

@@ -15,9 +15,12 @@ SLOW = "The current node timed out during startup.\nThis could happen because"
     [
         (
             Exception(SLOW),
-            r"Ray did not start on node \S+: The current node timed out during startup\. \(under heavy",
+            r"Ray did not start on node \S+: The current node timed out during startup\. \(the machine may be",
         ),
-        (ConnectionError("no cluster at 10.0.0.1:6379"), "no cluster at 10.0.0.1:6379 .*RAY_ADDRESS, where it is set"),
+        (
+            ConnectionError("no cluster at 10.0.0.1:6379"),
+            "no cluster at 10.0.0.1:6379 .*RAY_ADDRESS, if it is set, must name",
+        ),
         (TimeoutError(), "Ray did not start on node .*: TimeoutError"),
     ],
     ids=["bare", "address", "silent"],

@@ -17,13 +17,14 @@ import pytest
 from pydantic import ValidationError
 from ray_nodes import two_ray_nodes
 from safetensors.torch import load_file
+from small_disk import mounted_small_disk
 from tiny_training import write_builtin_inputs
 
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.errors import DeviceError, TrainingError, WorkerError
+from aqnpipe.errors import DeviceError, StorageError, TrainingError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.runtime.training import launch_workers, run_training_job
 from aqnpipe.training.run import run_worker
@@ -248,11 +249,11 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     launch.process.kill()
     launch.process.wait()
     wait_until_gone(below)
-    assert "going on after step 1" in launch.log.read_text()
+    assert "resuming after step 1" in launch.log.read_text()
 
     said = []
     run_training_job(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
-    assert "going on after step 2" in said[0]
+    assert "resuming after step 2" in said[0]
     assert digests(out / "run") == digests(finished("noisy")[0])
 
 
@@ -260,6 +261,17 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
 def test_an_error_of_a_worker_comes_out_as_it_is(cluster, inputs, tmp_path):
     with pytest.raises(TrainingError, match=r"^base/test seed 0: grad_norm is \S+, beyond stop_grad_norm 1e-09"):
         launch_workers(spec(stop_grad_norm=1e-9), inputs, workspace(tmp_path), None)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_worker_is_one_line(cluster, inputs, tmp_path):
+    weights = (inputs.model / "model.safetensors").stat().st_size
+    with mounted_small_disk(tmp_path / "disk", f"{weights // 2}") as disk:
+        message = r"^no space left on device for \S+; free some and start again, the last resume point is kept$"
+        with pytest.raises(StorageError, match=message) as refused:
+            run_training_job(spec(), inputs, disk / "run", disk / "scratch", lambda _: None)
+        assert "\n" not in str(refused.value)
+        assert not list(disk.glob("scratch/*/resume/.staged")), "a resume point that was not finished"
 
 
 @pytest.mark.slow
@@ -277,7 +289,7 @@ def test_more_workers_than_this_machine_has_devices_are_refused(inputs, tmp_path
 
 def test_a_run_with_fewer_workers_than_requested_is_refused(inputs, tmp_path):
     """What a launcher leaves that silently starts one process."""
-    with pytest.raises(WorkerError, match=r"1 workers train, training\.num_workers asks for 2"):
+    with pytest.raises(WorkerError, match=r"1 workers train, training\.num_workers is 2"):
         run_worker(spec(), inputs, workspace(tmp_path), None)
 
 

@@ -160,7 +160,7 @@ def test_a_run_with_adapters_and_mini_batches_goes_on_to_the_same_bytes(inputs, 
         run(spec, inputs, tmp_path / "stopped")
     said = []
     run(spec, inputs, tmp_path / "stopped", said.append)
-    assert any("going on after step 2" in line for line in said)
+    assert any("resuming after step 2" in line for line in said)
     for file in ("checkpoints/step3/model.safetensors", "checkpoints/step4/model.safetensors", "metrics.parquet"):
         assert sha256_of_file(undisturbed / file) == sha256_of_file(tmp_path / "stopped" / file), file
     receipts = [read_json(folder / "receipt.json", Receipt) for folder in (undisturbed, tmp_path / "stopped")]

@@ -5,10 +5,10 @@ import itertools
 import random
 import re
 import shutil
-import subprocess
 
 import pytest
 from kill_server import POINTS, RESUME_EVERY, KillServer, random_kill, tree, whole_spec
+from small_disk import mounted_small_disk
 from tiny_training import scattered_rewards, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_table, write_table
@@ -156,7 +156,7 @@ def test_a_damaged_resume_point_is_noticed_and_the_one_before_is_used(name, harm
     damage(points(tmp_path / "scratch")[-1] / name, harm)
     again = start(whole_spec(), kill=NO_FURTHER)
     assert again.steps == [4]
-    assert again.said[0].startswith("scratch: going on after step 4; ignored: ")
+    assert again.said[0].startswith("scratch: resuming after step 4; ignored: ")
     # A manifest with a flipped bit can be read, and then names what is not there.
     assert name in again.said[0] or (name, harm) == ("manifest.json", "flip")
 
@@ -186,7 +186,7 @@ def test_without_a_whole_resume_point_the_run_starts_from_the_beginning(killed, 
         damage(point / "weights.safetensors", "flip")
     again = start(whole_spec())
     assert again.steps[0] == 0
-    assert again.said[0].startswith("scratch: no whole resume point, starting from the beginning (")
+    assert again.said[0].startswith("scratch: no intact resume point, starting from the beginning (")
     assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
 
 
@@ -232,7 +232,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_resume_point(name, step, st
     stopped = start(whole_spec(), kill=("backward", 2 * step, "before"), signal=name)
     assert stopped.code == 75
     assert stopped.said[-1] == (
-        f"ERROR: base/test seed 0: stopped by a signal after step {step} of 8; the same command goes on from there"
+        f"ERROR: base/test seed 0: stopped by a signal after step {step} of 8; the same command continues from there"
     )
     assert not (tmp_path / "run").exists()
     again = start(whole_spec())
@@ -270,13 +270,8 @@ def test_neither_order_nor_company_of_runs_matters(server, inputs, undisturbed, 
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk that holds a run of these tests, but not much beside it."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
+    with mounted_small_disk(tmp_path / "disk", "4m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("room", [0, 40_000, 160_000, 320_000])
@@ -297,6 +292,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_costs_nothing(
     assert {name: after.get(name) for name in before if "/resume/" in name} == {
         name: content for name, content in before.items() if "/resume/" in name
     }
+    assert not list((small_disk / "scratch").glob("*/resume/.staged")), "a resume point that was not finished"
     assert not (small_disk / "run").exists()
     filler.unlink()
     assert server.train(whole_spec(), inputs, small_disk / "run", small_disk / "scratch").code == 0

@@ -116,7 +116,7 @@ def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs
     assert psutil.wait_procs(alive, timeout=30)[1] == []
     said = []
     resumed = run(requested, inputs, tmp_path / "resumed", said.append)
-    assert "going on after step 2" in said[0]
+    assert "resuming after step 2" in said[0]
     assert digests(whole) == digests(resumed)
 
     record = read_json(whole / "run.json", RunRecord)

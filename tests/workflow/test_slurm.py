@@ -116,7 +116,7 @@ class Run:
         With `after`, the ids of earlier jobs, it must be another one that goes on where they were.
         """
         log = self.train_log()
-        resumed = re.search(r"going on after step (\d+)", log)
+        resumed = re.search(r"resuming after step (\d+)", log)
         running = [job for job, state, _ in self.jobs("train") if state == "RUNNING" and f"Slurm job {job}\n" in log]
         if not running or running[0] in after or (after and not resumed):
             return None
@@ -211,7 +211,7 @@ def test_a_run_over_two_nodes_is_stopped_before_its_limit_and_goes_on(started, s
         slurm("scancel", "--signal=URG", job)  # to every process of the job, as before its limit
         wait_for("training to stop", lambda: "stopped by a signal" in run.train_log())
         assert run.end() == 0, run.text()
-        assert "going on after step" in run.train_log()
+        assert "resuming after step" in run.train_log()
     assert json.loads((tmp_path / receipt).read_text())["num_workers"] == 2
     left = subprocess.run(["ps", "-eo", "args"], check=True, stdout=subprocess.PIPE, text=True).stdout
     assert str(tmp_path) not in left

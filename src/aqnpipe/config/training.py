@@ -10,7 +10,7 @@ ReportTo = Literal["tensorboard", "wandb"]
 
 
 class LoraConfig(FrozenModel):
-    """Low-rank adapters in place of a training of all weights; the reference of the KL term has them switched off."""
+    """Low-rank adapters, trained instead of all weights; the reference of the KL term is the model without them."""
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0, description="the adapter's output is scaled by alpha / rank")
@@ -18,23 +18,25 @@ class LoraConfig(FrozenModel):
     target_modules: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="last parts of the names of linear modules in the decoder layers",
+        description="last parts of the names of the linear modules in the decoder layers that get an adapter",
     )
 
     @model_validator(mode="after")
     def _targets_are_in_the_layers(self) -> Self:
         outside = sorted({"lm_head", "embed_tokens"} & set(self.target_modules))
         if outside:
-            raise ValueError(f"target_modules: {', '.join(outside)} cannot be adapted, expected modules of the layers")
+            raise ValueError(
+                f"target_modules: {', '.join(outside)} cannot be adapted, expected modules of the decoder layers"
+            )
         return self
 
 
 class TrainingConfig(FrozenModel):
-    """Hyper-parameters of GRPO; token-mean loss, no entropy bonus."""
+    """Hyper-parameters of GRPO with a token-mean loss and no entropy bonus."""
 
     epochs: int = Field(ge=1)
     prompts_per_step: int = Field(ge=1, description="prompts per optimiser step")
-    rollouts_per_prompt: int = Field(ge=2, description="n: completions per prompt, the group of GRPO")
+    rollouts_per_prompt: int = Field(ge=2, description="completions per prompt, which form one group of GRPO (n)")
     steps_per_rollout: int = Field(
         default=1,
         ge=1,
@@ -44,37 +46,38 @@ class TrainingConfig(FrozenModel):
     micro_batch_size: int = Field(ge=1, description="sequences per forward and backward pass")
     learning_rate: float = Field(gt=0)
     learning_rate_schedule: Literal["constant", "linear"] = Field(
-        default="constant", description="after the warm-up: constant as published, or linear to 0 at the last step"
+        default="constant",
+        description="after warm-up: constant (as published), or linear decay to 0 at the last step",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="optimiser steps over which the rate rises from 0")
-    kl_coefficient: float = Field(default=0.001, ge=0, description="beta of the KL term against the start model")
+    warmup_steps: int = Field(default=0, ge=0, description="optimiser steps over which the learning rate rises from 0")
+    kl_coefficient: float = Field(default=0.001, ge=0, description="beta, the weight of the KL from the initial policy")
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
-    stop_loss: float = Field(default=1e4, gt=0, description="a loss beyond this, of either sign, ends the run")
-    stop_grad_norm: float = Field(default=1e5, gt=0, description="a gradient longer than this ends the run")
+    stop_loss: float = Field(default=1e4, gt=0, description="the run ends if the absolute loss exceeds this")
+    stop_grad_norm: float = Field(default=1e5, gt=0, description="the run ends if the gradient norm exceeds this")
     weights_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="number format in which weights are kept and updated; forward passes compute in the model's dtype",
+        description="number format of the stored and updated weights; forward passes compute in the model's dtype",
     )
     gradient_checkpointing: bool = Field(
-        default=False, description="compute layers again in the backward pass instead of keeping their activations"
+        default=False, description="recompute activations in the backward pass instead of storing them"
     )
     lora: LoraConfig | None = Field(default=None, description="train low-rank adapters; null trains all weights")
     temperature: float = Field(default=1.0, gt=0)
     max_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="a longer prompt is refused when training starts; null allows any"
+        default=None, ge=1, description="training refuses to start with a longer prompt; null sets no limit"
     )
     max_response_tokens: int = Field(ge=1)
     checkpoint_every: int | None = Field(
-        default=None, ge=1, description="optimiser steps between checkpoints; the last step is always one"
+        default=None, ge=1, description="optimiser steps between checkpoints; the last step always writes one"
     )
     resume_every: int = Field(
         default=5,
         ge=1,
-        description="optimiser steps between resume points: at most so many are lost when a run is killed",
+        description="optimiser steps between resume points: a killed run loses at most this many",
     )
     validate_every: int | None = Field(
         default=None, ge=1, description="optimiser steps between greedy validations; the last step always has one"
@@ -84,15 +87,15 @@ class TrainingConfig(FrozenModel):
     num_workers: int = Field(
         default=1,
         ge=1,
-        description="processes that share a run, each on a device of its own; more than one are launched by Ray",
+        description="processes that train one run together, one per device; Ray launches them if there are several",
     )
     parallelism: Literal["data", "fsdp"] = Field(
         default="data",
-        description="data: every worker holds the whole model; fsdp, each a share of it, is refused for now",
+        description="data: every worker holds the whole model; fsdp (each holds a part of it) is not supported yet",
     )
     report_to: tuple[ReportTo, ...] = Field(
         default=(),
-        description="also log every step to these, in <run folder>.logs; W&B offline unless WANDB_MODE is set",
+        description="trackers that also log every step, to <run folder>.logs; W&B is offline unless WANDB_MODE is set",
     )
 
     @field_validator("parallelism")
@@ -100,8 +103,8 @@ class TrainingConfig(FrozenModel):
     def _weights_are_whole(cls, parallelism: str) -> str:
         if parallelism == "fsdp":
             raise ValueError(
-                "fsdp is not supported: receipts cannot prove noise and clean weights on shares of a model, and on the "
-                "CPU accelerate would train with data parallelism instead; expected data"
+                "fsdp is not supported: receipts cannot verify noise and clean weights on parts of a model, and on the "
+                "CPU accelerate would silently use data parallelism instead; expected data"
             )
         return parallelism
 
@@ -115,7 +118,7 @@ class TrainingConfig(FrozenModel):
         if self.validation_questions < self.num_workers:
             raise ValueError(
                 f"validation_questions {self.validation_questions} must be at least num_workers {self.num_workers}: "
-                "every worker answers some"
+                "every worker answers at least one"
             )
         sequences = self.sequences_per_step // self.num_workers
         if sequences % self.micro_batch_size:
@@ -128,25 +131,25 @@ class TrainingConfig(FrozenModel):
 
     @property
     def sequences_per_step(self) -> int:
-        """Completions that one optimiser step learns from."""
+        """Completions per optimiser step."""
         return self.prompts_per_step * self.rollouts_per_prompt
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per optimiser step, on each worker."""
+        """Micro-batches per optimiser step on each worker."""
         return self.sequences_per_step // (self.micro_batch_size * self.num_workers)
 
     def num_steps(self, num_prompts: int) -> int:
-        """Optimiser steps of the whole training over `num_prompts` questions (an incomplete batch is dropped)."""
+        """Return the optimiser steps of a run over `num_prompts` questions; incomplete batches are dropped."""
         rollouts_per_epoch = num_prompts // (self.prompts_per_step * self.steps_per_rollout)
         return self.epochs * rollouts_per_epoch * self.steps_per_rollout
 
     def checkpoint_steps(self, num_steps: int) -> list[int]:
-        """Steps after which weights are kept and evaluated: every `checkpoint_every`-th and always the last."""
+        """Return the steps after which weights are saved and evaluated: every `checkpoint_every`-th and the last."""
         return _every(self.checkpoint_every, num_steps)
 
     def validation_steps(self, num_steps: int) -> list[int]:
-        """Steps after which the policy is validated: every `validate_every`-th and always the last."""
+        """Return the steps after which the policy is validated: every `validate_every`-th and the last."""
         return _every(self.validate_every, num_steps)
 
 

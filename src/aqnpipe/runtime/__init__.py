@@ -1,1 +1,1 @@
-"""Runs stages on machines: jobs, locks, device leases, Slurm, Ray. Never decides a byte of a result."""
+"""Running stages on machines: jobs, locks, device leases, Slurm, Ray. Nothing here affects the bytes of a result."""

@@ -1,6 +1,6 @@
-"""Which devices a job may use: those that Slurm gave it, or leases on a machine without a scheduler.
+"""The devices that a job may use: those that Slurm gave it, or leases on a machine without a scheduler.
 
-Torch (with torch_npu) may look at the devices as soon as it is imported: enter `allocated_devices` before that.
+Torch (with torch_npu) may query the devices as soon as it is imported, so enter `allocated_devices` before the import.
 """
 
 import os
@@ -22,14 +22,14 @@ _SECONDS_BETWEEN_TRIES = 1.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """The devices that a job was given; `kind` is cpu and `ids` empty where it was given none."""
+    """The devices that a job was given; without any, `kind` is cpu and `ids` is empty."""
 
     kind: DeviceKind
     ids: tuple[str, ...]
     leased: bool = False
 
     def __str__(self) -> str:
-        """One line for the job's log."""
+        """Return one line for the job's log."""
         if not self.ids:
             return "devices given: none"
         how = "leased" if self.leased else "given"
@@ -37,25 +37,25 @@ class Allocation:
 
 
 def place_of_job() -> str:
-    """Return where this process runs, for its log: the node, by Slurm's name for it, and the Slurm job."""
+    """Return the node and the Slurm job of this process, for its log."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"node {this_node()}" + (f", Slurm job {job}" if job else "")
 
 
 def nodes_of_job() -> tuple[str, ...]:
-    """Return the nodes of this Slurm job, by Slurm's names for them, in its order; none outside Slurm."""
+    """Return the nodes of this Slurm job by Slurm's names and in Slurm's order; none outside Slurm."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return ()
-    # The variables of a job step name its own nodes only, or contradict each other (22.05).
+    # In a job step the environment variables name only the step's nodes, or contradict each other (Slurm 22.05).
     listed = re.search(r"^\s*NodeList=(\S+)", _details_of(job), re.MULTILINE)
     return _expanded(listed[1]) if listed else ()
 
 
 def environment_of_node(node: str) -> dict[str, str]:
-    """Return what to set for processes of this job on another of its nodes: which NPUs they may use.
+    """Return the environment variable that names the NPUs of this job on another of its nodes.
 
-    GPUs are named by Slurm itself there.
+    Slurm itself sets the variable for GPUs there.
     """
     ids = slurm_npu_ids(_details_of(os.environ["SLURM_JOB_ID"]), node)
     return {VISIBLE_DEVICES["npu"]: ",".join(ids)} if ids else {}
@@ -63,10 +63,10 @@ def environment_of_node(node: str) -> dict[str, str]:
 
 @contextmanager
 def allocated_devices(requested: RequestedDevice, num_leases: int = 0) -> Iterator[Allocation]:
-    """Let this process see only its devices while the body runs, and yield which they are.
+    """Restrict this process to its devices while the body runs, and yield them.
 
-    num_leases: devices to lease from this machine, waiting until so many are free; 0 where a scheduler gives them.
-    Raises DeviceError if the machine does not have so many.
+    num_leases: how many devices of this machine to lease, waiting until they are free; 0 if a scheduler gives the
+    devices. Raises DeviceError if the machine has fewer devices.
     """
     if num_leases == 0:
         yield current_allocation()
@@ -75,7 +75,7 @@ def allocated_devices(requested: RequestedDevice, num_leases: int = 0) -> Iterat
     if job is not None:
         raise DeviceError(
             f"device leases: found Slurm job {job}, expected a machine without a scheduler "
-            "(profile workstation is for those)"
+            "(the profile workstation is for those)"
         )
     kind, ids = devices_of_machine(requested)
     if len(ids) < num_leases:
@@ -85,15 +85,15 @@ def allocated_devices(requested: RequestedDevice, num_leases: int = 0) -> Iterat
         )
     with lease_devices(LEASES, kind, ids, num_leases, _SECONDS_BETWEEN_TRIES) as taken:
         set_visible_devices(kind, taken)
-        # The process ends soon after the job; until then it must not fall back to all devices, so nothing is undone.
+        # Not undone: the process ends soon after the job, and until then it must not fall back to all devices.
         yield Allocation(kind, taken, leased=True)
 
 
 def current_allocation() -> Allocation:
-    """Return what Slurm or the environment gave to this process.
+    """Return the devices that Slurm or the environment gave to this process.
 
-    Slurm says CUDA_VISIBLE_DEVICES of itself. Of NPUs it says nothing (22.05): their ids are read from `scontrol show
-    job -d`, and ASCEND_RT_VISIBLE_DEVICES is set.
+    Slurm itself sets CUDA_VISIBLE_DEVICES, but no variable for NPUs (22.05). Their ids are read from `scontrol show job
+    -d`, and this function sets ASCEND_RT_VISIBLE_DEVICES to them.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None and not visible_ids("cuda") and not visible_ids("npu"):
@@ -107,9 +107,9 @@ def current_allocation() -> Allocation:
 
 
 def devices_of_machine(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
-    """Return kind and ids of the devices that leases are given on: those of the environment, else those in /dev.
+    """Return kind and ids of the devices that can be leased: those in the environment, otherwise those in /dev.
 
-    A study on the CPU leases whatever there is: a rehearsal.
+    A study on the CPU leases devices of any kind, as a rehearsal.
     """
     kinds: list[DeviceKind] = [kind for kind in _DEVICE_FILES if requested in (kind, "auto", "cpu")]
     for found in (visible_ids, _ids_in_dev):
@@ -121,7 +121,7 @@ def devices_of_machine(requested: RequestedDevice) -> tuple[DeviceKind, tuple[st
 
 
 def slurm_npu_ids(details: str, node: str) -> tuple[str, ...]:
-    """Return the NPU ids of a node from `scontrol show job -d`: `Nodes=npu01 ... GRES=npu:910c:4(IDX:0-3)`."""
+    """Parse a node's NPU ids from `scontrol show job -d`: `Nodes=npu01 ... GRES=npu:910c:4(IDX:0-3)`."""
     rows = re.findall(r"^\s*Nodes=(\S+) .*?GRES=\S*?npu(?::[\w.]+)*:\d+\(IDX:([\d,-]+)\)", details, re.MULTILINE)
     for nodes, indices in rows:
         if len(rows) == 1 or node in _expanded(nodes):
@@ -130,7 +130,7 @@ def slurm_npu_ids(details: str, node: str) -> tuple[str, ...]:
 
 
 def this_node() -> str:
-    """Return the name of the node that this process runs on, as Slurm calls it where there is Slurm."""
+    """Return this node's name: Slurm's name for it in a Slurm job, otherwise the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -140,7 +140,7 @@ def _details_of(job: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - Slurm's own id
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
-        raise DeviceError(f"Slurm job {job}: cannot ask for its devices: {' '.join(reason.split())}") from error
+        raise DeviceError(f"Slurm job {job}: cannot query its devices: {' '.join(reason.split())}") from error
     return done.stdout
 
 

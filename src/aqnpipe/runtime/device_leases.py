@@ -1,4 +1,4 @@
-"""Device leases on one machine without a scheduler: a device belongs to the job that holds the lock on its file."""
+"""Device leases on a machine without a scheduler: a job owns a device while it holds the lock on the device's file."""
 
 import stat
 import time
@@ -10,18 +10,18 @@ from aqnpipe.device import DeviceKind
 from aqnpipe.errors import DeviceError
 from aqnpipe.runtime.file_lock import FileLock
 
-LEASES = Path("/tmp/aqnpipe-device-leases")  # noqa: S108 - locks only, nothing is read from it
-"""One folder per machine, for the jobs of all studies and users."""
+LEASES = Path("/tmp/aqnpipe-device-leases")  # noqa: S108 - only locks, nothing reads these files
+"""One folder per machine, shared by the jobs of all studies and users."""
 
 
 @contextmanager
 def lease_devices(
     folder: Path, kind: DeviceKind, ids: Sequence[str], count: int, seconds_between_tries: float
 ) -> Iterator[tuple[str, ...]]:
-    """Hold `count` of the devices `ids` of a kind while the body runs; wait until so many are free.
+    """Hold `count` of the devices `ids` of a kind while the body runs; wait until that many are free; yield their ids.
 
-    A job takes all that it needs or none, so that two jobs never wait for each other. DeviceError if the lock files
-    cannot be opened.
+    A job takes all devices that it needs or none, so two jobs never wait for each other. Raises DeviceError if a lock
+    file cannot be opened.
     """
     held = _try_to_hold(folder, kind, ids, count)
     while held is None:
@@ -35,7 +35,7 @@ def lease_devices(
 
 
 def _try_to_hold(folder: Path, kind: DeviceKind, ids: Sequence[str], count: int) -> dict[str, FileLock] | None:
-    """Return the locks of `count` free devices by id; None, holding nothing, if fewer are free."""
+    """Return the locks of `count` free devices by id; None, without holding any lock, if fewer are free."""
     held: dict[str, FileLock] = {}
     with ExitStack() as stack:
         for name in ids:
@@ -51,7 +51,7 @@ def _try_to_hold(folder: Path, kind: DeviceKind, ids: Sequence[str], count: int)
 
 
 def _open(folder: Path, name: str) -> FileLock:
-    """Open a lock file, created if need be so that every user can lock it."""
+    """Open a lock file; create it and its folder with permissions that let every user lock it."""
     path = folder / name
     try:
         try:

@@ -1,4 +1,4 @@
-"""Full and read-only disks, reported in one line by the job that meets them."""
+"""Full and read-only disks, reported in one line by the job that runs into them."""
 
 import errno
 from collections.abc import Iterator
@@ -14,26 +14,26 @@ _MESSAGES = {
     errno.EROFS: "read-only file system",
 }
 _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded", "iostream error")
-"""How other libraries' writers report it, which do not raise OSError; the last is all that torch.save has to say."""
+"""Messages of libraries that do not raise OSError on a full disk; the last one is all that torch.save reports."""
 
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn what the body raises on a full or read-only disk into a StorageError of one line.
+    """Turn an error of the body that a full or read-only disk caused into a StorageError of one line.
 
-    `what` says what was written where.
+    what: the file or folder that was being written, for the message.
     """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         for cause in _with_causes(error):
-            if told := _message(cause):
-                raise StorageError(f"{told} for {what}") from error
+            if message := _message(cause):
+                raise StorageError(f"{message} for {what}") from error
         raise
 
 
 def _message(error: BaseException) -> str | None:
-    """What an error tells of the disk; None if it is about something else."""
+    """Return the message for an error that the disk caused; None for any other error."""
     if isinstance(error, OSError):
         return _MESSAGES.get(error.errno or 0)
     full = any(words in str(error) for words in _FULL_DISK_MESSAGES)
@@ -41,7 +41,7 @@ def _message(error: BaseException) -> str | None:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error` and what it was raised from, or while handling what."""
+    """Yield `error`, then the chain of errors that it was raised from or that were being handled."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

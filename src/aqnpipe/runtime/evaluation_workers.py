@@ -1,8 +1,7 @@
-"""Shards of an evaluation run by Ray actors, each with an engine on a device of its own.
+"""Shards of an evaluation run by Ray actors, each with its own engine and device.
 
-Actors are instances of one named class of this package; they take JSON and return JSON. Which actor runs which shard
-depends on timing and has no effect on the results (see `evaluation.shards`). If an actor dies, another one runs its
-shard.
+Every actor is an `EvaluationActor`, with JSON as arguments and results. Which actor runs which shard depends on timing
+and does not affect the results (see `evaluation.shards`). If an actor dies, another one runs its shard again.
 """
 
 import json
@@ -26,15 +25,15 @@ from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.ray_cluster import RESOURCES, ray_cluster, send_output_to
 
 REQUESTED_BY = "resource workers of rule evaluate"
-"""What the number of actors is called where users set it."""
+"""Name of the setting for the number of actors, for messages."""
 
 _SECONDS_TO_GET_DEVICES = 180
 
 
 def evaluation_runner(num_workers: int, folder: Path, say: Callable[[str], None] = print) -> OpenShardRunner:
-    """Return what opens the workers of an evaluation: this process for one worker, Ray actors for more.
+    """Return the function that opens the workers of an evaluation: this process for one worker, Ray actors for more.
 
-    `folder`: see `ray_shard_runner`.
+    folder: see `ray_shard_runner`.
     """
     if num_workers == 1:
         return local_shard_runner
@@ -42,7 +41,7 @@ def evaluation_runner(num_workers: int, folder: Path, say: Callable[[str], None]
 
 
 class EvaluationActor:
-    """One worker: the checkpoint on the device that Ray gave to this process."""
+    """One worker, which holds the checkpoint on the device that Ray gave to its process."""
 
     def __init__(self, log: str) -> None:
         send_output_to(Path(log))
@@ -50,7 +49,7 @@ class EvaluationActor:
         self._generator: NoisyGenerator | None = None
 
     def load(self, spec: str, model_dir: str, max_tokens: int) -> str:
-        """Load the checkpoint; return as JSON who this worker is."""
+        """Load the checkpoint; return the node, process, code, device and engine of this worker as JSON."""
         self._spec = EvaluationSpec.model_validate_json(spec)
         self._generator = load_generator(self._spec, Path(model_dir), max_tokens)
         return json.dumps(
@@ -64,7 +63,7 @@ class EvaluationActor:
         )
 
     def run(self, shard: str) -> str:
-        """Run a `Shard` given as JSON; return the `ShardResult` as JSON."""
+        """Run a shard (a `Shard` as JSON); return its `ShardResult` as JSON."""
         if self._spec is None or self._generator is None:
             raise RuntimeError("no checkpoint was loaded; this is a bug")
         return run_shard(self._generator, self._spec, Shard.from_json(shard)).to_json()
@@ -79,28 +78,29 @@ def ray_shard_runner(
     folder: Path,
     say: Callable[[str], None] = print,
 ) -> Iterator[ShardRunner]:
-    """Start `num_workers` Ray actors, one per device, inside the nodes of this job; end them with the context.
+    """Start `num_workers` Ray actors, one per device, on the nodes of this job; end them with the context.
 
-    folder: for the actors' logs, on a file system that all nodes see; kept if the body or an actor fails. Raises
-    DeviceError if there are too few devices, WorkerError if fewer actors start than were requested or one runs other
-    code than this process; what an actor raises as a user's mistake is raised here.
+    folder: for the actors' logs, on a file system that all nodes share; kept if the body or an actor fails. Raises
+    DeviceError if there are too few devices, and WorkerError if fewer actors start than were requested or an actor runs
+    other code than this process. An AqnpipeError of an actor is raised here unchanged.
     """
     folder = folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     device = resolve_device(spec.device)
     with ray_cluster(device, num_workers, REQUESTED_BY, folder):
-        team = _Team(device, num_workers, folder, say)
+        actors = _ActorPool(device, num_workers, folder, say)
         try:
-            workers = team.load(spec, model_dir, max_tokens)
-            say(f"{num_workers} evaluation workers, on {', '.join(sorted({str(one['node']) for one in workers}))}")
-            yield ShardRunner(workers[0]["generation"], team.run)
+            workers = actors.load(spec, model_dir, max_tokens)
+            nodes = sorted({str(worker["node"]) for worker in workers})
+            say(f"{num_workers} evaluation workers, on {', '.join(nodes)}")
+            yield ShardRunner(workers[0]["generation"], actors.run)
         finally:
-            team.close()
+            actors.close()
     shutil.rmtree(folder)
 
 
-class _Team:
+class _ActorPool:
     """The actors that are alive, by number."""
 
     def __init__(self, device: Device, num_workers: int, folder: Path, say: Callable[[str], None]) -> None:
@@ -109,8 +109,8 @@ class _Team:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._folder, self._say, self._num_workers = folder, say, num_workers
-        own = {} if device.kind == "cpu" else {RESOURCES[device.kind]: 1}
-        places = placement_group([{"CPU": 1, **own}] * num_workers)
+        devices = {} if device.kind == "cpu" else {RESOURCES[device.kind]: 1}
+        places = placement_group([{"CPU": 1, **devices}] * num_workers)
         if not places.wait(_SECONDS_TO_GET_DEVICES):
             raise WorkerError(
                 f"{REQUESTED_BY} is {num_workers}: the Ray cluster had no free device for each of them within "
@@ -118,8 +118,8 @@ class _Team:
             )
         options: dict[str, Any] = {
             "num_cpus": 1,
-            "num_gpus": own.get("GPU", 0),
-            "resources": {name: count for name, count in own.items() if name != "GPU"},
+            "num_gpus": devices.get("GPU", 0),
+            "resources": {name: count for name, count in devices.items() if name != "GPU"},
             "max_restarts": 0,
             "max_task_retries": 0,
         }
@@ -131,7 +131,7 @@ class _Team:
         }
 
     def load(self, spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> list[dict[str, Any]]:
-        """Let every actor load the checkpoint; return who they are. All have to."""
+        """Load the checkpoint in every actor; return their descriptions. Raises WorkerError if an actor fails to."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -143,8 +143,8 @@ class _Team:
                 workers.append(json.loads(ray.get(call)))
             except RayActorError as error:
                 raise WorkerError(
-                    f"evaluation worker {number} of {self._num_workers} did not start; all that were requested have "
-                    f"to; log: {self._log(number)}"
+                    f"evaluation worker {number} of {self._num_workers} did not start, expected all of "
+                    f"them; log: {self._log(number)}"
                 ) from error
             except RayTaskError as error:
                 raise _cause(error) from error
@@ -159,7 +159,7 @@ class _Team:
         return workers
 
     def run(self, shards: Sequence[Shard]) -> Iterator[ShardResult]:
-        """Yield the results of all shards as they come; each actor has one shard at a time.
+        """Yield the results of all shards in order of completion; each actor runs one shard at a time.
 
         Raises WorkerError when no actor is left.
         """
@@ -195,7 +195,7 @@ class _Team:
             yield result
 
     def close(self) -> None:
-        """End the actors; the engine of one ends itself when its actor is gone."""
+        """End the actors; an engine ends itself when its actor is gone."""
         import ray
 
         for actor in self._actors.values():
@@ -206,6 +206,6 @@ class _Team:
 
 
 def _cause(error: Any) -> Exception:
-    """Return what a user can act on: an error of ours that an actor raised; a bug keeps its traceback."""
+    """Return the AqnpipeError that an actor raised; any other error is a bug and is returned with its traceback."""
     cause: Exception = error.cause if isinstance(error.cause, AqnpipeError) else error
     return cause

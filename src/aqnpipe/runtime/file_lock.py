@@ -1,7 +1,7 @@
-"""One process per file: a lock of the kernel's, which frees it when the process ends, however it ends.
+"""A lock on a file, held by one process at a time; the kernel frees it when the process ends, even if it is killed.
 
-The package `filelock` empties the file on every attempt and needs write access to it. Here the file names its holder,
-and device leases lock files of other users.
+The package `filelock` does not fit: it empties the file on every attempt and needs write access to it. Here the file
+names its holder, and device leases lock files that belong to other users.
 """
 
 import fcntl
@@ -20,22 +20,22 @@ _HOLDER_BYTES = 500
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that took a lock last."""
+    """The process that last acquired a lock."""
 
     pid: int
     host: str
     since: str
 
     def __str__(self) -> str:
-        """Name the process in messages."""
+        """Return the process in words, for messages."""
         return f"process {self.pid} on {self.host} (since {self.since})"
 
 
 class FileLock:
-    """An open lock file; not locked until `acquire` returns True. Closing it frees the lock.
+    """An open lock file. It is not locked until `acquire` returns True; closing it frees the lock.
 
-    `read_only`: create the file if need be, but never write to it, so that it may belong to another user. OSError if the
-    file cannot be opened.
+    A missing file is created. With `read_only` the lock never writes to the file, so that it may belong to another
+    user. Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
@@ -51,7 +51,7 @@ class FileLock:
         self.close()
 
     def acquire(self) -> bool:
-        """Try to take the lock without waiting; False if another process has it."""
+        """Try to acquire the lock without waiting; return False if another process holds it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -59,27 +59,27 @@ class FileLock:
         return True
 
     def is_current(self) -> bool:
-        """Whether the path still names the open file: another process may have removed it before it was locked."""
+        """Return True if the path still names the open file: it may have been removed before it was locked."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
 
     def record_holder(self) -> None:
-        """Write this process into the file, over the last holder."""
+        """Record this process in the file as the last holder."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
         text = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), since)))
-        # One write over the whole of the old record, so that a kill does not leave half of it.
+        # A single write covers the whole old record, so that a kill cannot leave a mix of both.
         os.pwrite(self._descriptor, text.encode().ljust(_HOLDER_BYTES), 0)
 
     def last_holder(self) -> Holder | None:
-        """Return the process that last wrote itself into the file; None if there is no readable record."""
+        """Return the process that last recorded itself in the file; None if there is no readable record."""
         with suppress(ValueError, TypeError):
             return Holder(**json.loads(os.pread(self._descriptor, _HOLDER_BYTES, 0)))
         return None
 
     def describe_holder(self) -> str:
-        """Return the last holder for a message."""
+        """Return the last holder in words; `another process` if there is no record."""
         return str(self.last_holder() or "another process")
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class FileLock:
 def _open(path: Path, access: int, mode: int) -> int:
     flags = access | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        # Without O_CREAT first: in a sticky folder the kernel refuses O_CREAT on a file of another user.
+        # First without O_CREAT: in a sticky folder the kernel refuses O_CREAT on another user's file.
         return os.open(path, flags)
     except FileNotFoundError:
         return os.open(path, flags | os.O_CREAT, mode)

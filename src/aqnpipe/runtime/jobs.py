@@ -1,4 +1,4 @@
-"""The edge between Snakemake and the stages: log files, devices, progress on the terminal, and errors as one line."""
+"""How a Snakemake job runs a stage: its log file, its devices, progress on the terminal, and errors as one line."""
 
 import os
 import sys
@@ -17,10 +17,10 @@ Say = Callable[[str], None]
 
 @contextmanager
 def logged_job(log: Path) -> Iterator[Say]:
-    """Send everything that the body prints (C libraries too) to `log`; yield a function for lines on the terminal too.
+    """Send all output of the body (of C libraries too) to `log`; yield a function that also prints on the terminal.
 
-    An AqnpipeError ends the process with its one line and its exit code (2 for most). Any other exception is a bug: its
-    traceback goes to the log, which Snakemake names and shows.
+    An AqnpipeError ends the process with one line and the error's exit code (usually 2). Any other exception is a bug:
+    its traceback goes to the log, which Snakemake names and shows.
     """
     terminal = os.dup(sys.stderr.fileno())
     with _opened(log) as file:
@@ -34,12 +34,12 @@ def logged_job(log: Path) -> Iterator[Say]:
             print(line, flush=True)  # noqa: T201 - goes to the log file
 
         try:
-            with disk_errors("what this job writes"):
+            with disk_errors("the output of this job"):
                 print(place_of_job(), flush=True)  # noqa: T201
                 yield say
         except AqnpipeError as error:
             for line in (f"ERROR: {error}", f"next: {error.advice}", f"log: {log}"):
-                # The log may be on the disk that is full.
+                # The log may be on the full disk.
                 with suppress(OSError):
                     say(line)
             sys.exit(error.exit_code)
@@ -51,7 +51,7 @@ def logged_job(log: Path) -> Iterator[Say]:
 
 
 def _opened(log: Path) -> TextIO:
-    """Open the log of a job; ends the process with one line where that cannot be done."""
+    """Open the log of a job; end the process with one line if that fails."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         return log.open("w", encoding="utf-8", buffering=1)
@@ -63,10 +63,10 @@ def _opened(log: Path) -> TextIO:
 
 @contextmanager
 def logged_device_job(log: Path, requested: RequestedDevice, num_leases: int = 0) -> Iterator[Say]:
-    """`logged_job` for a job that computes on a device: its log says what it was given and what it uses.
+    """Do the same as `logged_job` for a job that computes on a device; the log names the devices given and used.
 
-    num_leases: devices to lease from a machine without a scheduler. Stages import torch, and torch may look at the
-    devices at once: import them in the body. A device that was requested and is not there ends the job.
+    num_leases: how many devices to lease on a machine without a scheduler. Import the stage in the body, because stages
+    import torch, which may query the devices at once. A missing device ends the job.
     """
     with logged_job(log) as say, allocated_devices(requested, num_leases) as allocation:
         print(allocation)  # noqa: T201

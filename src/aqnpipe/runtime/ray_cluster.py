@@ -1,8 +1,9 @@
-"""The Ray cluster that the workers of a job run on: its own, on this machine or the nodes of its Slurm job, or another.
+"""The Ray cluster that the workers of a job run on: a private one, or an existing one that the user names.
 
-A cluster of its own has no dashboard, reports nothing to anyone, lets in only who has its token, and is gone with all
-its processes when the launch ends, also when the launching process is killed (the kernel ends its children, Slurm the
-steps of a job that ended). On one machine it listens on the loopback interface alone.
+A private cluster runs on this machine or on the nodes of the Slurm job. It has no dashboard, sends no usage statistics,
+and admits only processes with its token. On a single machine it listens only on the loopback interface. All its
+processes end when the launch ends, also when the launching process is killed: the kernel ends the children of a killed
+process, and Slurm ends the steps of a finished job.
 """
 
 import json
@@ -27,39 +28,39 @@ from aqnpipe.errors import DeviceError, WorkerError, first_line
 from aqnpipe.runtime.device_allocation import environment_of_node, nodes_of_job, this_node
 
 ADDRESS = "RAY_ADDRESS"
-"""Names a cluster that exists already (`auto`, or host and port of its head node)."""
+"""Environment variable that names an existing cluster: `auto`, or host and port of its head node."""
 
 RESOURCES: dict[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
-"""What Ray calls a device of each kind."""
+"""Ray's resource name for devices of each kind."""
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    # Workers write to log files of their own.
+    # Each worker writes its own log file.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
 }
 _LOOPBACK = {
-    # By this name Ray keeps to the loopback interface, on any system.
+    # Despite its name this variable keeps Ray on the loopback interface on every system.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 _TOKEN = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - the name of a variable
-_USERS_OWN_ACCESS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", _TOKEN)
+_ACCESS_OF_THE_USER = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", _TOKEN)
 _SECONDS_TO_JOIN = 180
-_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_BETWEEN_CHECKS = 0.5
 _LONGEST_TEMPORARY_FOLDER = 40
-"""Ray puts sockets below it, whose whole path may have 107 characters."""
+"""Ray creates sockets in this folder, and the path of a socket has at most 107 characters."""
 
 
 @contextmanager
 def ray_cluster(device: Device, num_workers: int, requested_by: str, shared: Path) -> Iterator[None]:
     """Connect to a Ray cluster with a device for each worker while the body runs.
 
-    The cluster that RAY_ADDRESS names is taken as it is; one of our own has so many devices of this kind, on the nodes
-    of the Slurm job that this process runs in, or on this machine. requested_by: what `num_workers` is called where it was
-    set, for messages. shared: a folder that all nodes see, for the token and the nodes' logs. Raises DeviceError if
-    there are too few devices, WorkerError if Ray does not start on a node.
+    If RAY_ADDRESS names a cluster, it is used as it is. Otherwise a private cluster is started on the nodes of this
+    process's Slurm job, or on this machine. requested_by: name of the setting for `num_workers`, for messages. shared:
+    a folder on a file system that all nodes share, for the token and the nodes' logs. Raises DeviceError if there are
+    too few devices, WorkerError if Ray does not start on a node.
     """
     with ExitStack() as stack:
         if os.environ.get(ADDRESS):
@@ -70,14 +71,14 @@ def ray_cluster(device: Device, num_workers: int, requested_by: str, shared: Pat
             here = len(os.sched_getaffinity(0)) if device.kind == "cpu" else device.count
             where = "on this machine" if len(nodes) < 2 else f"on {len(nodes)} nodes"
             _check_devices(requested_by, num_workers, device.kind, here * max(1, len(nodes)), where)
-            resources = stack.enter_context(_own_cluster(device.kind, num_workers, nodes, shared))
+            resources = stack.enter_context(_private_cluster(device.kind, num_workers, nodes, shared))
         found = int(resources.get(RESOURCES[device.kind], 0))
         _check_devices(requested_by, num_workers, device.kind, found, "in the Ray cluster")
         yield
 
 
 def send_output_to(path: Path) -> None:
-    """Send all that this process prints from now on (C libraries too) to the file at `path`."""
+    """Send all further output of this process (of C libraries too) to the file at `path`."""
     sys.stdout.flush()
     sys.stderr.flush()
     with path.open("w", encoding="utf-8", buffering=1) as file:
@@ -92,16 +93,16 @@ def _check_devices(requested_by: str, num_workers: int, kind: DeviceKind, found:
 
 
 @contextmanager
-def _own_cluster(
+def _private_cluster(
     kind: DeviceKind, num_devices: int, nodes: tuple[str, ...], shared: Path
 ) -> Iterator[dict[str, float]]:
-    """Start a cluster that offers so many devices over all nodes; yield its resources, by Ray's names."""
+    """Start a private cluster with `num_devices` devices or more over all nodes; yield its resources by Ray's names."""
     alone = len(nodes) < 2
     offered = _offer(kind, num_devices if alone else math.ceil(num_devices / len(nodes)))
     with ExitStack() as stack:
         folder = _temporary_folder()
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        access = stack.enter_context(_own_access(shared))
+        access = stack.enter_context(_private_access(shared))
         stack.enter_context(_environment({**_QUIET, **(_LOOPBACK if alone else {}), **access}))
         others = stack.enter_context(_RayNodes(shared))
         address = {"_node_ip_address": "127.0.0.1"} if alone else {}
@@ -115,7 +116,7 @@ def _own_cluster(
 
 
 class _RayNodes:
-    """Ray on the other nodes of a Slurm job, one job step each; ended with the context."""
+    """Ray on the other nodes of a Slurm job, in one job step per node; the context ends the steps."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -131,9 +132,9 @@ class _RayNodes:
             step.wait()
 
     def start(self, nodes: list[str], offered: Mapping[str, Any], folder: Path) -> None:
-        """Start Ray on `nodes`, each offering `offered`, joined to the cluster that this process is connected to.
+        """Start Ray on `nodes` and join them to the cluster of this process; each node offers `offered`.
 
-        folder: Ray's temporary folder, of the same name on every node, which this also removes there.
+        folder: Ray's temporary folder, which has the same name on every node. Each job step removes it on its node.
         """
         import ray
 
@@ -148,7 +149,7 @@ class _RayNodes:
         for node in nodes:
             step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
             with (self._logs / f"ray_{node}.log").open("wb") as log:
-                self._steps[node] = subprocess.Popen(  # noqa: S603 - Slurm's own names of nodes
+                self._steps[node] = subprocess.Popen(  # noqa: S603 - node names come from Slurm
                     [*step, "sh", "-c", script, "sh", str(folder), *ray_command, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -157,7 +158,7 @@ class _RayNodes:
                 )
 
     def wait_until_joined(self) -> dict[str, float]:
-        """Wait until every node is in the cluster; return what it then has."""
+        """Wait until every node has joined the cluster; return its resources."""
         import ray
 
         deadline = time.monotonic() + _SECONDS_TO_JOIN
@@ -167,13 +168,13 @@ class _RayNodes:
                 if step.poll() is not None or late:
                     why = f"not in the cluster after {_SECONDS_TO_JOIN} s" if late else f"ended with {step.returncode}"
                     raise WorkerError(f"Ray on node {node}: {why}; log: {self._logs / f'ray_{node}.log'}")
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_SECONDS_BETWEEN_CHECKS)
         found: dict[str, float] = ray.cluster_resources()
         return found
 
 
 def _offer(kind: DeviceKind, num_devices: int) -> dict[str, Any]:
-    """What a node offers, by the names that `ray.init` has for it."""
+    """Return the resources that a node offers, as arguments of `ray.init`."""
     devices: dict[DeviceKind, dict[str, Any]] = {
         "cpu": {},
         "cuda": {"num_gpus": num_devices},
@@ -183,7 +184,7 @@ def _offer(kind: DeviceKind, num_devices: int) -> dict[str, Any]:
 
 
 def _without_step(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what Slurm says of this job step, which would bind another one."""
+    """Return the environment without the variables of this job step, which would restrict another step."""
     kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME")
     return {
         name: value
@@ -197,13 +198,13 @@ def _connected(**arguments: Any) -> Iterator[dict[str, float]]:
     import ray
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-    # Ray keeps the first token that a process used, which may be that of an earlier cluster.
+    # Ray caches the first token of a process, which may belong to an earlier cluster.
     AuthenticationTokenLoader.instance().reset_cache()
     handler = signal.getsignal(signal.SIGTERM)
     try:
         _start_ray(arguments)
         if threading.current_thread() is threading.main_thread():
-            # Ray has put a handler of its own in its place.
+            # ray.init replaces the handler.
             signal.signal(signal.SIGTERM, handler)
         yield ray.cluster_resources()
     finally:
@@ -216,19 +217,19 @@ def _start_ray(arguments: Mapping[str, Any]) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
     except Exception as error:
-        # What Ray raises when one of its processes is not there in time; a bare Exception is among it.
+        # Ray raises these, and even a bare Exception, when one of its processes does not start in time.
         if type(error) is not Exception and not isinstance(error, RuntimeError | OSError):
             raise
         reason = first_line(error)
         raise WorkerError(
-            f"Ray did not start on node {this_node()}: {reason[:300]} (under heavy load a machine may be too slow for "
-            f"it; {ADDRESS}, where it is set, has to name a cluster that runs); the same command tries again"
+            f"Ray did not start on node {this_node()}: {reason[:300]} (the machine may be overloaded; "
+            f"{ADDRESS}, if it is set, must name a running cluster); the same command tries again"
         ) from error
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set what the user has not set, for this process and the cluster that it starts."""
+    """Set those variables that the user has not set, for this process and the cluster that it starts."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -239,9 +240,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _own_access(shared: Path) -> Iterator[dict[str, str]]:
-    """Give the cluster an access token that nobody else has; Ray's default is a file in the user's home."""
-    if any(name in os.environ for name in _USERS_OWN_ACCESS):
+def _private_access(shared: Path) -> Iterator[dict[str, str]]:
+    """Create an access token for this cluster only; Ray's default token is a file in the user's home."""
+    if any(name in os.environ for name in _ACCESS_OF_THE_USER):
         yield {}
         return
     path = shared / "ray_token"

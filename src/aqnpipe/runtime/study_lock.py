@@ -1,7 +1,7 @@
-"""One Snakemake per study, and no lock that outlives it: the next Snakemake removes what a killed one left behind.
+"""The lock of a study: one Snakemake works on it at a time, and a killed Snakemake blocks nobody.
 
-Snakemake's own locks are files, which stay when it is killed. The kernel's lock beside them does not: the process that
-gets it knows that no other Snakemake of this machine works on the study.
+Snakemake's own locks are files, which remain when Snakemake is killed. The kernel lock beside them is freed then. The
+process that acquires it knows that no other Snakemake on this machine works on the study, and removes stale files.
 """
 
 import itertools
@@ -19,12 +19,12 @@ SNAKEMAKE = Path(".snakemake")
 
 
 def recover_study(results: str, snakemake: Path = SNAKEMAKE) -> str | None:
-    """Remove stale locks and future file times that a killed process or a wrong clock left in a study.
+    """Remove stale locks and correct future file times, left in a study by a killed process or a wrong clock.
 
-    Returns one line naming the process that works on the study, if there is one; None otherwise. Snakemake's locks are
-    removed if the process that made them ran on this machine and is dead; those of other studies or machines stay.
-    Files dated in the future get the current time: Snakemake fails a job whose outputs are older than its inputs.
-    Raises StorageError if something cannot be written.
+    Returns one line that names the process working on the study, or None if there is none. Snakemake's locks are
+    removed if the process that made them ran on this machine and is dead; locks of other studies or machines stay.
+    Files dated in the future get the current time, because Snakemake fails a job whose outputs are older than its
+    inputs. Raises StorageError if a file cannot be changed.
     """
     with _open(results, snakemake) as lock:
         try:
@@ -44,24 +44,24 @@ def recover_study(results: str, snakemake: Path = SNAKEMAKE) -> str | None:
 
 
 def hold_study(results: str, snakemake: Path = SNAKEMAKE) -> None:
-    """Hold the study's lock until this process ends, however it ends; RunLockedError naming the process that has it."""
+    """Hold the study's lock until this process ends; RunLockedError names the process that already holds it."""
     lock = _open(results, snakemake)
     if not lock.acquire():
         raise RunLockedError(f"{results}: {lock.describe_holder()} works on this study")
     lock.record_holder()
-    # Never closed: the kernel frees it with the process.
+    # Never closed: the kernel frees the lock when the process ends.
 
 
 def _reset_future_times(results: Path) -> None:
     now = time.time()
-    inner = (
+    nested = (
         Path(where, name)
         for folder in RESULT_FOLDERS
         for where, _, names in os.walk(results / folder)
         for name in names
     )
-    for path in itertools.chain(results.glob("*"), inner):
-        # A job that outlived its Snakemake may be at work there.
+    for path in itertools.chain(results.glob("*"), nested):
+        # A job that outlived its Snakemake may be renaming files there.
         with suppress(FileNotFoundError):
             if path.is_file() and path.stat().st_mtime > now:
                 os.utime(path, (now, now))
@@ -77,10 +77,10 @@ def _open(results: str, snakemake: Path) -> FileLock:
 
 
 def _is_of(lock: Path, results: str) -> bool:
-    """Whether a lock file of Snakemake names files of the study."""
+    """Return True if one of Snakemake's lock files names files of the study."""
     try:
         lines = lock.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return False
-    inner = [line.removeprefix(f"{results}/") for line in lines if line.startswith(f"{results}/")]
-    return any("/" not in name or name.split("/")[0] in RESULT_FOLDERS for name in inner)
+    names = [line.removeprefix(f"{results}/") for line in lines if line.startswith(f"{results}/")]
+    return any("/" not in name or name.split("/")[0] in RESULT_FOLDERS for name in names)

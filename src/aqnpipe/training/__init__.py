@@ -1,1 +1,1 @@
-"""Training: GRPO with separate, receipted noise phases."""
+"""Training: GRPO with separate noise phases, each recorded in the run's receipt."""

@@ -1,4 +1,4 @@
-"""The study's GRPO settings as arguments of the pinned trainer."""
+"""The study's GRPO settings as arguments of TRL's trainer."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from aqnpipe.training.policy import computes_in_mixed_precision
 
 
 def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu") -> GRPOConfig:
-    """Translate our settings into TRL's; defaults of TRL that differ from the published recipe are set explicitly.
+    """Return the study's settings as TRL's; defaults of TRL that differ from the published recipe are set explicitly.
 
-    Raises ConfigError for float16, which training would need a loss scaler for.
+    Raises ConfigError for float16, which would need a loss scaler.
     """
     training, correction = spec.training, spec.arm.importance_sampling
     if spec.dtype == "float16":
@@ -51,7 +51,7 @@ def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu")
         use_bias_correction_kl=False,
         bf16=computes_in_mixed_precision(spec),
         gradient_checkpointing=training.gradient_checkpointing,
-        # The recomputation of a reentrant checkpoint runs without the hooks of the forward pass.
+        # A reentrant checkpoint recomputes layers without the hooks of the forward pass, and so without noise.
         gradient_checkpointing_kwargs={"use_reentrant": False},
         use_cpu=device == "cpu",
         save_strategy="no",

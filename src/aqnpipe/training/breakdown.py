@@ -1,4 +1,4 @@
-"""The end of a run whose numbers break down, before they get into weights or checkpoints where that is possible."""
+"""Stops a run whose loss, gradient or weights break down, if possible before weights or checkpoints are affected."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ from aqnpipe.errors import TrainingError
 
 
 class BreakdownGuard(TrainerCallback):
-    """Stops a run with one line that names run, step and quantity.
+    """Stops a run with one line that names the run, the step and the quantity.
 
-    The trainer asks about loss and gradient before the optimiser uses them; as a callback it looks at the weights after
-    every step, ahead of all that would keep them.
+    The trainer calls `check` with loss and gradient norm before the optimiser uses them. As the first callback of the
+    run the guard checks the weights after every step, before another callback saves them.
     """
 
     def __init__(self, label: str, training: TrainingConfig) -> None:
@@ -22,7 +22,7 @@ class BreakdownGuard(TrainerCallback):
         self._bounds = {"loss": training.stop_loss, "grad_norm": training.stop_grad_norm}
 
     def check(self, quantity: str, value: float, step: int) -> None:
-        """Raise TrainingError if loss or grad_norm of optimiser step `step` is no number or beyond its bound."""
+        """Raise TrainingError if loss or grad_norm of optimiser step `step` is not finite or exceeds its bound."""
         bound = self._bounds[quantity]
         if not math.isfinite(value):
             self._stop(f"{quantity} is {value}", f"at step {step}")
@@ -31,7 +31,7 @@ class BreakdownGuard(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the updated weights. Raises TrainingError on NaN or infinity."""
-        # A parameter's norm is not finite if any of it is not; all norms are fetched at once.
+        # The norm of a parameter is finite only if all its elements are; one transfer fetches all norms.
         trained = {name: weight for name, weight in kwargs["model"].named_parameters() if weight.requires_grad}
         with torch.no_grad():
             norms = torch._foreach_norm(list(trained.values()), ord=math.inf)
@@ -42,6 +42,6 @@ class BreakdownGuard(TrainerCallback):
 
     def _stop(self, what: str, when: str) -> None:
         raise TrainingError(
-            f"{self._label}: {what} {when}, run stopped before it was kept; a lower learning_rate or max_grad_norm may "
-            "help"
+            f"{self._label}: {what} {when}, run stopped before this step was saved; a lower learning_rate or "
+            "max_grad_norm may help"
         )

@@ -1,4 +1,4 @@
-"""What happens between optimiser steps: checkpoints, validation, and word of where the run stands."""
+"""Callbacks between optimiser steps: checkpoints, validation and progress messages."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,26 +23,25 @@ _SECONDS_BETWEEN_REPORTS = 60.0
 
 
 class CleanWeightsCallback(TrainerCallback):
-    """Notes the norm weights that the optimiser leaves, which AQN may change in the rollout and nowhere else."""
+    """Records the norm weights after each optimiser step; AQN may change them in the rollout and nowhere else."""
 
     def __init__(self, recorder: ReceiptRecorder) -> None:
         self._recorder = recorder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the weights that training starts, or goes on, with."""
+        """Record the weights at the start of training, or where it resumes."""
         self._recorder.note_clean_norms(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the weights of this step."""
+        """Record the weights after this step."""
         self._recorder.note_clean_norms(kwargs["model"])
 
 
 class CheckpointCallback(TrainerCallback):
-    """Saves weights and tokenizer as `<folder>/step<N>` after the declared steps; adapters merged into the weights.
+    """Saves weights and tokenizer as `<folder>/step<N>` after the declared steps, adapters merged into the weights.
 
-    Beside them a record of what they are, with their digests; `label` names the run in it.
-
-    Of several workers, all of which have the same weights, the first one does it.
+    A record beside them describes the model and contains the digests of its files; `label` names the run in it. All
+    workers have the same weights, so only the first one saves them.
     """
 
     def __init__(self, folder: Path, steps: Sequence[int], tokenizer: Any, label: str) -> None:
@@ -62,9 +61,9 @@ class CheckpointCallback(TrainerCallback):
 
 
 class ValidationCallback(TrainerCallback):
-    """Greedy validation with clean operators after the declared steps; `accuracy` maps step to share correct.
+    """Greedy validation without operator noise after the declared steps; `accuracy` maps step to the fraction correct.
 
-    Each of several workers takes every so many-th question, so there must be no fewer questions than workers.
+    Worker r of n answers the questions r, r + n, r + 2n, ..., so there must be at least as many questions as workers.
     """
 
     def __init__(
@@ -108,9 +107,9 @@ class ValidationCallback(TrainerCallback):
 
 
 class ProgressCallback(TrainerCallback):
-    """Tells where the run stands: about `reports` times, and once a minute where steps are long.
+    """Prints the progress of a run: about `reports` times, and at least once a minute if steps are long.
 
-    Tokens are those that were generated, per second of all that training does.
+    The speed is generated tokens per second of wall time, all phases of training included.
     """
 
     def __init__(self, label: str, num_steps: int, say: Callable[[str], None], reports: int = 10) -> None:
@@ -124,12 +123,12 @@ class ProgressCallback(TrainerCallback):
         self._rollout: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock; a run that goes on from a checkpoint is timed from there."""
+        """Start the clock; a resumed run is timed from its resume point."""
         self._first_step = state.global_step
         self._started = self._reported = time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Count the tokens of every logged step; print some steps."""
+        """Count the tokens of every logged step; print a line for some steps."""
         if not logs or "loss" not in logs:
             return
         if "reward" in logs:
@@ -142,7 +141,7 @@ class ProgressCallback(TrainerCallback):
         per_step = (now - self._started) / (step - self._first_step)
         tokens_per_second = self._tokens / (now - self._started)
         self._reported = now
-        # Several steps may learn from one rollout, of which only the first one's log tells.
+        # Several steps may learn from one rollout; only the log of the first one contains its figures.
         known = {**self._rollout, **logs}
         shown = {"reward": ("reward", ".3f"), "kl": ("kl", ".4f"), "sigma": ("sigma_measured", ".4f")}
         numbers = "".join(f" {name} {known[key]:{form}}" for name, (key, form) in shown.items() if key in known)
@@ -153,7 +152,7 @@ class ProgressCallback(TrainerCallback):
 
 
 def _duration(seconds: float) -> str:
-    """Return a duration in words: `42 s`, `12 min`, `3 h 05 min`."""
+    """Return a duration as text: `42 s`, `12 min`, `3 h 05 min`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

@@ -1,4 +1,4 @@
-"""What a training run does about noise: what is recorded, and AQN's extent over layers and time."""
+"""The noise of a training run: its specification, its recorder, and the scale of AQN over layers and steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from aqnpipe.noise.schedule import sigma_at
 
 @dataclass(frozen=True)
 class NoisePlan:
-    """The noise of a run: its specification, where it is recorded, and AQN's extent over time.
+    """The noise of a run: its specification, the recorder of what was applied, and the scale of AQN.
 
     `faults` are those of `spec`, with the thresholds that the run has cached. `aqn_factors` maps the names of AQN's
     targets to factors on the schedule's sigma; it is empty without AQN.
@@ -35,7 +35,7 @@ class NoisePlan:
     num_epochs: int
 
     def sigma(self, step: int) -> float:
-        """AQN sigma of the rollout after `step` optimiser steps."""
+        """Return AQN's sigma for the rollout after `step` optimiser steps; 0 without AQN."""
         noise = self.spec.aqn
         return sigma_at(noise.schedule, step, self.num_steps, self.num_epochs) if noise else 0.0
 
@@ -43,9 +43,9 @@ class NoisePlan:
 def build_noise_plan(
     spec: TrainingSpec, model: Any, sigmas_file: Path | None, weights_sha256: str | None = None
 ) -> NoisePlan:
-    """Return the plan of a run on `model`, whose weights have the digest `weights_sha256` on the disk.
+    """Return the noise plan of a run on `model`; `weights_sha256` is the digest of its weight files.
 
-    Raises ConfigError when the sigmas are missing or of something else.
+    Raises ConfigError if the sigmas file is missing or belongs to another model, machine or strategy.
     """
     aqn = spec.arm.aqn
     layer_factors = _layer_factors(spec, sigmas_file, weights_sha256)
@@ -87,11 +87,11 @@ def _layer_factors(spec: TrainingSpec, sigmas_file: Path | None, weights_sha256:
     needed = (spec.model_role, machine, aqn.layer_sigmas_strategy if aqn else None)
     if found != needed:
         raise ConfigError(
-            f"{sigmas_file}: these sigmas are of (model, machine, strategy) {found}, arm {spec.arm_id} needs {needed}"
+            f"{sigmas_file}: these sigmas are for (model, machine, strategy) {found}, arm {spec.arm_id} needs {needed}"
         )
     if weights_sha256 is not None and metadata.get("weights_sha256") != weights_sha256:
         raise ConfigError(
-            f"{sigmas_file}: these sigmas are of a diagnosis of another model (SHA-256 of the weights differs from "
+            f"{sigmas_file}: these sigmas come from a diagnosis of another model (SHA-256 of the weights differs from "
             f"that of {spec.model_role})"
         )
     return {layer: sigma / sigmas.aqn.base_sigma for layer, sigma in sigmas.aqn.layer_sigmas.items()}

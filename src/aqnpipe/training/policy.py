@@ -1,7 +1,7 @@
-"""The policy as it is trained: the number format of its weights, and low-rank adapters where the study asks for them.
+"""The policy to train: the number format of its weights, and optional low-rank adapters.
 
-Adapters are put into the model itself (no wrapper around it), so that layers, norms and hooks are where they are
-without them. The reference of the KL term is then the same model with its adapters switched off.
+Adapters are inserted into the model itself, without a wrapper around it, so layers, norms and hooks keep their places.
+The reference of the KL term is then the same model with its adapters switched off.
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ _ADAPTER = "default"
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Stands for the reference model where that is the policy with its adapters switched off."""
+    """Placeholder for the reference model when it is the policy with its adapters switched off."""
 
 
 def load_policy(spec: TrainingSpec, folder: Path) -> PreTrainedModel:
-    """Return the model in `folder` as `spec` trains it, its trainable weights in `training.weights_dtype`.
+    """Return the model in `folder`, prepared for training: trainable weights have the dtype `training.weights_dtype`.
 
-    With adapters the weights below them are frozen and stay in the model's own dtype. Raises ModelError if the model
-    cannot be loaded or has no module of a name that the adapters shall go on.
+    With adapters, the base weights are frozen and keep the model's own dtype. Raises ModelError if the model cannot be
+    loaded or has no module with a name in `training.lora.target_modules`.
     """
     lora = spec.training.lora
     if lora is None:
@@ -50,18 +50,18 @@ def load_policy(spec: TrainingSpec, folder: Path) -> PreTrainedModel:
 
 
 def computes_in_mixed_precision(spec: TrainingSpec) -> bool:
-    """Tell whether forward passes compute in another number format than the weights below them are kept in."""
+    """Return True if forward passes compute in another number format than that of the stored weights."""
     return spec.training.lora is None and spec.dtype != spec.training.weights_dtype
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Tell whether any module of `model` has a low-rank adapter."""
+    """Return True if any module of `model` has a low-rank adapter."""
     return any(isinstance(module, AdaptedLinear) for module in model.modules())
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let the body compute with the weights below the adapters alone."""
+    """Switch the adapters off while the body runs, so that it computes with the base weights only."""
     layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -73,9 +73,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of `model` as if it never had adapters: W + B A alpha/rank under the plain names.
+    """Return the state dict of `model` with adapters merged: W + B A alpha/rank, under the names without adapters.
 
-    The model itself is left as it is, bit for bit; without adapters this is its own state.
+    The model itself does not change. Without adapters this is its own state dict.
     """
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
     merged = {}
@@ -100,7 +100,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
             found = sorted({name.rsplit(".", 1)[-1] for name in linears if layer_of(name) is not None})
             raise ModelError(
                 f"training.lora.target_modules: {target!r} is no linear module of the layers of this "
-                f"{type(model).__name__}, expected some of {', '.join(found)}"
+                f"{type(model).__name__}, expected a subset of {', '.join(found)}"
             )
     config = PeftLoraConfig(
         r=lora.rank,

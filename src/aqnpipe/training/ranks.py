@@ -1,4 +1,4 @@
-"""This process among the workers of a run: alone, or one of a process group that someone else has started."""
+"""This process among the workers of a run: a single process, or a member of a process group (started by Ray Train)."""
 
 from typing import TypeVar
 
@@ -8,14 +8,14 @@ _Value = TypeVar("_Value")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return (rank of this worker, number of workers): (0, 1) for a process alone."""
+    """Return (rank of this worker, number of workers); (0, 1) for a single process."""
     if not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
 
 
 def gathered(value: _Value) -> list[_Value]:
-    """Return the `value` of every worker, by rank; all workers have to call this alike."""
+    """Return the `value` of every worker by rank; a collective operation, which all workers must call."""
     if not distributed.is_initialized():
         return [value]
     values: list[_Value] = [value] * distributed.get_world_size()

@@ -1,6 +1,6 @@
 """TensorBoard and Weights & Biases through the trainer's own reporting: offline, and outside the run's own files.
 
-Their files name the host and the time, so they cannot be part of a run that is the same byte for byte.
+Their files contain host and time, so they cannot belong to a run that must be reproducible byte for byte.
 """
 
 import os
@@ -12,14 +12,14 @@ from aqnpipe.config.training import ReportTo
 from aqnpipe.errors import ConfigError
 
 _PACKAGES: dict[ReportTo, tuple[str, ...]] = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
-"""What has to be installed for each: any one of these."""
+"""For each tracker the packages of which one must be installed."""
 
 
 def prepare_reporting(report_to: Sequence[ReportTo], folder: Path, run_name: str) -> None:
-    """Point the trackers in `report_to` at `folder`, by the environment variables that they read when they start.
+    """Set the environment variables that make the trackers in `report_to` write to `folder`.
 
-    W&B stays offline and takes project and run name from here unless the user's environment says otherwise. Raises
-    ConfigError, with the command that installs it, if one is missing.
+    W&B is offline and gets project and run name from here, unless the user's environment sets them. Raises ConfigError
+    with the install command if a tracker is missing.
     """
     for tracker in report_to:
         if not any(find_spec(package) for package in _PACKAGES[tracker]):

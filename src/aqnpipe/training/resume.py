@@ -1,8 +1,9 @@
-"""Resume points: all that a run needs to go on bit for bit after an optimiser step, whole or not there at all.
+"""Resume points: everything that a run needs to continue bit for bit after an optimiser step.
 
-A resume point holds the trained weights, the optimiser, the learning-rate schedule, the trainer's state and log, and
-per rank the receipt so far and the validations. Nothing else is needed, because every random draw is keyed by the step
-(see trainer.py) and points are only made where no rollouts are left over (see `resume_interval`).
+A resume point contains the trained weights, the optimiser, the learning-rate schedule, the trainer's state and log, and
+per rank the measurements for the receipt, the faults' cached thresholds and the validations. Nothing else is needed:
+every random draw is keyed by the step (see trainer.py), and points are written only after steps that use up all
+rollouts (see `resume_interval`). A point appears by one rename, so it is either complete or absent.
 """
 
 import math
@@ -33,7 +34,7 @@ _WEIGHTS = "weights.safetensors"
 
 
 class Manifest(Artifact):
-    """manifest.json of a resume point: SHA-256 of its own files, and of the run's files at that time."""
+    """manifest.json of a resume point: SHA-256 of its own files and of the run's files at that time."""
 
     step: int
     files: dict[str, str]
@@ -41,17 +42,17 @@ class Manifest(Artifact):
 
 
 def resume_interval(training: TrainingConfig) -> int:
-    """Optimiser steps between resume points: `resume_every`, or the next multiple of the steps per rollout.
+    """Return the optimiser steps between resume points: `resume_every`, rounded up to whole batches of rollouts.
 
-    Only after those steps are all rollouts used up, so that none need to be kept.
+    At these steps all rollouts are used up, so a resume point does not contain any.
     """
     return math.ceil(training.resume_every / training.steps_per_rollout) * training.steps_per_rollout
 
 
 def prepare_resume(workspace: Workspace, say: Callable[[str], None]) -> Path | None:
-    """Return the newest resume point that is whole, with `workspace.run` as it was then; None to start afresh.
+    """Return the newest intact resume point and restore `workspace.run` to its state then; None if there is none.
 
-    Every file is compared with its SHA-256. Says in one line what is done.
+    Every file is compared with its SHA-256. `say` gets one line about the outcome.
     """
     (workspace.folder / "finished.json").unlink(missing_ok=True)
     shutil.rmtree(workspace.resume / ".staged", ignore_errors=True)
@@ -61,19 +62,19 @@ def prepare_resume(workspace: Workspace, say: Callable[[str], None]) -> Path | N
         if manifest is not None:
             _reset(workspace.run, manifest)
             ignored = f"; ignored: {'; '.join(flaws)}" if flaws else ""
-            say(f"{workspace.folder.parent.name}: going on after step {manifest.step}{ignored}")
+            say(f"{workspace.folder.parent.name}: resuming after step {manifest.step}{ignored}")
             return point
         flaws.append(flaw)
         shutil.rmtree(point)
     if flaws:
-        say(f"{workspace.folder.parent.name}: no whole resume point, starting from the beginning ({'; '.join(flaws)})")
+        say(f"{workspace.folder.parent.name}: no intact resume point, starting from the beginning ({'; '.join(flaws)})")
     shutil.rmtree(workspace.run, ignore_errors=True)
     workspace.run.mkdir(parents=True)
     return None
 
 
 class ResumePoints:
-    """Writes the resume points of a run. Every rank calls `write` after the same steps; rank 0 does what is common."""
+    """Writes the resume points of a run. All ranks call `write` after the same steps; rank 0 publishes the point."""
 
     def __init__(self, workspace: Workspace, *, is_main_process: bool, wait_for_all: Callable[[], None]) -> None:
         self._workspace = workspace
@@ -82,10 +83,10 @@ class ResumePoints:
         self._run_files: dict[str, str] = {}
 
     def write(self, step: int, save: Callable[[Path], None]) -> None:
-        """Write the point after `step`; `save` puts this rank's part into a folder.
+        """Write the point after `step`; `save` writes this rank's part into a folder.
 
-        The point appears by one rename when all of it is on the disk; after any error the points before it are as
-        they were.
+        The point appears by one rename when all its files are on the disk. An error leaves the earlier points as they
+        were.
         """
         staged = self._workspace.resume / ".staged"
         if self._is_main_process:
@@ -93,7 +94,7 @@ class ResumePoints:
             staged.mkdir(parents=True)
         self._wait_for_all()
         with ExitStack() as cleanup:
-            # On a full disk its space is needed. Not after a success: another rank may still be publishing.
+            # After an error only: a full disk needs the space. After a success rank 0 may still be publishing.
             cleanup.callback(shutil.rmtree, staged, ignore_errors=True)
             save(staged)
             self._wait_for_all()
@@ -114,7 +115,7 @@ class ResumePoints:
 
 
 class RankState(Artifact):
-    """rank<R>.json of a resume point: what one rank has measured so far."""
+    """rank<R>.json of a resume point: the measurements of one rank up to that step."""
 
     receipt: str = Field(description="a RecorderState as JSON")
     faults: tuple[ActiveFaultState, ...]
@@ -122,7 +123,7 @@ class RankState(Artifact):
 
 
 def save_rank_state(folder: Path, rank: int, noise: NoisePlan, validation_accuracy: Mapping[int, float]) -> None:
-    """Write what `rank` has measured into a resume point."""
+    """Write the measurements of `rank` into a resume point."""
     state = RankState(
         receipt=noise.recorder.state().to_json(),
         faults=noise.faults.states(),
@@ -132,7 +133,7 @@ def save_rank_state(folder: Path, rank: int, noise: NoisePlan, validation_accura
 
 
 def load_rank_state(point: Path, rank: int, noise: NoisePlan) -> dict[int, float]:
-    """Restore the recorder and the faults of `noise` from a resume point; return the validation accuracies by step."""
+    """Restore recorder and faults of `noise` from a resume point; return the validation accuracies by step."""
     state = RankState.model_validate_json((point / f"rank{rank}.json").read_bytes())
     noise.recorder.restore(RecorderState.from_json(state.receipt))
     noise.faults.restore(state.faults)
@@ -140,7 +141,7 @@ def load_rank_state(point: Path, rank: int, noise: NoisePlan) -> dict[int, float
 
 
 def save_weights(model: nn.Module, folder: Path) -> None:
-    """Write the trainable weights, each once where several modules share one."""
+    """Write the trainable weights; a weight that several modules share is written once."""
     save_file({name: weight.detach().contiguous() for name, weight in _trained(model)}, folder / _WEIGHTS)
 
 
@@ -153,7 +154,7 @@ def load_weights(model: nn.Module, point: Path) -> None:
 
 
 class ResumeCallback(TrainerCallback):
-    """Asks the trainer for a resume point at regular steps, and for one and an end when a stop was requested."""
+    """Makes the trainer write a resume point at regular steps, and write one and end after a stop request."""
 
     def __init__(self, workspace: Workspace, training: TrainingConfig) -> None:
         self._stop_file = workspace.stop_file
@@ -161,7 +162,7 @@ class ResumeCallback(TrainerCallback):
         self._steps_per_rollout = training.steps_per_rollout
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Decide after a step, alike on every rank; after the last one there is nothing to go on with."""
+        """Decide after a step, equally on every rank; the last step needs no resume point."""
         if state.global_step % self._steps_per_rollout or state.global_step == state.max_steps:
             return
         stop = any(gathered(self._stop_file.exists()))
@@ -174,7 +175,7 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _inspect(point: Path, workspace: Workspace) -> tuple[Manifest | None, str]:
-    """Return the manifest of a resume point that is whole, or None and what is wrong with it."""
+    """Return the manifest of an intact resume point, or None and the damage in words."""
     path = point / _MANIFEST
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
@@ -189,7 +190,7 @@ def _inspect(point: Path, workspace: Workspace) -> tuple[Manifest | None, str]:
 
 
 def _reset(run: Path, manifest: Manifest) -> None:
-    """Take away what was written after the resume point."""
+    """Remove the files that were written after the resume point."""
     for path in sorted(run.rglob("*"), reverse=True):
         if path.is_dir():
             if not any(path.iterdir()):

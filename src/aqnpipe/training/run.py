@@ -1,4 +1,4 @@
-"""One training run in this process: the trainer with its data, noise and callbacks, from its start to its files."""
+"""One worker of a training run: builds the trainer with its data, noise and callbacks, trains, writes the results."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -45,7 +45,7 @@ from aqnpipe.training.workspace import Workspace
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Files that a training run reads; `sigmas` only for arms with per-layer sigmas."""
+    """Files that a training run reads; `sigmas` is set only for arms with per-layer sigmas."""
 
     model: Path
     train_problems: Path
@@ -53,7 +53,7 @@ class TrainingInputs:
     sigmas: Path | None = None
 
     def absolute(self) -> "TrainingInputs":
-        """Return the same files by paths that hold in any working directory."""
+        """Return the same files as absolute paths, for processes with another working directory."""
         return TrainingInputs(
             self.model.absolute(),
             self.train_problems.absolute(),
@@ -69,12 +69,12 @@ def run_worker(
     resume_from: Path | None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Train `spec` in this process and leave checkpoints, metrics.parquet and receipt.json in `workspace.run`.
+    """Train `spec` in this process and write checkpoints, metrics.parquet and receipt.json to `workspace.run`.
 
-    Goes on from the resume point `resume_from`, as `prepare_resume` returned it. Several workers do this together, each
-    with its share of every batch, and the first writes the files. Raises WorkerError when they are not as many as the
-    spec asks for, ReceiptError when measured and
-    requested noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was requested.
+    resume_from: a resume point from `prepare_resume`; None starts at step 0. Several workers run this together, each
+    with its share of every batch; the first one writes the files. Raises WorkerError if the number of workers differs
+    from the spec, ReceiptError if measured and requested noise differ, TrainingError if the numbers break down, and
+    RunInterruptedError after a stop request.
     """
     torch.set_num_threads(spec.training.threads)
     tokenizer = load_tokenizer(inputs.model)
@@ -93,22 +93,22 @@ def run_worker(
 
 
 def _train(spec: TrainingSpec, trainer: NoisyGRPOTrainer, resume_from: Path | None) -> None:
-    """Train to the last step, or raise what kept it from there."""
+    """Train to the last step. Raises RunInterruptedError if a stop request ended the training earlier."""
     if trainer.accelerator.num_processes != spec.training.num_workers:
         raise WorkerError(
-            f"{run_label(spec)}: {trainer.accelerator.num_processes} workers train, training.num_workers asks for "
+            f"{run_label(spec)}: {trainer.accelerator.num_processes} workers train, training.num_workers is "
             f"{spec.training.num_workers}"
         )
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     if trainer.state.global_step < spec.num_steps:
         raise RunInterruptedError(
             f"{run_label(spec)}: stopped by a signal after step {trainer.state.global_step} of {spec.num_steps}; the "
-            "same command goes on from there"
+            "same command continues from there"
         )
 
 
 def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt | None:
-    """Return the checked receipt of this process, or on the first of several workers that of all; else None."""
+    """Return the checked receipt of all workers on the first worker; None on the others."""
     recorder, (rank, num_workers) = trainer.noise_plan.recorder, rank_and_size()
     if num_workers == 1:
         return recorder.receipt().check()
@@ -123,7 +123,7 @@ def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt 
 def reward_correct(
     completions: list[str], gold_answer: list[str], stop_text: list[str | None], **_: Any
 ) -> list[float]:
-    """Reward 1 if the number after `####`, before `stop_text`, equals the gold answer, else 0."""
+    """Return reward 1 if the number after `####` and before `stop_text` equals the gold answer, otherwise 0."""
     return [
         float(is_correct(end_of_response(text, stop), gold, "strict"))
         for text, gold, stop in zip(completions, gold_answer, stop_text, strict=True)
@@ -175,7 +175,7 @@ def _build_trainer(
 
 
 def run_label(spec: TrainingSpec) -> str:
-    """Name a run in messages."""
+    """Return the name of a run for messages."""
     return f"{spec.model_role}/{spec.arm_id} seed {spec.seed}"
 
 

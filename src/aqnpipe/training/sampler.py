@@ -1,4 +1,4 @@
-"""The order in which prompts come: the same for every arm of a seed, whichever process the run is in."""
+"""The order of the prompts: equal for all arms with the same seed, and independent of restarts."""
 
 from collections.abc import Callable, Iterator, Sized
 
@@ -8,9 +8,9 @@ from aqnpipe.seeding import derive_seed
 
 
 class PromptSampler(RepeatSampler):
-    """TRL's sampler, shuffled anew in each epoch by (seed, epoch) alone.
+    """TRL's sampler, reshuffled in each epoch by a generator that is seeded with (seed, epoch) only.
 
-    The epoch is counted from `steps_done`, the optimiser steps of the whole run, when iteration starts.
+    The epoch follows from `steps_done`, the optimiser steps of the whole run, at the start of an iteration.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PromptSampler(RepeatSampler):
         self._steps_done = steps_done
 
     def __iter__(self) -> Iterator[int]:
-        """Yield indices of prompts for one epoch."""
+        """Yield the prompt indices of one epoch."""
         epoch = self._steps_done() // self._steps_per_epoch
         self.generator.manual_seed(derive_seed(self.seed, "prompts", epoch))
         yield from super().__iter__()

@@ -1,4 +1,4 @@
-"""The train stage: one arm, one seed, from prepared model and problems to checkpoints, metrics and receipt."""
+"""The train stage: trains one arm with one seed and writes checkpoints, metrics, receipt and record."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from aqnpipe.training.run import TrainingInputs, run_label, run_worker
 from aqnpipe.training.workspace import Workspace, open_workspace, promote
 
 Launch = Callable[[Workspace, Path | None], None]
-"""Runs all workers of a run in a workspace, from a resume point or from the start."""
+"""Runs all workers of a run in a workspace, from a resume point or (None) from the start."""
 
 
 def train(
@@ -31,11 +31,11 @@ def train(
 ) -> None:
     """Train `spec` and write `output_dir`: checkpoints/step<N>/, metrics.parquet, receipt.json, run.json.
 
-    Works in `scratch`, on the same file system, and goes on there where an earlier process of the same run was stopped,
-    to the same bytes. `output_dir` appears only when everything, the receipt included, is in order. Raises ReceiptError
-    when measured and requested noise differ, TrainingError when the loss breaks, RunInterruptedError after a stop was
-    requested. `launch` runs the workers to their end (default: this process alone); `runtime.training` gives the
-    one that locks the scratch folder, stops on signals and starts Ray.
+    The run works in `scratch`, on the same file system, and continues there after an interruption, to the same bytes.
+    `output_dir` appears only when the run is complete and its receipt has been checked. launch: runs the workers to
+    their end; the default runs a single worker in this process. `runtime.training.run_training_job` adds the lock, stop
+    signals and several workers. Raises ReceiptError if measured and requested noise differ, TrainingError if the
+    numbers break down, and RunInterruptedError after a stop request.
     """
     record = _run_record(spec, inputs)
     prepare_reporting(
@@ -43,7 +43,7 @@ def train(
     )
     workspace = open_workspace(scratch, record)
     if not workspace.is_finished():
-        # The output of an earlier run must not be left beside a failed one.
+        # If this run fails, the output of an earlier run must not remain.
         shutil.rmtree(output_dir, ignore_errors=True)
         resume_from = prepare_resume(workspace, say)
         try:
@@ -52,7 +52,7 @@ def train(
             else:
                 launch(workspace, resume_from)
         except ReceiptError as error:
-            # Its resume points carry the fault; the next start begins anew.
+            # The resume points contain the wrong measurements, so the next start must not use them.
             workspace.discard()
             raise ReceiptError(f"{error} (run {run_label(spec)})") from error
         _finish(spec, record, workspace)
@@ -60,7 +60,7 @@ def train(
 
 
 def _finish(spec: TrainingSpec, record: RunRecord, workspace: Workspace) -> None:
-    """Write the record of a run that has come to its end; TrainingError if a declared checkpoint is missing."""
+    """Write the record of a run whose workers have ended; TrainingError if a declared checkpoint is missing."""
     outputs = digests_of(workspace.run)
     _refuse_incomplete(spec, outputs)
     write_json(workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs}))

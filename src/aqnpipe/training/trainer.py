@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer with its phases kept apart, each computing with exactly the noise that was requested it.
+"""TRL's GRPOTrainer with separate phases, each of which computes with exactly the noise requested for it.
 
-What is overridden of the pinned TRL's private interface: `_tokenize_prompts`, `_generate_single_turn` (rollout),
-`_get_per_token_logps_and_entropies` (reference and actor), and of the Trainer's `_get_grad_norm`;
+The class overrides private methods of the pinned TRL: `_tokenize_prompts`, `_generate_single_turn` (rollout),
+`_get_per_token_logps_and_entropies` (reference and actor), and `_get_grad_norm` of the Trainer.
 tests/training/test_trl_contract.py pins their signatures.
 """
 
@@ -33,7 +33,7 @@ from aqnpipe.training.workspace import Workspace
 
 
 class NoisyGRPOTrainer(GRPOTrainer):
-    """GRPO whose rollout, reference, actor and backward phases are separate and receipted."""
+    """GRPO with separate rollout, reference, actor and backward phases, each recorded for the receipt."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self._guard = guard
         kl_coefficient = args.beta
         if has_adapters(model):
-            # Keeps TRL from loading a second model for the reference.
+            # With beta 0 TRL does not load a second model for the reference.
             args.beta = 0.0
         super().__init__(model=model, args=args, **kwargs)
         if kl_coefficient and has_adapters(model):
             args.beta = self.beta = kl_coefficient
             self.ref_model = BaseWeights()
-        # TRL applies its importance sampling where it takes vLLM for the sampler; whose the samples are has no part in
-        # it beyond this, as rollouts are drawn and scored here.
+        # TRL applies its importance sampling correction only if this attribute names vLLM as the sampler. There is no
+        # other effect here, because this class draws and scores the rollouts itself.
         self.use_vllm = args.vllm_importance_sampling_correction
         self._resume_points = ResumePoints(
             workspace,
@@ -73,7 +73,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     @property
     def policy(self) -> Any:
-        """The network itself, without what data parallelism wraps around it."""
+        """The network itself, without the wrapper of data parallelism."""
         return self.accelerator.unwrap_model(self.model)
 
     def _key(self, micro_step: int = 0) -> NoiseKey:
@@ -85,19 +85,19 @@ class NoisyGRPOTrainer(GRPOTrainer):
         )
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
-        """Tokenize as evaluation and diagnosis do; no images."""
+        """Tokenize prompts as evaluation and diagnosis do; there are no images."""
         return tokenize_prompts(prompts, self._prompt_format, self.processing_class), None, {}
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Roll out with the arm's noise on operators and modules, and its AQN; tokens and their log-probabilities."""
+        """Roll out with the arm's noise and AQN; return tokens and their log-probabilities."""
         plan, step = self.noise_plan, self.state.global_step
         sampling = Sampling(
             max_response_tokens=self.max_completion_length,
             temperature=self.temperature,
-            # Keyed by step, so that arms which differ only in noise have the same seed_variance at every step, and by the place
-            # in the batch of all workers, so that their number has no part in it.
+            # Keyed by step, so that arms that differ only in noise have the same sampling draws at every step. Keyed by
+            # the row in the batch of all workers, so that the draws do not depend on the number of workers.
             seed=derive_seed(plan.seed, "sampling", step),
             first_row=self.accelerator.process_index * len(prompt_ids),
             num_rows=self.accelerator.num_processes * len(prompt_ids),
@@ -114,7 +114,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         )
         completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
         self._log_sigma()
-        return [one.token_ids for one in completions], [one.log_probabilities or [] for one in completions]
+        return [answer.token_ids for answer in completions], [answer.log_probabilities or [] for answer in completions]
 
     def _log_sigma(self) -> None:
         sync = self.noise_plan.recorder.last_weight_sync
@@ -135,12 +135,12 @@ class NoisyGRPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, None]:
         """Return log-probabilities (and entropies) of the last `logits_to_keep` tokens, shape [batch, logits_to_keep].
 
-        Replaces TRL's fused output projection, whose backward recomputes the logits without the noise of the forward.
+        Replaces TRL's fused output projection, whose backward pass recomputes the logits without the forward noise.
         """
         phase: Phase = "reference" if model is self.ref_model else "actor_forward"
         rows = batch_size or input_ids.size(0)
-        # Without gradients these are log-probabilities of a whole batch of rollouts: the reference's, or the old ones
-        # of a policy that will make several steps with that batch, counted after the micro-steps of this step.
+        # Without gradients this is a whole batch of rollouts: for the reference, or for the old log-probabilities of a
+        # policy that makes several steps with the batch. The latter are counted after the micro-steps of this step.
         first = 0 if phase == "reference" else self.args.gradient_accumulation_steps
         chunks = [
             self._log_probabilities(
@@ -163,9 +163,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
         return log_probabilities, entropies, None
 
     def _compare_with_sampler(self, log_probabilities: Tensor) -> None:
-        """Compare the actor's log-probabilities of a micro-batch with those that its tokens were drawn by.
+        """Compare the actor's log-probabilities of a micro-batch with those of the sampler that drew its tokens.
 
-        In the first step after a rollout only, where both had the same weights; logged when that step is whole.
+        Only in the first step after a rollout, when both have the same weights; logged at the end of that step.
         """
         place = self._step % self.args.steps_per_generation
         if self._buffered_inputs is None or place >= self.args.gradient_accumulation_steps:
@@ -202,7 +202,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
                 logits_to_keep=logits_to_keep + 1,
                 use_cache=False,
             )
-        # In bfloat16 a log-probability near -1 is known to two digits only: ratios and KL would be mostly rounding.
+        # bfloat16 has only two digits for a log-probability near -1: ratios and KL would be mostly rounding error.
         logits = output.logits[:, :-1].float() / self.temperature
         log_probabilities = selective_log_softmax(logits, input_ids[:, -logits_to_keep:])
         with torch.no_grad():
@@ -210,9 +210,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
         return log_probabilities, entropy
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run one micro-batch forward and backward; the backward pass is counted as its own phase."""
+        """Run one micro-batch forward and backward; count the backward pass as a phase of its own."""
         if self._step % self.args.gradient_accumulation_steps == 0:
-            # Whatever draws from the global generators does so by seed and step, whichever process started the run.
+            # Draws from the global generators depend on seed and step only, so a resumed run repeats them.
             key = (self.state.global_step, self.accelerator.process_index)
             set_seed(derive_seed(self.noise_plan.seed, "trainer", *key) % 2**32)
         loss = super().training_step(*args, **kwargs)
@@ -222,13 +222,13 @@ class NoisyGRPOTrainer(GRPOTrainer):
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the norm of the step's gradients before clipping, on the way to the optimiser."""
+        """Return the norm of the step's gradients before clipping, after the guard has checked it."""
         norm = super()._get_grad_norm(*args, **kwargs)
         self._guard.check("grad_norm", float(norm), self.state.global_step + 1)
         return norm
 
     def _get_train_sampler(self, dataset: Any = None) -> PromptSampler:
-        """Return the order of prompts, by seed and epoch; TRL's own depends on how often this process requested."""
+        """Return the prompt order by seed and epoch; TRL's depends on how often this process began an iteration."""
         dataset = self.train_dataset if dataset is None else dataset
         return PromptSampler(
             dataset,
@@ -241,7 +241,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a resume point; `ResumeCallback` says when. The log of the step is complete by then."""
+        """Write a resume point when `ResumeCallback` requests it; the log of the step is complete by then."""
         self._resume_points.write(self.state.global_step, self._save_state)
 
     def _save_state(self, folder: Path) -> None:
@@ -252,11 +252,11 @@ class NoisyGRPOTrainer(GRPOTrainer):
         save_rank_state(folder, self.accelerator.process_index, self.noise_plan, self.validation_accuracy)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Restore the trained weights; the model came from its own folder, which names the reference's."""
+        """Restore the trained weights into the model, which was loaded from the initial policy's folder."""
         load_weights(self.policy, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore optimiser and schedule, what this rank has measured, and the count of micro-steps."""
+        """Restore optimiser, schedule, this rank's measurements and the count of micro-steps."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             rank = self.accelerator.process_index
@@ -264,4 +264,4 @@ class NoisyGRPOTrainer(GRPOTrainer):
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore nothing: every step seeds the generators anew."""
+        """Restore nothing: every step seeds the generators again."""

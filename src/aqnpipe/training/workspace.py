@@ -1,11 +1,12 @@
-"""The folder in which a run works until it is complete; Snakemake does not know it and so does not delete it.
+"""The folder in which a run works until it is complete. Snakemake does not know this folder and does not delete it.
 
-<scratch>/lock          held while a process works here (runtime.run_lock)
-<scratch>/<key>/        one workspace; the key is a digest of all that decides the run's bytes
-    run/                what becomes the run's declared folder
+<scratch>/lock          locked while a process works here (runtime.run_lock)
+<scratch>/<key>/        one workspace; the key is a digest of everything that decides the run's bytes
+    run/                the future contents of the run's declared folder
     resume/step<N>/     resume points
-    finished.json       digests of run/, written when nothing is missing there
-    stop                there from when a stop was requested until the next start
+    measurements/       measurements of the workers, if there are several
+    finished.json       digests of run/, written when it is complete
+    stop                exists from a stop request until the next start
 """
 
 import hashlib
@@ -22,20 +23,20 @@ from aqnpipe.artifacts.runs import RunRecord
 
 
 class FinishedRun(Artifact):
-    """finished.json: the files of a finished run by their path in it, with their SHA-256."""
+    """finished.json: the SHA-256 of every file of a finished run, by its path in the run's folder."""
 
     files: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """One run in the making; all ranks of a run share it."""
+    """The workspace of one unfinished run; all its ranks share it."""
 
     folder: Path
 
     @property
     def run(self) -> Path:
-        """Folder of what the run hands on."""
+        """Folder of the run's results."""
         return self.folder / "run"
 
     @property
@@ -50,17 +51,17 @@ class Workspace:
 
     @property
     def stop_file(self) -> Path:
-        """File whose presence asks the run to write a resume point and end."""
+        """File that requests a stop: if it exists, the run writes a resume point and ends."""
         return self.folder / "stop"
 
     def finish(self) -> None:
-        """Declare that `run` has everything; from here on only promotion is left."""
+        """Mark the run as complete: its files are on the disk, and only promotion remains."""
         sync_tree(self.run)
         finished = FinishedRun(files=digests_of(self.run))
         write_durably(self.folder / "finished.json", finished.model_dump_json(indent=2) + "\n")
 
     def is_finished(self) -> bool:
-        """Tell whether `run` has everything, every file as it was written."""
+        """Return True if the run is complete and no file has changed since."""
         try:
             finished = FinishedRun.model_validate_json((self.folder / "finished.json").read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -68,8 +69,8 @@ class Workspace:
         return damage(self.run, finished.files) is None
 
     def discard(self) -> None:
-        """Remove everything, so that the next start is a start from the beginning."""
-        # Under another name first: a folder half removed must not look like a workspace.
+        """Remove the workspace, so that the next start begins at step 0."""
+        # Renamed first: a half-removed folder must not look like a workspace.
         doomed = self.folder.with_name(f".{self.folder.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
         if self.folder.exists():
@@ -78,7 +79,7 @@ class Workspace:
 
 
 def open_workspace(scratch: Path, record: RunRecord) -> Workspace:
-    """Return the workspace of the run that `record` describes; those of other configurations or code are removed."""
+    """Return the workspace of the run that `record` describes; remove those of other configurations or code."""
     key = hashlib.sha256(record.model_dump_json().encode()).hexdigest()[:16]
     scratch.mkdir(parents=True, exist_ok=True)
     for other in scratch.iterdir():
@@ -91,10 +92,10 @@ def open_workspace(scratch: Path, record: RunRecord) -> Workspace:
 
 
 def promote(workspace: Workspace, output_dir: Path) -> None:
-    """Put the finished run at `output_dir` by one rename, in place of what is there; killed anywhere, do it again.
+    """Publish the finished run at `output_dir` by one rename, replacing an earlier output. After a kill, call it again.
 
-    The files stay in the workspace too, as hard links that take no space: the workflow may delete the declared outputs
-    of a job that was killed after this. Everything else in the workspace is removed.
+    The files also stay in the workspace, as hard links that take no space, because Snakemake may delete the outputs of
+    a job that was killed after this call. Everything else in the workspace is removed.
     """
     staged = workspace.folder / "promoted"
     shutil.rmtree(staged, ignore_errors=True)
@@ -110,9 +111,9 @@ def promote(workspace: Workspace, output_dir: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Link `source` to `target`, or copy it where the file system has no hard links; with the time of now.
+    """Link `source` to `target`, or copy it if the file system has no hard links; give it the current time.
 
-    Outputs older than inputs that were written anew with the same bytes would make the workflow run the job again.
+    Inputs that were rewritten with the same bytes may be newer than `source`; Snakemake would run the job again.
     """
     try:
         os.link(source, target)
