@@ -1,1 +1,1 @@
-"""Statistics: paired comparisons and what they support."""
+"""Statistics: tests, intervals and power of paired comparisons."""

@@ -1,4 +1,4 @@
-"""Outcomes that are numbers, such as a loss per seed: paired and Welch t-tests with their degrees of freedom."""
+"""Numeric outcomes, such as a loss per seed: paired and Welch t-tests with their degrees of freedom."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MeanDifference:
-    """Treatment minus control, with a two-sided t-test, its degrees of freedom and its interval."""
+    """Treatment minus control, with the degrees of freedom, p-value and interval of a two-sided t-test."""
 
     difference: float
     standard_error: float
@@ -24,7 +24,7 @@ class MeanDifference:
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean and standard deviation of `num` runs. `ddof`: 1 if the deviation divides by num - 1, 0 if by num."""
+    """Mean and standard deviation of `num` runs. `ddof`: 1 if the deviation was divided by num - 1, 0 if by num."""
 
     mean: float
     std: float
@@ -33,12 +33,12 @@ class Summary:
 
     @property
     def sample_std(self) -> float:
-        """The standard deviation that divides by num - 1."""
+        """The standard deviation with divisor num - 1."""
         return self.std * math.sqrt((self.num - self.ddof) / (self.num - 1))
 
 
 def paired_t(treatment: FloatArray, control: FloatArray, alpha: float) -> MeanDifference:
-    """Paired t-test of two aligned vectors [run], such as the losses of the same seeds."""
+    """Paired t-test of two aligned vectors [run], such as losses of the same seeds."""
     result = stats.ttest_rel(treatment, control)
     interval = result.confidence_interval(1 - alpha)
     differences = treatment - control
@@ -53,7 +53,7 @@ def paired_t(treatment: FloatArray, control: FloatArray, alpha: float) -> MeanDi
 
 
 def welch_t(treatment: Summary, control: Summary, alpha: float) -> MeanDifference:
-    """Welch's t-test from means and standard deviations alone; one side may have standard deviation 0."""
+    """Welch's t-test from means and standard deviations; one side may have standard deviation 0, else ValueError."""
     variances = [side.sample_std**2 / side.num for side in (treatment, control)]
     total = sum(variances)
     difference = treatment.mean - control.mean
@@ -73,15 +73,15 @@ def welch_t(treatment: Summary, control: Summary, alpha: float) -> MeanDifferenc
 
 
 def paired_p_range(treatment: Summary, control: Summary) -> tuple[float, float]:
-    """Smallest and largest p of a paired t-test that the two summaries allow: correlations from 1 to -1.
+    """Smallest and largest p-value of a paired t-test consistent with the two summaries: correlation 1 and -1.
 
-    Means and deviations do not tell how the runs of the two sides went together, and a paired test rests on that.
+    A paired test depends on the correlation between the sides, which means and standard deviations do not determine.
     """
     return paired_p(treatment, control, 1.0), paired_p(treatment, control, -1.0)
 
 
 def paired_p(treatment: Summary, control: Summary, correlation: float) -> float:
-    """Two-sided p of a paired t-test at a correlation between the sides; equal numbers of runs, ddof 1 inside."""
+    """Two-sided p-value of a paired t-test for a given correlation; both sides have equally many runs."""
     first, second = treatment.sample_std, control.sample_std
     variance = first**2 + second**2 - 2 * correlation * first * second
     difference = treatment.mean - control.mean
@@ -91,7 +91,7 @@ def paired_p(treatment: Summary, control: Summary, correlation: float) -> float:
 
 
 def implied_correlation(treatment: Summary, control: Summary, p_value: float) -> float | None:
-    """The correlation at which a paired t-test gives `p_value`; None where none in [-1, 1] does."""
+    """Return the correlation for which a paired t-test gives `p_value`; None if it is not in [-1, 1]."""
     first, second = treatment.sample_std, control.sample_std
     if first * second == 0:
         return None

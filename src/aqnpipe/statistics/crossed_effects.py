@@ -1,6 +1,7 @@
-"""Differences over several training seeds: seeds and questions both count as draws from a population.
+"""Differences over several training seeds, with seeds and questions as crossed random effects.
 
-d[seed, question] is the treatment's correctness minus the control's on the same question, averaged over noise seeds.
+d[seed, question] is the correctness of the treatment minus that of the control on the same question, averaged over
+noise seeds. A claim about arms must hold for other seeds and other questions, so both count as samples of a population.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +23,16 @@ MAX_SEEDS_SEARCHED = 1000
 MAX_QUESTIONS_SEARCHED = 10_000_000
 
 _NO_VARIANCE = 1e-20
-"""Variances of means below this are rounding: one answer of one seed among 100,000 questions gives about 1e-15."""
+"""Variances of means below this are rounding errors: one changed answer in 100,000 questions gives about 1e-15."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A difference of accuracies (fractions) with what its tests and intervals need.
+    """A difference of accuracies (fractions) and the quantities from which its tests and intervals are computed.
 
-    `covers_seed_variance`: whether more than one training seed entered, so that the estimate is about the arm and not
-    about one run. `spread` is null where the exact methods are used alone, `counts` where the outcomes are no yes or no
-    of one run. `p_seed_t` and `p_permutation`: alternatives beside the primary method, null with a single seed.
+    `spread` is None where nothing varies. `counts` is None unless exact methods apply: one run with yes/no outcomes, or
+    differences that do not vary. `p_seed_t` and `p_permutation` are alternatives to the primary method, None with a
+    single seed.
     """
 
     method: Method
@@ -45,37 +46,37 @@ class Estimate:
 
     @property
     def covers_seed_variance(self) -> bool:
-        """Whether more than one training seed entered."""
+        """Whether there is more than one training seed, so that the estimate is about the arm and not about one run."""
         return self.num_seeds > 1
 
     @property
     def varying_spread(self) -> Spread:
-        """The spread, which every estimate without counts has."""
+        """The spread; ValueError if nothing varies. Every estimate without counts has a spread."""
         if self.spread is None:
             raise ValueError("no difference varies, so there is no standard error")
         return self.spread
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Two-sided interval at confidence `level`: Newcombe's for counts, else from the spread (not cut at bounds)."""
+        """Two-sided interval at confidence `level`: Newcombe's for counts, else from the spread and not clipped."""
         if self.counts is not None:
             return newcombe_interval(self.counts, 1 - level)
         half = self.varying_spread.half_width(level)
         return self.difference - half, self.difference + half
 
     def two_sided_p(self) -> float:
-        """p against "no difference": exact McNemar for counts, else from the spread."""
+        """p-value against "no difference": exact McNemar test for counts, else from the spread."""
         if self.counts is not None:
             return mcnemar_exact_p(self.counts)
         return min(2 * self.varying_spread.upper_tail(abs(self.difference)), 1.0)
 
     def upper_p(self, bound: float) -> float:
-        """One-sided p against "the true difference is at most `bound`": Tango's score test for counts."""
+        """One-sided p-value against "the true difference is at most `bound`": Tango's score test for counts."""
         if self.counts is not None:
             return tango_p(self.counts, bound)
         return self.varying_spread.upper_tail(self.difference - bound)
 
     def lower_p(self, bound: float) -> float:
-        """One-sided p against "the true difference is at least `bound`"."""
+        """One-sided p-value against "the true difference is at least `bound`"."""
         if self.counts is not None:
             return tango_p(self.counts.swapped(), -bound)
         return self.varying_spread.upper_tail(bound - self.difference)
@@ -83,7 +84,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SeedVariance:
-    """The seed_variance of training, from all arms of a study: variance of the mean difference that it alone would give."""
+    """Variance of the mean difference that is due to training seeds alone, pooled over all arms of a study."""
 
     variance: float
     degrees_of_freedom: float
@@ -91,9 +92,9 @@ class SeedVariance:
 
 @dataclass(frozen=True)
 class VarianceParts:
-    """Components of the variance of one d[seed, question]; `residual` holds the interaction.
+    """Components of the variance of a single d[seed, question]; `residual` includes the interaction.
 
-    `arms`: over how many arms the seed_variance was pooled, which multiplies its degrees of freedom.
+    `arms`: number of arms over which the seed variance was pooled, by which its degrees of freedom are multiplied.
     """
 
     seed: float
@@ -103,28 +104,31 @@ class VarianceParts:
 
 
 def pooled_seed_variance(seed_means: Sequence[FloatArray], seeds_per_side: Sequence[int]) -> SeedVariance | None:
-    """Return the seed_variance in the mean difference of sides with that many seeds each; None where no arm has two seeds.
+    """Return the seed variance of a mean difference, given the number of seeds per side; None if no arm has two seeds.
 
-    `seed_means`: one vector [seed] per arm. Their variances within arms are averaged, weighted by degrees of freedom,
-    as in an analysis of variance: it supposes that training scatters alike in all arms.
+    `seed_means`: one vector [seed] per arm. The variances within arms are averaged, weighted by degrees of freedom, as
+    in an analysis of variance. This assumes that the variance between training runs is the same in all arms.
     """
-    freedom = sum(len(one) - 1 for one in seed_means)
+    freedom = sum(len(means) - 1 for means in seed_means)
     if freedom == 0:
         return None
-    within = sum(float(np.sum((one - one.mean()) ** 2)) for one in seed_means) / freedom
+    within = sum(float(np.sum((means - means.mean()) ** 2)) for means in seed_means) / freedom
     return SeedVariance(within * sum(1 / number for number in seeds_per_side), float(freedom))
 
 
 def estimate_difference(
     treatment: FloatArray, control: FloatArray, seed_variance: SeedVariance | None = None, seed: int = 0
 ) -> Estimate:
-    """Return the mean of d = treatment - control with what tests it; the method follows from the data.
+    """Return the mean of d = treatment - control and what its tests need; the data determine the method.
 
-    Both are scores [seed, question] in [-1, 1]; a control of one seed is compared with every treatment seed.
-    two_way: several seeds. mcnemar: one seed, right or wrong. questions: one seed, averaged over noise seeds.
-    no_variance: no difference varies, so no standard error exists; exact test and interval over the questions.
-    `seed_variance`: what the other arms of the study tell about the seed_variance of training. `seed` draws the permutations of more
-    than 14 seeds.
+    Both are scores [seed, question] in [-1, 1]; a control with one seed is compared with every treatment seed.
+
+    - two_way: several seeds.
+    - mcnemar: one seed, yes/no outcomes.
+    - questions: one seed, averaged over noise seeds.
+    - no_variance: d does not vary, so there is no standard error; exact test and interval over the questions.
+
+    `seed_variance`: pooled over the arms of the study. `seed` is for the permutations drawn with more than 14 seeds.
     """
     differences = treatment - control
     num_seeds, num_questions = differences.shape
@@ -151,13 +155,13 @@ def estimate_difference(
 
 
 def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None = None) -> Spread | None:
-    """Return the error of the mean of d[seed, question] with seed and question as crossed random effects.
+    """Return the error of the mean of d[seed, question], with seed and question as crossed random effects.
 
-    The variance of the seed means over their number plus that of the question means over theirs, less the interaction,
-    which is in both (Cameron, Gelbach & Miller 2011). Two seeds tell the seed_variance of training with one degree of freedom,
-    so `seed_variance` lends those of the other arms; where the seeds at hand scatter more, their own scatter stands. Quantiles
-    are weighted as in `Spread`. Simulated error rates: docs/decisions/0008-crossed-effects.md, benchmarks/calibration.py.
-    None: nothing varies.
+    The variance is var(seed means)/seeds + var(question means)/questions minus the interaction, which both terms
+    contain (Cameron, Gelbach & Miller 2011). Two seeds estimate the seed variance with a single degree of freedom, so
+    `seed_variance` pools the degrees of freedom of all arms. If these seeds vary more than the pooled estimate, their
+    own variance is used. Quantiles are weighted as in `Spread`. Returns None if nothing varies. Simulated error rates:
+    docs/decisions/0008-crossed-effects.md and benchmarks/calibration.py.
     """
     num_seeds, num_questions = differences.shape
     by_seed = float(differences.mean(axis=1).var(ddof=1)) / num_seeds
@@ -172,7 +176,7 @@ def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None =
 
 
 def interaction_variance(differences: FloatArray) -> float:
-    """Mean square of what neither the seed nor the question explains of d[seed, question]."""
+    """Mean square of the part of d[seed, question] explained neither by the seed nor by the question."""
     num_seeds, num_questions = differences.shape
     seed_means, question_means = differences.mean(axis=1), differences.mean(axis=0)
     left = differences - seed_means[:, None] - question_means[None, :] + differences.mean()
@@ -185,7 +189,7 @@ def _questions_spread(differences: FloatArray) -> Spread | None:
 
 
 def _constant_counts(differences: FloatArray) -> PairedCounts:
-    """Questions where every seed and every question has the same mean d: all for one side, or for none."""
+    """Counts for a d with the same mean in every seed and question: all questions favour one side, or none do."""
     mean, number = float(differences.mean()), differences.shape[1]
     if abs(mean) < 1e-12:
         return PairedCounts(number, 0, 0, 0)
@@ -193,16 +197,16 @@ def _constant_counts(differences: FloatArray) -> PairedCounts:
 
 
 def seed_t_p(seed_means: FloatArray) -> float | None:
-    """Two-sided paired t-test over seed means[seed]: valid for these questions, not for others. None: no variance."""
+    """Two-sided p-value of a t-test over means[seed]. It holds for these questions only. None if nothing varies."""
     if seed_means.var() < _NO_VARIANCE:
         return None
     return float(stats.ttest_1samp(seed_means, 0.0).pvalue)
 
 
 def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None = None) -> VarianceParts:
-    """Split the variance of d[seed, question] by the mean squares of a two-way layout without replication.
+    """Return the variance components of d[seed, question] from mean squares of a two-way layout, one value per cell.
 
-    One seed cannot tell: all of its variance counts as that of the questions. `seed_variance` as in `two_way_spread`.
+    With one seed, all variance is attributed to the questions. `seed_variance` is that of `two_way_spread`.
     """
     num_seeds, num_questions = differences.shape
     if num_seeds == 1:
@@ -219,7 +223,7 @@ def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None =
 
 
 def expected_spread(parts: VarianceParts, num_seeds: int, num_questions: int) -> Spread:
-    """The spread to expect with other numbers of seeds and questions; one seed: the spread over questions alone."""
+    """Return the expected spread with other numbers of seeds and questions; with one seed, that over questions only."""
     by_question = (parts.question + parts.residual / num_seeds) / num_questions
     if num_seeds == 1:
         return Spread((by_question,), (num_questions - 1.0,))
@@ -229,9 +233,10 @@ def expected_spread(parts: VarianceParts, num_seeds: int, num_questions: int) ->
 
 
 def seeds_needed(parts: VarianceParts, num_questions: int, distance: float, tail: float, power: float) -> int | None:
-    """Return how many seeds would show a true `distance` from the hypothesis, one-sided at `tail`, at these variances.
+    """Return the number of seeds with which a one-sided test at level `tail` detects a true `distance` with `power`.
 
-    None where the distance is not above 0 or where even MAX_SEEDS_SEARCHED seeds would not do (the questions limit).
+    Returns None if the distance is not above 0, or if MAX_SEEDS_SEARCHED seeds are too few (the questions are the
+    limit).
     """
     return _smallest(
         lambda number: expected_spread(parts, number, num_questions), 2, MAX_SEEDS_SEARCHED, distance, tail, power
@@ -239,7 +244,7 @@ def seeds_needed(parts: VarianceParts, num_questions: int, distance: float, tail
 
 
 def questions_needed(parts: VarianceParts, num_seeds: int, distance: float, tail: float, power: float) -> int | None:
-    """Return how many questions would show a true `distance` with these seeds; None as in `seeds_needed`."""
+    """Return the number of questions with which a test detects `distance`; None as in `seeds_needed`."""
     return _smallest(
         lambda number: expected_spread(parts, num_seeds, number), 10, MAX_QUESTIONS_SEARCHED, distance, tail, power
     )
@@ -248,7 +253,7 @@ def questions_needed(parts: VarianceParts, num_seeds: int, distance: float, tail
 def _smallest(
     spread_with: Callable[[int], Spread], lowest: int, highest: int, distance: float, tail: float, power: float
 ) -> int | None:
-    """Bisect for the smallest number whose spread makes `distance` detectable."""
+    """Return the smallest number whose spread makes `distance` detectable, by bisection."""
 
     def enough(number: int) -> bool:
         return spread_with(number).minimum_detectable(tail, power) <= distance

@@ -1,4 +1,4 @@
-"""Paired yes/no outcomes of the same questions under two conditions: table, tests, interval, power."""
+"""Paired yes/no outcomes of the same questions under two conditions: counts, tests, interval and power."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class PairedCounts:
-    """Number of questions by who answered them correctly."""
+    """Number of questions that both sides, one side or neither answered correctly."""
 
     both_correct: int
     only_treatment: int
@@ -23,7 +23,7 @@ class PairedCounts:
 
     @property
     def num_questions(self) -> int:
-        """Questions in all four cells."""
+        """Number of questions in all four cells."""
         return self.both_correct + self.only_treatment + self.only_control + self.neither
 
     @property
@@ -32,12 +32,12 @@ class PairedCounts:
         return (self.only_treatment - self.only_control) / self.num_questions
 
     def swapped(self) -> "PairedCounts":
-        """The same table with the sides exchanged."""
+        """Return the counts with treatment and control exchanged."""
         return PairedCounts(self.both_correct, self.only_control, self.only_treatment, self.neither)
 
 
 def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
-    """Count the 2x2 table of two aligned boolean arrays [question]; ValueError if shapes differ or are empty."""
+    """Return the counts of two aligned boolean arrays [question]; ValueError if their shapes differ or are empty."""
     if treatment.shape != control.shape or treatment.ndim != 1 or not treatment.size:
         raise ValueError(
             f"need two equally long, non-empty vectors, found shapes {treatment.shape} and {control.shape}"
@@ -51,7 +51,7 @@ def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
 
 
 def mcnemar_exact_p(counts: PairedCounts) -> float:
-    """Two-sided exact McNemar p: is a disagreement as likely to favour one side as the other?"""
+    """Two-sided p-value of the exact McNemar test: is a disagreement equally likely to favour either side?"""
     table = [[counts.both_correct, counts.only_treatment], [counts.only_control, counts.neither]]
     return float(mcnemar(table, exact=True).pvalue)
 
@@ -59,7 +59,7 @@ def mcnemar_exact_p(counts: PairedCounts) -> float:
 def newcombe_interval(counts: PairedCounts, alpha: float) -> tuple[float, float]:
     """Interval of the paired difference of proportions: method 10 of Newcombe (1998), Statist. Med. 17:2635-2650.
 
-    Square-and-add of the two Wilson intervals with a continuity-corrected phi. No library at hand has it.
+    It combines the two Wilson intervals by square-and-add with a continuity-corrected phi. No library in use has it.
     """
     a, b, c, d = counts.both_correct, counts.only_treatment, counts.only_control, counts.neither
     num = counts.num_questions
@@ -73,10 +73,10 @@ def newcombe_interval(counts: PairedCounts, alpha: float) -> tuple[float, float]
 
 
 def tango_p(counts: PairedCounts, bound: float) -> float:
-    """One-sided p against "the true difference is at most `bound`".
+    """One-sided p-value against "the true difference is at most `bound`", with `bound` in (-1, 1).
 
-    The score test of Tango (1998), Statist. Med. 17:891. Asymptotic, but sound where few or no questions disagree
-    (a Wald test divides by 0 there). `bound` in (-1, 1).
+    This is the score test of Tango (1998), Statist. Med. 17:891. It is asymptotic, but stays valid if the sides
+    disagree on few or no questions, where a Wald test divides by 0.
     """
     only_treatment, only_control, num = counts.only_treatment, counts.only_control, counts.num_questions
     surplus = only_treatment - only_control - num * bound
@@ -105,10 +105,10 @@ def _square_and_add(x: float, y: float, phi: float) -> float:
 def minimum_detectable_difference(
     num_questions: int, discordant_fraction: float, alpha: float = 0.05, power: float = 0.8
 ) -> float:
-    """Smallest true paired difference that a two-sided McNemar test finds with `power`.
+    """Smallest true paired difference that a two-sided McNemar test detects with `power`; 1.0 if there is none.
 
-    Connor (1987), Biometrics 43:207: `n*d^2 = (z_a*sqrt(psi) + z_b*sqrt(psi - d^2))^2`, psi the share of questions
-    on which the sides disagree. Asymptotic; the exact test needs a little more. 1.0 where no difference would do.
+    Connor (1987), Biometrics 43:207: `n*d^2 = (z_a*sqrt(psi) + z_b*sqrt(psi - d^2))^2`, where psi is the share of
+    questions on which the sides disagree. It is asymptotic; the exact test needs a slightly larger difference.
     """
     z_alpha, z_power = stats.norm.ppf(1 - alpha / 2), stats.norm.ppf(power)
 
@@ -125,9 +125,9 @@ def minimum_detectable_difference(
 def exact_minimum_detectable_difference(
     num_questions: int, discordant_fraction: float, alpha: float = 0.05, power: float = 0.8
 ) -> float:
-    """Smallest true paired difference that the exact McNemar test finds with `power`; 1.0 where none would do.
+    """Smallest true paired difference that the exact McNemar test detects with `power`; 1.0 if there is none.
 
-    The power is summed over the number of disagreements (binomial) and who is right in them (binomial).
+    The power is summed over the number of disagreements (binomial) and the number that favour each side (binomial).
     """
     numbers = np.arange(num_questions + 1)
     weights = stats.binom.pmf(numbers, num_questions, discordant_fraction)
@@ -145,6 +145,6 @@ def exact_minimum_detectable_difference(
 
 
 def _critical_counts(numbers: npt.NDArray[np.int_], alpha: float) -> npt.NDArray[np.int_]:
-    """Return, for each number of disagreements, the smallest count in favour at which the sign test rejects."""
+    """Return the smallest count in favour of a side at which the sign test rejects, per number of disagreements."""
     # isf gives the smallest c with P(X > c) <= alpha/2; counts of c + 1 and more are rejected.
     return (stats.binom.isf(alpha / 2, numbers, 0.5) + 1).astype(np.int_)

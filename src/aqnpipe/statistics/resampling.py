@@ -1,4 +1,4 @@
-"""Resampling: bootstrap over questions and seeds, and signs of seeds flipped. Random numbers are keyed."""
+"""Resampling: bootstrap over questions and seeds, and sign-flip permutations of seeds. Random numbers are keyed."""
 
 from dataclasses import dataclass, field
 
@@ -10,19 +10,19 @@ from aqnpipe.seeding import derive_seed
 FloatArray = npt.NDArray[np.float64]
 
 MAX_SEEDS_ENUMERATED = 14
-"""Up to this many seeds every pattern of signs is tried."""
+"""Up to this number of seeds, all sign patterns are enumerated."""
 
 NUM_PATTERNS_DRAWN = 20_000
 
 
 @dataclass
 class Resampler:
-    """Draws bootstrap intervals; equal sizes share their draws, so that comparisons see the same resamples.
+    """Bootstrap intervals. Comparisons with the same number of seeds and questions share their resamples.
 
-    The pigeonhole bootstrap (Owen 2007, Ann. Appl. Stat. 1:386): seeds and questions are resampled independently, as
-    they are crossed. Resampling questions inside each resampled seed would treat them as nested and miss that all
-    seeds answer the same questions. With few seeds the resampled seeds scatter too little (by (k-1)/k), so these
-    intervals stand beside the primary analysis and decide nothing.
+    This is the pigeonhole bootstrap (Owen 2007, Ann. Appl. Stat. 1:386): seeds and questions are resampled
+    independently, because they are crossed. Resampling questions within each resampled seed would treat them as nested
+    and ignore that all seeds answer the same questions. With k seeds the variance of the resampled seeds is too small
+    by (k-1)/k, so these intervals supplement the primary analysis and decide nothing.
     """
 
     seed: int
@@ -30,15 +30,15 @@ class Resampler:
     _weights: dict[tuple[str, int], FloatArray] = field(default_factory=dict, repr=False)
 
     def interval(self, differences: FloatArray, level: float) -> tuple[float, float]:
-        """Percentile interval at confidence `level` of the mean of differences[seed, question]."""
+        """Percentile interval, at confidence `level`, of the mean of differences[seed, question]."""
         return _percentiles(np.einsum("kb,kb->b", self._seed_weights(differences), self._by_seed(differences)), level)
 
     def interval_per_seed(self, differences: FloatArray, level: float) -> list[tuple[float, float]]:
-        """Percentile interval of every row's mean, its questions resampled."""
+        """Percentile interval of the mean of each row, with its questions resampled."""
         return [_percentiles(row, level) for row in self._by_seed(differences)]
 
     def _by_seed(self, differences: FloatArray) -> FloatArray:
-        """Means of resampled questions [seed, sample]."""
+        """Means over resampled questions: [seed, sample]."""
         weights = self._draws("questions", differences.shape[1])
         return np.asarray(differences @ weights, dtype=np.float64)
 
@@ -46,7 +46,7 @@ class Resampler:
         return self._draws("seeds", differences.shape[0])
 
     def _draws(self, what: str, number: int) -> FloatArray:
-        """Shares [item, sample] of the items in every resample."""
+        """Share of each item in each resample: [item, sample]."""
         key = (what, number)
         if key not in self._weights:
             draws = np.random.default_rng(derive_seed(self.seed, f"bootstrap {what}", number))
@@ -61,10 +61,10 @@ def _percentiles(values: FloatArray, level: float) -> tuple[float, float]:
 
 
 def sign_flip_p(seed_means: FloatArray, seed: int) -> float:
-    """Two-sided permutation p of the mean of seed_means[seed]: were both sides one, any sign would be as likely.
+    """Two-sided permutation p-value of the mean of seed_means[seed]: with no difference, both signs are equally likely.
 
-    Exact for up to 14 seeds; k seeds cannot give less than 2/2^k (0.5 with 2, 0.0625 with 5). The questions are taken
-    as given.
+    It is exact for up to 14 seeds. The smallest possible value with k seeds is 2/2^k (0.5 with 2, 0.0625 with 5). The
+    questions are treated as fixed.
     """
     num_seeds = len(seed_means)
     if num_seeds <= MAX_SEEDS_ENUMERATED:

@@ -1,4 +1,4 @@
-"""Accuracy of an arm over noise levels: is it the same at all of them, and how fast does it fall?"""
+"""Accuracy of an arm as a function of the noise level: a joint test for any change, and a slope."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,31 +14,31 @@ FloatArray = npt.NDArray[np.float64]
 
 JOINT_METHOD = "Hotelling's T2, questions as clusters"
 SLOPE_UNIT = 0.1
-"""Slopes are per this much relative noise scale."""
+"""Slopes are per this difference in relative noise scale."""
 
 
 def slope_seed_variance(levels: Sequence[float], arms: Sequence[Sequence[FloatArray]]) -> SeedVariance | None:
-    """Return the seed_variance of training in a slope, pooled over arms of outcomes[level][seed, noise seed, question]."""
+    """Return the seed variance of a slope, pooled over the arms' outcomes[level][seed, noise seed, question]."""
     if not arms:
         return None
-    slopes = [slope_per_question(levels, _means(one)).mean(axis=1) for one in arms]
+    slopes = [slope_per_question(levels, _means(outcomes)).mean(axis=1) for outcomes in arms]
     return pooled_seed_variance(slopes, [len(slopes[0])])
 
 
 def robustness_row(
     levels: Sequence[float], outcomes: Sequence[FloatArray], seed_variance: SeedVariance | None, alpha: float
 ) -> dict[str, Any]:
-    """Return the numbers of `artifacts.RobustnessTable` from outcomes[level][seed, noise seed, question].
+    """Return the columns of `artifacts.RobustnessTable` computed from outcomes[level][seed, noise seed, question].
 
-    Needs at least two levels. The joint test takes the trained weights and the noise seeds as given; the slope covers
-    the seed_variance of training where there are several seeds (`seed_variance`: from all arms).
+    There must be at least two levels. The joint test treats the trained weights and the noise seeds as fixed. With
+    several seeds, the error of the slope includes the seed variance (`seed_variance`: pooled over all arms).
     """
     means = _means(outcomes)
     slopes = slope_per_question(levels, means)
     estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance)
     low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
-    # Shares of several samples are neither yes nor no.
-    binary = all(one.shape[:2] == (1, 1) and np.isin(one, (0.0, 1.0)).all() for one in outcomes)
+    # With several samples per question, outcomes are shares and not yes or no.
+    binary = all(scores.shape[:2] == (1, 1) and np.isin(scores, (0.0, 1.0)).all() for scores in outcomes)
     return {
         "num_seeds": means.shape[1],
         "num_questions": means.shape[2],
@@ -51,28 +51,28 @@ def robustness_row(
         "slope_ci_high": high,
         "slope_p": estimate.two_sided_p() if estimate.spread is not None else None,
         **joint_test(means.mean(axis=1)),
-        "cochran_q_p": cochran_q_p(np.stack([one[0, 0] for one in outcomes])) if binary else None,
+        "cochran_q_p": cochran_q_p(np.stack([scores[0, 0] for scores in outcomes])) if binary else None,
     }
 
 
 def _means(outcomes: Sequence[FloatArray]) -> FloatArray:
-    """Average over noise seeds: [level, seed, question]."""
-    return np.stack([one.mean(axis=1) for one in outcomes])
+    """Return the means over noise seeds: [level, seed, question]."""
+    return np.stack([scores.mean(axis=1) for scores in outcomes])
 
 
 def slope_per_question(levels: Sequence[float], means: FloatArray) -> FloatArray:
-    """Least-squares slope per 0.1 of noise scale for every [seed, question] of means[level, seed, question]."""
+    """Return the least-squares slopes [seed, question], per 0.1 of noise scale, of means[level, seed, question]."""
     centred = np.asarray(levels, dtype=np.float64) - np.mean(levels)
     weights = centred / np.sum(centred**2) * SLOPE_UNIT
     return np.tensordot(weights, means, axes=(0, 0))
 
 
 def joint_test(means: FloatArray) -> Mapping[str, float | None]:
-    """Test that accuracy is the same at all levels, from means[level, question]; null where nothing varies.
+    """Test whether means[level, question] have the same mean at all levels; values are None if nothing varies.
 
-    Hotelling's T2 on the differences from the first level: the Wald test of a GEE with questions as clusters and an
-    exchangeable or independent working correlation, referred to F instead of chi-squared. Differences that are constant
-    or repeat each other carry no information and are left out (rank of the covariance).
+    This is Hotelling's T2 on the differences from the first level. It equals the Wald test of a GEE with questions as
+    clusters and an exchangeable or independent working correlation, with an F instead of a chi-squared distribution.
+    Constant or linearly dependent differences carry no information and are excluded (rank of the covariance).
     """
     differences = (means[1:] - means[0]).T
     num_questions = len(differences)
@@ -93,7 +93,7 @@ def joint_test(means: FloatArray) -> Mapping[str, float | None]:
 
 
 def cochran_q_p(outcomes: FloatArray) -> float:
-    """Cochran's Q for yes or no outcomes[level, question] of one pass per level; 1 where no question changes."""
+    """p-value of Cochran's Q for yes/no outcomes[level, question], one pass per level; 1 if no outcome changes."""
     if np.all(outcomes == outcomes[0]):
         return 1.0
     return float(cochrans_q(outcomes.T).pvalue)
