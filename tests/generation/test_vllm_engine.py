@@ -1,6 +1,6 @@
-"""vLLM against transformers on a CPU in float32: the same tokens, the same noise, the same faults, in its own process.
+"""vLLM against transformers on a CPU in float32: the same tokens, noise and faults, from separate processes.
 
-`make test-vllm` runs these in an environment of their own.
+`make test-vllm` runs these in a separate environment.
 """
 
 import os
@@ -57,7 +57,7 @@ def run(generator, requested, prompts, *keys):
 
 
 def tokens(completions):
-    return [one.token_ids for one in completions]
+    return [completion.token_ids for completion in completions]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def start(tokenizer):
 
 @pytest.fixture(scope="module")
 def engine(start):
-    """The built-in model: tied embeddings, trained, so that its greedy answers have clear margins."""
+    """The built-in model: tied embeddings, trained, so that its greedy responses have clear margins."""
     with start(builtin_folder("tiny"), max_tokens=320) as engine:
         yield engine
 
@@ -94,7 +94,7 @@ def reference(tokenizer):
     return TransformersPasses(model, tokenizer)
 
 
-def test_the_worker_is_a_process_of_its_own_behind_that_of_the_engine(engine):
+def test_the_worker_is_a_separate_process_below_that_of_the_engine(engine):
     (worker,) = engine.worker_processes
     parents = [process.pid for process in psutil.Process(worker).parents()]
     assert os.getpid() in parents
@@ -103,7 +103,7 @@ def test_the_worker_is_a_process_of_its_own_behind_that_of_the_engine(engine):
     assert engine.description["vllm"].startswith("vllm")
 
 
-def test_its_processes_listen_on_the_loopback_interface_alone(engine):
+def test_its_processes_listen_only_on_the_loopback_interface(engine):
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     assert {*engine.worker_processes} < {process.pid for process in processes}
     listening = {
@@ -118,17 +118,17 @@ def test_its_processes_listen_on_the_loopback_interface_alone(engine):
 def test_greedy_tokens_equal_those_of_transformers(engine, reference, prompts):
     clean, receipt = run(engine, PassNoise(), prompts)
     assert clean == run(reference, PassNoise(), prompts)[0]
-    assert "stop" in {one.finish_reason for one in clean}
+    assert "stop" in {completion.finish_reason for completion in clean}
     (record,) = receipt.check().phases
     assert (record.noised_calls, record.reference_check_difference) == (0, 0.0)
     assert record.reference_checked_elements > 1000
-    assert record.forwards == max(len(one.token_ids) for one in clean)
+    assert record.forwards == max(len(completion.token_ids) for completion in clean)
 
 
 @pytest.mark.parametrize("operators", ["matmul", "all"])
 def test_noise_measures_as_in_transformers_in_every_layer(engine, reference, prompts, operators):
     requested = noise(operators=operators)
-    ours, theirs = (run(one, requested, prompts)[1].check() for one in (engine, reference))
+    ours, theirs = (run(generator, requested, prompts)[1].check() for generator in (engine, reference))
     assert ours.num_layers == theirs.num_layers == 6
     for layer in (*range(6), None):
         (a, n), (b, m) = (layer_scale(receipt, layer) for receipt in (ours, theirs))
@@ -171,17 +171,17 @@ def test_noise_is_replayed_by_its_key_and_gone_after_the_pass(engine, reference,
 
 @pytest.fixture
 def few_shot(prompts):
-    """Prompts that begin with the same 200 tokens: one block of vLLM's cache and more."""
+    """Prompts with the same first 200 tokens: more than one block of vLLM's cache."""
     beginning = [token for prompt in prompts for token in prompt] * 5
     return [beginning[:200] + prompt for prompt in prompts]
 
 
-def test_what_prompts_begin_with_is_read_once_but_by_each_prompt_under_noise(engine, reference, few_shot, monkeypatch):
+def test_a_common_prefix_is_read_once_but_by_each_prompt_under_noise(engine, reference, few_shot, monkeypatch):
     wait, cached = engine._llm.wait_for_completion, []
 
     def watched(**settings):
         outputs = wait(**settings)
-        cached.append(sorted(one.num_cached_tokens for one in outputs))
+        cached.append(sorted(output.num_cached_tokens for output in outputs))
         return outputs
 
     monkeypatch.setattr(engine._llm, "wait_for_completion", watched)
@@ -189,7 +189,7 @@ def test_what_prompts_begin_with_is_read_once_but_by_each_prompt_under_noise(eng
     for requested in (noise(), fault):
         _, receipt = run(engine, requested, few_shot)
         receipt.check()
-    # What the noised pass left in vLLM's memory is no part of what follows.
+    # Cache entries of the noised pass are not used afterwards.
     clean, receipt = run(engine, PassNoise(), few_shot, KEY, KEY)
     receipt.check()
     assert clean[0] == clean[1] == run(reference, PassNoise(), few_shot)[0]
@@ -203,7 +203,7 @@ def test_a_prompt_that_was_not_read_under_its_own_noise_is_refused(engine, few_s
     monkeypatch.setattr(
         vllm, "SamplingParams", lambda **requested: parameters(**requested | {"skip_reading_prefix_cache": False})
     )
-    with pytest.raises(ReceiptError, match=r"vLLM took [1-9]\d+ tokens of prompts from its cache"):
+    with pytest.raises(ReceiptError, match=r"vLLM read [1-9]\d+ prompt tokens from its cache"):
         run(engine, noise(), few_shot)
 
 
@@ -212,16 +212,16 @@ def test_a_vllm_that_no_longer_counts_what_it_cached_is_refused(engine, prompts,
 
     def without_counts(**settings):
         outputs = wait(**settings)
-        for one in outputs:
-            one.num_cached_tokens = None
+        for output in outputs:
+            output.num_cached_tokens = None
         return outputs
 
     monkeypatch.setattr(engine._llm, "wait_for_completion", without_counts)
-    with pytest.raises(ReceiptError, match="does not say how many tokens of prompts"):
+    with pytest.raises(ReceiptError, match="does not report how many prompt tokens"):
         run(engine, noise(), prompts)
 
 
-def test_only_the_layers_and_the_head_that_were_asked_for_are_noised(engine, prompts):
+def test_only_the_requested_layers_and_head_are_noised(engine, prompts):
     receipt = run(engine, noise(layers=(1, 4), include_lm_head=False), prompts)[1].check()
     assert {cell.layer for cell in receipt.cells} == {1, 4}
 
@@ -241,15 +241,15 @@ def test_only_the_layers_and_the_head_that_were_asked_for_are_noised(engine, pro
     ],
     ids=lambda fault: f"{fault['type']}-{fault.get('site', 'layer_output')}",
 )
-def test_a_deterministic_fault_gives_the_answers_that_it_gives_in_transformers(engine, reference, prompts, fault):
-    """One prompt at a time: thresholds are of each call, and transformers would pad a batch."""
+def test_a_deterministic_fault_gives_the_same_responses_as_in_transformers(engine, reference, prompts, fault):
+    """One prompt at a time: each call has its own threshold, and transformers would pad a batch."""
     requested = PassNoise(faults=(Fault(**fault),))
-    accounts = []
+    passes = []
     for generator in (engine, reference):
         generator.begin_pass(requested)
-        answers = [generator.generate([prompt], SAMPLING, KEY)[0] for prompt in prompts]
-        accounts.append((answers, pass_receipt(requested, [generator.end_pass()]).check().fault_cells))
-    (ours, (our_cell,)), (theirs, (their_cell,)) = accounts
+        completions = [generator.generate([prompt], SAMPLING, KEY)[0] for prompt in prompts]
+        passes.append((completions, pass_receipt(requested, [generator.end_pass()]).check().fault_cells))
+    (ours, (our_cell,)), (theirs, (their_cell,)) = passes
     assert ours == theirs
     assert (our_cell.calls, our_cell.elements) == (their_cell.calls, their_cell.elements)
     assert our_cell.num_faulty_channels == their_cell.num_faulty_channels
@@ -262,25 +262,25 @@ def test_a_deterministic_fault_gives_the_answers_that_it_gives_in_transformers(e
 @pytest.mark.parametrize(
     "error", [SystematicBias(scale=0.02), MantissaTruncation(mantissa_bits=3)], ids=lambda e: e.kind
 )
-def test_errors_without_chance_give_the_answers_that_they_give_in_transformers(
-    engine, reference, prompts, operators, error
-):
+def test_deterministic_errors_give_the_same_responses_as_in_transformers(engine, reference, prompts, operators, error):
     requested = noise(error=error, operators=operators)
-    answers = []
+    responses = []
     for generator in (engine, reference):
         found, receipt = run(generator, requested, prompts)
         receipt.check()
-        answers.append(tokens(found))
-    assert answers[0] == answers[1] != tokens(engine.generate(prompts, SAMPLING))
+        responses.append(tokens(found))
+    assert responses[0] == responses[1] != tokens(engine.generate(prompts, SAMPLING))
 
 
 @pytest.mark.parametrize("point", ["input", "output"])
 @pytest.mark.parametrize("chosen", ["minimal", "mlp", "all", ("*.k_proj", "*.up_proj", "lm_head")], ids=str)
 def test_noise_on_modules_as_in_transformers(engine, reference, prompts, chosen, point):
-    """A bias leaves nothing to chance, so that answers can be compared; Gaussian noise is compared by its size."""
-    exact = [run(one, modules(chosen, point, SystematicBias(scale=0.05)), prompts) for one in (engine, reference)]
+    """A bias is deterministic, so responses can be compared; Gaussian noise is compared by its size."""
+    exact = [
+        run(generator, modules(chosen, point, SystematicBias(scale=0.05)), prompts) for generator in (engine, reference)
+    ]
     assert tokens(exact[0][0]) == tokens(exact[1][0]) != tokens(engine.generate(prompts, SAMPLING))
-    ours, theirs = (run(one, modules(chosen, point), prompts)[1].check() for one in (engine, reference))
+    ours, theirs = (run(generator, modules(chosen, point), prompts)[1].check() for generator in (engine, reference))
     assert ours.num_noised_modules == theirs.num_noised_modules == ours.phases[0].modules_noised
     assert {(cell.operator, cell.layer) for cell in ours.cells} == {
         (cell.operator, cell.layer) for cell in theirs.cells
@@ -300,7 +300,7 @@ def test_operators_modules_and_faults_share_a_pass(engine, prompts):
     assert receipt.fault_cells[0].affected_elements > 0
 
 
-def test_a_fault_changes_answers(engine, prompts):
+def test_a_fault_changes_responses(engine, prompts):
     requested = PassNoise(faults=(Fault(type="saturation", layer=2, magnitude=0.7),))
     assert run(engine, requested, prompts)[0] != engine.generate(prompts, SAMPLING)
 
@@ -316,14 +316,14 @@ def test_noise_and_a_fault_share_a_pass(engine, prompts):
     ("requested", "message"),
     [
         (noise(attention="decomposed"), "attention as one operator"),
-        (noise(error=FakeQuantization(format="mxfp4")), "fake_quantization is not mapped"),
-        (modules(("*.mlp",)), r"pattern '\*\.mlp' matches model\.layers\.0\.mlp, no linear module or norm"),
+        (noise(error=FakeQuantization(format="mxfp4")), "fake_quantization is not supported"),
+        (modules(("*.mlp",)), r"pattern '\*\.mlp' matches model\.layers\.0\.mlp, which is no linear module or norm"),
         (modules(("*.qkv_proj",)), "matches none of 56 modules"),
         (PassNoise(faults=(Fault(type="bias", layer=6, magnitude=0.1),)), r"layer is 6, expected 0 to 5"),
         (PassNoise(faults=(Fault(type="bias", layer=0, magnitude=0.1, site="qkv_proj"),)), "site is 'qkv_proj'"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused_in_one_line(engine, requested, message):
+def test_unsupported_noise_is_refused_in_one_line(engine, requested, message):
     with pytest.raises(ModelError, match=message) as refused:
         engine.begin_pass(requested)
     assert "\n" not in str(refused.value)
@@ -336,7 +336,7 @@ def test_noise_that_silently_does_not_happen_is_refused(engine, prompts, monkeyp
         return [{}] if method == "aqnpipe_begin_batch" else rpc(method, **rest)
 
     monkeypatch.setattr(engine._llm, "collective_rpc", without_noise)
-    with pytest.raises(ReceiptError, match="accounts for 0 forward passes, the responses took at least"):
+    with pytest.raises(ReceiptError, match="measured 0 forward passes, the responses took at least"):
         run(engine, noise(), prompts)
 
 
@@ -356,17 +356,17 @@ def test_a_receipt_that_covers_fewer_passes_than_the_responses_took_is_refused(e
         run(engine, noise(), prompts, KEY, KEY)
 
 
-def test_a_missing_account_of_a_worker_is_refused(engine, prompts, monkeypatch):
+def test_missing_measurements_of_a_worker_are_refused(engine, prompts, monkeypatch):
     rpc = engine._llm.collective_rpc
     monkeypatch.setattr(
         engine._llm, "collective_rpc", lambda method, **rest: rpc(method, **rest)[: method != "aqnpipe_end_pass"]
     )
-    with pytest.raises(ReceiptError, match=r"accounts of workers \[\], expected 1"):
+    with pytest.raises(ReceiptError, match=r"measurements of workers \[\], expected 1"):
         run(engine, noise(), prompts)
 
 
-def test_shares_of_a_model_answer_the_same_but_take_no_noise(start, reference, prompts, monkeypatch):
-    """No study can ask for tensor parallelism; whoever starts such an engine finds out at once."""
+def test_a_tensor_parallel_model_responds_the_same_but_supports_no_noise(start, reference, prompts, monkeypatch):
+    """No study can request tensor parallelism; an engine that is started with it refuses noise at once."""
     from aqnpipe.generation.vllm import engine as engines
 
     start_whole = engines.start
@@ -379,7 +379,7 @@ def test_shares_of_a_model_answer_the_same_but_take_no_noise(start, reference, p
         assert len(set(shared.worker_processes)) == shared.description["workers"] == 2
         assert tokens(shared.generate(prompts, SAMPLING)) == tokens(run(reference, PassNoise(), prompts)[0])
         for requested in (noise(), modules("linear")):
-            with pytest.raises(ModelError, match=r"does not reach .*2 tensor-parallel shares\).*transformers computes"):
+            with pytest.raises(ModelError, match=r"does not reach .*2 tensor-parallel shares\).*transformers supports"):
                 shared.begin_pass(requested)
         with pytest.raises(ReceiptError, match="receipt refused"):
             run(shared, PassNoise(), prompts)[1].check()
@@ -395,21 +395,21 @@ def test_a_stop_text_ends_a_response_in_the_worker(engine, reference, prompts, s
         record = pass_receipt(PassNoise(), [generator.end_pass()]).check().phases[0]
     assert ended[0] == ended[1]
     free = run(engine, PassNoise(), prompts)[0]
-    assert any(len(one.token_ids) < len(other.token_ids) for one, other in zip(ended[0], free, strict=True))
-    assert record.forwards >= max(len(one.token_ids) for one in ended[0])
+    assert any(len(stopped.token_ids) < len(full.token_ids) for stopped, full in zip(ended[0], free, strict=True))
+    assert record.forwards >= max(len(completion.token_ids) for completion in ended[0])
     sampled = Sampling(max_response_tokens=24, stop_text=stop_text, temperature=1.0, seed=5, log_probabilities=True)
-    for one in engine.generate(prompts, sampled):
-        assert len(one.log_probabilities) == len(one.token_ids)
-        assert all(value > float("-inf") for value in one.log_probabilities)
+    for completion in engine.generate(prompts, sampled):
+        assert len(completion.log_probabilities) == len(completion.token_ids)
+        assert all(value > float("-inf") for value in completion.log_probabilities)
 
 
 def test_sampling_is_keyed_by_seed_and_row(engine, prompts):
     sampling = Sampling(max_response_tokens=12, temperature=1.5, seed=5)
     whole = engine.generate(prompts, sampling)
-    shares = [
+    parts = [
         engine.generate(prompts[row : row + 2], Sampling(12, 1.5, seed=5, first_row=row, num_rows=4)) for row in (0, 2)
     ]
-    assert shares[0] + shares[1] == whole
+    assert parts[0] + parts[1] == whole
     assert engine.generate(prompts, Sampling(12, 1.5, seed=6)) != whole
     assert engine.generate([], sampling) == []
 
@@ -450,7 +450,7 @@ def test_an_unsupported_head_size_is_one_line_before_anything_starts(start, tmp_
         start(tmp_path)
 
 
-def test_an_architecture_that_vllm_does_not_know(start, tmp_path):
+def test_an_architecture_that_vllm_does_not_implement_is_refused(start, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}')
     with pytest.raises(ModelError, match="vLLM has no model class NoSuchForCausalLM"):
         start(tmp_path)

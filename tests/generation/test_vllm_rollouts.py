@@ -1,4 +1,4 @@
-"""Rollouts by vLLM against those of the policy itself, on a CPU: weights, noise, faults, log-probabilities."""
+"""Rollouts by vLLM against rollouts by the policy itself, on a CPU: weights, noise, faults, log-probabilities."""
 
 import copy
 
@@ -64,7 +64,7 @@ def rollouts(engine, tmp_path):
 
 @pytest.fixture
 def policy():
-    """The built-in model as some optimiser steps might leave it: every weight has moved."""
+    """The built-in model with every weight changed, as after some optimiser steps."""
     model = load_model(builtin_folder("tiny"), dtype="float32", attention="sdpa")
     return moved(model)
 
@@ -105,22 +105,22 @@ def log_probabilities(model, completion, prompt):
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
-def assert_drawn_by(model, completions):
-    """The sampler's log-probabilities are those of `model`, to rounding."""
+def assert_rollout_engine(model, completions):
+    """The sampler's log-probabilities equal those of `model`, except for rounding."""
     for completion, prompt in zip(completions, PROMPTS, strict=True):
         expected = log_probabilities(model, completion, prompt)
         torch.testing.assert_close(torch.tensor(completion.log_probabilities), expected, atol=2e-4, rtol=0)
 
 
 def test_after_a_sync_the_engine_computes_what_the_policy_does(engine, rollouts, policy):
-    """Tied embeddings; the second sync replaces the first, and nothing of the prompts read before is kept."""
+    """Tied embeddings; the second sync replaces the first, and no cache entry of earlier prompts is used."""
     before = TransformersBackend(policy, TOKENIZER).generate(PROMPTS, GREEDY)
     recorded = recorder(policy)
-    assert_drawn_by(policy, rollouts.roll_out(policy, recorded, rollout(policy)))
+    assert_rollout_engine(policy, rollouts.roll_out(policy, recorded, rollout(policy)))
     assert engine.generate(PROMPTS, GREEDY) == before
     moved(policy, seed=1, by=0.3)
     recorded.note_clean_norms(policy)
-    assert_drawn_by(policy, rollouts.roll_out(policy, recorded, rollout(policy)))
+    assert_rollout_engine(policy, rollouts.roll_out(policy, recorded, rollout(policy)))
     after = TransformersBackend(policy, TOKENIZER).generate(PROMPTS, GREEDY)
     assert engine.generate(PROMPTS, GREEDY) == after != before
     (record,) = recorded.receipt().check().phases
@@ -131,11 +131,13 @@ def test_draws_are_keyed_by_seed_and_row(rollouts, policy):
     first, again = (rollouts.roll_out(policy, recorder(policy), rollout(policy)) for _ in range(2))
     other = Sampling(max_response_tokens=24, temperature=1.2, seed=12, log_probabilities=True)
     assert first == again != rollouts.roll_out(policy, recorder(policy), rollout(policy, sampling=other))
-    assert [one.log_probabilities for one in first] == [one.log_probabilities for one in again]
+    assert [completion.log_probabilities for completion in first] == [
+        completion.log_probabilities for completion in again
+    ]
 
 
-def test_aqn_is_on_the_norms_of_the_engine_alone(engine, rollouts, policy):
-    """The same numbers as in transformers: a policy with that noise would have drawn with the same probabilities."""
+def test_aqn_is_only_on_the_norms_of_the_engine(engine, rollouts, policy):
+    """The same noise as in transformers: a policy with it has the same log-probabilities."""
     clean = norms_sha256(policy)
     recorded = recorder(policy, WITH_AQN)
     completions = rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.05))
@@ -143,7 +145,7 @@ def test_aqn_is_on_the_norms_of_the_engine_alone(engine, rollouts, policy):
     twin, spare = copy.deepcopy(policy), recorder(policy, WITH_AQN)
     factors = target_factors(twin, AQN, None)
     with noised_rollout(twin, AQN, factors, spare, sigma=0.05, seed=KEY.seed, step=KEY.step):
-        assert_drawn_by(twin, completions)
+        assert_rollout_engine(twin, completions)
     (ours,), (theirs,) = recorded.receipt().weight_syncs, spare.receipt().weight_syncs
     assert ours == theirs
     assert (ours.sigma_scheduled, ours.targets, ours.clean_sha256_before) == (0.05, 13, clean)
@@ -153,16 +155,16 @@ def test_aqn_is_on_the_norms_of_the_engine_alone(engine, rollouts, policy):
 
 
 def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
-    """Two rollouts, with a sync between: hooks survive it, and a cached threshold stays that of the first call."""
+    """Two rollouts with a sync between them: hooks survive it, and the threshold of the first call stays cached."""
     noise = OperatorNoise(error=RelativeGaussian(scale=0.2), phases=("rollout",), attention="fused")
     fault = Fault(type="saturation", layer=2, magnitude=0.5, threshold="cached")
     spec = NoiseSpec(operator_noise=noise, faults=(fault,))
     receipts = []
-    for drawn_by in (rollouts, TransformersRolloutEngine(TOKENIZER)):
+    for rollout_engine in (rollouts, TransformersRolloutEngine(TOKENIZER)):
         recorded, faults = recorder(policy, spec), ActiveFaults.of(spec.faults)
         for step in range(2):
             requested = rollout(policy, spec, faults=faults, key=NoiseKey(seed=3, step=step), factors={})
-            drawn_by.roll_out(policy, recorded, requested)
+            rollout_engine.roll_out(policy, recorded, requested)
             if step == 0:
                 (cached,) = faults.states()
                 assert cached.threshold is not None
@@ -176,27 +178,27 @@ def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
 
 
 def test_noise_shows_in_the_log_probabilities(rollouts, policy):
-    """What was drawn under noise was not drawn by the clean policy: what training records as mismatch."""
+    """Tokens drawn under noise have other log-probabilities under the clean policy; training records the mismatch."""
     noise = OperatorNoise(error=RelativeGaussian(scale=0.2), phases=("rollout",), attention="fused")
     spec = NoiseSpec(operator_noise=noise)
     completions = rollouts.roll_out(policy, recorder(policy, spec), rollout(policy, spec))
     differences = [
-        (torch.tensor(one.log_probabilities) - log_probabilities(policy, one, prompt)).abs().mean()
-        for one, prompt in zip(completions, PROMPTS, strict=True)
+        (torch.tensor(completion.log_probabilities) - log_probabilities(policy, completion, prompt)).abs().mean()
+        for completion, prompt in zip(completions, PROMPTS, strict=True)
     ]
     assert min(differences) > 0.01
 
 
-def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults(rollouts, policy):
-    """As with transformers: per-layer sigmas, none where the factor is 0, and a fault on the same sum."""
+def test_aqn_on_hidden_states_has_its_size_in_every_layer_and_combines_with_faults(rollouts, policy):
+    """As with transformers: sigma per layer, no noise for factor 0, and a fault on the same sum."""
     requested = AQN.model_copy(update={"targets": "hidden_states"})
     factors = target_factors(policy, requested, {0: 1.0, 1: 0.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0})
     fault = Fault(type="saturation", layer=2, magnitude=0.5, order="around_noise")
     spec = NoiseSpec(aqn=requested, faults=(fault,))
     drawn = []
-    for drawn_by in (rollouts, TransformersRolloutEngine(TOKENIZER)):
+    for rollout_engine in (rollouts, TransformersRolloutEngine(TOKENIZER)):
         recorded = recorder(policy, spec)
-        completions = drawn_by.roll_out(policy, recorded, rollout(policy, spec, sigma=0.05, factors=factors))
+        completions = rollout_engine.roll_out(policy, recorded, rollout(policy, spec, sigma=0.05, factors=factors))
         state = recorded.state()
         assert recorded.receipt().fault_cells[0].affected_elements > 0
         drawn.append((state, completions))
@@ -204,18 +206,18 @@ def test_aqn_on_hidden_states_is_of_its_size_in_every_layer_and_goes_with_faults
         (sync,) = state.weight_syncs
         assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5
         assert sync.clean_sha256_before == sync.clean_sha256_after == norms_sha256(policy)
-        measured = {one.layer: (one.squares / one.elements) ** 0.5 for one in state.weight_factors}
+        measured = {factor.layer: (factor.squares / factor.elements) ** 0.5 for factor in state.weight_factors}
         assert measured == pytest.approx({0: 1.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0}, rel=0.05)
         differences = [
-            (torch.tensor(one.log_probabilities) - log_probabilities(policy, one, prompt)).abs().mean()
-            for one, prompt in zip(completions, PROMPTS, strict=True)
+            (torch.tensor(completion.log_probabilities) - log_probabilities(policy, completion, prompt)).abs().mean()
+            for completion, prompt in zip(completions, PROMPTS, strict=True)
         ]
         assert min(differences) > 0.001
     ours, theirs = (state.weight_syncs[0] for state, _ in drawn)
     assert (ours.sigma_requested, ours.targets) == (theirs.sigma_requested, theirs.targets)
 
 
-@pytest.mark.parametrize("flaw", ["changed", "missing", "stranger"])
+@pytest.mark.parametrize("flaw", ["changed", "missing", "unknown"])
 def test_weights_that_are_not_those_sent_are_refused(engine, policy, tmp_path, flaw):
     path = tmp_path / "weights.safetensors"
     norms = {f"{name}.weight" for name in rms_norms(policy)}
@@ -240,24 +242,24 @@ def test_weights_that_are_not_those_sent_are_refused(engine, policy, tmp_path, f
 @pytest.mark.parametrize(
     ("dropped", "message"),
     [
-        ("aqnpipe_load_weights", "not every one of 1 vLLM workers took the weights"),
-        ("aqnpipe_begin_batch", "accounts for 0 forward passes, the responses took at least"),
-        ("aqnpipe_end_pass", r"accounts of workers \[\], expected 1"),
+        ("aqnpipe_load_weights", "not every one of 1 vLLM workers loaded the weights"),
+        ("aqnpipe_begin_batch", "measured 0 forward passes, the responses took at least"),
+        ("aqnpipe_end_pass", r"measurements of workers \[\], expected 1"),
     ],
 )
-def test_a_worker_that_does_not_do_its_part_fails_the_rollout(engine, rollouts, policy, monkeypatch, dropped, message):
+def test_a_worker_that_skips_a_step_fails_the_rollout(engine, rollouts, policy, monkeypatch, dropped, message):
     rpc = engine._llm.collective_rpc
-    answer = [] if dropped == "aqnpipe_end_pass" else [{}]
+    reply = [] if dropped == "aqnpipe_end_pass" else [{}]
     monkeypatch.setattr(
-        engine._llm, "collective_rpc", lambda method, **rest: answer if method == dropped else rpc(method, **rest)
+        engine._llm, "collective_rpc", lambda method, **rest: reply if method == dropped else rpc(method, **rest)
     )
     recorded = recorder(policy, WITH_AQN)
     with pytest.raises(ReceiptError, match=message):
         rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.05))
 
 
-def test_untied_embeddings_and_norms_finer_than_what_is_computed_in(start, tmp_path, make_model):
-    """A float32 policy in a bfloat16 engine: norms are not rounded, or AQN of 0.0005 would be lost."""
+def test_untied_embeddings_and_norms_in_a_finer_dtype_than_the_engine(start, tmp_path, make_model):
+    """A float32 policy in a bfloat16 engine: norms are not rounded, because AQN of 0.0005 would be lost."""
     make_model(
         num_layers=2,
         hidden_size=128,

@@ -152,7 +152,7 @@ def test_an_engine_that_loses_the_noise_fails_the_run(inputs, tmp_path, monkeypa
         "_call",
         lambda self, name, *args: [{}] if name == "aqnpipe_begin_batch" else original(self, name, *args),
     )
-    with pytest.raises(ReceiptError, match="accounts for 0 forward passes, the responses took at least"):
+    with pytest.raises(ReceiptError, match="measured 0 forward passes, the responses took at least"):
         run(spec(num_steps=1, arm={"operator_noise": NOISE}), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -105,7 +105,7 @@ class VllmRolloutEngine:
     def roll_out(self, policy: nn.Module, recorder: ReceiptRecorder, rollout: Rollout) -> list[Completion]:
         """Return one completion per prompt, in order."""
         clean_norms = self._send(policy)
-        # The engine's own recorder requests what it is sent, so only this one can tell that it is something else.
+        # The recorder in the worker compares with the spec that it receives, so the spec itself is compared here.
         recorder.note_installed("rollout", **dict(rollout.spec))
         self._vllm.begin_rollout(
             RolloutNoise(

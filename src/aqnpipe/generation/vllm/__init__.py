@@ -1,1 +1,1 @@
-"""vLLM as a generation backend, with noise that is put and measured inside its worker processes."""
+"""vLLM as a generation backend; its worker processes apply and measure the noise."""

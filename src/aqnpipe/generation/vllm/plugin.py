@@ -1,4 +1,4 @@
-"""The general plugin of vLLM: what has to happen in each of its processes before a model is loaded."""
+"""A vLLM plugin. vLLM runs it in each of its processes before it loads a model."""
 
 import os
 import signal
@@ -8,17 +8,20 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 LAUNCHER = "AQNPIPE_VLLM_LAUNCHER"
-"""Environment variable: process id of who started an engine of ours. vLLM loads plugins in everybody's engines."""
+"""Environment variable: id of the process that started an engine of aqnpipe.
+
+vLLM loads plugins in every engine on the machine; in engines that others started, the plugin does nothing.
+"""
 
 _MARK = "_aqnpipe_plugin"
 _POLL_SECONDS = 1.0
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: keep linear layers plain, and leave a mark that workers are requested.
+    """Entry point `vllm.general_plugins`: keep linear layers plain, and mark the process as prepared.
 
-    On a CPU vLLM would pack weights for oneDNN or AMX kernels: such a layer has no weight that can be recomputed with,
-    so the witness could not compare it with bare torch.
+    On a CPU vLLM would pack weights for oneDNN or AMX kernels. The reference check cannot recompute a layer with packed
+    weights. The engine reads the mark of each worker when it starts.
     """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
@@ -34,7 +37,7 @@ def register() -> None:
         vllm.model_executor.layers.utils.check_cpu_sgl_kernel = _no_packed_kernel
     setattr(vllm, _MARK, version("aqnpipe"))
     if os.getppid() == int(launcher):
-        threading.Thread(target=_end_after, args=(int(launcher),), daemon=True).start()
+        threading.Thread(target=_exit_after, args=(int(launcher),), daemon=True).start()
 
 
 def version_in_this_process() -> str | None:
@@ -45,7 +48,7 @@ def version_in_this_process() -> str | None:
 
 
 def is_vllm_installed() -> bool:
-    """Tell whether vLLM is installed, without importing it."""
+    """Return whether vLLM is installed, without importing it."""
     return find_spec("vllm") is not None
 
 
@@ -53,8 +56,8 @@ def _no_packed_kernel(*_: object) -> bool:
     return False
 
 
-def _end_after(launcher: int) -> None:
-    """End the engine's process once its launcher is gone: vLLM's would live on after a kill. Its workers follow it."""
+def _exit_after(launcher: int) -> None:
+    """End this engine process once its launcher is gone; its workers end with it. vLLM alone would keep running."""
     while os.getppid() == launcher:
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Recomputes vLLM's linear modules by bare torch and compares. It knows nothing of how noise is put there."""
+"""Recomputes vLLM's linear modules with plain torch and compares. It shares no code with the injection of noise."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -14,7 +14,7 @@ from aqnpipe.noise.injection.reference_check import STRIDE, compare_with_referen
 
 
 class EngineReferenceCheck:
-    """Compares linear modules in the first forwards of a batch; `operator_noise` is what they should have."""
+    """Compares linear modules in the first forwards of a batch; `operator_noise` is the noise that they should have."""
 
     def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
         self._state = state
@@ -24,7 +24,7 @@ class EngineReferenceCheck:
         self._handles: list[Any] = []
 
     def install(self, stack: ExitStack, linear: Linear) -> None:
-        """Compare what one linear module puts out, before the hooks of any fault behind it."""
+        """Compare the output of one linear module, ahead of the hooks of any fault on it."""
         number, self._number = self._number, self._number + 1
         hook = partial(self._compare_linear, number % STRIDE == self._offset)
         self._keep(stack, linear.module.register_forward_hook(hook, prepend=True))
@@ -36,9 +36,9 @@ class EngineReferenceCheck:
             self._keep(stack, logits.register_forward_hook(self._compare_head, prepend=True))
 
     def enter_model(self) -> None:
-        """Note the start of a forward."""
+        """Start a forward; remove the hooks if no later forward needs them."""
         if self._state.reads_one_token and not self._state.is_first_of_kind:
-            # A hook costs time even if it has nothing left to do.
+            # A hook takes time even if it does nothing.
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -47,9 +47,10 @@ class EngineReferenceCheck:
         self._handles.append(handle)
         keep(stack, handle)
 
-    def _compare_linear(self, has_its_turn: bool, module: Any, args: tuple[Tensor, ...], output: Any) -> None:
-        # The first forward reads prompts and costs most, so an eighth is checked there, another eighth in each batch.
-        if not (self._state.reads_one_token or has_its_turn):
+    def _compare_linear(self, is_selected: bool, module: Any, args: tuple[Tensor, ...], output: Any) -> None:
+        # The first forward reads the prompts and is the most expensive: only an eighth of the modules is compared
+        # in it, another eighth in each batch.
+        if not (self._state.reads_one_token or is_selected):
             return
         used = output[0] if isinstance(output, tuple) else output
         self.compare(args[0], module.weight, None if module.skip_bias_add else module.bias, used)
@@ -59,9 +60,10 @@ class EngineReferenceCheck:
         self.compare(hidden, head.weight, None, output)
 
     def compare(self, x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor) -> None:
-        """Compare the product of `x` and `weight` with what is used of it; `used` is with the bias where there is one.
+        """Compare the product of `x` and `weight` with `used`, the output in use, which includes any bias.
 
-        To be called by what changes inputs or outputs within a linear module, where the module's own are no product.
+        Code that changes inputs or outputs inside a linear module calls this itself: the module's own input and output
+        then no longer belong to one product.
         """
         if self._state.is_first_of_kind:
             compare_with_reference(self._state, self._operator_noise, x, weight, bias, used)

@@ -1,4 +1,4 @@
-"""What vLLM needs, checked before it starts: its own messages come from other processes and are long."""
+"""Checks the requirements of vLLM before it starts; its own error messages come from other processes and are long."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,16 +18,16 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_vllm(device: DeviceKind) -> None:
-    """Raise ModelError, with the command that helps, if vLLM is not installed."""
+    """Raise ModelError, with the install command, if vLLM is not installed."""
     if not is_vllm_installed():
         raise ModelError(
-            f"generation.backend: vllm was requested and is not installed here: {_INSTALL[device]}; "
-            "backend: transformers runs without"
+            f"generation.backend: vllm was requested but is not installed here: {_INSTALL[device]}; "
+            "backend: transformers runs without vLLM"
         )
 
 
 def check_model(folder: Path, config: Mapping[str, Any], device: DeviceKind) -> None:
-    """Raise ModelError if vLLM has no implementation of the model, or no attention kernel for its head size."""
+    """Raise ModelError if vLLM does not implement the model, or has no attention kernel for its head size."""
     from vllm import ModelRegistry
 
     architecture = (config.get("architectures") or ["none"])[0]
@@ -40,5 +40,5 @@ def check_model(folder: Path, config: Mapping[str, Any], device: DeviceKind) -> 
     if device == "cpu" and head_size not in _CPU_HEAD_SIZES:
         raise ModelError(
             f"{folder / 'config.json'}: head_dim is {head_size}, vLLM on a CPU supports "
-            f"{', '.join(map(str, _CPU_HEAD_SIZES))}; generation.backend: transformers takes any"
+            f"{', '.join(map(str, _CPU_HEAD_SIZES))}; generation.backend: transformers supports any"
         )

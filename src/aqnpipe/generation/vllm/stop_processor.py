@@ -1,7 +1,8 @@
-"""Ends a request of vLLM at a text, inside the worker.
+"""Ends a vLLM request at a stop text, inside the worker.
 
-vLLM's own stop strings are seen by the process that asks, which then cancels the request: how many tokens are computed
-meanwhile depends on timing, and with them the noise of all others in the batch. Here the end token is forced instead.
+vLLM detects its own stop strings in the client process, which then cancels the request. How many tokens the worker
+computes until then depends on timing, and so does the noise of all other requests in the batch. This processor forces
+the end token in the worker instead.
 """
 
 from collections.abc import Callable
@@ -16,27 +17,27 @@ from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXT, StopText
 from aqnpipe.models.loading import load_tokenizer
 
 
-class EndsAtText(AdapterLogitsProcessor):
-    """Forces the end token behind the stop text of a request, if it has one."""
+class StopTextProcessor(AdapterLogitsProcessor):
+    """Forces the end token after the stop text of a request, if the request has one."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._folder = vllm_config.model_config.model
-        self._known: dict[str, StopText] = {}
+        self._stop_texts: dict[str, StopText] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """Tell vLLM that greedy choice needs this too."""
+        """Return False: the processor changes greedy choices too."""
         return False
 
     def new_req_logits_processor(self, params: Any) -> Callable[[list[int], Tensor], Tensor] | None:
-        """Return what changes the logits of a request; None if it has no stop text."""
-        requested = params.extra_args or {}
-        text = requested.get(STOP_TEXT)
+        """Return the function that changes the logits of a request; None if the request has no stop text."""
+        arguments = params.extra_args or {}
+        text = arguments.get(STOP_TEXT)
         if text is None:
             return None
-        if text not in self._known:
-            self._known[text] = StopText(load_tokenizer(Path(self._folder)), text)
-        stop, end_token = self._known[text], requested[END_TOKEN]
+        if text not in self._stop_texts:
+            self._stop_texts[text] = StopText(load_tokenizer(Path(self._folder)), text)
+        stop, end_token = self._stop_texts[text], arguments[END_TOKEN]
 
         def force_end(output_ids: list[int], logits: Tensor) -> Tensor:
             if stop.is_complete(output_ids):

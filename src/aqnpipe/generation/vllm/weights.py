@@ -1,4 +1,4 @@
-"""Weights on their way from a trainer to vLLM's workers: one safetensors file, known by its digest."""
+"""Sends weights from a trainer to vLLM's workers: one safetensors file, verified by its SHA-256."""
 
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -14,25 +14,25 @@ from aqnpipe.models.layout import rms_norms, weight_of
 
 
 def send_weights(weights: Mapping[str, Tensor], norms: Set[str], dtype: torch.dtype, path: Path) -> str:
-    """Write `weights` to `path` in the format that the engine computes in, and return the SHA-256 of the file.
+    """Write `weights` to `path` in `dtype`, the dtype of the engine; return the SHA-256 of the file.
 
-    The `norms` among their names stay in the trainer's own format: AQN's noise may be smaller than what bfloat16 can
-    tell apart. Of names that share one tensor (tied embeddings) the first is sent.
+    Weights named in `norms` keep the trainer's dtype, because AQN noise can be smaller than the resolution of bfloat16.
+    If several names share one tensor (tied embeddings), only the first is sent.
     """
-    kept, sent = set(), {}
+    seen, sent = set(), {}
     for name, tensor in weights.items():
         place = (tensor.data_ptr(), tensor.shape)
-        if place not in kept:
+        if place not in seen:
             sent[name] = tensor.detach().to(tensor.dtype if name in norms else dtype).contiguous()
-            kept.add(place)
+            seen.add(place)
     save_file(sent, path)
     return sha256_of_file(path)
 
 
-def take_weights(engine: EngineModel, path: Path, sha256: str) -> None:
-    """Load what `send_weights` wrote into a worker's model, and compare every parameter with it, bit for bit.
+def load_sent_weights(engine: EngineModel, path: Path, sha256: str) -> None:
+    """Load the file of `send_weights` into a worker's model, and compare every parameter with it, bit for bit.
 
-    Raises ReceiptError if the file is another one, or if the model holds anything else than what was sent.
+    Raises ReceiptError if the file has another SHA-256, or if any parameter of the model differs from the file.
     """
     found = sha256_of_file(path)
     if found != sha256:
@@ -43,7 +43,7 @@ def take_weights(engine: EngineModel, path: Path, sha256: str) -> None:
         if f"{name}.weight" in sent:
             weight.data = weight.data.to(sent[f"{name}.weight"].dtype)
     with torch.no_grad():
-        engine.model.load_weights(sent.items())  # type: ignore[operator] # every model of vLLM has it
+        engine.model.load_weights(sent.items())  # type: ignore[operator] # every vLLM model has this method
     held = engine.weights()
     model = f"vLLM's {type(engine.model).__name__}"
     differing = sorted(sent.keys() ^ held.keys())
@@ -55,7 +55,7 @@ def take_weights(engine: EngineModel, path: Path, sha256: str) -> None:
     stale = [name for name, tensor in sent.items() if not _is_same(tensor, held[name])]
     if stale:
         raise ReceiptError(
-            f"weight sync: {len(stale)} of {len(sent)} parameters of {model} are not what the trainer sent: "
+            f"weight sync: {len(stale)} of {len(sent)} parameters of {model} differ from those that the trainer sent: "
             f"{', '.join(stale[:3])}"
         )
 

@@ -1,8 +1,8 @@
-"""What vLLM's worker processes are requested to do: methods that vLLM adds to its Worker class and calls by name.
+"""Methods for vLLM's worker processes: vLLM adds them to its Worker class, and the engine calls them by name.
 
-Arguments and results are plain data, so that nothing is pickled. A mistake of the user comes back as
-`{"refused": "one line"}`, weights that did not arrive as `{"unproven": "one line"}`; everything else is a bug and
-fails the call.
+Arguments and results are plain data, so that nothing is pickled. A user's mistake is returned as
+`{"model_error": "one line"}`, weights that were not loaded as `{"receipt_error": "one line"}`. Any other exception is a
+bug and fails the call.
 """
 
 import os
@@ -13,10 +13,10 @@ from typing import Any
 
 from aqnpipe.errors import AqnpipeError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise
-from aqnpipe.generation.vllm.injection import engine_noise, refuse_what_cannot_be_mapped
+from aqnpipe.generation.vllm.injection import check_noise_is_supported, engine_noise
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.plugin import version_in_this_process
-from aqnpipe.generation.vllm.weights import take_weights
+from aqnpipe.generation.vllm.weights import load_sent_weights
 from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.phase_state import NoiseKey
@@ -24,7 +24,7 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 
 class _WorkerPass:
-    """One pass on one worker: what was requested, what was recorded, and the batch that is under way."""
+    """One pass on one worker: its noise and faults, the recorder, and the hooks of the current batch."""
 
     def __init__(self, engine: EngineModel, noise: PassNoise) -> None:
         self.engine = engine
@@ -35,12 +35,12 @@ class _WorkerPass:
 
 
 class NoiseExtension:
-    """Mixed into vLLM's worker (`worker_extension_cls`); `self` is that worker."""
+    """Mixin for vLLM's worker (`worker_extension_cls`); `self` is the worker."""
 
     _aqnpipe_pass: _WorkerPass
 
     def aqnpipe_describe(self: Any) -> dict[str, Any]:
-        """Return who this worker is and whether the plugin prepared it."""
+        """Return the rank, process and model of this worker, and the version of the plugin that prepared it."""
         model = self.get_model()
         return {
             "rank": self.rank,
@@ -54,11 +54,11 @@ class NoiseExtension:
         }
 
     def aqnpipe_load_weights(self: Any, path: str, sha256: str) -> dict[str, Any]:
-        """Take the weights in the file at `path`, whose digest is `sha256`; return that of what the model now holds."""
+        """Load the weights in the file at `path`, whose SHA-256 is `sha256`; return the SHA-256 of what was loaded."""
         try:
-            take_weights(EngineModel(self.get_model()), Path(path), sha256)
+            load_sent_weights(EngineModel(self.get_model()), Path(path), sha256)
         except ReceiptError as error:
-            return {"unproven": str(error)}
+            return {"receipt_error": str(error)}
         return {"sha256": sha256}
 
     def aqnpipe_begin_pass(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
@@ -72,16 +72,16 @@ class NoiseExtension:
     def _aqnpipe_begin(self: Any, noise: PassNoise) -> dict[str, Any]:
         try:
             engine = EngineModel(self.get_model())
-            refuse_what_cannot_be_mapped(engine, noise)
+            check_noise_is_supported(engine, noise)
         except AqnpipeError as error:
-            return {"refused": str(error)}
+            return {"model_error": str(error)}
         self._aqnpipe_pass = _WorkerPass(engine, noise)
         return {}
 
     def aqnpipe_begin_batch(self: Any, key: dict[str, int]) -> dict[str, Any]:
-        """Install the noise of the pass, named by `key` (`NoiseKey` as plain data)."""
+        """Install the noise of the pass for one batch, keyed by `key` (`NoiseKey` as plain data)."""
         current: _WorkerPass = self._aqnpipe_pass
-        noise, named = current.noise, NoiseKey(**key)
+        noise, noise_key = current.noise, NoiseKey(**key)
         with ExitStack() as stack:
             hidden_sigmas: dict[int, float] = {}
             try:
@@ -93,20 +93,20 @@ class NoiseExtension:
                             noise.factors,
                             current.recorder,
                             sigma=noise.sigma,
-                            seed=named.seed,
-                            step=named.step,
+                            seed=noise_key.seed,
+                            step=noise_key.step,
                         )
                     )
                 stack.enter_context(
-                    engine_noise(current.engine, noise, named, current.recorder, current.faults, hidden_sigmas)
+                    engine_noise(current.engine, noise, noise_key, current.recorder, current.faults, hidden_sigmas)
                 )
             except AqnpipeError as error:
-                return {"refused": str(error)}
+                return {"model_error": str(error)}
             current.batch = stack.pop_all()
         return {}
 
     def aqnpipe_end_batch(self: Any) -> dict[str, Any]:
-        """Remove the noise; does nothing if there is none."""
+        """Remove the noise of the batch; does nothing if there is none."""
         current: _WorkerPass = self._aqnpipe_pass
         if current.batch is not None:
             batch, current.batch = current.batch, None
@@ -114,7 +114,7 @@ class NoiseExtension:
         return {}
 
     def aqnpipe_end_pass(self: Any) -> dict[str, Any]:
-        """Return the record of the pass: rank, number of workers, state of the recorder as JSON, and of the faults."""
+        """End the pass; return rank, number of workers, the recorder's state as JSON, and the states of the faults."""
         current: _WorkerPass = self._aqnpipe_pass
         del self._aqnpipe_pass
         return {
