@@ -1,1 +1,1 @@
-"""Puts noise and simulated faults into a running model, for one phase."""
+"""Injects noise and simulated faults into a running model, for one phase."""

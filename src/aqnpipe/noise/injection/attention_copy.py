@@ -1,6 +1,6 @@
-"""A copy of an attention module's own code in which `torch.matmul` is another function.
+"""Copies an attention module's own code, with another function in place of `torch.matmul`.
 
-Nothing of the module, its class or its Python module is changed, so other threads and other models see nothing of it.
+The module, its class and its Python module stay unchanged, so other threads and other models are not affected.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 _EAGER = "eager_attention_forward"
-"""The function that multiplies for eager attention, by its name in the Python module of each model of transformers."""
+"""Name of the function that computes eager attention, in the Python module of each transformers model."""
 
 
 class _TorchWithMatmul:
-    """The module torch, but for `matmul`."""
+    """The module torch with another `matmul`."""
 
     def __init__(self, matmul: Callable[..., Any]) -> None:
         self.matmul = matmul
@@ -26,9 +26,10 @@ class _TorchWithMatmul:
 
 
 def attention_with(matmul: Callable[..., Any], module: nn.Module) -> Callable[..., Any] | None:
-    """Return `module`'s forward with `matmul` for `torch.matmul` in eager attention; None if it is no such attention.
+    """Return `module`'s forward with `matmul` in place of `torch.matmul`; None if it does not use eager attention.
 
-    It is one if its class has a plain forward that names transformers' eager function, and that names `torch.matmul`.
+    A module uses eager attention if its class has a plain forward that refers to transformers' eager function, and if
+    that function refers to `torch.matmul`.
     """
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or _EAGER not in forward.__code__.co_names:
@@ -41,7 +42,7 @@ def attention_with(matmul: Callable[..., Any], module: nn.Module) -> Callable[..
 
 
 def _rebound(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Return a function of the same code in which global `names` mean something else."""
+    """Return a function with the same code and other values for the global `names`."""
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names},

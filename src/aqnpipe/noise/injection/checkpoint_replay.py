@@ -1,4 +1,8 @@
-"""Gradient checkpointing under noise: a layer that is computed again gets the same noise and the same faults again."""
+"""Gradient checkpointing under noise: a recomputed layer gets the same noise and the same faults.
+
+The backward pass of a checkpointed layer computes its forward again, possibly after the phase has removed its hooks.
+This module registers the hooks again for that recomputation.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,14 +14,14 @@ from torch import nn
 from aqnpipe.noise.injection.phase_state import PhaseState
 
 ACTIVE_MARK = "_aqnpipe_injection"
-"""Attribute of a model that holds the state of the phase which has its noise on it."""
+"""Attribute of a model that holds the `PhaseState` of the active injection."""
 
 InstallOnLayer = Callable[[int, nn.Module, str, ExitStack], None]
-"""Registers every hook of one decoder layer (its index, the layer, its qualified name), for the stack to remove."""
+"""Registers every hook of one decoder layer (its index, the layer, its qualified name); the stack removes them."""
 
 
 def install_on_checkpoints(state: PhaseState, stack: ExitStack, install_on_layer: InstallOnLayer) -> None:
-    """Let checkpointed layers bring their hooks back when the backward pass computes them again."""
+    """Make checkpointed layers register their hooks again when the backward pass recomputes them."""
     names = {module: name for name, module in state.model.named_modules()}
     for index, layer in enumerate(state.layers):
         checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
@@ -36,7 +40,7 @@ def _checkpointed(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoint `run`, which calls the layer: the first call has the hooks, the recomputation brings them back."""
+    """Checkpoint `run`, which calls the layer; its first call has the hooks, a recomputation registers them again."""
     forward_index, computed_before = state.forward_index, False
 
     def run_noised(*inputs: Any, **keywords: Any) -> Any:
@@ -47,10 +51,8 @@ def _checkpointed(
         with ExitStack() as stack:
             active = getattr(state.model, ACTIVE_MARK, None)
             if active not in (None, state):
-                raise RuntimeError(
-                    "a checkpointed layer is computed again while another phase has its noise on this model"
-                )
-            # Inside the context (backward before its end) the hooks are still there.
+                raise RuntimeError("a checkpointed layer is recomputed while another phase is active on this model")
+            # A backward pass inside the phase still has the hooks.
             if active is None:
                 install(stack)
             stack.callback(setattr, state, "recomputing", state.recomputing)

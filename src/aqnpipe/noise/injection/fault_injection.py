@@ -1,4 +1,4 @@
-"""Simulated faults and AQN's noise on hidden states: what strikes the output of a site, last of all and in order."""
+"""Applies simulated faults and AQN's noise on hidden states to the outputs of sites, after all other noise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ _HIDDEN = 8
 
 @dataclass(frozen=True)
 class _Site:
-    """A module whose output faults strike, AQN noises, or both; faults by their number among the machine's."""
+    """A module whose output gets faults, AQN noise, or both; faults by their index among the machine's faults."""
 
     layer: int
     module: nn.Module
@@ -32,9 +32,9 @@ class _Site:
 
 
 class FaultInjection:
-    """The struck sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
+    """The sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
 
-    `find` gives the module whose output is a site (model, layer index, name); ModelError if there is no such place.
+    `find` returns the module of a site (model, layer index, name), or raises ModelError if there is no such site.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FaultInjection:
         self._sites = self._find()
 
     def install(self, stack: ExitStack, layer: int) -> None:
-        """Strike the sites of one decoder layer; to be called after all other hooks."""
+        """Register the hooks on the sites of one decoder layer. Call it after all other hooks are registered."""
         for site in self._sites:
             if site.layer == layer:
                 keep(stack, site.module.register_forward_hook(partial(self._leave, site)))
@@ -66,32 +66,32 @@ class FaultInjection:
             _Site(
                 layer,
                 self._site_module(self.state.model, layer, site),
-                struck,
+                site_faults,
                 self._hidden_sigmas.get(layer, 0.0) if site == "layer_output" else 0.0,
             )
-            for (layer, site), struck in faults.items()
+            for (layer, site), site_faults in faults.items()
         ]
 
     def _leave(self, site: _Site, module: nn.Module, args: Any, output: Any) -> Any:
         return on_output(partial(self._through, site), module, args, output)
 
     def _through(self, site: _Site, hidden: Tensor) -> Tensor:
-        """Return what leaves a struck site: faults that come before AQN's noise, the noise, faults that come after.
+        """Return the output of a site after its faults before AQN's noise, the noise, and its faults after the noise.
 
-        Without noise there is nothing to come before, so that every fault strikes once.
+        Without noise there is no before, so every fault is applied once.
         """
         before, after = [], list(site.faults)
         if site.sigma > 0:
-            before = [number for number, one in site.faults.items() if one.fault.order != "after_noise"]
-            after = [number for number, one in site.faults.items() if one.fault.order != "before_noise"]
+            before = [number for number, active in site.faults.items() if active.fault.order != "after_noise"]
+            after = [number for number, active in site.faults.items() if active.fault.order != "before_noise"]
         observed = bool(site.faults) and hidden.requires_grad and torch.is_grad_enabled()
-        # A tensor of its own, so that its gradient is what the faults let through and nothing else.
+        # A view, so that its gradient is exactly the gradient that passes the faults.
         entering = hidden.view_as(hidden) if observed else hidden
         changed: dict[int, Tensor] = {}
-        leaving = self._strike(site, before, 0, entering, changed)
+        leaving = self._apply(site, before, 0, entering, changed)
         if site.sigma > 0:
             leaving = self._noised(site.layer, site.sigma, leaving)
-        leaving = self._strike(site, after, 1, leaving, changed)
+        leaving = self._apply(site, after, 1, leaving, changed)
         if not self.state.recomputing:
             for number, elements in changed.items():
                 channels = site.faults[number].channels
@@ -100,21 +100,21 @@ class FaultInjection:
             self._observe_gradient(entering, leaving, changed)
         return leaving
 
-    def _strike(
-        self, site: _Site, numbers: list[int], strike: int, hidden: Tensor, changed: dict[int, Tensor]
+    def _apply(
+        self, site: _Site, numbers: list[int], application: int, hidden: Tensor, changed: dict[int, Tensor]
     ) -> Tensor:
-        """Let faults strike one after the other; `changed` collects which elements each of them changed."""
+        """Apply faults one after the other; `changed` collects a mask of the changed elements for each of them."""
         for number in numbers:
-            # Keyed by place, as noise is: a fault by chance strikes alike when a layer is computed again.
-            call = self.state.seed(f"fault.{self.state.phase}", number, strike)
-            struck = site.faults[number].strike(hidden, call)
-            different = struck.detach() != hidden.detach()
+            # Keyed by place, as noise is, so that a random fault is the same when a layer is recomputed.
+            call = self.state.seed(f"fault.{self.state.phase}", number, application)
+            faulted = site.faults[number].apply(hidden, call)
+            different = faulted.detach() != hidden.detach()
             changed[number] = changed[number] | different if number in changed else different
-            hidden = struck
+            hidden = faulted
         return hidden
 
     def _observe_gradient(self, entering: Tensor, leaving: Tensor, changed: Mapping[int, Tensor]) -> None:
-        """Compare, in the backward pass, the gradient that arrives behind the faults with what passes through them."""
+        """Compare, in the backward pass, the gradient that arrives behind the faults with the gradient that passes."""
         arrived: list[Tensor] = []
 
         def measure(passed: Tensor) -> None:
@@ -126,7 +126,7 @@ class FaultInjection:
         entering.register_hook(lambda gradient: measure(gradient.detach()))
 
     def _noised(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
-        """Return hidden states of a decoder layer with AQN's relative noise; gradients pass straight through."""
+        """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
         key = self.state.seed("aqn.hidden", layer)
         noised = hidden.clone()
         apply_error_(noised.detach(), RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN))

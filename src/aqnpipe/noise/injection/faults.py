@@ -1,9 +1,9 @@
 """Simulated hardware faults on sites of decoder layers, as a context manager over pure tensor functions.
 
-m is the fault's magnitude. What it refers to, the reference, is max|h| (dead zone, saturation, spike), mean|h| (noise)
-or std(h) (bias), over the whole tensor of one call (all tokens, all channels, faulty or not). A dynamic reference
-differs from call to call; a cached one is kept from the first call, so that thresholds are absolute. For autograd it is
-a constant.
+m is the fault's magnitude, relative to a reference: max|h| (dead zone, saturation, spike), mean|h| (noise) or std(h)
+(bias), over the whole tensor of one call (all tokens, all channels, faulty or not). A dynamic reference is computed in
+each call. A cached one is kept from the first call, so that thresholds are absolute. For autograd the reference is a
+constant.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ SPIKE_PROBABILITY = 0.01
 """Probability of a spike per element at magnitude 1."""
 
 SPIKE_SCALE = 10.0
-"""Standard deviation of a spike in multiples of max|h|."""
+"""Standard deviation of a spike, in multiples of max|h|."""
 
 
 def fault_reference(hidden: Tensor, fault: Fault) -> Tensor:
-    """Return what the magnitude of `fault` refers to in this call, as a float32 scalar without gradient."""
+    """Return the reference of `fault`'s magnitude in this call, as a float32 scalar without gradient."""
     values = hidden.detach().float()
     match fault.type:
         case "dead_zone" | "saturation" | "spike":
@@ -62,16 +62,16 @@ def bias(hidden: Tensor, magnitude: float, std: Tensor) -> Tensor:
 
 def spike(hidden: Tensor, magnitude: float, maximum: Tensor, generator: torch.Generator) -> Tensor:
     """Replace each value with probability 0.01*m by `10*max|h|*z`, z ~ N(0, 1) from `generator`."""
-    struck = torch.rand(hidden.shape, generator=generator, device=hidden.device) < SPIKE_PROBABILITY * magnitude
+    is_spike = torch.rand(hidden.shape, generator=generator, device=hidden.device) < SPIKE_PROBABILITY * magnitude
     spikes = SPIKE_SCALE * maximum * _standard_normal(hidden, generator)
-    return torch.where(struck, spikes.to(hidden.dtype), hidden)
+    return torch.where(is_spike, spikes.to(hidden.dtype), hidden)
 
 
 def faulty_channels(num_channels: int, sparsity: float, seed: int) -> Tensor:
     """Return the boolean mask [num_channels] of faulty channels: Bernoulli(sparsity), a pure function of its arguments.
 
-    At least one channel is always faulty: if the draw has none, the channel that came closest is. The mask does not
-    depend on the layer or the device.
+    At least one channel is faulty: if the draw has none, the channel with the smallest number. The mask does not depend
+    on the layer or the device.
     """
     draws = torch.rand(num_channels, generator=keyed_generator("cpu", seed, "fault.channels"))
     mask = draws < sparsity
@@ -80,10 +80,10 @@ def faulty_channels(num_channels: int, sparsity: float, seed: int) -> Tensor:
 
 
 def apply_fault(hidden: Tensor, fault: Fault, channels: Tensor, call: int, threshold: Tensor | None = None) -> Tensor:
-    """Return `hidden` [..., channels] with `fault` on the masked `channels`, all others bit for bit as they were.
+    """Return `hidden` [..., channels] with `fault` on the masked `channels`; all others stay bit for bit the same.
 
     `call` numbers the calls of the faulty site; noise and spikes are a pure function of (fault.seed, call, shape).
-    `threshold` is the reference of a cached fault (`fault_reference` of the first call); None takes this call's own.
+    `threshold` is the reference of a cached fault (`fault_reference` of the first call); None uses this call's own.
     """
     reference = fault_reference(hidden, fault) if threshold is None else threshold
     generator = keyed_generator(hidden.device, fault.seed, f"fault.{fault.type}", call)
@@ -92,7 +92,7 @@ def apply_fault(hidden: Tensor, fault: Fault, channels: Tensor, call: int, thres
 
 @dataclass
 class FaultRecord:
-    """What a simulated fault has done so far; elements are all values of the site's output, on any channel."""
+    """Effect of a simulated fault so far; elements are all values of the site's output, on any channel."""
 
     fault: Fault
     num_channels: int = 0
@@ -109,12 +109,12 @@ class FaultRecord:
 
 @contextmanager
 def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tuple[FaultRecord, ...]]:
-    """Put `faults` on their sites in a transformers model for the body's duration; yield a record of each, in order.
+    """Apply `faults` to their sites in a transformers model during the body; yield a record of each, in order.
 
-    Faults on one site strike one after the other. The hooks are removed on any exit and no parameter is touched. Works
-    on modules that return a tensor, alone or first in a tuple. For single forward passes: phases of training and
-    evaluation get their faults, and the receipts of these, from `phase_noise`. Raises ModelError if a layer or site
-    does not exist or the model has simulated faults already.
+    Faults on one site are applied one after the other. The hooks are removed on exit, and no parameter is changed.
+    Works on modules that return a tensor, or a tuple that begins with one. Meant for single forward passes: in training
+    and evaluation `phase_noise` applies the faults and records them for the receipt. Raises ModelError if a layer or
+    site does not exist or the model already has simulated faults.
     """
     for name in simulated_fault_hooks(model):
         raise ModelError(f"{name} of {type(model).__name__} has a simulated fault already, expected none")
@@ -128,7 +128,7 @@ def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class ActiveFaultState:
-    """What an active fault keeps from call to call: the width of its site, and its cached threshold."""
+    """State of an active fault between calls: the number of channels of its site, and its cached threshold."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -137,15 +137,15 @@ class ActiveFaultState:
 
 
 class ActiveFault:
-    """A fault at work on one site: its faulty channels and its cached threshold stay the same from call to call."""
+    """A fault active on one site. Its faulty channels and its cached threshold stay the same from call to call."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.channels = torch.empty(0, dtype=torch.bool)
         self._cached: Tensor | None = None
 
-    def strike(self, hidden: Tensor, call: int) -> Tensor:
-        """Return what the faulty site puts out in place of `hidden` [..., channels]; `call` as in `apply_fault`."""
+    def apply(self, hidden: Tensor, call: int) -> Tensor:
+        """Return the faulty output for the correct output `hidden` [..., channels]; `call` as in `apply_fault`."""
         if len(self.channels) != hidden.shape[-1]:
             self.channels = faulty_channels(hidden.shape[-1], self.fault.sparsity, self.fault.seed)
         if self.fault.threshold == "cached":
@@ -154,11 +154,11 @@ class ActiveFault:
         return apply_fault(hidden, self.fault, self.channels, call, self._cached)
 
     def state(self) -> ActiveFaultState:
-        """Return what later calls depend on."""
+        """Return the state that later calls depend on."""
         return ActiveFaultState(len(self.channels), None if self._cached is None else self._cached.item())
 
     def restore(self, state: ActiveFaultState) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self.channels = torch.empty(0, dtype=torch.bool)
         if state.num_channels:
             self.channels = faulty_channels(state.num_channels, self.fault.sparsity, self.fault.seed)
@@ -166,20 +166,20 @@ class ActiveFault:
 
 
 class ActiveFaults(tuple[ActiveFault, ...]):
-    """The faults of one run or pass while it computes: thresholds are cached from its first call on."""
+    """The active faults of one run or pass, with the thresholds that it has cached."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, faults: Sequence[Fault], states: Sequence[ActiveFaultState] | None = None) -> Self:
-        """Return `faults` before their first call, or as `states` left them (same length)."""
+        """Return `faults` before their first call, or in the given `states` (same length)."""
         active = cls(ActiveFault(fault) for fault in faults)
         if states is not None:
             active.restore(states)
         return active
 
     def states(self) -> tuple[ActiveFaultState, ...]:
-        """Return what later calls depend on, fault by fault."""
+        """Return the state of each fault that later calls depend on."""
         return tuple(active.state() for active in self)
 
     def restore(self, states: Sequence[ActiveFaultState]) -> None:
@@ -189,7 +189,7 @@ class ActiveFaults(tuple[ActiveFault, ...]):
 
 
 def simulated_fault_hooks(model: nn.Module) -> list[str]:
-    """Return the names of the modules that `simulated_faults` holds a fault on at this moment."""
+    """Return the names of the modules that have a fault from `simulated_faults` at present."""
     return [
         name
         for name, module in model.named_modules()
@@ -198,7 +198,7 @@ def simulated_fault_hooks(model: nn.Module) -> list[str]:
 
 
 class _FaultHook:
-    """Forward hook that replaces a module's output and keeps count."""
+    """Forward hook that replaces a module's output and counts the changed elements."""
 
     def __init__(self, record: FaultRecord) -> None:
         self.record = record
@@ -208,18 +208,18 @@ class _FaultHook:
         self, module: nn.Module, args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]
     ) -> Tensor | tuple[Tensor, ...]:
         if isinstance(output, tuple):
-            return (self._strike(output[0]), *output[1:])
-        return self._strike(output)
+            return (self._apply(output[0]), *output[1:])
+        return self._apply(output)
 
-    def _strike(self, hidden: Tensor) -> Tensor:
+    def _apply(self, hidden: Tensor) -> Tensor:
         record = self.record
-        struck = self.active.strike(hidden, record.calls)
+        faulted = self.active.apply(hidden, record.calls)
         record.num_channels = len(self.active.channels)
         record.num_faulty_channels = int(self.active.channels.sum())
         record.calls += 1
         record.elements += hidden.numel()
-        record.affected_elements += int((struck.detach() != hidden.detach()).sum())
-        return struck
+        record.affected_elements += int((faulted.detach() != hidden.detach()).sum())
+        return faulted
 
 
 def _faulty(hidden: Tensor, fault: Fault, reference: Tensor, generator: torch.Generator) -> Tensor:
@@ -237,5 +237,5 @@ def _faulty(hidden: Tensor, fault: Fault, reference: Tensor, generator: torch.Ge
 
 
 def _standard_normal(hidden: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw in float32 whatever the dtype of `hidden`, so that all dtypes see the same numbers."""
+    """Draw in float32 for every dtype of `hidden`, so that all dtypes get the same numbers."""
     return torch.randn(hidden.shape, generator=generator, device=hidden.device)

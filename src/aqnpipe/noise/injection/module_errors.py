@@ -1,4 +1,4 @@
-"""Noise by hooks on whole modules: on what goes into them, or on what comes out."""
+"""Adds noise to the input or the output of whole modules, by forward hooks."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,12 +12,12 @@ from aqnpipe.noise.injection.hooks import keep, on_input, on_output
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.kernels.stream import NoiseStream
 
-# Above the streams of operators and of hidden states, which have the same keys.
+# Above the stream numbers of operators and hidden states, which use the same keys.
 _FIRST_MODULE = 16
 
 
 class ModuleErrors:
-    """The modules that `noise` selects, with its error; `names` are their qualified names where they are known."""
+    """The modules selected by `noise`, and its error; `names` are their qualified names if already known."""
 
     def __init__(self, state: PhaseState, noise: ModuleNoise, names: Sequence[str] | None = None) -> None:
         self._state = state
@@ -27,7 +27,7 @@ class ModuleErrors:
         state.recorder.expect_modules(len(self._ordinals))
 
     def install(self, stack: ExitStack, module: nn.Module, name: str) -> None:
-        """Noise `module`, whose qualified name is `name`, if it is one of the selected."""
+        """Register noise on `module` (qualified name `name`) if it is selected."""
         if name not in self._ordinals:
             return
         noised = partial(self._noised, name, self._ordinals[name])
@@ -37,7 +37,7 @@ class ModuleErrors:
             keep(stack, module.register_forward_hook(partial(on_output, noised)))
 
     def _noised(self, name: str, ordinal: int, tensor: Tensor) -> Tensor:
-        """Return a noised copy of what goes into or comes out of the module `name`."""
+        """Return a noised copy of the input or output `tensor` of the module `name`."""
         state, place = self._state, self._state.place
         place.module_calls[ordinal] += 1
         source = NoiseStream(place.key, ordinal, _FIRST_MODULE + place.module_calls[ordinal])

@@ -1,4 +1,4 @@
-"""Runs an operator of a noised layer with the error of its place on the output and on the gradients of its operands."""
+"""Runs an operator of a noised layer, with an error on its output and on the gradients of its operands."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -13,12 +13,12 @@ from aqnpipe.noise.kernels.quantization import fake_quantize
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.sampling import sample
 
-# Streams under one layer's key: outputs of operators, the gradients of their operands; phases use others beside them.
+# Stream numbers under one layer's key: outputs of operators, gradients of operands. Other parts use other numbers.
 _OUTPUT, _FIRST_GRADIENT = 0, 1
 
 
 class OperatorErrors:
-    """The errors of operators in one phase; `noises_gradients` asks for those of the backward pass too."""
+    """The errors of operators in one phase; `noises_gradients` adds those of the backward pass."""
 
     def __init__(self, state: PhaseState, noises_gradients: bool) -> None:
         self._state = state
@@ -26,13 +26,13 @@ class OperatorErrors:
         self._quantized_weights: dict[int, Tensor] = {}
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run `function` with the place's error on its output, and on its operands' gradients where requested."""
+        """Run `function` with the current layer's error on its output, and on its operands' gradients if requested."""
         state = self._state
         error = state.place.error
         if error is None:
-            raise RuntimeError("an operator was seen outside a noised layer; this is a bug")
+            raise RuntimeError("an operator was called outside a noised layer; this is a bug")
         flops_before = state.flops.total if state.flops is not None else 0
-        # By exact type: isinstance of a pydantic class is a function of its own, and this runs at every operator.
+        # Exact type: isinstance on a pydantic class is slow (its metaclass overrides it), and this runs per operator.
         quantized = type(error) is FakeQuantization
         if quantized:
             output = self._quantized_call(function, operator, cast(FakeQuantization, error), args, kwargs)
@@ -43,19 +43,19 @@ class OperatorErrors:
         return output
 
     def escaping_call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run `function`, noting that it holds a matrix product which the noise cannot reach."""
+        """Run `function` and count it as a matrix product that the noise cannot reach."""
         if not self._state.recomputing:
             self._state.recorder.count_escape(self._state.phase, operator)
         return function(*args, **kwargs)
 
     def before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Pre-hook of an RMSNorm: its operands' gradients get their error."""
+        """Add the error to the gradients of an RMSNorm's operands (forward pre-hook)."""
         if self._state.place.error is not None and self._noises_gradients and torch.is_grad_enabled():
             return self._wrap_operands("rms_norm", args)
         return None
 
     def after_norm(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Hook of an RMSNorm: its output gets its error."""
+        """Add the error to an RMSNorm's output (forward hook)."""
         error = self._state.place.error
         if error is not None and not isinstance(error, FakeQuantization):
             self._noise_output("rms_norm", error, output)
@@ -95,7 +95,7 @@ class OperatorErrors:
     def _quantized_weight(self, error: FakeQuantization, weight: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return self._quantized("linear.weight", error, weight)
-        # Weights stand still inside a phase without gradients, and a rollout uses each of them once per token.
+        # Without gradients the weights do not change within a phase, and a rollout uses each of them once per token.
         key = id(weight)
         if key not in self._quantized_weights:
             self._quantized_weights[key] = self._quantized("linear.weight", error, weight)
@@ -111,20 +111,20 @@ class OperatorErrors:
         return quantized
 
     def _noise_output(self, operator: str, error: OutputErrorModel, output: Tensor) -> None:
-        """Put the forward error on `output` in place; the gradient passes it straight through."""
+        """Put the forward error on `output` in place; gradients pass straight through."""
         place = self._state.place
         place.calls += 1
         source = NoiseStream(place.key, place.calls, _OUTPUT)
         self._state.put_error(self._state.phase, operator, place.layer, error, source, output, repeats=True)
 
     def _wrap_operands(self, operator: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the operands, those that need a gradient wrapped so that it gets an error on the way back."""
+        """Return the operands; those with a gradient are wrapped so that the gradient gets an error."""
         positions = [position for position, operand in enumerate(args) if _needs_gradient(operand)]
         place = self._state.place
         error = place.error
         if not positions or error is None or isinstance(error, FakeQuantization):
             return args
-        # Place and key are bound now: by the time of the backward pass the model has moved on.
+        # Layer and key are bound now: by the time of the backward pass `place` belongs to another layer.
         layer, key, call = place.layer, place.key, place.calls + 1
 
         def add_error_(index: int, gradient: Tensor) -> None:

@@ -1,15 +1,17 @@
-"""Sees every operator of a noised layer, at the least cost.
+"""Intercepts every operator of a noised layer at low cost.
 
-A torch function mode misses no operator, but is requested about all of a layer's torch functions, some 80, of which 9 are
-operators. So in forwards without gradients linear modules bring their noise themselves, and the mode is there for the
-other operators only. Where these are is not assumed but surveyed: the forwards that are measured run under the mode
-from end to end and note which operators it met between which linear modules. In the others it is on in these stretches
-alone, and off in the rest. Where all that was met is `torch.matmul`, as in eager attention, attention runs as a copy of
-its own code in which that name means the noised product, and needs no mode either.
+A torch function mode intercepts every operator, but it is called for all torch functions of a layer: about 80, of which
+9 are operators. In forward passes without gradients three measures avoid most of these calls:
 
-A layer that calls its linear modules in another order, or has another number of operators, is under the mode throughout
-from then on; an operator that a copy left out, or that a later survey meets where the mode has been off, counts as
-escaped, which the receipt refuses.
+- Noise on linear modules is applied in the patched `Linear.forward`, so the mode handles the other operators only.
+- The positions of the other operators are surveyed. Measured forward passes run under the mode from end to end and note
+  which operators follow which linear module. In other passes the mode is on only in these sections.
+- Where `torch.matmul` is the only other operator, as in eager attention, attention runs as a copy of its own code with
+  the noised product in place of `torch.matmul`, and needs no mode.
+
+If a layer calls its linear modules in another order, or has another number of operators, it stays under the mode from
+then on. An operator that a copy omitted, or that a later survey finds in a section where the mode was off, counts as
+escaped. The receipt refuses escaped operators.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +35,10 @@ from aqnpipe.noise.injection.phase_state import PhaseState
 
 @dataclass
 class _Survey:
-    """What is known of a layer: its linear modules in order, and which other operators come after how many of them.
+    """The known operators of a layer: its linear modules in order, and the other operators by position between them.
 
-    Forwards that read prompts and those that read one more token are surveyed apart: they may take other ways.
+    `others_after[n]` are the operators after n linear modules. Forward passes over prompts and over single tokens have
+    separate surveys, because their code paths may differ.
     """
 
     linears: tuple[nn.Module, ...] = ()
@@ -52,11 +55,11 @@ class _Survey:
 
     @property
     def allows_copies(self) -> bool:
-        """Tell whether every operator beside linear modules is one that a copy of attention noises."""
+        """Whether a copy of attention covers every operator besides the linear modules."""
         return all(functions == {torch.matmul} for functions in self.others_after.values())
 
     def compare(self, linears: tuple[nn.Module, ...], calls: int) -> None:
-        """Hold what a pass through the layer met against what is known of it."""
+        """Compare the linear modules and the number of operators of one pass with the survey."""
         if self.surveys == 0:
             self.linears, self.calls = linears, calls
         elif (linears, calls) != (self.linears, self.calls):
@@ -64,7 +67,7 @@ class _Survey:
 
 
 class OperatorWatch:
-    """Leads every operator of the noised layers to `errors` while one phase lasts."""
+    """Passes every operator of the noised layers to `errors` during one phase."""
 
     def __init__(self, state: PhaseState, noise: OperatorNoise, errors: OperatorErrors) -> None:
         self._state = state
@@ -83,10 +86,10 @@ class OperatorWatch:
         self._in_copy = False
 
     def install(self, stack: ExitStack) -> None:
-        """Let plain linear modules and attention call the watch; `stack` gives them their own forward back."""
+        """Patch the forward of plain linear modules and attention; `stack` restores it."""
         stack.callback(self.stop)
         for module in {*self._state.layers.modules(), *self._state.head.modules()}:
-            # What somebody's patch does is theirs, and for the mode to see; so is what a subclass of Linear does.
+            # Modules patched by others, and subclasses of Linear, keep their forward; the mode handles them.
             if "forward" in vars(module):
                 continue
             if type(module) is nn.Linear:
@@ -99,7 +102,7 @@ class OperatorWatch:
             stack.callback(delattr, module, "forward")
 
     def enter_layer(self, index: int) -> None:
-        """Start to see the operators of the layer `index`; the output projection comes after the last one."""
+        """Start intercepting the operators of layer `index`; the output projection has the index after the last."""
         self._survey = None if torch.is_grad_enabled() else self._surveys[self._state.reads_one_token][index]
         self._thread = get_ident()
         self._linears.clear()
@@ -112,7 +115,7 @@ class OperatorWatch:
             survey.was_relied_on = True
 
     def leave_layer(self) -> None:
-        """Stop, and keep what was met."""
+        """Stop, and update the survey of the layer."""
         self._mode.deactivate()
         survey, self._survey = self._survey, None
         if survey is not None:
@@ -123,7 +126,7 @@ class OperatorWatch:
             survey.surveys += self._throughout
 
     def stop(self) -> None:
-        """See nothing more."""
+        """Stop intercepting operators."""
         self._mode.deactivate()
         self._survey = None
 
@@ -166,13 +169,13 @@ class OperatorWatch:
             return
         mode_was_off = position not in survey.others_after or survey.ran_copies
         survey.others_after.setdefault(position, set()).add(function)
-        # After other linear modules than those that were surveyed it is in no stretch that was relied on.
+        # In a layer that deviates from its survey the mode is on, so nothing was missed.
         if survey.was_relied_on and mode_was_off and not self._deviates:
             self._state.recorder.count_escape(self._state.phase, getattr(function, "__name__", str(function)))
 
 
 class _OperatorMode(TorchFunctionMode):
-    """Sees every torch function of this thread while it is active; passes those that have one to their handler."""
+    """Intercepts every torch function of this thread while it is active, and passes operators to their handlers."""
 
     def __init__(
         self, handlers: Mapping[TorchFunction, Callable[..., Any]], note: Callable[[TorchFunction], None]
@@ -183,7 +186,7 @@ class _OperatorMode(TorchFunctionMode):
         self._active = False
 
     def activate(self) -> None:
-        """Start to see torch functions; a second call does nothing."""
+        """Start intercepting torch functions; a second call does nothing."""
         if not self._active:
             self.__enter__()
             self._active = True

@@ -1,4 +1,4 @@
-"""Which torch functions count as operators, and the two autograd pieces that noise on them needs."""
+"""The torch functions that count as operators, and two functions that noise on them needs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,13 +41,13 @@ _FUSED_SUMS: dict[TorchFunction, str] = {
 }
 
 KEEPS_ITS_OUTPUT = frozenset({"softmax", "scaled_dot_product_attention"})
-"""Operators whose backward pass needs their own output as it was computed, so that noise goes onto a copy."""
+"""Operators whose backward pass uses their own output. It must stay unchanged, so the noise is added to a copy."""
 
 
 def noised_functions(noise: OperatorNoise) -> dict[TorchFunction, str]:
-    """Return the torch functions that `noise` reaches, each with the operator name that receipts use.
+    """Return the torch functions with noise, and for each the operator name used in receipts.
 
-    RMSNorm is not among them: transformers writes it out as pow/mean/rsqrt, so "all" reaches it by module.
+    RMSNorm is not among them: transformers computes it from pow, mean and rsqrt, so "all" adds its noise by module.
     """
     functions = dict(_PRODUCTS)
     if noise.operators == "all":
@@ -58,30 +58,30 @@ def noised_functions(noise: OperatorNoise) -> dict[TorchFunction, str]:
 
 
 def escaping_functions(noise: OperatorNoise) -> dict[TorchFunction, str]:
-    """Return functions that hold a matrix product inside, where `noise` on the product alone cannot be placed."""
+    """Return fused functions with a matrix product inside, where `noise` cannot be put on the product alone."""
     return _FUSED_SUMS if noise.attention == "fused" else {**_FUSED_SUMS, **_ATTENTION}
 
 
 def renormalise(probabilities: Tensor, dim: int) -> Tensor:
-    """Return noised probabilities as a distribution again: no negative entry, sum 1 along `dim`."""
+    """Return noised probabilities as a distribution: no negative entries, sum 1 along `dim`."""
     positive = probabilities.clamp_min(0)
     return positive / positive.sum(dim, keepdim=True)
 
 
 class GradientError(torch.autograd.Function):
-    """Identity on operands whose exact gradients get an error on the way back; nothing is kept for it but the error."""
+    """Identity on operands that adds an error to their exact gradients; it saves no tensor for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, add_error_: AddError, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Return `operands` unchanged; `add_error_(i, gradient)` will be called for operand i."""
+        """Return `operands` unchanged; the backward pass calls `add_error_(i, gradient)` for operand i."""
         ctx.add_error_ = add_error_
         return tuple(operand.view_as(operand) for operand in operands)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add the error to the operator's own gradients of these operands."""
-        # The operator behind this node made the gradients for it alone, so they may be changed in place; expanded
-        # gradients share memory between elements and are copied first.
+        # The operator made these gradients for this node alone, so they may be changed in place. Expanded gradients
+        # share memory between elements and are copied first.
         dense = [gradient.contiguous() for gradient in gradients]
         for position, gradient in enumerate(dense):
             ctx.add_error_(position, gradient)

@@ -1,12 +1,16 @@
-"""Installs an arm's noise on a model for one phase, measures it, and always removes it.
+"""Installs noise and simulated faults on a model for one phase, measures them, and always removes them.
 
-From operator to receipt: `phase_noise` registers hooks that tell the parts of an injection where the computation is
-(`PhaseState`). While a noised decoder layer computes, `OperatorWatch` sees its operators and passes them to
-`OperatorErrors.call`. That runs the function, puts the error on its output in place (`PhaseState.put_error`), and hands
-a sample from before and after to the recorder, which makes the receipt. On the way in, operands that need gradients are
-wrapped so that their exact gradients get an error too. Modules are noised by forward hooks (`ModuleErrors`). The
-simulated faults of the recorder's machine strike last of all what their sites put out (`FaultInjection`), in every phase
-alike. `ReferenceCheck` recomputes linear modules and knows nothing of all this.
+The path from an operator to the receipt:
+
+1. `phase_noise` registers hooks that keep `PhaseState` up to date: which layer computes, and its random key.
+2. While a noised decoder layer computes, `OperatorWatch` intercepts its operators and calls `OperatorErrors.call`.
+3. That runs the operator and puts the error on its output in place (`PhaseState.put_error`). Operands with gradients
+   are wrapped first, so that their exact gradients get an error too.
+4. The recorder gets a sample of the output before and after the error, and makes the receipt of all samples.
+
+`ModuleErrors` adds noise to whole modules by forward hooks. `FaultInjection` applies the simulated faults to the
+outputs of their sites, after all noise, in every phase. `ReferenceCheck` recomputes linear modules in plain torch,
+independently of the injection.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,14 +50,16 @@ def phase_noise(
     backward: bool = False,
     hidden_sigmas: Mapping[int, float] | None = None,
 ) -> Iterator[None]:
-    """Run `phase` on `model` with exactly the noise and the faults of `spec`, and record in `recorder` what was done.
+    """Run `phase` on `model` with exactly the noise and the faults of `spec`, and record measurements in `recorder`.
 
-    With `backward`, the graph built inside also noises the gradients when "backward" is among the requested phases; layers
-    under gradient checkpointing are recomputed with the same noise, also after the context has ended. `hidden_sigmas`
-    is AQN on hidden states: relative noise on the output of each decoder layer. Faults are active in every phase;
-    `Fault.order` gives the place of AQN's noise among them. `faults` are those of the spec with the thresholds that
-    earlier phases cached (default: none cached). Everything is removed on every way out. Raises ModelError when another
-    injection is active on the model, or the model is compiled; ValueError if `faults` are not those of the spec.
+    `faults`: the faults of the spec with the thresholds cached in earlier phases (default: none cached). They are
+    active in every phase; `Fault.order` is their order relative to AQN's noise. `backward`: the graph built inside also
+    adds noise to gradients, if "backward" is among the spec's phases. `hidden_sigmas`: AQN on hidden states, relative
+    noise on the output of each decoder layer.
+
+    Layers under gradient checkpointing are recomputed with the same noise, also after the context has ended. Everything
+    is removed on exit, also after an exception. Raises ModelError if another injection is active on the model or the
+    model is compiled; ValueError if `faults` are not those of the spec.
     """
     if hasattr(model, ACTIVE_MARK):
         raise ModelError(f"noise is already installed on this {type(model).__name__}; injections do not nest")
@@ -79,7 +85,7 @@ def phase_noise(
 
 
 class _Injection:
-    """One phase on one model: registers the hooks of every part and keeps the place of the computation up to date."""
+    """One phase on one model: registers the hooks of every part and keeps the `PhaseState` up to date."""
 
     def __init__(
         self,
@@ -120,7 +126,7 @@ class _Injection:
             install_on_checkpoints(state, stack, self._install_on_layer)
 
     def _install_on_layer(self, index: int, layer: nn.Module, name: str, stack: ExitStack) -> None:
-        """Register every hook of one decoder layer, to compute it again after the phase."""
+        """Register every hook of one decoder layer, for its recomputation after the phase."""
         if self.watch is not None:
             stack.callback(self.watch.stop)
         self._install_place(stack, index, layer)
@@ -132,7 +138,7 @@ class _Injection:
         keep(stack, layer.register_forward_hook(self._leave_layer, always_call=True))
 
     def _install_on_modules(self, stack: ExitStack, root: nn.Module, prefix: str) -> None:
-        """Register the hooks of single modules within `root`, whose own qualified name is `prefix`."""
+        """Register the hooks of single modules within `root` (qualified name `prefix`)."""
         norms = self.operator_noise is not None and self.operator_noise.operators == "all"
         for name, module in root.named_modules(prefix=prefix):
             if norms and is_rms_norm(module) and layer_of(name) is not None:
@@ -174,13 +180,13 @@ class _Injection:
         self.state.place = self.state.outside
 
     def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:
-        # Where no noise is there is no need of a key, and the hash that makes one costs time.
+        # A place without noise needs no key, and the hash for a key takes time.
         if error is None and self.module_errors is None:
             return Place(layer)
         return Place(layer, self.state.seed(self.state.phase, index), error)
 
 
 def _num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Return how many tokens per row a forward reads, given as ids or embeddings [rows, tokens, ...]."""
-    given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    return next((one.shape[1] for one in given if one is not None), None)
+    """Return the number of tokens per row of a forward pass, from its ids or embeddings [rows, tokens, ...]."""
+    inputs = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((tensor.shape[1] for tensor in inputs if tensor is not None), None)

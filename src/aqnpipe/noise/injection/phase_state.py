@@ -1,4 +1,4 @@
-"""What the parts of one phase's injection share: where in the model the computation is, and the key of its numbers."""
+"""State shared by the parts of one phase's injection: the layer that computes, and the key of its random numbers."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _MEASURE_STRIDE = 16
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Names the random numbers of one phase: equal keys replay equal noise. Data-parallel ranks differ in `rank`."""
+    """Key of the random numbers of one phase: equal keys give equal noise. Data-parallel workers differ in `rank`."""
 
     seed: int
     step: int
@@ -31,9 +31,9 @@ class NoiseKey:
 
 @dataclass
 class Place:
-    """Where in the model the computation is, and what names its random numbers.
+    """The part of the model that computes, and the key of its random numbers.
 
-    `layer` is None outside the decoder layers and in the output projection; `error` is what operators get here.
+    `layer` is None outside the decoder layers and in the output projection. `error` is the error of operators here.
     """
 
     layer: int | None = None
@@ -44,11 +44,11 @@ class Place:
 
 
 class PhaseState:
-    """One phase on one model: the place of the computation, which hooks keep up to date, and how errors are put there.
+    """One phase on one model: the current place, which hooks keep up to date, and the function that puts errors there.
 
-    `forward_index` counts the model's forwards in this phase; `reads_one_token` says that this one reads a single token
-    per row, and `is_first_of_kind` that it is the first that does, or the first that does not. `recomputing` is true
-    while a checkpointed layer is computed again, which counts and measures nothing twice.
+    `forward_index` counts the model's forward passes in this phase. `reads_one_token`: the current pass reads a single
+    token per row. `is_first_of_kind`: it is the first pass of this phase that does, or the first that does not.
+    `recomputing` is true while a checkpointed layer is recomputed, so that nothing is counted or measured twice.
     """
 
     def __init__(self, model: nn.Module, phase: Phase, key: NoiseKey, recorder: ReceiptRecorder) -> None:
@@ -66,7 +66,7 @@ class PhaseState:
         self.flops: FlopCounter | None = None
 
     def start_forward(self, num_tokens: int | None) -> None:
-        """Note the start of a forward that reads so many tokens per row; None if rows differ."""
+        """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
         self.forward_index += 1
         self.reads_one_token = num_tokens == 1
         self.is_first_of_kind = self.reads_one_token not in self._kinds
@@ -74,20 +74,21 @@ class PhaseState:
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether calls that repeat in every forward are measured in this one.
+        """Whether calls that repeat in every forward pass are measured in this one.
 
-        The first of either kind are, and every 16th: others at each step, so that in time all are.
+        The first pass of either kind is measured, and every 16th pass. The offset depends on the step, so that over
+        time all passes are.
         """
         offset = self.key.step + self.key.micro_step
         return self.is_first_of_kind or not (self.forward_index + offset) % _MEASURE_STRIDE
 
     def seed(self, stream: str, *counters: int) -> int:
-        """Return the seed of `stream` in this forward: keyed by place, not by history, so that it can be replayed."""
+        """Return the seed of `stream` in this forward pass: it depends on the place alone, so it can be replayed."""
         key = self.key
         return derive_seed(key.seed, stream, key.step, key.micro_step, key.rank, self.forward_index, *counters)
 
     def start_counting_flops(self) -> None:
-        """Count the operations of what is computed from now on."""
+        """Start to count floating-point operations."""
         self.flops = FlopCounter()
         self.flops.__enter__()
 
@@ -108,10 +109,10 @@ class PhaseState:
         *,
         repeats: bool,
     ) -> None:
-        """Put `error` on `tensor` in place and record it; of calls that `repeats` every forward only some are measured.
+        """Put `error` on `tensor` in place and record it; calls that repeat in every forward pass are not all measured.
 
-        Autograd sees no operation, which is what passes gradients straight through. It does see a new version: if an
-        operator needed its output as it was, its backward pass fails instead of using another value.
+        Autograd records no operation, so gradients pass straight through. The tensor's version is increased, so the
+        backward pass of an operator that needs its unchanged output fails instead of using the noised one.
         """
         values = tensor.detach() if tensor.requires_grad else tensor
         if repeats and self.recomputing:

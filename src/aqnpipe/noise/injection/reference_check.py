@@ -1,4 +1,4 @@
-"""The witness: recomputes linear modules by bare torch and compares. It knows nothing of how noise is put there."""
+"""The reference check: recomputes linear modules in plain torch and compares. It does not depend on the injection."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -12,19 +12,19 @@ from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.receipts.sampling import sample
 
-_BARE_LINEAR = torch.nn.functional.linear
+_PLAIN_LINEAR = torch.nn.functional.linear
 _ROUNDING_TO_ERROR = 0.05
-"""How large the rounding of a sum may be against the error that is looked for in one of its terms."""
+"""Largest rounding error of product + bias, as a share of the expected noise on the product."""
 
 STRIDE = 8
-"""One in so many linear modules is compared in the first forward that reads prompts, others at each step."""
+"""One in STRIDE linear modules is compared in the first forward pass over prompts; each step compares other ones."""
 
 
 class ReferenceCheck:
-    """Compares linear modules in the first forwards of a phase; `operator_noise` is what they should have.
+    """Compares linear modules in the first forward passes of a phase; `operator_noise` is their requested noise.
 
-    All of them in the first forward of a single token per row, where that is cheap; an eighth of them in the first of
-    more, another eighth at each step.
+    The first pass over single tokens compares all modules, which is cheap. The first pass over more tokens compares an
+    eighth of them, another eighth at each step.
     """
 
     def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
@@ -33,7 +33,7 @@ class ReferenceCheck:
         self._handles: list[Any] = []
 
     def install(self, stack: ExitStack) -> None:
-        """Register the hooks; to be called before those of module noise, which measures itself."""
+        """Register the hooks. Call it before module noise is installed, which has measurements of its own."""
         state = self._state
         linears = [module for module in state.layers.modules() if isinstance(module, nn.Linear)]
         if isinstance(state.head, nn.Linear) and (self._operator_noise is None or self._operator_noise.include_lm_head):
@@ -45,9 +45,9 @@ class ReferenceCheck:
             keep(stack, self._handles[-1])
 
     def enter_model(self) -> None:
-        """Note the start of a forward."""
+        """Note the start of a forward pass."""
         if self._state.reads_one_token and not self._state.is_first_of_kind:
-            # A hook costs time even if it has nothing left to do.
+            # Even an idle hook costs time.
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -67,28 +67,29 @@ def compare_with_reference(
     bias: Tensor | None,
     used: Tensor,
 ) -> None:
-    """Record how a linear module's bare product differs from what is used of it; `used` has the bias, if there is one.
+    """Record the difference of a linear module's recomputed output from the output `used`, which includes the bias.
 
-    `used` may lack the last rows of `weight`, as of a vocabulary that is padded: they are multiplied, since the order
-    of a sum depends on the shape, but not compared.
+    `used` may lack the outputs of the last rows of `weight` (a padded vocabulary). These rows are multiplied, because
+    the order of summation depends on the shape, but not compared.
     """
     with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        product = _BARE_LINEAR(inputs, weight, bias if operator_noise is None else None)
-        bare, found = sample(product[..., : used.shape[-1]]), sample(used)
+        product = _PLAIN_LINEAR(inputs, weight, bias if operator_noise is None else None)
+        reference, found = sample(product[..., : used.shape[-1]]), sample(used)
         if operator_noise is not None and bias is not None:
-            bare, found = _without_bias(bare, found, sample(bias.expand_as(used)), operator_noise.error)
-        state.recorder.record_reference_check(state.phase, bare, found)
+            reference, found = _without_bias(reference, found, sample(bias.expand_as(used)), operator_noise.error)
+        state.recorder.record_reference_check(state.phase, reference, found)
 
 
-def _without_bias(bare: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor]:
-    """Return products and what was used of them, where both can be told: `used` had the bias added (same flat shapes).
+def _without_bias(products: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor]:
+    """Return recomputed products and `used` minus its bias, where the difference is precise enough (same flat shapes).
 
-    The bias comes after the noise, so it must not dilute the relative error. Of a product much smaller than its bias
-    the sum keeps few digits, and their rounding would pass for relative noise; those are left out.
+    The bias is added after the noise, so it must not dilute the relative error. If a product is much smaller than its
+    bias, few of its digits remain in the sum, and their rounding could pass for relative noise. Such products are left
+    out.
     """
     used = used - bias
     if not isinstance(error, RelativeGaussian) or not error.scale:
-        return bare, used
+        return products, used
     rounding = torch.finfo(used.dtype).eps * bias.abs()
-    told = rounding <= _ROUNDING_TO_ERROR * error.scale * bare.abs()
-    return bare[told], used[told]
+    precise = rounding <= _ROUNDING_TO_ERROR * error.scale * products.abs()
+    return products[precise], used[precise]
