@@ -1,10 +1,11 @@
-"""Kill training runs at random until enough are dead, start each again, and compare its bytes with an undisturbed run.
+"""Kill training runs at random, start each again, and compare its bytes with those of an undisturbed run.
 
-Each run of eight steps, two epochs, noise in every phase, AQN, a fault, validations and checkpoints is killed with
-SIGKILL up to five times in a row: half of the kills at a uniformly random time, half before or after a random call of a
-random function (rollout, update, parts of a checkpoint or resume point, promotion). Writes kill_trials.md.
+    OMP_NUM_THREADS=1 python benchmarks/kill_trials.py [--kills 200] [--minutes 60]
 
-    PYTHONPATH=tests:tests/support python benchmarks/kill_trials.py
+A run has eight steps in two epochs, noise in every phase, AQN, a fault, validations and checkpoints. It is killed with
+SIGKILL up to five times in a row. Half of the kills happen at a uniformly random time, the others before or after a
+random call of a random function (rollout, update, parts of a checkpoint or resume point, promotion). The trials end
+after `--kills` kills and are tallied in benchmarks/kill_trials.md. The script ends with an error if a run differs.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from kill_server import RESUME_EVERY, KillServer, Outcome, random_kill, tree, whole_spec
 from tiny_training import write_inputs
 
@@ -27,12 +30,12 @@ KILLS_PER_RUN = 5
 
 def main() -> None:
     """Run the trials, print progress, write the tally."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time with what there is")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="number of kills (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random times and functions (default: 0)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time (default: 60)")
     arguments = parser.parse_args()
-    generator = random.Random(arguments.seed)  # noqa: S311 - picks when to kill
+    generator = random.Random(arguments.seed)  # noqa: S311 - chooses when to kill
     deadline = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -59,7 +62,7 @@ def main() -> None:
                 sys.exit(f"run {runs} of seed {arguments.seed} differs: {outcomes}")
             for used in ("run", "scratch"):
                 shutil.rmtree(folder / used)
-            sys.stderr.write(f"{tally.total()} kills, {runs} runs, all as undisturbed\n")
+            sys.stderr.write(f"{tally.total()} kills, {runs} runs, all with the same bytes as the undisturbed run\n")
         server.close()
     Path(__file__).with_suffix(".md").write_text(_report(arguments.seed, runs, tally, lost), encoding="utf-8")
 
@@ -69,7 +72,7 @@ def _place(how: dict) -> str:
 
 
 def _steps_lost(outcomes: list[Outcome]) -> list[int]:
-    """Return for each kill the optimiser steps begun or done that the next process did again."""
+    """Return for each kill how many optimiser steps, the interrupted one included, the next process repeated."""
     lost, reached = [], 0
     for killed, following in itertools.pairwise(outcomes):
         reached = max([reached, *(step + 1 for step in killed.steps)])

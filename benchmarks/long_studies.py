@@ -1,13 +1,13 @@
-"""Whether long studies stay small: memory and logs of long jobs, and what the last stages need for many artifacts.
+"""Memory and log size of long jobs, and time and memory that comparison and report need for many artifacts.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support python benchmarks/long_studies.py training --steps 1000
-    ... long_studies.py evaluation --questions 20000
-    ... long_studies.py artifacts --evaluations 100 1000 10000
+    OMP_NUM_THREADS=1 python benchmarks/long_studies.py training --steps 1000
+    OMP_NUM_THREADS=1 python benchmarks/long_studies.py evaluation --questions 20000
+    OMP_NUM_THREADS=1 python benchmarks/long_studies.py artifacts --evaluations 100 1000 10000
 
-training: the resident memory of one job after each optimiser step (random model of 2 layers, noise in every phase, AQN,
-resume points and validations), its growth as a straight line after warm-up, and the bytes of its log. evaluation: the
-same after each batch of questions. artifacts: seconds and peak memory of comparing and reporting made-up evaluations,
-each count in a process of its own.
+training: resident memory of one job after each optimiser step (random model of 2 layers, noise in every phase, AQN,
+resume points and validations), its growth as a straight line after warm-up, and the bytes of the job's log.
+evaluation: the same, after each batch of questions.
+artifacts: seconds and peak memory of comparing and reporting synthetic evaluations, each count in its own process.
 """
 
 import argparse
@@ -28,19 +28,28 @@ import polars as pl
 import psutil
 from scipy import stats
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
 WARM_UP = 0.3
-"""Share of the samples that is left out of the fit: caches fill, and the allocator reaches its size."""
+"""Fraction of the samples that the fit leaves out, while caches fill and the allocator reaches its size."""
 BLOCKS = 14
-"""Neighbouring samples depend on each other, so the line goes through means of so many blocks of them."""
+"""Neighbouring samples are correlated, so the line is fitted to the means of this many blocks of samples."""
 
 
 def main() -> None:
-    """Measure one of the three."""
+    """Run one of the three measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["training", "evaluation", "artifacts"])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--questions", type=int, default=20_000)
-    parser.add_argument("--evaluations", type=int, nargs="+", default=[100, 1000, 10_000])
+    parser.add_argument("what", choices=["training", "evaluation", "artifacts"], help="the measurement")
+    parser.add_argument("--steps", type=int, default=1000, help="optimiser steps to train (default: 1000)")
+    parser.add_argument("--questions", type=int, default=20_000, help="questions to evaluate (default: 20000)")
+    parser.add_argument(
+        "--evaluations",
+        type=int,
+        nargs="+",
+        default=[100, 1000, 10_000],
+        help="numbers of evaluations to compare and report (default: 100 1000 10000)",
+    )
     arguments = parser.parse_args()
     if arguments.what == "artifacts":
         if len(arguments.evaluations) > 1:
@@ -56,12 +65,12 @@ def main() -> None:
 
 
 def training(num_steps: int) -> None:
-    """Train so many steps; print how memory grew, and how large the log became."""
+    """Train `num_steps` steps; print the growth of the memory and the size of the log."""
     import torch
     from tiny_training import AQN, NOISE, training_spec, write_inputs
 
     from aqnpipe.runtime.jobs import logged_job
-    from aqnpipe.training.stage import train
+    from aqnpipe.runtime.training import run_training_job
     from conftest import random_qwen2
 
     spec = training_spec(
@@ -86,7 +95,7 @@ def training(num_steps: int) -> None:
             mock.patch.object(torch.optim.AdamW, "step", memory.after(torch.optim.AdamW.step)),
             logged_job(folder / "job.log") as say,
         ):
-            train(spec, inputs, folder / "run", folder / "scratch", say)
+            run_training_job(spec, inputs, folder / "run", folder / "scratch", say)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         seconds, log = time.perf_counter() - began, (folder / "job.log").stat().st_size
@@ -96,11 +105,11 @@ def training(num_steps: int) -> None:
 
 
 def evaluation(num_questions: int) -> None:
-    """Evaluate so many questions under noise; print how memory grew."""
+    """Evaluate `num_questions` questions under noise; print the growth of the memory."""
     from tiny_training import write_inputs
 
     from aqnpipe.config.run import EvaluationSpec
-    from aqnpipe.evaluation import actors
+    from aqnpipe.evaluation import local_runner
     from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
     from aqnpipe.runtime.jobs import logged_job
     from conftest import random_qwen2
@@ -120,7 +129,7 @@ def evaluation(num_questions: int) -> None:
         began = time.perf_counter()
         stdout, stderr = os.dup(1), os.dup(2)
         with (
-            mock.patch.object(actors, "answer", memory.after(actors.answer)),
+            mock.patch.object(local_runner, "run_shard", memory.after(local_runner.run_shard)),
             logged_job(folder / "job.log") as say,
         ):
             evaluate(spec, inputs.model, inputs.test_problems, outputs, say)
@@ -131,14 +140,14 @@ def evaluation(num_questions: int) -> None:
 
 
 class Memory:
-    """Resident memory of this process after each call of a function."""
+    """Samples of the resident memory of this process, one after each call of a function."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._samples: list[int] = []
 
     def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, with a sample taken after each call."""
+        """Return `function` with a sample taken after each call."""
 
         def sampled(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
@@ -148,7 +157,7 @@ class Memory:
         return sampled
 
     def growth(self, count: int, unit: str, per_sample: int = 1) -> str:
-        """Growth per so many units of work, as a straight line after warm-up with its 95 % interval, in words."""
+        """Return the growth per `count` units of work in words: slope after warm-up, with its 95 % interval."""
         kept = np.array(self._samples[int(WARM_UP * len(self._samples)) :]) / 2**20
         blocks = np.array_split(np.column_stack([np.arange(len(kept)), kept]), BLOCKS)
         place, size = np.array([block.mean(axis=0) for block in blocks]).T
@@ -163,7 +172,7 @@ class Memory:
 
 
 def artifacts(num_evaluations: int) -> None:
-    """Compare and report so many made-up evaluations of 20 questions; print seconds and peak memory."""
+    """Compare and report `num_evaluations` synthetic evaluations of 20 questions; print seconds and peak memory."""
     import synthetic_study as synthetic
 
     from aqnpipe.comparison.stage import ComparisonOutputs, compare

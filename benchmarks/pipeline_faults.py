@@ -1,11 +1,11 @@
-"""Faults of the machine at random in whole studies: afterwards a plain `snakemake` must finish with the same bytes.
+"""Random machine faults in whole studies: afterwards a plain `snakemake` must finish with the same bytes.
 
-Each trial is the smallest study with every stage in a folder of its own, with one kind of fault, one or several times,
-then the command `snakemake` without any argument, then a comparison of every byte of the results with those of an
-undisturbed study. Needs the rights of root (memory file systems, memory limits) and libfaketime. A run that is stopped
-goes on from what its folder holds. Writes docs/machine-faults.md.
+    OMP_NUM_THREADS=1 python benchmarks/pipeline_faults.py --folder /var/tmp/faults --minutes 60
 
-    PYTHONPATH=tests/support python benchmarks/pipeline_faults.py --folder /var/tmp/faults --minutes 60
+Each trial runs the smallest study that has every stage, in its own folder, and injects one kind of machine fault once
+or several times. Then it runs `snakemake` without arguments and compares every byte of the results with those of an
+undisturbed study. Needs root (for file systems in memory and memory limits) and libfaketime. An interrupted benchmark
+continues from the contents of its folder. Writes docs/machine-faults.md.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from faulted_study import FaultedStudy, Run, WarmPython, differences
 
 PAGE = Path(__file__).parents[1] / "docs" / "machine-faults.md"
@@ -35,12 +36,12 @@ SHARES = {
 }
 """Trials of each kind in one round."""
 Faults = list[list[str]]
-"""What was done to a study, in order: fault, and where it struck."""
+"""The faults of a study in order, each as fault and place."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The undisturbed study: its bytes, how long it took, and the bytes on the disk before and after."""
+    """The undisturbed study: its results, its duration, and the bytes used on its disk before and after."""
 
     expected: dict[str, bytes]
     seconds: float
@@ -49,16 +50,16 @@ class Reference:
 
 
 class BrokenError(Exception):
-    """A study did not come out as the undisturbed one did."""
+    """A study did not end like the undisturbed one."""
 
 
 def kills(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
-    """Kill up to nine times in a row: a job, Snakemake with its jobs, or Snakemake alone."""
+    """Kill four to nine times in a row: a job, Snakemake with its jobs, or Snakemake alone."""
     faults: Faults = []
     for _ in range(generator.randint(4, 9)):
         run = study.start()
         what = generator.choice(["a job", "Snakemake and its jobs", "Snakemake and its jobs", "Snakemake alone"])
-        place = _fault_injection(run, what, generator, whole)
+        place = _kill_at_random(run, what, generator, whole)
         if place is None:
             break
         faults.append([f"SIGKILL of {what}", place])
@@ -70,7 +71,7 @@ def kills(study: FaultedStudy, generator: random.Random, whole: Reference) -> Fa
 
 
 def full_disk(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
-    """Run on a disk that is too small, twice, then on a larger one."""
+    """Run twice on a disk that is too small, then enlarge the disk."""
     faults: Faults = []
     for size in sorted(generator.uniform(whole.least, whole.most) for _ in range(2)):
         study.disk(f"size={int(size)}")
@@ -84,21 +85,21 @@ def full_disk(study: FaultedStudy, generator: random.Random, whole: Reference) -
 
 
 def read_only(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
-    """Kill a study, then run it on what became a read-only disk."""
+    """Kill a study, then run it again while its disk is read-only."""
     run = study.start()
     if generator.random() < 0.75:
-        _fault_injection(run, "Snakemake and its jobs", generator, whole)
+        _kill_at_random(run, "Snakemake and its jobs", generator, whole)
     run.kill_all()
     study.disk("ro")
     refused = study.start()
     if refused.wait() == 0:
-        raise BrokenError("a read-only disk was no hindrance")
+        raise BrokenError("snakemake succeeded on a read-only disk")
     study.disk("rw")
     return [["read-only disk", "whole folder"]]
 
 
 def two_at_once(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
-    """Start a second Snakemake while the first runs, or nearly together."""
+    """Start a second Snakemake while the first one runs, or at nearly the same time."""
     delay = generator.choice([0.0, generator.uniform(0, 2), generator.uniform(0, whole.seconds)])
     first = study.start()
     time.sleep(delay)
@@ -110,7 +111,7 @@ def two_at_once(study: FaultedStudy, generator: random.Random, whole: Reference)
 
 
 def out_of_memory(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
-    """Give the jobs so little memory that the kernel kills one; then as much as they need."""
+    """Limit the memory of the jobs so that the kernel kills one, then remove the limit."""
     group = MEMORY_CGROUPS / f"aqnpipe-{study.folder.name}"
     group.mkdir()
     try:
@@ -124,14 +125,14 @@ def out_of_memory(study: FaultedStudy, generator: random.Random, whole: Referenc
     if int(control["oom_kill"]) == 0:
         return []
     if code == 0:
-        raise BrokenError("a job was killed and nothing was said of it")
+        raise BrokenError("a job was killed, but snakemake succeeded")
     return [["a job killed by the kernel, out of memory", _failed_rules(run)]]
 
 
 def clock(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
-    """Let the clock jump by minutes to weeks, ahead or back, while the study runs; kill it, and set the clock right.
+    """Move the clock by minutes to weeks, ahead or back, while the study runs; kill it or not, and correct the clock.
 
-    After a jump back Snakemake may end a job whose outputs are older than its inputs, and says so.
+    After a jump back Snakemake may fail a job with an error because its outputs are older than its inputs.
     """
     jump = generator.choice([-1, 1]) * int(60 * 10 ** generator.uniform(0, 4))
     run = study.start(python=study.python.set_clock(0))
@@ -139,7 +140,7 @@ def clock(study: FaultedStudy, generator: random.Random, whole: Reference) -> Fa
     jumped = time.time()
     study.python.set_clock(jump)
     if generator.random() < 0.5:
-        _fault_injection(run, "Snakemake and its jobs", generator, whole)
+        _kill_at_random(run, "Snakemake and its jobs", generator, whole)
         run.kill_all()
     elif run.wait() and not (jump < 0 and "older modification time" in run.said()):
         raise BrokenError(f"the clock jumped: {run.said()}")
@@ -159,15 +160,15 @@ ON_A_DISK_OF_ITS_OWN = ("full disk", "read-only")
 
 
 def main() -> int:
-    """Run the trials, note each in the folder, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run the trials, add each to the tally in the folder, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="for studies and the tally; goes on from what is there"
+        "--folder", type=Path, required=True, help="folder of the studies and the tally; an earlier tally is continued"
     )
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--faults", type=int, default=1000, help="stop after so many")
-    parser.add_argument("--cold", action="store_true", help="first hold the study to one without shared imports")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="only these")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no trial after this time (default: 60)")
+    parser.add_argument("--faults", type=int, default=1000, help="stop after this number of faults (default: 1000)")
+    parser.add_argument("--cold", action="store_true", help="first run a study without shared imports")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="run only trials of this kind; may be repeated")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     folder: Path = arguments.folder
@@ -186,14 +187,14 @@ def main() -> int:
         rows.append(row)
         with tally.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        sys.stderr.write(f"{sum(len(one['faults']) for one in rows)} faults; {row}\n")
+        sys.stderr.write(f"{sum(len(trial['faults']) for trial in rows)} faults; {row}\n")
         PAGE.write_text(page(rows, whole.seconds), encoding="utf-8")
     python.close()
     return int(any(row["wrong"] for row in rows))
 
 
 def _generator(seed: int) -> random.Random:
-    return random.Random(seed)  # noqa: S311 - picks what to do when
+    return random.Random(seed)  # noqa: S311 - chooses faults and times
 
 
 def _reference(python: WarmPython, folder: Path) -> Reference:
@@ -211,7 +212,7 @@ def _reference(python: WarmPython, folder: Path) -> Reference:
 
 
 def _refuse_other_bytes_cold(python: WarmPython, folder: Path, whole: Reference) -> None:
-    """Run the study as users start it, each process with its own imports; raise BrokenError if its bytes differ."""
+    """Run the study as users do, each process with its own imports; raise BrokenError if its bytes differ."""
     shutil.rmtree(folder / "cold", ignore_errors=True)
     cold = FaultedStudy(python, folder / "cold")
     done = subprocess.run(
@@ -219,7 +220,7 @@ def _refuse_other_bytes_cold(python: WarmPython, folder: Path, whole: Reference)
     )
     found = differences(cold.bytes_of_results(), whole.expected)
     if done.returncode or found:
-        raise BrokenError(f"the study as users start it ended with {done.returncode} and differs in {found}")
+        raise BrokenError(f"without shared imports the study ended with {done.returncode} and differs in {found}")
 
 
 def _trial(python: WarmPython, folder: Path, kind: str, seed: int, whole: Reference) -> dict[str, Any]:
@@ -234,9 +235,9 @@ def _trial(python: WarmPython, folder: Path, kind: str, seed: int, whole: Refere
         if code:
             raise BrokenError(f"`snakemake` ended with {code}: {said}")
         if found := differences(study.bytes_of_results(), whole.expected):
-            raise BrokenError(f"other bytes: {', '.join(found)}")
+            raise BrokenError(f"these files differ: {', '.join(found)}")
         if kind == "clock" and "Nothing to be done" not in (said := study.run("--dry-run")[1]):
-            raise BrokenError(f"after the clock was set right, jobs are left: {said}")
+            raise BrokenError(f"jobs are left after the clock was corrected: {said}")
     except (BrokenError, subprocess.TimeoutExpired) as error:
         wrong = str(error)[-4000:]
     finally:
@@ -246,8 +247,8 @@ def _trial(python: WarmPython, folder: Path, kind: str, seed: int, whole: Refere
     return {"seed": seed, "kind": kind, "faults": faults, "wrong": wrong}
 
 
-def _fault_injection(run: Run, what: str, generator: random.Random, whole: Reference) -> str | None:
-    """Strike at a random moment; where it did, in words, or None if the run ended before."""
+def _kill_at_random(run: Run, what: str, generator: random.Random, whole: Reference) -> str | None:
+    """Kill at a random moment; return the running jobs in words, or None if the run ended before."""
     if what == "a job":
         count = generator.randint(1, 3)
         seen: set[int] = set()
@@ -291,7 +292,7 @@ def _failed_rules(run: Run) -> str:
 
 
 def _refuse_traceback(run: Run) -> None:
-    """Raise BrokenError if a job's log or the terminal has a traceback of this package."""
+    """Raise BrokenError if the terminal shows a traceback of this package."""
     said = run.said()
     if "Traceback" in said and "aqnpipe" in said.split("Traceback")[1]:
         raise BrokenError(f"a traceback: {said}")

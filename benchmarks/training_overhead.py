@@ -1,13 +1,14 @@
-"""What the trainer costs over TRL's own, and where the time of a step goes, on one CPU thread.
+"""Overhead of this project's trainer over TRL's own, and CPU time of the parts of a step, on one CPU thread.
 
     OMP_NUM_THREADS=1 python benchmarks/training_overhead.py [--rounds 40] [--json FILE]
 
-First table: this project's trainer without noise against the plain GRPOTrainer, as ratios of CPU time. Both train the
-tiny model with the settings of the default study (config/config.yaml) on the same prompts in the same order, in two
-threads of one process that take turns: one optimiser step each, never both at once. Ours has its receipts, guard and
-progress; neither validates or saves. The tokens that they draw differ, their number does not: a token that the model
-never draws stands for the end of an answer, so that every answer has the full length.
-Second table: CPU time of the parts of a step without noise, with 5 % noise, and with noise and AQN.
+The first table compares this project's trainer, without noise, with the plain GRPOTrainer, as ratios of CPU time. Both
+train the tiny model with the settings of the default study (config/config.yaml) on the same prompts in the same order.
+They run in two threads of one process and take turns, one optimiser step each, never both at once. Our trainer has its
+receipts, guard and progress messages; neither trainer validates or saves. The two draw different tokens but equally
+many: the end of a response is a token that the model never draws, so every response has the full length.
+
+The second table shows the CPU time of each part of a step: without noise, with 5 % noise, and with noise and AQN.
 """
 
 import argparse
@@ -55,7 +56,7 @@ PARTS = ("rollout", "reference", "actor forward", "backward", "optimiser")
 
 
 class Turns:
-    """Lets the trainers of several threads make one step each in turn."""
+    """Makes the trainers of several threads take turns, one step each."""
 
     def __init__(self, count: int) -> None:
         self._lock = threading.Condition()
@@ -63,27 +64,27 @@ class Turns:
         self._is_over = False
 
     def wait(self, place: int) -> None:
-        """Return when it is the turn of `place`."""
+        """Return when it is the turn of `place`; RuntimeError if another trainer has failed."""
         with self._lock:
             self._lock.wait_for(lambda: self._next == place or self._is_over)
         if self._is_over:
             raise RuntimeError("the other trainer has failed")
 
     def pass_on(self, place: int) -> None:
-        """Let the next one go on."""
+        """Pass the turn to the next trainer."""
         with self._lock:
             self._next = (place + 1) % self._count
             self._lock.notify_all()
 
     def end(self) -> None:
-        """Let nobody wait for one who will never pass on."""
+        """Wake all waiting trainers after one has failed."""
         with self._lock:
             self._is_over = True
             self._lock.notify_all()
 
 
 class Stopwatch(TrainerCallback):
-    """CPU time from step to step of one trainer, and the lengths of its answers. The last of its callbacks."""
+    """Measures CPU time per step of one trainer, and the lengths of its responses. Must be its last callback."""
 
     def __init__(self, turns: Turns, place: int) -> None:
         self.seconds: list[float] = []
@@ -97,24 +98,24 @@ class Stopwatch(TrainerCallback):
         self._started = time.process_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Take the time and let the others make a step."""
+        """Record the time, then wait while the others make a step."""
         self.seconds.append(time.process_time() - self._started)
         self._turns.pass_on(self._place)
         self._turns.wait(self._place)
         self._started = time.process_time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        """Keep the mean length of the answers."""
+        """Record the mean length of the responses."""
         if "completions/mean_length" in logs:
             self.lengths.add(logs["completions/mean_length"])
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Let the others finish."""
+        """Pass the turn on, so that the others can finish."""
         self._turns.pass_on(self._place)
 
 
 class TimedTrainer(NoisyGRPOTrainer):
-    """Our trainer with a watch on the parts of a step."""
+    """Our trainer, which also measures the CPU time of the parts of a step."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.parts: dict[str, float] = defaultdict(float)
@@ -131,7 +132,7 @@ class TimedTrainer(NoisyGRPOTrainer):
         return timed
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Build the optimiser and put the watch on its step."""
+        """Build the optimiser and measure its steps."""
         optimizer = super().create_optimizer(*args, **kwargs)
         optimizer.step = self._timed("optimiser", optimizer.step)
         return optimizer
@@ -145,7 +146,7 @@ class TimedTrainer(NoisyGRPOTrainer):
 
 
 class Bench:
-    """The default study's model and problems in a temporary folder, and trainers of them."""
+    """The default study's model and problems in a temporary folder, and trainers for them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -156,7 +157,7 @@ class Bench:
         self._problems = read_table(folder / "train.parquet", ProblemTable)
 
     def spec(self, arm: str, num_steps: int) -> TrainingSpec:
-        """Return the default study's run of `arm` with `num_steps` steps that hardly change the policy."""
+        """Return the default study's run of `arm` with `num_steps` steps and a negligible learning rate."""
         spec = TrainingSpec.model_validate(self._plan.training_spec(arm, 0))
         training = spec.training.model_copy(update={"learning_rate": 1e-8})
         return spec.model_copy(update={"num_steps": num_steps, "training": training})
@@ -217,7 +218,7 @@ class Bench:
 
 
 def overhead(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Return CPU seconds of both trainers' steps, paired."""
+    """Return the CPU seconds per step of both trainers, in pairs."""
     spec = bench.spec("baseline", rounds + WARM_UP)
     turns = Turns(2)
     watches = [Stopwatch(turns, place) for place in range(2)]
@@ -229,18 +230,18 @@ def overhead(bench: Bench, rounds: int) -> dict[str, list[float]]:
                 turns.end()
             training.result()
     if any(watch.lengths != {spec.training.max_response_tokens} for watch in watches):
-        raise RuntimeError(f"answers of other lengths were drawn: {[watch.lengths for watch in watches]}")
+        raise RuntimeError(f"responses of other lengths were drawn: {[watch.lengths for watch in watches]}")
     plain, ours = (watch.seconds[WARM_UP:] for watch in watches)
     return {"plain": plain, "ours": ours}
 
 
 def ratio_of_sums(plain: Any, ours: Any, axis: int = -1) -> Any:
-    """Return the ratio of the total times; arrays of times as scipy's bootstrap gives them."""
+    """Return the ratio of the total times; `scipy.stats.bootstrap` passes arrays and an axis."""
     return np.sum(ours, axis=axis) / np.sum(plain, axis=axis)
 
 
 def breakdown(bench: Bench, arm: str, rounds: int) -> dict[str, float]:
-    """Return mean CPU seconds of each part of a step of `arm`, the rest, and the whole step."""
+    """Return the mean CPU seconds of each part of a step of `arm`, of the rest, and of the whole step."""
     watch = Stopwatch(Turns(1), 0)
     trainer = bench.ours(bench.spec(arm, rounds), TimedTrainer, watch)
     trainer.train()
@@ -254,9 +255,9 @@ def breakdown(bench: Bench, arm: str, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="optimiser steps of each trainer (default: 40)")
+    parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
@@ -278,7 +279,7 @@ def main() -> None:
         )
         console.print(table)
         steps = {arm: breakdown(bench, arm, max(5, options.rounds // 4)) for arm in ("baseline", "E5", "E5b")}
-    table = Table("CPU seconds of", *steps, title="where a step's time goes")
+    table = Table("CPU seconds of", *steps, title="CPU time of the parts of a step")
     for part in (*PARTS, "rest", "step"):
         table.add_row(part, *(f"{found[part]:.3f} ({found[part] / found['step']:.0%})" for found in steps.values()))
     console.print(table)
