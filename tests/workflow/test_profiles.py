@@ -12,7 +12,7 @@ import yte
 
 ROOT = Path(__file__).parents[2]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")
-DEVICE_RULES = ("train", "evaluate", "diagnose", "fault loss")
+DEVICE_RULES = ("train", "evaluate", "diagnose", "loss study")
 
 
 def dry_run(profile, *arguments):

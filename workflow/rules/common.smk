@@ -1,4 +1,4 @@
-"""What all rules share: the validated study, wildcard constraints, paths and parameters of jobs."""
+"""Shared by all rules: the validated study, wildcard constraints, paths, parameters of jobs, and the lock of the study."""
 
 import sys
 
@@ -25,7 +25,7 @@ validate(config, "../../config/schema.json", set_default=False)
 PLAN = StudyPlan(STUDY)
 RESULTS = PLAN.results
 
-# Before Snakemake looks at locks and times of files: one that was killed has left its locks behind.
+# Before Snakemake reads its locks and file times: a killed Snakemake left its locks behind.
 if workflow.is_main_process and not workflow.output_settings.dryrun:
     try:
         WORKING = recover_study(RESULTS)
@@ -36,7 +36,7 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
         print(WORKING, file=sys.stderr)
 
 
-# Snakemake's locks are not taken in one act, so two that start together may both get here.
+# Snakemake does not take its locks atomically, so two that start together may both get here.
 onstart:
     if workflow.is_main_process:
         try:
@@ -46,20 +46,20 @@ onstart:
             sys.exit(EXIT_USER_ERROR)
 
 
-# Before a large study starts, and in its dry run; every job reads this file again and says nothing.
+# Once, before a large study and in its dry run: every job reads this file again, and prints nothing.
 if workflow.is_main_process and (COST := announcement(PLAN)):
     print(f"{STUDY_FILE}: {COST}", file=sys.stderr)
 
 
 def given(rule: str) -> str:
-    """What the profile gives to the jobs of a rule, for their messages: a dry run shows every job's devices."""
+    """Return the resources that the profile assigns to the jobs of a rule, for their messages in a dry run."""
     requested = workflow.resource_settings.overwrite_resources.get(rule, {})
     shown = [name for name in ("slurm_partition", "nodes", "gres", "devices", "workers", "runtime") if name in requested]
     return f" ({', '.join(f'{name} {{resources.{name}}}' for name in shown)})" if shown else ""
 
 
 def workers(rule: str) -> int:
-    """How many workers share a job of a rule: the profile's resource `workers`, which no result depends on; else 1."""
+    """Return the number of workers per job of a rule: the profile's resource `workers` (no result depends on it), else 1."""
     requested = workflow.resource_settings.overwrite_resources.get(rule, {})
     return int(requested["workers"].raw) if "workers" in requested else 1
 

@@ -1,11 +1,12 @@
 """Evaluate checkpoints at every noise level.
 
-Needs a checkpoint (or, for arm `pretrained`, the prepared model) and the test questions.
+Input: a checkpoint (for arm `pretrained` the prepared model) and the test questions; with examples in the prompt also the training
+questions. Output: a table of responses, their receipt and a record per checkpoint.
 """
 
 
 rule evaluate:
-    """Answers to every test question at every noise level and noise seed, greedy or sampled, with receipts."""
+    """Answer every test question at every noise level and noise seed, greedily or by sampling; with receipts."""
     input:
         model=lambda wildcards: PLAN.checkpoint_input(**wildcards),
         test_problems=f"{RESULTS}/data/test.parquet",

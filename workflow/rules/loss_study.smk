@@ -27,7 +27,7 @@ rule loss_study:
         spec=lambda wildcards: PLAN.loss_study_spec(wildcards.model, wildcards.name),
         code=code_digest("aqnpipe.loss_study.stage"),
     message:
-        f"fault loss: {{wildcards.name}} on model {{wildcards.model}}{given('loss_study')}"
+        f"loss study: {{wildcards.name}} on model {{wildcards.model}}{given('loss_study')}"
     script:
         "../scripts/loss_study.py"
 

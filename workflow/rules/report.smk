@@ -1,12 +1,11 @@
-"""Compare arms and noise levels, audit published figures, and write the report.
+"""Compare arms and noise levels, test published figures again, and write the report.
 
-Needs every evaluation of the study; the report also needs the runs and the diagnoses. An unfinished study gets its report
-by `aqnpipe report STUDY.yaml`.
+Input: every evaluation of the study, its runs and its diagnoses. For an unfinished study use `aqnpipe report STUDY.yaml`.
 """
 
 
 rule compare:
-    """Test every comparison; accuracies, comparisons, robustness over noise and claims of the study."""
+    """Test every comparison of the study; writes accuracies, comparisons, robustness over noise, and claims with verdicts."""
     input:
         evaluations=PLAN.evaluation_files("parquet"),
         receipts=PLAN.evaluation_files("receipt.json"),
@@ -41,7 +40,7 @@ rule compare:
 
 
 rule check_published:
-    """Re-test the published figures that the study names."""
+    """Test the published figures that the study names again: which are possible, and which claims they support."""
     input:
         STUDY.config.statistics.published or [],
     output:
@@ -55,13 +54,13 @@ rule check_published:
     params:
         code=code_digest("aqnpipe.published.check"),
     message:
-        "check_published: {input}"
+        "check published figures: {input}"
     script:
         "../scripts/check_published.py"
 
 
 rule report:
-    """One self-contained page: verdicts, figures, receipts, provenance; a summary and the tables behind the page."""
+    """Write one self-contained page (verdicts, figures, receipts, provenance), a summary, and the tables behind the page."""
     input:
         accuracy=f"{RESULTS}/accuracy.parquet",
         comparisons=f"{RESULTS}/comparisons.parquet",

@@ -1,11 +1,12 @@
 """Train one arm with one seed.
 
-Needs the prepared model and questions; arms with per-layer sigmas also need the sigmas file of their machine.
+Input: the prepared model and the questions; for arms with per-layer sigmas also the sigmas file of their machine.
+Output: checkpoints, metrics.parquet, receipt.json and run.json.
 """
 
 
 rule train:
-    """GRPO with the arm's noise; checkpoints, metrics, receipt and record of one run."""
+    """Train one arm with one seed by GRPO, with the arm's noise; writes checkpoints, metrics, receipt and record."""
     input:
         model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
         train_problems=f"{RESULTS}/data/train.parquet",
@@ -38,7 +39,7 @@ rule train:
         "../scripts/train.py"
 
 
-# Not by the job itself: until Snakemake has noted that it is done, it may still delete the outputs.
+# Not in the job itself: Snakemake may delete its outputs until it has recorded that the job is done.
 onsuccess:
     if workflow.is_main_process:
         from pathlib import Path
