@@ -1,4 +1,4 @@
-"""Shared by all rules: the validated study, wildcard constraints, paths, parameters of jobs, and the lock of the study."""
+"""Shared by all rules: the validated study, wildcard constraints, paths, job parameters and the lock of the study."""
 
 import sys
 
@@ -54,12 +54,14 @@ if workflow.is_main_process and (COST := announcement(PLAN)):
 def given(rule: str) -> str:
     """Return the resources that the profile assigns to the jobs of a rule, for their messages in a dry run."""
     requested = workflow.resource_settings.overwrite_resources.get(rule, {})
-    shown = [name for name in ("slurm_partition", "nodes", "gres", "devices", "workers", "runtime") if name in requested]
+    shown = [
+        name for name in ("slurm_partition", "nodes", "gres", "devices", "workers", "runtime") if name in requested
+    ]
     return f" ({', '.join(f'{name} {{resources.{name}}}' for name in shown)})" if shown else ""
 
 
 def workers(rule: str) -> int:
-    """Return the number of workers per job of a rule: the profile's resource `workers` (no result depends on it), else 1."""
+    """Return the workers per job of a rule: the resource `workers` of the profile (no result depends on it), else 1."""
     requested = workflow.resource_settings.overwrite_resources.get(rule, {})
     return int(requested["workers"].raw) if "workers" in requested else 1
 
