@@ -1,7 +1,7 @@
 """Evaluate checkpoints at every noise level.
 
-Input: a checkpoint (for arm `pretrained` the prepared model) and the test questions; with examples in the prompt also the training
-questions. Output: a table of responses, their receipt and a record per checkpoint.
+Input: a checkpoint (for arm `pretrained` the prepared model) and the test questions; with examples in the prompt
+also the training questions. Output: a table of responses, their receipt and a record per checkpoint.
 """
 
 

@@ -1,11 +1,12 @@
 """Compare arms and noise levels, test published figures again, and write the report.
 
-Input: every evaluation of the study, its runs and its diagnoses. For an unfinished study use `aqnpipe report STUDY.yaml`.
+Input: every evaluation of the study, its runs and its diagnoses. For an unfinished study use
+`aqnpipe report STUDY.yaml`.
 """
 
 
 rule compare:
-    """Test every comparison of the study; writes accuracies, comparisons, robustness over noise, and claims with verdicts."""
+    """Test every comparison of the study; writes accuracies, comparisons, robustness, and claims with verdicts."""
     input:
         evaluations=PLAN.evaluation_files("parquet"),
         receipts=PLAN.evaluation_files("receipt.json"),
@@ -60,7 +61,7 @@ rule check_published:
 
 
 rule report:
-    """Write one self-contained page (verdicts, figures, receipts, provenance), a summary, and the tables behind the page."""
+    """Write one self-contained page (verdicts, figures, receipts, provenance), a summary, and their tables."""
     input:
         accuracy=f"{RESULTS}/accuracy.parquet",
         comparisons=f"{RESULTS}/comparisons.parquet",
