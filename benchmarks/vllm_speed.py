@@ -1,8 +1,8 @@
-"""Throughput of evaluation on a CPU: transformers and vLLM, clean and noised, taken in turn in one run.
+"""Throughput of evaluation on a CPU: transformers and vLLM, clean and noised, in turn in one run.
 
 `make vllm && OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_speed.py` prints tokens per second of wall time,
-CPU seconds of all processes of a backend, and ratios of CPU time per token: median, lowest and highest round.
-Every receipt is checked, so the noise was there.
+CPU seconds of all processes of a backend, and ratios of CPU time per token: median, lowest and highest round. Every
+receipt is checked, so every noised pass contains its noise.
 """
 
 import argparse
@@ -37,28 +37,28 @@ NOISES = {
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and all that it started."""
-    process = psutil.Process()
-    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+    """Return the CPU time of this process and its children."""
+    parent = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (parent, *parent.children(recursive=True)))
 
 
 def evaluation(
     generator: NoisyGenerator, prompts: list[list[int]], batch_size: int, response_tokens: int, noise: PassNoise
 ) -> tuple[float, float, int]:
-    """Answer all prompts by length as the evaluate stage does; return wall seconds, CPU seconds and tokens."""
+    """Run a pass over all prompts, by length as in the evaluate stage; return wall and CPU seconds and tokens."""
     prompts = sorted(prompts, key=len)
     wall, cpu, tokens = time.perf_counter(), cpu_seconds(), 0
     generator.begin_pass(noise)
     for number, start in enumerate(range(0, len(prompts), batch_size)):
         batch = prompts[start : start + batch_size]
-        answers = generator.generate(batch, Sampling(response_tokens), NoiseKey(seed=0, step=number))
-        tokens += sum(len(one.token_ids) for one in answers)
+        completions = generator.generate(batch, Sampling(response_tokens), NoiseKey(seed=0, step=number))
+        tokens += sum(len(completion.token_ids) for completion in completions)
     pass_receipt(noise, [generator.end_pass()]).check()
     return time.perf_counter() - wall, cpu_seconds() - cpu, tokens
 
 
 def save_wide_model(folder: Path) -> None:
-    """A model whose products cost more than the calls around them: 6 layers of 384 channels, random weights."""
+    """Write a random model, 6 layers of 384 channels, whose products take longer than the calls around them."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     config = Qwen2Config(
@@ -100,12 +100,12 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
         for round_number in range(arguments.rounds + 1):
             for noise_name, noise in NOISES.items():
                 for backend_name, backend in backends.items():
-                    one = evaluation(backend, prompts, arguments.batch_size, arguments.tokens, noise)
+                    measured = evaluation(backend, prompts, arguments.batch_size, arguments.tokens, noise)
                     if round_number:  # the first round warms up
-                        runs.setdefault((backend_name, noise_name), []).append(one)
-    for (backend_name, noise_name), taken in runs.items():
-        rate = statistics.median(tokens / wall for wall, _, tokens in taken)
-        cpu = statistics.median(seconds for _, seconds, _ in taken)
+                        runs.setdefault((backend_name, noise_name), []).append(measured)
+    for (backend_name, noise_name), rounds in runs.items():
+        rate = statistics.median(tokens / wall for wall, _, tokens in rounds)
+        cpu = statistics.median(seconds for _, seconds, _ in rounds)
         CONSOLE.print(f"| {name} | {backend_name} | {noise_name} | {rate:.0f} | {cpu:.2f} |")
     for label, above, below in (
         ("vLLM clean against transformers clean", ("vllm", "clean"), ("transformers", "clean")),
@@ -119,11 +119,11 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure the built-in model and a wider one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--questions", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=24)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up (default 5)")
+    parser.add_argument("--questions", type=int, default=64, help="number of generated questions (default 64)")
+    parser.add_argument("--batch-size", type=int, default=32, help="prompts per batch (default 32)")
+    parser.add_argument("--tokens", type=int, default=24, help="limit of tokens per response (default 24)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     measure("tiny", builtin_folder("tiny"), arguments)
