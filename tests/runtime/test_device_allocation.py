@@ -1,4 +1,4 @@
-"""What a scheduler, or a lease, gives a job."""
+"""Devices that a scheduler or a lease gives to a job."""
 
 import os
 import stat
@@ -37,7 +37,7 @@ THREE_NODES = """JobId=3 JobName=wrap
 @pytest.fixture(autouse=True)
 def bare(monkeypatch, tmp_path):
     for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURMD_NODENAME"):
-        monkeypatch.setenv(name, "")  # so that it is restored, whatever the test does to it
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it after the test
         monkeypatch.delenv(name)
     monkeypatch.setattr(allocation, "LEASES", tmp_path / "leases")
     monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ())
@@ -45,7 +45,7 @@ def bare(monkeypatch, tmp_path):
 
 @pytest.fixture
 def in_slurm(monkeypatch, tmp_path):
-    """A Slurm job whose `scontrol` answers with the text given."""
+    """Return a function that fakes a Slurm job whose `scontrol` prints the given text."""
 
     def enter(details, node="npu01", code=0):
         script = tmp_path / "scontrol"

@@ -1,4 +1,4 @@
-"""Leases: jobs that share a machine never hold the same device, and none outlives its job."""
+"""Device leases: jobs on one machine never share a device, and a lease ends with its job."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from aqnpipe.errors import DeviceError
 from aqnpipe.runtime.device_leases import lease_devices
 
-# Takes leases again and again. While it holds one, it marks the device by a folder, which cannot be made twice.
+# Takes leases repeatedly. While it holds a device it marks it with a folder; a folder cannot be created twice.
 COMPETITOR = """
 import sys, time
 from pathlib import Path

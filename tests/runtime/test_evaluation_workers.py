@@ -1,6 +1,6 @@
-"""The evaluate stage on Ray actors: the same bytes as without, whoever answers what and whoever dies.
+"""The evaluate stage on Ray actors: the same bytes as in one process, whichever actor runs a shard or dies.
 
-Ray takes some ten seconds to start, so the tests share a cluster of two nodes; one runs on a cluster of its own.
+Ray takes about ten seconds to start, so most tests share a cluster of two nodes; one test starts a private cluster.
 """
 
 import os
@@ -85,7 +85,7 @@ def run(folder, model_dir, problems, workers, say=lambda _: None, **changes):
 
 
 def digests(folder):
-    """Digests of all that is there, so that nothing is left beside the three outputs either."""
+    """Digests of all files in the folder, which show that nothing is left beside the three outputs."""
     return {path.name: sha256_of_file(path) for path in folder.iterdir()}
 
 
@@ -95,7 +95,7 @@ def alone(tmp_path_factory, model_dir, problems):
 
 
 def actor_processes(of):
-    """The process ids of the actors below a process."""
+    """Return the process ids of the actors below a process."""
     table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in table.splitlines()]
     found, parents = [], {of}

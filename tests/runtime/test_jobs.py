@@ -1,4 +1,4 @@
-"""Jobs at the edge of Snakemake: what their logs say, and how they end without their device."""
+"""Snakemake jobs: the contents of their logs, and their end without a device or on a full disk."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What users are told when Ray does not start; clusters that run are tested where they are used."""
+"""Messages when Ray does not start; running clusters are tested with training and evaluation."""
 
 import pytest
 

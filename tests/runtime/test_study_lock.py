@@ -1,4 +1,4 @@
-"""The study's lock: what a killed Snakemake left is put away, what a living one holds is not."""
+"""The study's lock: the locks of a killed Snakemake are removed, those of a running one stay."""
 
 import json
 import os
@@ -27,7 +27,7 @@ time.sleep(60)
 
 @pytest.fixture
 def snakemake(tmp_path):
-    """Snakemake's folder, as a killed one leaves it: the study `results`, the study `results/smoke`, both."""
+    """Return Snakemake's folder after kills in two studies, `results` and `results/smoke`."""
     locks = tmp_path / ".snakemake" / "locks"
     locks.mkdir(parents=True)
     (locks / "0.input.lock").write_text("config/published.yaml\nresults/data/train.parquet\n")
@@ -38,7 +38,7 @@ def snakemake(tmp_path):
 
 @pytest.fixture
 def other():
-    """Start another process that holds a study."""
+    """Return a function that starts another process which holds a study."""
     started = []
 
     def start(results, snakemake):
@@ -96,7 +96,7 @@ def test_locks_that_another_machine_may_have_made_stay(snakemake, host):
     before = path.read_text() if path else None
     assert recover_study("results", snakemake) is None
     assert len(locks(snakemake)) == 3
-    assert path is None or path.read_text() == before, "whoever asks must not become the last holder"
+    assert path is None or path.read_text() == before, "a process that only looks must not become the last holder"
 
 
 def test_a_study_without_locks_is_recorded_before_snakemake_locks_it(tmp_path):

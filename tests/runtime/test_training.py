@@ -1,6 +1,7 @@
-"""Two CPU workers on a Ray cluster of two nodes (or on one of their own): same learning, same bytes, no hang, no rest.
+"""Training with two CPU workers on Ray: the result of a single worker, reproducible bytes, clean ends.
 
-Ray takes some ten seconds to start, so the tests share one cluster and the runs on it.
+Ray takes about ten seconds to start, so most tests share a cluster of two nodes and the runs on it. The others start a
+private cluster.
 """
 
 import os
@@ -74,7 +75,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def finished(cluster, inputs, tmp_path_factory):
-    """Return the folder of a finished run and what it said, by name; each run is made once."""
+    """Return a function that maps a name to the folder and messages of a finished run; each run is made once."""
     folder = tmp_path_factory.mktemp("runs")
     requested = {
         "one": spec(num_workers=1),
@@ -110,20 +111,20 @@ def digests(run):
 
 @pytest.mark.slow
 def test_two_workers_learn_what_one_does(finished):
-    """Draws are keyed by the place in the whole batch, so that the rollouts are the same; the loss to 6 decimals.
+    """Draws are keyed by the row in the whole batch, so the rollouts are the same; the loss agrees to 6 decimals.
 
-    The sums are in another order, which is all that may differ: weights move by at most learning_rate in a step of
-    Adam, and by far less where a gradient changes in its last digits only.
+    Only the order of sums differs. A step of Adam moves weights by at most learning_rate, and by far less where only
+    the last digits of a gradient change.
     """
-    (one, _), (two, said) = finished("one"), finished("two")
-    alone, together = metrics_of(one), metrics_of(two)
+    (single, _), (double, said) = finished("one"), finished("two")
+    alone, together = metrics_of(single), metrics_of(double)
     assert together["reward_mean"].n_unique() > 1
     assert (alone["loss"].abs() > 1e-3).any()
     for column in ("reward_mean", "reward_std", "response_tokens_mean", "truncated_fraction", "validation_accuracy"):
         assert alone[column].to_list() == together[column].to_list(), column
     for column, bound in (("loss", 1e-6), ("grad_norm", 1e-4)):
         assert (alone[column] - together[column]).abs().max() < bound, column
-    weights = [load_file(run / "checkpoints" / "step3" / "model.safetensors") for run in (one, two)]
+    weights = [load_file(run / "checkpoints" / "step3" / "model.safetensors") for run in (single, double)]
     assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 3 * 1e-4 / 4
     assert said[0] == f"base/test seed 0: 2 workers, on {socket.gethostname()}"
     steps = [line.split(" reward")[0] for line in said[1:]]
@@ -132,8 +133,8 @@ def test_two_workers_learn_what_one_does(finished):
 
 @pytest.mark.slow
 def test_the_receipt_is_of_both_workers(finished):
-    (one, _), (two, _), (noisy, _) = finished("one"), finished("two"), finished("noisy")
-    alone, together, noised = (read_json(run / "receipt.json", Receipt).check() for run in (one, two, noisy))
+    runs = [finished(name)[0] for name in ("one", "two", "noisy")]
+    alone, together, noised = (read_json(run / "receipt.json", Receipt).check() for run in runs)
     assert (alone.num_workers, together.num_workers, noised.num_workers) == (1, 2, 2)
     passes = [{record.phase: record.forwards for record in receipt.phases} for receipt in (alone, together)]
     for phase in ("reference", "actor_forward", "backward"):
@@ -145,7 +146,7 @@ def test_the_receipt_is_of_both_workers(finished):
 
 @pytest.mark.slow
 def test_workers_draw_noise_of_their_own(finished):
-    """Equal noise on both would leave as many different outputs as one worker has."""
+    """With equal noise both workers would measure the same squared errors."""
     noisy, _ = finished("noisy, not promoted")
     measurements = sorted(noisy.parent.glob("measurements/worker*.json"))
     states = [pl.read_json(path)["state"].to_list()[0] for path in measurements]
@@ -180,7 +181,7 @@ if __name__ == "__main__":
 
 
 class Launch:
-    """A launch in a process of its own, on a cluster of its own."""
+    """A training job in a process of its own, on a private cluster."""
 
     def __init__(self, inputs, out):
         out.mkdir(exist_ok=True)
@@ -199,7 +200,7 @@ class Launch:
             )
 
     def wait_for_step(self, step, timeout=400):
-        """Wait until the resume point after `step` is there; return the process ids below the launch by command."""
+        """Wait until the resume point after `step` exists; return the commands of all descendants by process id."""
         until = time.monotonic() + timeout
         while not list(self._resume_points.glob(f"*/resume/step{step}")):
             assert self.process.poll() is None, self.log.read_text()
@@ -288,7 +289,7 @@ def test_more_workers_than_this_machine_has_devices_are_refused(inputs, tmp_path
 
 
 def test_a_run_with_fewer_workers_than_requested_is_refused(inputs, tmp_path):
-    """What a launcher leaves that silently starts one process."""
+    """As if a launcher had silently started a single process."""
     with pytest.raises(WorkerError, match=r"1 workers train, training\.num_workers is 2"):
         run_worker(spec(), inputs, workspace(tmp_path), None)
 

@@ -1,4 +1,4 @@
-"""The smallest study with every stage, run by Snakemake in a folder of its own, and what is done to it meanwhile."""
+"""The smallest study with every stage, run by Snakemake in its own folder, and the faults to inject meanwhile."""
 
 import contextlib
 import os
@@ -69,14 +69,14 @@ _STARTS = 5
 
 
 class WarmPython:
-    """Forks Snakemake and its jobs from a process that has a copy of the package imported."""
+    """Forks Snakemake and its jobs from a process that has already imported a copy of the package."""
 
     def __init__(self, folder: Path, environment: dict[str, str] | None = None, source: Path | None = None) -> None:
         self.folder = folder
         self.stand_in = folder / "python"
         self.source = source or folder / "src"
         if source is None:
-            # With the compiled kernels, which would else be compiled anew.
+            # The copy includes the compiled kernels, so that they are not compiled again.
             shutil.rmtree(self.source, ignore_errors=True)
             shutil.copytree(Path(aqnpipe.__file__).parent, self.source / "aqnpipe")
         self.environment = {
@@ -88,7 +88,7 @@ class WarmPython:
         }
         self._clocked: WarmPython | None = None
         (folder / "socket").unlink(missing_ok=True)
-        # Under libfaketime a sleep of Python fails now and then (EINVAL), also during imports.
+        # Under libfaketime a sleep in Python sometimes fails (EINVAL), also during imports.
         for _ in range(_STARTS):
             self._server = subprocess.Popen(
                 [sys.executable, Path(__file__).with_name("warm_python.py"), folder / "socket", self.stand_in],
@@ -104,7 +104,7 @@ class WarmPython:
         raise RuntimeError("the warm Python did not start")
 
     def set_clock(self, seconds: int) -> "WarmPython":
-        """Return another one, whose clock is so many seconds ahead (or back) of the machine's, from now on."""
+        """Return a server whose clock is `seconds` ahead of the machine's clock (or behind it) from now on."""
         folder = self.folder / "clocked"
         folder.mkdir(exist_ok=True)
         (folder / "clock.new").write_text(f"{seconds:+d}\n")
@@ -134,14 +134,14 @@ class WarmPython:
 
 @dataclass(frozen=True)
 class Run:
-    """One Snakemake process that was started, with its jobs."""
+    """A Snakemake process and its jobs."""
 
     process: subprocess.Popen[bytes]
     pids: Path
     output: Path
 
     def processes(self) -> dict[int, str]:
-        """What runs now: `snakemake`, and jobs by the name of their script, by process id."""
+        """Return the running processes by process id: `snakemake`, and jobs by the name of their script."""
         found = {}
         for path in self.pids.iterdir():
             name = path.read_text()
@@ -151,41 +151,41 @@ class Run:
         return found
 
     def jobs(self) -> dict[int, str]:
-        """The jobs that run now, by process id; the rule's name is the end of the script's."""
+        """Return the rules of the running jobs by process id; the name of a script ends with its rule."""
         return {pid: name.split(".")[-2] for pid, name in self.processes().items() if name != "snakemake"}
 
     def kill(self, pid: int) -> None:
-        """Kill one process, if it still runs."""
+        """Kill a process if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """Kill Snakemake, then its shells and jobs, until none is left."""
+        """Kill Snakemake, then its shells and jobs, until no process is left."""
         while found := self.processes():
-            for pid, name in sorted(found.items(), key=lambda one: one[1] != "snakemake"):
+            for pid, name in sorted(found.items(), key=lambda process: process[1] != "snakemake"):
                 with contextlib.suppress(ProcessLookupError):
                     (os.killpg if name == "snakemake" else os.kill)(pid, signal.SIGKILL)
             time.sleep(0.02)
         self.process.wait()
 
     def kill_snakemake(self) -> None:
-        """Kill Snakemake alone; its jobs go on as orphans."""
+        """Kill Snakemake only; its jobs continue as orphans."""
         for pid, name in self.processes().items():
             if name == "snakemake":
                 self.kill(pid)
         self.process.wait()
 
     def wait(self, seconds: float = 300) -> int:
-        """Wait for its end; its exit code."""
+        """Wait until the process ends and return its exit code."""
         return self.process.wait(seconds)
 
     def said(self) -> str:
-        """What it wrote to the terminal."""
+        """Return the output on the terminal."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
 
 class FaultedStudy:
-    """One study in a folder, on a disk of its own if requested (in memory; needs the rights of root)."""
+    """A study in its own folder, on its own disk if requested (in memory; needs root)."""
 
     def __init__(self, python: WarmPython, folder: Path, disk: bool = False) -> None:
         self.python = python
@@ -206,11 +206,11 @@ class FaultedStudy:
 
     @property
     def results(self) -> Path:
-        """Where its artifacts are."""
+        """Folder of the artifacts."""
         return self.folder / "results"
 
     def start(self, *arguments: str, python: WarmPython | None = None, **environment: str) -> Run:
-        """Give the command `snakemake`."""
+        """Start the command `snakemake`."""
         python = python or self.python
         pids = Path(tempfile.mkdtemp(dir=python.folder, prefix="pids"))
         output = pids.with_name(f"{pids.name}.out")
@@ -227,32 +227,32 @@ class FaultedStudy:
         return self.runs[-1]
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
-        """Give the command `snakemake` and wait for its end; exit code, and what it wrote to the terminal."""
+        """Run the command `snakemake` to its end; return the exit code and the output on the terminal."""
         run = self.start(*arguments, **environment)
         return run.wait(), run.said()
 
     def disk(self, options: str) -> None:
-        """Mount its disk with other options (size=64m, ro, rw)."""
+        """Remount the disk of the study with other options (size=64m, ro, rw)."""
         subprocess.run(["mount", "-o", f"remount,{options}", self.folder], check=True)
 
     def shift_times(self, seconds: int, since: float) -> None:
-        """Shift the times of all files written since then: as they are if the clock went wrong meanwhile."""
+        """Shift the times of all files written since `since`, as a wrong clock would have done."""
         for path in self.folder.rglob("*"):
             status = path.lstat()
             if status.st_mtime >= since:
                 os.utime(path, (status.st_atime + seconds, status.st_mtime + seconds), follow_symlinks=False)
 
     def close(self) -> None:
-        """End what still runs, and give the disk back with all that is on it."""
+        """Kill all remaining processes and unmount the disk, which deletes its contents."""
         for run in self.runs:
             run.kill_all()
         if self._has_disk:
             subprocess.run(["umount", self.folder], check=True)
 
     def bytes_of_results(self) -> dict[str, bytes]:
-        """Every file of the results by its path, hidden ones and those in the way too, but for what tells times.
+        """Return every file of the results by its path, hidden and unexpected files included, without timings.
 
-        Logs and Snakemake's benchmarks are left out, and the page's section that shows the latter.
+        Logs, Snakemake's benchmarks and the section of the page that shows these benchmarks are left out.
         """
         found = {}
         for path in sorted(self.results.rglob("*")):
@@ -266,5 +266,5 @@ class FaultedStudy:
 
 
 def differences(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
-    """Names of what is missing, too much, or has other bytes."""
+    """Return the names of files that are missing, unexpected or different."""
     return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))

@@ -1,4 +1,4 @@
-"""Train runs that die at a chosen moment, each in a process forked from one that has imported everything already.
+"""Training runs that are killed at a chosen moment, each in a process forked from one that has done all imports.
 
 `KillServer` starts this file as a script, which reads one JSON request per line and answers with one JSON line.
 """
@@ -26,7 +26,7 @@ RESUME_EVERY = 2
 
 
 def whole_spec(**changes):
-    """8 steps in 2 epochs with noise in every phase, AQN, a fault with memory, validations and checkpoints."""
+    """Return a run of 8 steps in 2 epochs: noise, AQN, a fault with a cached threshold, validations, checkpoints."""
     settings = {
         "num_steps": 8,
         "epochs": 2,
@@ -66,7 +66,7 @@ POINTS = {
     "link": "aqnpipe.training.workspace._link",
     "promotion rename": "aqnpipe.training.workspace.rename",
 }
-"""Functions of the train stage by what they do; a run is killed before or after their n-th call."""
+"""Functions of the train stage by their purpose; a run is killed before or after their n-th call."""
 
 
 CALLED_OFTEN = {
@@ -83,7 +83,7 @@ CALLED_OFTEN = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: exit code (negative: signal), seconds, lines said, and by rollout the step and prompts."""
+    """The end of a process: exit code (negative: signal), seconds, messages, and step and prompts of every rollout."""
 
     code: int
     seconds: float
@@ -93,7 +93,7 @@ class Outcome:
 
 
 class KillServer:
-    """Client side: starts the process that forks."""
+    """The client: starts the process that forks the runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -108,16 +108,16 @@ class KillServer:
         )
 
     def train(self, spec: TrainingSpec, inputs: TrainingInputs, output: Path, scratch: Path, **how) -> Outcome:
-        """Run the train stage to its end.
+        """Run a training job to its end.
 
         how: `kill` (point, number of the call, "before" or "after") or `kill_after` (seconds) ends it earlier; `signal`
-        names another signal than SIGKILL, `code` another state of the code.
+        names a signal other than SIGKILL; `code` stands for another version of the code.
         """
         (outcome,) = self.train_together([(spec, inputs, output, scratch)], **how)
         return outcome
 
     def train_together(self, runs: list[tuple[TrainingSpec, TrainingInputs, Path, Path]], **how) -> list[Outcome]:
-        """Run several train stages beside each other, in processes of their own, started in this order."""
+        """Run several training jobs at the same time, each in its own process, started in this order."""
         requests = [self._request(*run, index, **how) for index, run in enumerate(runs)]
         print(json.dumps(requests), file=self._process.stdin, flush=True)
         return [Outcome(**answer) for answer in json.loads(self._process.stdout.readline())]
@@ -146,7 +146,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def random_kill(generator: random.Random, seconds: float) -> dict:
-    """Return how to kill a run that takes `seconds`: at a random time, or around a random call of a random point."""
+    """Return when to kill a run that takes `seconds`: at a random time, or at a random call of a random point."""
     if generator.random() < 0.5:
         return {"kill_after": generator.uniform(0, seconds)}
     point = generator.choice(sorted(POINTS))
@@ -208,9 +208,9 @@ def _run(request: dict, log: Path) -> int:
         return tokenize_prompts(self, prompts)
 
     NoisyGRPOTrainer._tokenize_prompts = noted_prompts
-    # A model that solves nothing has a gradient if rewards differ within groups.
+    # A model that solves nothing has a gradient only if rewards differ within groups.
     run.reward_correct = lambda completions, **_: [float(index % 2) for index in range(len(completions))]
-    # Whatever is edited while tests run, the code of all runs is what was imported when the server started.
+    # All runs use the code that the server imported at its start, even if sources are edited meanwhile.
     stage.code_digest = lambda _: request.get("code", "imported")
     if "kill" in request:
         _arm(*request["kill"], getattr(signal, request.get("signal", "SIGKILL")))
@@ -226,7 +226,7 @@ def _run(request: dict, log: Path) -> int:
     except AqnpipeError as error:
         note(said=f"ERROR: {error}")
         return error.exit_code
-    except BaseException as error:  # noqa: BLE001 - the process ends here, and must say why
+    except BaseException as error:  # noqa: BLE001 - the process ends here and must report why
         import traceback
 
         note(said=f"BUG: {error!r} {traceback.format_exc()}")
@@ -235,7 +235,7 @@ def _run(request: dict, log: Path) -> int:
 
 
 def _arm(point: str, call: int, when: str, number: signal.Signals) -> None:
-    """Let the process send itself the signal before or after a call of `point`."""
+    """Make the process send itself the signal before or after a call of `point`."""
     owner_name, name = POINTS[point].rsplit(".", 1)
     try:
         owner = importlib.import_module(owner_name)

@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def two_ray_nodes() -> Iterator[Any]:
-    """Run a cluster of two nodes with one core each, as a Slurm job would start it, named by RAY_ADDRESS."""
+    """Run a cluster of two nodes with one core each, like that of a Slurm job; RAY_ADDRESS names it."""
     folder = Path(tempfile.mkdtemp(prefix="aqn-", dir="/tmp"))
     (folder / "token").write_text(secrets.token_hex(32))
     with pytest.MonkeyPatch.context() as patch:

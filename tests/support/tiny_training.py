@@ -1,4 +1,4 @@
-"""What the tests of training run: a random model of two layers, eight questions, two optimiser steps."""
+"""Small training runs for tests: a random model with two layers, eight questions, two optimiser steps."""
 
 import shutil
 from pathlib import Path
@@ -47,7 +47,7 @@ def write_inputs(folder: Path, make_model, num_problems: int = 8, **model_settin
 
 
 def write_builtin_inputs(folder: Path) -> TrainingInputs:
-    """Write the built-in tiny model, which solves enough problems for some rollouts of a prompt to be right."""
+    """Write the built-in tiny model and problems for it; it solves enough of them that rewards differ within groups."""
     shutil.copytree(builtin_folder("tiny"), folder / "model")
     write_prepared_model(folder / "model", describe_model(folder / "model", "tiny"))
     for split in ("train", "test"):
@@ -57,7 +57,7 @@ def write_builtin_inputs(folder: Path) -> TrainingInputs:
 
 
 def training_spec(operator_noise=None, aqn=None, *, num_steps=2, dtype="float32", **training) -> TrainingSpec:
-    """A run of two steps of 4 prompts x 2 rollouts; keywords replace training settings."""
+    """Return a run of two steps with 4 prompts x 2 rollouts; keywords replace training settings."""
     settings = {
         "epochs": 1,
         "prompts_per_step": 4,
@@ -82,11 +82,11 @@ def training_spec(operator_noise=None, aqn=None, *, num_steps=2, dtype="float32"
 
 
 def run(spec: TrainingSpec, inputs: TrainingInputs, folder: Path, say=lambda _: None) -> Path:
-    """Train in `folder`, a scratch folder beside it, and return it."""
+    """Run a training job with the output `folder` and a scratch folder beside it; return `folder`."""
     run_training_job(spec, inputs, folder, folder.with_name(f"{folder.name}.scratch"), say)
     return folder
 
 
 def scattered_rewards(completions, **_) -> list[float]:
-    """Rewards that differ within groups, so that a model that solves nothing has a gradient."""
+    """Return rewards that differ within groups, so that a model that solves nothing has a gradient."""
     return [float(index % 2) for index in range(len(completions))]

@@ -1,4 +1,4 @@
-"""Every setting of the study arrives in the trainer's arguments, one by one and as the published recipe."""
+"""Every setting of the study reaches the trainer's arguments, alone and as the published recipe."""
 
 import re
 from pathlib import Path
@@ -67,14 +67,14 @@ def test_the_published_recipe_reaches_trl(tmp_path):
     ],
 )
 def test_a_setting_arrives_and_only_where_it_should(tmp_path, setting, value, argument, arrives_as):
-    """It changes its argument, which shows that it is read, and has the value that was set."""
+    """The setting changes its argument, so it is read, and the argument has the value of the setting."""
     without = arguments(tmp_path)
     changed = arguments(tmp_path, **{setting: value})
     assert getattr(changed, argument) == arrives_as != getattr(without, argument)
 
 
 def test_every_setting_is_read_somewhere():
-    """A setting that nothing reads is how the original experiments lost theirs."""
+    """The original experiments lost settings because no code read them."""
     package = Path(aqnpipe.__file__).parent
     sources = "".join(path.read_text() for path in package.rglob("*.py"))
     unread = [
@@ -103,5 +103,5 @@ def test_the_device_is_the_one_that_was_found(tmp_path):
     assert not arguments(tmp_path, device="cuda").use_cpu
 
 
-def test_nothing_is_reported_unless_asked(tmp_path):
+def test_nothing_is_reported_unless_requested(tmp_path):
     assert arguments(tmp_path).report_to == []

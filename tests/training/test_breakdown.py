@@ -1,4 +1,4 @@
-"""A run whose numbers break down ends with one line, and nothing of the broken state is kept."""
+"""A run whose numbers break down ends with one line, and its broken state is not saved."""
 
 import math
 
@@ -46,13 +46,13 @@ def assert_nothing_kept(folder):
 
 @pytest.mark.parametrize("quantity", ["loss", "grad_norm"])
 def test_beyond_its_bound_a_quantity_stops_the_run_before_the_optimiser(inputs, tmp_path, updates, quantity):
-    # Noise differs between the log-probabilities of policy and reference, so that even the first loss is not 0.
+    # The noise on the log-probabilities of policy and reference differs, so even the first loss is not 0.
     spec = training_spec(NOISE, kl_coefficient=0.1, **{f"stop_{quantity}": 1e-9})
     match = rf"^base/test seed 0: {quantity} is \S+, beyond stop_{quantity} 1e-09, at step 1, run stopped"
     with pytest.raises(TrainingError, match=match) as caught:
         run(spec, inputs, tmp_path / "run")
     assert "\n" not in str(caught.value)
-    assert isinstance(caught.value, AqnpipeError)  # exit code 2, see tests of job.py
+    assert isinstance(caught.value, AqnpipeError)  # exit code 2, see tests/runtime/test_jobs.py
     assert updates == []
     assert_nothing_kept(tmp_path)
 

@@ -1,4 +1,4 @@
-"""What a run says of where it stands."""
+"""Progress messages of a run."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def test_what_a_run_does_not_have_is_left_out(clock):
 
 def test_long_steps_are_reported_once_a_minute(clock):
     said = follow(clock, 40, 25.0, lambda step: ROLLOUT)
-    # A tenth of the steps is every fourth, at 100 s; between them every third step is more than a minute after a line.
+    # A tenth of the steps is every fourth, at 100 s; in between, every third step is over a minute after the last line.
     assert [int(line.split()[4].split("/")[0]) for line in said] == sorted({*range(3, 41, 4), *range(4, 41, 4)})
 
 

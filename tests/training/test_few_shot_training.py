@@ -1,4 +1,4 @@
-"""Training on prompts with examples: no question sees its own answer, and what would leak is refused."""
+"""Training on prompts with examples: no prompt contains its own answer, and leaks are refused."""
 
 import polars as pl
 import pytest

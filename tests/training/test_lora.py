@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained, what the noise reaches, what the reference is, and what a checkpoint holds."""
+"""Low-rank adapters: trained weights, noise on adapters, reference, checkpoints and resume points."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def _rewards_that_teach(monkeypatch):
 
 @pytest.fixture
 def policy(inputs):
-    """A policy whose adapters do something: B is no longer zero."""
+    """Return a policy whose adapters have an effect: B is not zero."""
     policy = load_policy(training_spec(lora=LORA), inputs.model)
     generator = torch.Generator().manual_seed(0)
     for name, weight in policy.named_parameters():
@@ -49,7 +49,7 @@ def logits(model):
 
 
 def test_only_adapters_are_trained_and_they_are_keyed_by_the_runs_seed(inputs):
-    torch.randn(3)  # whatever happened before must not matter
+    torch.randn(3)  # the state of the global generator must not matter
     first, second = (dict(load_policy(training_spec(lora=LORA), inputs.model).named_parameters()) for _ in range(2))
     other = load_policy(training_spec(lora=LORA).model_copy(update={"seed": 1}), inputs.model).state_dict()
     trained = {name for name, weight in first.items() if weight.requires_grad}
@@ -75,7 +75,7 @@ def test_merged_weights_compute_the_same_and_leave_the_policy_alone(inputs, poli
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     plain = load_model(inputs.model, dtype="float32", attention="eager")
     plain.load_state_dict(merged_weights(policy), strict=True)
-    # Float32 sums in another order.
+    # Float32 sums have another order.
     torch.testing.assert_close(logits(plain), logits(policy), rtol=1e-4, atol=1e-5)
     for name, tensor in policy.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -113,7 +113,7 @@ def test_a_run_trains_adapters_under_noise_and_leaves_models_that_open_like_any_
 
 
 def test_the_reference_is_the_policy_with_its_adapters_off(inputs, tmp_path, monkeypatch):
-    """No second model is loaded, and KL against it is that against the start model: 0 before the first step."""
+    """No second model is loaded, and the KL from the initial policy is 0 before the first step."""
     built = []
     original = NoisyGRPOTrainer.__init__
 

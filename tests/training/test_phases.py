@@ -1,4 +1,4 @@
-"""AQN is on the norm weights in the rollout and nowhere else: sabotage of either kind must fail the run."""
+"""AQN is on the norm weights in the rollout and nowhere else; sabotage of either condition must fail the run."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -21,7 +21,7 @@ def inputs(tmp_path_factory, make_model):
 
 
 def with_noise_in(monkeypatch, module, phase):
-    """Let `phase` compute with other norm weights, which are put back before anyone looks."""
+    """Make `phase` compute with other norm weights, and restore them before the next phase."""
     original = module.phase_noise
 
     @contextmanager
@@ -72,7 +72,7 @@ def test_noise_on_the_norms_of_a_run_without_aqn_fails_it(inputs, tmp_path, monk
 
 
 def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
-    """Drawn, measured, logged, and gone by the time the model computes."""
+    """AQN is drawn, measured and logged, but removed before the model computes."""
     original = rollout_engines.noised_rollout
 
     @contextmanager
@@ -97,7 +97,7 @@ def test_aqn_that_stays_on_after_the_rollout_fails_the_run(inputs, tmp_path, mon
         run(training_spec(aqn=AQN), inputs, tmp_path / "run")
 
 
-def test_phases_that_nobody_compares_fail_the_run(inputs, tmp_path, monkeypatch):
+def test_phases_without_a_comparison_of_norms_fail_the_run(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(callbacks.CleanWeightsCallback, "on_train_begin", lambda *args, **kwargs: None)
     monkeypatch.setattr(callbacks.CleanWeightsCallback, "on_step_end", lambda *args, **kwargs: None)
     with pytest.raises(ReceiptError, match="rollout: its norm weights were never compared with the clean ones"):

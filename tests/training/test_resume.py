@@ -1,4 +1,4 @@
-"""Runs killed at every point and started again end byte for byte as if nothing had happened."""
+"""Runs that were killed at every point and started again end byte for byte like an undisturbed run."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ def inputs(tmp_path_factory, make_model):
 
 @pytest.fixture(scope="module")
 def undisturbed(server, inputs, tmp_path_factory):
-    """Train a spec without a kill, once; return its files and how it went."""
+    """Return a function that trains a spec undisturbed, once, and returns its files and outcome."""
     done = {}
 
     def run(spec):
@@ -49,7 +49,7 @@ def undisturbed(server, inputs, tmp_path_factory):
 
 @pytest.fixture
 def start(server, inputs, tmp_path):
-    """Train into this test's folder."""
+    """Return a function that trains in this test's folder."""
     return lambda spec, **how: server.train(spec, inputs, tmp_path / "run", tmp_path / "scratch", **how)
 
 
@@ -95,7 +95,7 @@ CHAINS = {
         ("promotion rename", 1, "after"),
     ],
 }  # fmt: skip
-"""Runs that are killed several times in a row: where, at which call in that process, before or after it."""
+"""Runs that are killed several times in a row: point, number of the call in that process, before or after it."""
 
 
 def test_the_chains_name_every_point():
@@ -137,7 +137,7 @@ def test_adapters_with_dropout_and_several_steps_per_rollout_resume_too(start, u
 
 @pytest.fixture(scope="module")
 def killed(server, inputs, tmp_path_factory):
-    """The scratch folder of a run killed after step 6: points after steps 4 and 6, a checkpoint after step 4."""
+    """Return the scratch folder of a run killed after step 6: points after steps 4 and 6, a checkpoint after step 4."""
     folder = tmp_path_factory.mktemp("killed")
     assert (
         server.train(whole_spec(), inputs, folder / "run", folder / "scratch", kill=("rollout", 7, "before")).code == -9
@@ -157,7 +157,7 @@ def test_a_damaged_resume_point_is_noticed_and_the_one_before_is_used(name, harm
     again = start(whole_spec(), kill=NO_FURTHER)
     assert again.steps == [4]
     assert again.said[0].startswith("scratch: resuming after step 4; ignored: ")
-    # A manifest with a flipped bit can be read, and then names what is not there.
+    # A manifest with a flipped bit may be readable; then it names files that do not exist.
     assert name in again.said[0] or (name, harm) == ("manifest.json", "flip")
 
 
@@ -180,7 +180,7 @@ def test_going_on_from_the_point_before_ends_with_the_same_bytes(killed, start, 
     assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
 
 
-def test_without_a_whole_resume_point_the_run_starts_from_the_beginning(killed, start, undisturbed, tmp_path):
+def test_without_an_intact_resume_point_the_run_starts_from_the_beginning(killed, start, undisturbed, tmp_path):
     shutil.copytree(killed, tmp_path / "scratch")
     for point in points(tmp_path / "scratch"):
         damage(point / "weights.safetensors", "flip")
@@ -216,7 +216,7 @@ def test_a_changed_config_code_or_input_starts_from_the_beginning(change, killed
 
 
 def test_outputs_deleted_after_promotion_come_back_without_training(start, undisturbed, tmp_path):
-    """As Snakemake does with a job that was killed between its last act and its exit."""
+    """Snakemake deletes the outputs of a job that was killed between its last write and its exit."""
     assert start(whole_spec()).code == 0
     for path in (tmp_path / "run").rglob("*.json"):
         path.unlink()
@@ -252,24 +252,24 @@ def test_arms_that_differ_in_noise_see_the_same_prompts_in_every_epoch_and_after
     assert start(whole_spec()).prompts == noisy[4:]
 
 
-def test_neither_order_nor_company_of_runs_matters(server, inputs, undisturbed, tmp_path, monkeypatch):
-    """In the other order one after the other in one process, and beside each other in processes of their own."""
+def test_neither_order_nor_concurrency_of_runs_matters(server, inputs, undisturbed, tmp_path, monkeypatch):
+    """Run in the reverse order in one process, and at the same time in separate processes."""
     specs = {"a": whole_spec(), "b": whole_spec().model_copy(update={"seed": 1})}
     expected = {name: undisturbed(spec)[0] for name, spec in specs.items()}
     monkeypatch.setattr(stage, "code_digest", lambda _: "imported")
     monkeypatch.setattr(run, "reward_correct", scattered_rewards)
     for name in "ba":
-        run_training_job(specs[name], inputs, tmp_path / "one" / name, tmp_path / name, lambda _: None)
-    together = [(specs[name], inputs, tmp_path / "many" / name, tmp_path / f"{name}2") for name in "ba"]
+        run_training_job(specs[name], inputs, tmp_path / "in_turn" / name, tmp_path / name, lambda _: None)
+    together = [(specs[name], inputs, tmp_path / "together" / name, tmp_path / f"{name}2") for name in "ba"]
     assert [outcome.code for outcome in server.train_together(together)] == [0, 0]
-    for place in ("one", "many"):
+    for place in ("in_turn", "together"):
         assert {name: tree(tmp_path / place / name) for name in "ab"} == expected
     assert expected["a"] != expected["b"]
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk that holds a run of these tests, but not much beside it."""
+    """Return a disk that holds one run of these tests and not much more."""
     with mounted_small_disk(tmp_path / "disk", "4m") as disk:
         yield disk
 
@@ -278,7 +278,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_ends_the_run_with_one_line_and_costs_nothing(
     room, small_disk, killed, server, inputs, undisturbed, tmp_path
 ):
-    """`room` in bytes is left: for nothing, for half of the weights or of the optimiser, or for the resume point."""
+    """`room` bytes are free: none, half of the weights, half of the optimiser, or enough for the resume point."""
     shutil.copytree(killed, small_disk / "scratch")
     shutil.rmtree(points(small_disk / "scratch")[-1])
     before = tree(small_disk / "scratch")
@@ -299,7 +299,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_costs_nothing(
     assert tree(small_disk / "run") == undisturbed(whole_spec())[0]
 
 
-def test_a_second_process_on_the_same_run_is_told_who_has_it(start, server, inputs, tmp_path):
+def test_a_second_process_on_the_same_run_is_refused_and_the_holder_named(start, server, inputs, tmp_path):
     both = [(whole_spec(), inputs, tmp_path / "run", tmp_path / "scratch")] * 2
     outcomes = server.train_together(both)
     assert sorted(outcome.code for outcome in outcomes) == [0, 2]

@@ -1,4 +1,4 @@
-"""Who draws the rollouts, how far they are from the policy that learns, and the correction for it."""
+"""The rollout backend, the distance between sampler and trained policy, and the importance sampling correction."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def metrics(folder):
 
 
 def test_the_distance_of_two_policies_by_hand():
-    """Three tokens with p(actor)/p(sampler) of 2, 1/2 and 1; a fourth is behind the end of its row."""
+    """Three tokens with p(actor)/p(sampler) of 2, 1/2 and 1; the mask excludes a fourth."""
     sampler = torch.tensor([[-1.0, -2.0], [-3.0, -9.0]])
     actor = sampler + torch.tensor([[2.0, 0.5], [1.0, 7.0]]).log()
     distance = SamplerDistance()
@@ -65,7 +65,7 @@ def test_without_noise_sampler_and_actor_are_one_policy_and_with_aqn_they_are_no
 
 
 def test_the_correction_weighs_by_the_distance(inputs, tmp_path):
-    """Ratios near 1 without noise leave the gradient as it was; those under AQN change it."""
+    """Without noise ratios near 1 do not change the gradient; ratios under AQN do."""
     found = {}
     for name, aqn in (("clean", None), ("noisy", AQN)):
         for mode in (None, "token_truncate"):
@@ -79,7 +79,7 @@ def test_the_correction_weighs_by_the_distance(inputs, tmp_path):
 
 
 def test_several_steps_share_the_distance_of_their_rollout(inputs, tmp_path):
-    """A correction goes with mini-batches too, and the distance stays that of the rollout's own weights."""
+    """The correction works with mini-batches, and the distance is measured with the rollout's own weights."""
     spec = changed(
         training_spec(prompts_per_step=2, micro_batch_size=2, steps_per_rollout=2, checkpoint_every=None),
         arm={"importance_sampling": {"mode": "token_truncate"}},
@@ -112,7 +112,7 @@ def test_the_correction_reaches_trl(tmp_path):
     assert grpo_arguments(training_spec(), tmp_path).vllm_importance_sampling_correction is False
 
 
-def test_the_record_says_who_drew_the_rollouts(inputs, tmp_path):
+def test_the_record_names_the_rollout_backend(inputs, tmp_path):
     record = read_json(run(training_spec(num_steps=1), inputs, tmp_path / "run") / "run.json", RunRecord)
     assert record.generation == {"backend": "transformers"}
 
@@ -136,7 +136,7 @@ def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatc
     assert describe_rollouts(changed(spec, generation=without)) == {"backend": "transformers"}
 
 
-def test_noise_outside_the_rollout_keeps_nobody_from_vllm(monkeypatch):
+def test_noise_outside_the_rollout_does_not_exclude_vllm(monkeypatch):
     monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
     monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
     monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")

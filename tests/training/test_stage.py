@@ -18,7 +18,7 @@ def inputs(tmp_path_factory, make_model):
     return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
 
 
-def test_a_run_leaves_its_artifacts_and_an_honest_receipt(inputs, tmp_path):
+def test_a_run_leaves_its_artifacts_and_a_receipt_that_passes_its_check(inputs, tmp_path):
     said = []
     run(training_spec(NOISE, AQN), inputs, tmp_path / "run", said.append)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
@@ -43,17 +43,17 @@ def test_a_run_leaves_its_artifacts_and_an_honest_receipt(inputs, tmp_path):
 
 
 def test_the_same_run_gives_the_same_bytes(inputs, tmp_path):
-    for name in ("one", "two"):
-        torch.randn(7)  # whatever happened before must not matter
+    for name in ("first", "second"):
+        torch.randn(7)  # the state of the global generator must not matter
         run(training_spec(NOISE, AQN), inputs, tmp_path / name)
-    files = [p.relative_to(tmp_path / "one") for p in sorted((tmp_path / "one").rglob("*")) if p.is_file()]
+    files = [p.relative_to(tmp_path / "first") for p in sorted((tmp_path / "first").rglob("*")) if p.is_file()]
     assert len(files) > 6
     for file in files:
-        assert sha256_of_file(tmp_path / "one" / file) == sha256_of_file(tmp_path / "two" / file), file
+        assert sha256_of_file(tmp_path / "first" / file) == sha256_of_file(tmp_path / "second" / file), file
 
 
 def test_arms_that_differ_in_noise_only_share_their_first_prompts_and_sampling(inputs, tmp_path):
-    """Noise too small to change a token must leave the first rollout as it is."""
+    """Noise that is too small to change a token must not change the first rollout."""
     small = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 1e-5}}
     run(training_spec(), inputs, tmp_path / "clean")
     run(training_spec(small), inputs, tmp_path / "noisy")
@@ -62,11 +62,12 @@ def test_arms_that_differ_in_noise_only_share_their_first_prompts_and_sampling(i
     assert clean["entropy"][0] == pytest.approx(noisy["entropy"][0], rel=1e-4)
 
 
-def test_a_seed_offset_gives_the_luck_of_another_seed_and_keeps_the_runs_name(inputs, tmp_path):
+def test_a_seed_offset_gives_the_draws_of_another_seed_and_keeps_the_runs_name(inputs, tmp_path):
     plain = training_spec(NOISE)
     offset = plain.model_copy(update={"arm": plain.arm.model_copy(update={"seed_offset": 7})})
-    for name, one in (("offset", offset), ("other_seed", plain.model_copy(update={"seed": 7})), ("plain", plain)):
-        run(one, inputs, tmp_path / name)
+    other_seed = plain.model_copy(update={"seed": 7})
+    for name, spec in (("offset", offset), ("other_seed", other_seed), ("plain", plain)):
+        run(spec, inputs, tmp_path / name)
     digests = {name: sha256_of_file(tmp_path / name / "metrics.parquet") for name in ("offset", "other_seed", "plain")}
     assert digests["offset"] == digests["other_seed"] != digests["plain"]
     assert read_json(tmp_path / "offset" / "run.json", RunRecord).identity["seed"] == 0

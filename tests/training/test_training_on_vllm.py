@@ -1,6 +1,6 @@
-"""GRPO whose rollouts vLLM draws, on a CPU: noise, AQN and faults in its worker, the same bytes after a kill.
+"""GRPO with vLLM rollouts on a CPU: noise, AQN and faults in the vLLM workers, the same bytes after a kill.
 
-`make test-vllm` runs these in an environment of their own.
+`make test-vllm` runs these tests in a separate environment.
 """
 
 import os
@@ -43,7 +43,7 @@ def inputs(tmp_path_factory, make_model):
 
 @pytest.fixture
 def _rewards_that_teach(monkeypatch):
-    """For runs in this process; those of several workers are not reached."""
+    """Only for runs in this process, not for runs with several workers."""
     monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
 
 
@@ -72,7 +72,7 @@ end_rollout, ended = VllmEngine.end_rollout, []
 
 def killed(engine):
     if len(ended) == 2:
-        print("processes", *(one.pid for one in psutil.Process().children(recursive=True)), flush=True)
+        print("processes", *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     ended.append(None)
     return end_rollout(engine)
@@ -83,11 +83,11 @@ aqnpipe.training.run.reward_correct = scattered_rewards
 spec, folder, *inputs = sys.argv[1:]
 run(TrainingSpec.model_validate_json(spec), TrainingInputs(*map(Path, inputs)), Path(folder))
 """
-"""A training run that dies by SIGKILL in its third rollout, while its engine's workers hold the noise of it."""
+"""A training run that is killed in its third rollout, while its engine's workers have noise installed."""
 
 
 def kill_in_third_rollout(requested, inputs, folder, tmp_path):
-    """Return the processes that its engine had."""
+    """Kill a run in its third rollout; return the process ids of its engine."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     paths = [str(path) for path in (inputs.model, inputs.train_problems, inputs.test_problems)]
@@ -133,7 +133,7 @@ def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs
 
 @pytest.mark.usefixtures("_rewards_that_teach")
 def test_without_noise_vllm_draws_by_the_weights_that_learn(inputs, tmp_path):
-    """Adapters too, merged at each sync: a sync left out would show as a distance that grows."""
+    """Adapters are merged at each weight sync; a missing sync would show as a growing distance."""
     table = metrics(run(spec(lora=LORA, learning_rate=0.05, kl_coefficient=0.0), inputs, tmp_path / "run"))
     assert table["logp_difference_max"].max() < 1e-4
     assert table["sampler_kl"].max() < 1e-8
@@ -169,7 +169,7 @@ def builtin_inputs(tmp_path_factory):
 
 
 def test_two_workers_with_an_engine_each_learn_what_one_does(builtin_inputs, tmp_path):
-    """Draws are keyed by the row in the batch of all workers, and each engine has the weights that both have learnt."""
+    """Draws are keyed by the row in the batch of all workers, and each engine has the weights of both workers."""
     requested = {workers: spec(**{**WITH_TWO_WORKERS, "num_workers": workers}) for workers in (1, 2)}
     alone, together = (run(requested[workers], builtin_inputs, tmp_path / f"{workers}") for workers in (1, 2))
     assert metrics(alone)["reward_mean"].n_unique() > 1

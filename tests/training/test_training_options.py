@@ -1,4 +1,4 @@
-"""Settings do in a real run what they say: checkpointing, mini-batches, number formats, lengths, trackers."""
+"""Settings have their effect in a real run: checkpointing, mini-batches, number formats, lengths, trackers."""
 
 import os
 
@@ -61,7 +61,7 @@ def test_gradient_checkpointing_computes_layers_again(inputs, tmp_path, monkeypa
 
 
 def test_mini_batches_share_a_rollout_and_its_sigma(inputs, tmp_path, monkeypatch):
-    """Four steps from two rollouts; the second step of each learns from a policy that has moved on."""
+    """Four steps from two rollouts; at the second step of a rollout the policy differs from the sampler."""
     seen = []
     original = NoisyGRPOTrainer._log_probabilities
 
@@ -80,10 +80,10 @@ def test_mini_batches_share_a_rollout_and_its_sigma(inputs, tmp_path, monkeypatc
     assert table["reward_mean"].to_list() == [0.5] * 4
     receipt = read_json(folder / "receipt.json", Receipt).check()
     assert [sync.step for sync in receipt.weight_syncs] == [0, 2]
-    # The probability ratio is exactly 1 on the first pass over a rollout only without noise; it must be clipped later.
+    # Only without noise is the ratio exactly 1 at the first step of a rollout; at the second step it must be clipped.
     assert max(table["clip_fraction"][1], table["clip_fraction"][3]) > 0
-    # Old log-probabilities of the whole batch (4 micro-batches of 4) before the first step of each rollout, with noise
-    # of their own: no micro-step of the actor has its number.
+    # Old log-probabilities of the whole batch (4 micro-batches of 4) before the first step of each rollout have their
+    # own noise: their micro-step numbers differ from those of the actor.
     old = [(step, micro) for step, phase, grad, micro in seen if phase == "actor_forward" and not grad]
     assert old == [(step, 2 + index) for step in (0, 2) for index in range(4)]
     actor = [(step, micro) for step, phase, grad, micro in seen if phase == "actor_forward" and grad]
@@ -91,7 +91,7 @@ def test_mini_batches_share_a_rollout_and_its_sigma(inputs, tmp_path, monkeypatc
 
 
 def test_mini_batches_without_noise_start_on_policy(inputs, tmp_path):
-    """Old and new log-probabilities are of the same weights at the first step of a rollout: nothing is clipped."""
+    """At the first step of a rollout old and new log-probabilities have the same weights, so nothing is clipped."""
     spec = training_spec(num_steps=4, steps_per_rollout=2, learning_rate=1e-2, clip_ratio=1e-5)
     clipped = metrics(run(spec, inputs, tmp_path / "run"))["clip_fraction"]
     assert clipped[0] == clipped[2] == 0.0
@@ -120,7 +120,7 @@ def test_forward_passes_compute_in_the_models_format_on_weights_in_their_own(
 
 
 def test_small_steps_are_lost_in_bfloat16_weights_and_not_in_float32(inputs, tmp_path):
-    """Why float32 is the default: at the published rates an update is far below a bfloat16 weight's spacing."""
+    """Why float32 is the default: at the published learning rates an update is far below the spacing of bfloat16."""
     changed = {}
     start = load_model(inputs.model, dtype="bfloat16", attention="eager").state_dict()
     for dtype in ("float32", "bfloat16"):
@@ -176,7 +176,7 @@ def test_a_missing_tracker_is_one_line_with_the_command_that_installs_it(inputs,
         run(training_spec(report_to=("wandb",)), inputs, tmp_path / "run")
 
 
-def test_wandb_stays_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+def test_wandb_stays_offline_unless_the_user_sets_it(tmp_path, monkeypatch):
     monkeypatch.setattr(reporting, "find_spec", lambda name: object())
     monkeypatch.setattr(os, "environ", {"WANDB_PROJECT": "mine"})
     reporting.prepare_reporting(("wandb",), tmp_path / "logs", "E5 seed 0")

@@ -1,6 +1,6 @@
-"""What the trainer relies on of the private interfaces of TRL and transformers; an upgrade that changes it fails here.
+"""The private interfaces of TRL and transformers that the trainer relies on; an upgrade that changes them fails here.
 
-Signatures of all that is overridden or called, and the lines of source that the overrides were written against.
+Pinned are the signatures of overridden and called methods, and the source lines that the overrides depend on.
 """
 
 import inspect
@@ -23,7 +23,7 @@ def parameters(function):
 
 
 def source_of(thing):
-    """Source with runs of whitespace as one space, so that only words count."""
+    """Return the source with whitespace collapsed, so that formatting does not matter."""
     return " ".join(inspect.getsource(thing).split())
 
 
@@ -67,7 +67,7 @@ def test_log_probabilities_are_asked_for_as_they_were():
 
 
 def test_all_that_is_overridden_is_pinned_here():
-    """Whoever overrides more must pin it too."""
+    """A new override must be pinned, too."""
     inherited = {name for kind in NoisyGRPOTrainer.__mro__[1:] for name in vars(kind)}
     overridden = {name for name in vars(NoisyGRPOTrainer) if name in inherited and not name.startswith("__")}
     assert overridden == {
@@ -88,14 +88,14 @@ def test_all_that_is_overridden_is_pinned_here():
         "if self.args.gradient_accumulation_steps % generate_every != 0 or (",
         "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies( self.model,",
         "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
-        # The correction goes by these attributes; who sampled has no other part in it.
+        # The correction depends on these attributes only, not on the sampler.
         "self.use_vllm = args.use_vllm",
         "self.use_vllm and self.vllm_importance_sampling_correction",
         "per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask",
         'per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]',
         'output["sampling_per_token_logps"] = sampling_per_token_logps',
         'self._metrics[mode]["sampling/importance_sampling_ratio/mean"].append(',
-        # The reference goes by the attribute, whatever stands there.
+        # The reference is whatever this attribute contains.
         "if self.ref_model is not None: ref_per_token_logps, _, _ = self._get_per_token_logps_and_entropies( "
         "self.ref_model,",
         "with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):",
@@ -125,7 +125,7 @@ def test_the_trainer_computes_as_it_did(line):
 
 
 def test_without_kl_no_reference_is_loaded():
-    """Policies with adapters are built so, and get their reference afterwards."""
+    """Policies with adapters are built this way and get their reference afterwards."""
     assert (
         "self.beta = args.beta if self.beta == 0.0: # If beta is 0.0, the reference model is not needed "
         "self.ref_model = None elif is_peft_model(model):" in source_of(GRPOTrainer.__init__)
@@ -151,7 +151,7 @@ def test_a_step_goes_from_gradients_to_norm_to_optimiser_to_callbacks_to_log():
 
 
 def test_a_resumed_run_begins_after_its_state_is_loaded():
-    """The clean weights are noted when training begins."""
+    """The clean weights are recorded when training begins."""
     assert "self._load_optimizer_and_scheduler(resume_from_checkpoint)" in source_of(Trainer._prepare_for_training)
     loop = source_of(Trainer._inner_training_loop)
     assert loop.index("self._prepare_for_training(") < loop.index("self.callback_handler.on_train_begin(")

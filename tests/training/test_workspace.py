@@ -61,7 +61,7 @@ def test_promotion_replaces_what_is_there_and_keeps_links_only(finished, tmp_pat
     promote(finished, output)
     assert digests_of(output) == digests_of(finished.run)
     assert (output / "metrics").samefile(finished.run / "metrics")
-    assert (output / "metrics").stat().st_mtime > 1e9, "an output older than its inputs would be made again"
+    assert (output / "metrics").stat().st_mtime > 1e9, "Snakemake would repeat a job with outputs older than inputs"
     assert {path.name for path in finished.folder.iterdir()} == {"run", "finished.json"}
 
 
