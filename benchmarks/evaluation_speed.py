@@ -3,9 +3,9 @@
 `OMP_NUM_THREADS=1 python benchmarks/evaluation_speed.py [--vllm-python .venv-vllm/bin/python]` runs the same questions
 on the same model with each backend, greedily and with the same limit of tokens, and compares the responses. Each
 backend runs in its own process and environment; the backends take turns, round by round. The time covers everything
-from the text of the prompts to the text of the responses: tokenisation, batches, generation, end of response. Our backends
-run the code of the evaluate stage, including receipts, without noise, because the harness has none. Each backend gets
-its fastest batch size. The harness is also measured at the batch sizes of the others, and at 1, its default.
+from the text of the prompts to the text of the responses: tokenisation, batches, generation, end of response. Our
+backends run the code of the evaluate stage, including receipts, without noise, because the harness has none. Each
+backend gets its fastest batch size. The harness is also measured at the other batch sizes, and at 1, its default.
 
 Models: `tiny` is the built-in model. `widened` is the same model with zero channels added to its MLPs: it gives the
 same responses at the cost of a larger model, whose products take longer than the calls around them. Questions: without
