@@ -11,7 +11,7 @@ _LONGEST = 4000
 class AqnpipeError(Exception):
     """Base of all errors that are reported as one line without a traceback.
 
-    `str` of an error is one printable line, whatever names and values from files the message contains.
+    `str` of an error is always one printable line, even if the message contains names and values from files.
     """
 
     exit_code = EXIT_USER_ERROR

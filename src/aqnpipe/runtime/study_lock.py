@@ -1,7 +1,7 @@
-"""The lock of a study: one Snakemake works on it at a time, and a killed Snakemake blocks nobody.
+"""The lock of a study: one Snakemake works on it at a time, and a killed Snakemake leaves it free.
 
-Snakemake's own locks are files, which remain when Snakemake is killed. The kernel lock beside them is freed then. The
-process that acquires it knows that no other Snakemake on this machine works on the study, and removes stale files.
+Snakemake's own locks are files, which remain when Snakemake is killed. The kernel lock beside them is freed then. If a
+process can acquire it, no other Snakemake on this machine works on the study, and the remaining files are stale.
 """
 
 import itertools

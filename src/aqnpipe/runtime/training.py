@@ -123,7 +123,7 @@ def launch_workers(
     resume_from: Path | None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Run `run_worker` to its end, in this process or in as many Ray Train processes as the spec asks for.
+    """Run `run_worker` to its end, in this process or in the number of Ray Train processes that the spec requests.
 
     Raises what `run_worker` raises, DeviceError if there are too few devices, and WorkerError if a worker died or fewer
     workers started than were requested.
@@ -252,7 +252,7 @@ def _raise_cause(error: Exception, setup: _WorkerSetup) -> NoReturn:
     if dead:
         raise WorkerError(
             f"{run_label(setup.spec)}: worker {', '.join(dead)} of {setup.spec.training.num_workers} died (killed, or "
-            "out of memory?), so all were ended; the same command goes on from the last resume point; logs: "
+            "out of memory?), so all were ended; the same command continues from the last resume point; logs: "
             f"{setup.logs}"
         ) from error
     raise error
