@@ -30,7 +30,7 @@ MOVED = (("fault_loss/", "loss_study/"), ("audit.json", "published.json"))
 """Parts of paths that were renamed."""
 
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
-_PROSE = frozenset({"method", "joint_method", "problem", "reason", "evidence", "date"})
+_PROSE = frozenset({"method", "joint_method", "problem", "reason", "reasons", "evidence", "date"})
 """Columns and keys that hold words, in either version."""
 
 
@@ -98,7 +98,7 @@ def values(path: Path) -> Iterator[Any]:
 def _leaves(value: Any, key: str = "") -> Iterator[Any]:
     if isinstance(value, dict):
         for name, part in value.items():
-            yield from _leaves(part, name)
+            yield from _leaves(part, key if key in _PROSE else name)
     elif isinstance(value, list):
         for part in value:
             yield from _leaves(part, key)

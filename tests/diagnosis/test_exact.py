@@ -59,7 +59,7 @@ def test_healthy_models_stay_healthy_over_seeds_and_kernels(random_model, seed, 
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(("architecture", "dtype"), zip(ARCHITECTURES, [*DTYPES, torch.float32], strict=True))
-def test_a_single_lane_is_placed_at_three_outputs_a_linear_and_a_norm(random_model, architecture, dtype, kind):
+def test_a_single_channel_is_located_at_three_outputs_a_linear_and_a_norm(random_model, architecture, dtype, kind):
     model = random_model(architecture, dtype)
     for number, site in enumerate(
         ("layer_output", "attention_output", "mlp_output", "k_proj", "post_attention_layernorm")
@@ -154,12 +154,12 @@ def test_monomial_probe_catches_what_depends_on_values_that_no_pattern_has(rando
 def test_faults_between_the_linears_have_their_own_place(random_model, site, end):
     model = random_model()
 
-    def halve_a_lane(module, args):
+    def halve_a_channel(module, args):
         channel = torch.ones(args[0].shape[-1])
         channel[5] = 0.5
         return (args[0] * channel,)
 
-    with hooked(site_module(model, 1, end), halve_a_lane, before=True):
+    with hooked(site_module(model, 1, end), halve_a_channel, before=True):
         found = run_exact(model, CONFIG).faults
     assert {(fault.layer, fault.type) for fault in found} == {(1, "gain")}
     assert site in {fault.site for fault in found}

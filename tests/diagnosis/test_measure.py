@@ -52,7 +52,7 @@ def test_nan_output_is_refused_by_name(make_model, prompt_ids, small_config):
 
 
 def test_no_prompts_are_refused(make_model, small_config):
-    with pytest.raises(ModelError, match="no prompt"):
+    with pytest.raises(ModelError, match="no prompt or an empty prompt"):
         measure(make_model(num_layers=1), [], small_config)
 
 

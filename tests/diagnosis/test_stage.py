@@ -144,10 +144,10 @@ def test_sigmas_of_mixed_up_diagnoses_are_refused(model_dir, problems, tmp_path)
     with pytest.raises(DataError, match=r"num_layers is 4, but .* has 3 rows"):
         generate_layer_sigmas(shorter, tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")
     for model, machine in (("tiny", "other"), ("other", "cpu")):
-        with pytest.raises(DataError, match="this is of model tiny on machine cpu"):
+        with pytest.raises(DataError, match="found a diagnosis of model tiny on machine cpu"):
             generate_layer_sigmas(
                 tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", model, machine
             )
     write_table(shorter, table.with_columns(gain=table["gain"] * 2), LayerTable)
-    with pytest.raises(DataError, match="not of the same diagnosis"):
+    with pytest.raises(DataError, match="not from the same diagnosis"):
         generate_layer_sigmas(shorter, tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")

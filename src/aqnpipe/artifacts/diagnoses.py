@@ -9,6 +9,10 @@ from aqnpipe.artifacts.base import Artifact
 from aqnpipe.config.diagnosis import DiagnosisMethod
 
 
+FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
+"""Type of a detected fault: the simulated types, and gain, stuck and other, which only occur on real devices."""
+
+
 class LayerTable(pa.DataFrameModel):
     """results/srdd/<model>/<machine>/layers.parquet: one decoder layer per row, each layer run by itself.
 
@@ -61,7 +65,7 @@ class LocatedFault(Artifact):
 
     layer: int = Field(ge=0)
     site: str = Field(description="FaultSite, attention_core or mlp_core; layer if only the layer is known")
-    type: Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
+    type: FaultKind
     num_faulty_channels: int | None = Field(
         ge=1, description="number of faulty output channels; null where the method cannot count them"
     )

@@ -68,7 +68,7 @@ def diagnose(
     loaded, prompt_ids = _load(model, target, dtype, attention, config, random_weights)
     with console.status("loading") as status:
         diagnosed = diagnose_model(
-            loaded, prompt_ids, config, faults=faults, method=method, say=lambda line: status.update(line)
+            loaded, prompt_ids, config, faults=faults, method=method, show_progress=status.update
         )
     file = DiagnosisFile.model_validate(
         {

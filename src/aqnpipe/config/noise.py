@@ -1,4 +1,4 @@
-"""What noise an arm asks for: operator noise, adaptive weight noise (AQN) with its schedule, and machine faults."""
+"""Noise of an arm: operator noise, module noise, adaptive noise (AQN) with its schedule, and faults of a machine."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,7 +8,7 @@ from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.diagnosis import SigmaStrategy
 
 Phase = Literal["rollout", "reference", "actor_forward", "backward", "validation", "evaluation"]
-"""Where in a study a model computes. Each phase has exactly the noise that was requested it."""
+"""The parts of a study in which a model computes. Each phase has exactly the noise that was requested for it."""
 
 TRAINING_PHASES: tuple[Phase, ...] = ("rollout", "reference", "actor_forward", "backward", "validation")
 
@@ -16,23 +16,23 @@ OperatorSet = Literal["matmul", "all"]
 """matmul: matmul, bmm, `@`, linear. all: these plus softmax, silu, gelu, layer_norm and RMSNorm."""
 
 ModuleScope = Literal["minimal", "mlp", "linear", "all"]
-"""minimal: every RMSNorm. mlp: these and down_proj. linear: every linear module. all: RMSNorms and linear modules."""
+"""minimal: all RMSNorms. mlp: these and down_proj. linear: all linear modules. all: RMSNorms and linear modules."""
 
 LayerIndex = Annotated[int, Field(ge=0)]
 
 
 class RelativeGaussian(FrozenModel):
-    """`y' = y + s*|y|*z`, z ~ N(0, 1) fresh for every element of every call."""
+    """`y' = y + s*|y|*z`, with z ~ N(0, 1) drawn anew for every element of every call."""
 
     kind: Literal["relative_gaussian"] = "relative_gaussian"
-    scale: float = Field(ge=0, lt=1, description="s, the relative standard deviation; 0.05 is '5 %'")
+    scale: float = Field(ge=0, lt=1, description="s, the relative standard deviation; 0.05 is 5 %")
 
 
 class AbsoluteGaussian(FrozenModel):
     """`y' = y + s*z`, z ~ N(0, 1): the error of a fixed-point format."""
 
     kind: Literal["absolute_gaussian"] = "absolute_gaussian"
-    scale: float = Field(ge=0, description="s, the standard deviation in the units of the tensor")
+    scale: float = Field(ge=0, description="s, the standard deviation, in the units of the tensor")
 
 
 class SystematicBias(FrozenModel):
@@ -43,10 +43,10 @@ class SystematicBias(FrozenModel):
 
 
 class MantissaTruncation(FrozenModel):
-    """Rounding toward zero to a few explicit mantissa bits."""
+    """Truncation toward zero to a few explicit mantissa bits."""
 
     kind: Literal["mantissa_truncation"] = "mantissa_truncation"
-    mantissa_bits: int = Field(ge=0, le=22, description="explicit mantissa bits that are kept; bfloat16 has 7")
+    mantissa_bits: int = Field(ge=0, le=22, description="number of explicit mantissa bits to keep; bfloat16 has 7")
 
 
 class FakeQuantization(FrozenModel):
@@ -60,7 +60,7 @@ class FakeQuantization(FrozenModel):
     @model_validator(mode="after")
     def _something_is_quantized(self) -> Self:
         if not (self.weights or self.activations):
-            raise ValueError("weights and activations are both false, expected one of them to be quantized")
+            raise ValueError("weights and activations are both false, expected at least one true")
         return self
 
 
@@ -69,24 +69,24 @@ ErrorKind = Literal[
 ]
 
 ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
-"""Errors with a scale, where 0 means none."""
+"""Errors with a scale; scale 0 means no error."""
 
 OutputErrorModel = ScaledError | MantissaTruncation
-"""Errors that are put on a tensor after it was computed."""
+"""Errors that are put on a computed tensor."""
 
 ErrorModel = OutputErrorModel | FakeQuantization
 
 Quantity = Literal["relative", "absolute", "outward"]
-"""What a measured error is a mean square of: (y' - y)/y, y' - y, or (y' - y)*sign(y), which a bias makes positive."""
+"""Quantity whose mean square measures an error: (y' - y)/y, y' - y, or (y' - y)*sign(y), positive for a bias."""
 
 
 def is_active(error: ErrorModel) -> bool:
-    """Tell whether `error` changes anything: a scale of 0 does not."""
+    """Return whether `error` changes anything; a scale of 0 does not."""
     return not isinstance(error, ScaledError) or error.scale > 0
 
 
 def quantity_of(error: ErrorModel) -> Quantity:
-    """Return what the size of `error` is measured as."""
+    """Return the quantity that measures the size of `error`."""
     match error:
         case AbsoluteGaussian():
             return "absolute"
@@ -97,9 +97,9 @@ def quantity_of(error: ErrorModel) -> Quantity:
 
 
 def requested_size(error: ErrorModel) -> float:
-    """Return the root mean square that `error` should measure as; an upper bound for roundings of a number format.
+    """Return the expected root mean square of `error`; for roundings of a number format, an upper bound.
 
-    Truncation to b bits changes a number by less than 2^-b of itself, rounding to a 4-bit format by all of it at most.
+    The relative error is below 2^-b for truncation to b bits, and at most 1 for rounding to a 4-bit format.
     """
     match error:
         case RelativeGaussian() | AbsoluteGaussian() | SystematicBias():
@@ -116,9 +116,9 @@ def _check_unique(phases: tuple[Phase, ...]) -> None:
 
 
 class OperatorNoise(FrozenModel):
-    """Error on matmul-like operators, wherever the model calls them.
+    """Error on the outputs of matrix products and similar operators, wherever the model calls them.
 
-    In the backward phase the exact gradients of both operands get the same kind of error.
+    In the backward phase, the exact gradients of both operands get the same kind of error.
     """
 
     operators: OperatorSet = "matmul"
@@ -126,36 +126,36 @@ class OperatorNoise(FrozenModel):
     phases: tuple[Phase, ...] = Field(
         default=("rollout", "reference", "actor_forward", "backward"),
         min_length=1,
-        description="training phases that compute with this error; evaluation levels are set by the study",
+        description="training phases with this error; the study sets the noise levels of evaluations",
     )
-    include_lm_head: bool = Field(default=True, description="whether the output projection is noised too")
+    include_lm_head: bool = Field(default=True, description="whether the output projection has the error too")
     layers: tuple[LayerIndex, ...] | None = Field(
-        default=None, description="decoder layers that are noised; null means all"
+        default=None, description="decoder layers with the error; null means all"
     )
     layer_scales: dict[LayerIndex, Annotated[float, Field(ge=0)]] = Field(
-        default_factory=dict, description="scale of single layers, in place of error.scale"
+        default_factory=dict, description="scale of individual layers, in place of error.scale"
     )
     attention: Literal["decomposed", "fused"] = Field(
         default="decomposed",
-        description="decomposed: both products of attention (models need eager attention). fused: attention is one "
-        "operator, noised on its output (models need sdpa attention)",
+        description="decomposed: error on both products of attention (the model needs eager attention). fused: error "
+        "on the output of attention as one operator (the model needs sdpa attention)",
     )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         _check_unique(self.phases)
         if "backward" in self.phases and "actor_forward" not in self.phases:
-            raise ValueError("backward noise needs actor_forward among the phases: it is recorded in the forward graph")
+            raise ValueError("phases has backward without actor_forward, whose graph the backward noise belongs to")
         if self.layer_scales and not isinstance(self.error, ScaledError):
             raise ValueError(f"layer_scales: {self.error.kind} has no scale")
         if isinstance(self.error, RelativeGaussian) and any(scale >= 1 for scale in self.layer_scales.values()):
-            raise ValueError("layer_scales: a relative scale must be below 1")
+            raise ValueError("layer_scales: expected relative scales below 1")
         unknown = set(self.layer_scales) - set(self.layers) if self.layers is not None else set()
         if unknown:
             raise ValueError(f"layer_scales: layers {sorted(unknown)} are not among the noised layers")
         if isinstance(self.error, FakeQuantization):
             if self.operators != "matmul":
-                raise ValueError("fake_quantization works on linear layers only, expected operators: matmul")
+                raise ValueError("fake_quantization applies to linear layers only, expected operators: matmul")
             if "backward" in self.phases:
                 raise ValueError(
                     "fake_quantization has no backward error of its own (its backward products use the quantized "
@@ -164,7 +164,7 @@ class OperatorNoise(FrozenModel):
         return self
 
     def error_in(self, layer: int | None) -> ErrorModel | None:
-        """Return the error that decoder layer `layer` (None: the output projection) gets, or None if it gets none."""
+        """Return the error in decoder layer `layer` (None: the output projection), or None if it has none."""
         wanted = self.include_lm_head if layer is None else self.layers is None or layer in self.layers
         error = self.error
         if layer in self.layer_scales:
@@ -173,25 +173,25 @@ class OperatorNoise(FrozenModel):
 
     @property
     def is_active(self) -> bool:
-        """Whether any layer gets an error."""
+        """Whether any layer has an error."""
         return is_active(self.error) or any(scale > 0 for scale in self.layer_scales.values())
 
 
 class ModuleNoise(FrozenModel):
-    """Error on the input or output of chosen modules, by forward hooks (the series E2 to E4)."""
+    """Error on the input or output of selected modules, by forward hooks (the series E2 to E4)."""
 
     modules: ModuleScope | tuple[str, ...] = Field(
         description="a scope, or patterns of module names such as `*.down_proj`; each pattern must match a module"
     )
     point: Literal["input", "output"] = "input"
     error: OutputErrorModel = Field(discriminator="kind")
-    phases: tuple[Phase, ...] = Field(default=("rollout",), min_length=1, description="any but backward")
+    phases: tuple[Phase, ...] = Field(default=("rollout",), min_length=1, description="any phases except backward")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         _check_unique(self.phases)
         if "backward" in self.phases:
-            raise ValueError("hooks on modules have no backward phase")
+            raise ValueError("phases has backward, which module noise does not support")
         if self.modules == ():
             raise ValueError("modules is empty, expected a scope or at least one pattern")
         return self
@@ -203,12 +203,12 @@ class ModuleNoise(FrozenModel):
 
 
 class GlobalDecay(FrozenModel):
-    """QeRL's staged exponential decay: num_stages equal intervals, the first without noise (a warm-up)."""
+    """QeRL's staged exponential decay: `num_stages` equal intervals, the first one without noise (warm-up)."""
 
     kind: Literal["global"] = "global"
     sigma_start: float = Field(gt=0)
-    sigma_end: float = Field(gt=0, description="must be above 0: a geometric decay never reaches 0")
-    num_stages: int = Field(ge=3, description="at least 3: stage 0 is clean and two stages define the decay")
+    sigma_end: float = Field(gt=0, description="above 0, because a geometric decay never reaches 0")
+    num_stages: int = Field(ge=3, description="at least 3: stage 0 is clean, and a decay needs two stages")
 
 
 class LinearDecay(FrozenModel):
@@ -220,21 +220,21 @@ class LinearDecay(FrozenModel):
 
 
 class EpochRange(FrozenModel):
-    """Sigma at the first step of an epoch and the value that it decays towards within that epoch."""
+    """Sigma at the first step of an epoch, and the sigma that it decays towards within the epoch."""
 
     sigma_start: float = Field(gt=0)
     sigma_end: float = Field(gt=0)
 
 
 class EpochAwareRanges(FrozenModel):
-    """Each epoch decays geometrically inside its own explicit range; there is no clean warm-up."""
+    """Geometric decay within a range per epoch; there is no clean warm-up."""
 
     kind: Literal["epoch_ranges"] = "epoch_ranges"
     ranges: tuple[EpochRange, ...] = Field(min_length=1, description="one range per epoch of the training")
 
 
 class EpochAwareGeometric(FrozenModel):
-    """Epoch e of E decays between the boundaries `sigma_start*(sigma_end/sigma_start)^(e/E)` and the next one."""
+    """Geometric decay over all epochs: epoch e of E starts at `sigma_start*(sigma_end/sigma_start)^(e/E)`."""
 
     kind: Literal["epoch_geometric"] = "epoch_geometric"
     sigma_start: float = Field(gt=0)
@@ -266,30 +266,33 @@ AqnTargets = Literal["auto", "all_norms", "post_attention", "hidden_states"]
 
 
 class AdaptiveNoise(FrozenModel):
-    """AQN: Gaussian noise on the policy that rolls out, redrawn at each weight sync, its sigma set by a schedule.
+    """AQN: Gaussian noise on the rollout policy, redrawn at each weight sync, with a schedule for its sigma.
 
-    On norm weights it is absolute, `w + sigma*z` (QeRL); on hidden states relative, `h + sigma*|h|*z` on the output of
-    every decoder layer (the seeds' layer-guided form).
+    On norm weights the noise is absolute, `w + sigma*z` (QeRL). On hidden states it is relative, `h + sigma*|h|*z` on
+    the output of every decoder layer (the layer-guided form of the original experiments).
     """
 
     schedule: Schedule
     targets: AqnTargets = Field(
         default="auto",
-        description="auto: every RMSNorm of a dense model, post-attention norms of a mixture of experts; all_norms; "
-        "post_attention; hidden_states",
+        description="auto: all RMSNorms of a dense model, the post-attention norms of a mixture of experts. all_norms: "
+        "all RMSNorms. post_attention: the post-attention norms. hidden_states: the outputs of all decoder layers",
     )
     layer_sigmas_from: str | None = Field(
         default=None,
-        description="name of a machine of the study whose diagnosis sets sigma per layer; null means uniform",
+        description="machine whose diagnosis sets sigma per layer; null means the same sigma in all layers",
     )
     layer_sigmas_strategy: SigmaStrategy = Field(
-        default="published", description="how that diagnosis becomes sigmas; the other strategies test or control it"
+        default="published",
+        description="rule that derives sigmas from the diagnosis; all rules but published are tests or controls",
     )
 
     @model_validator(mode="after")
     def _strategy_has_a_machine(self) -> Self:
         if self.layer_sigmas_from is None and self.layer_sigmas_strategy != "published":
-            raise ValueError(f"layer_sigmas_strategy {self.layer_sigmas_strategy} needs layer_sigmas_from, a machine")
+            raise ValueError(
+                f"layer_sigmas_strategy is {self.layer_sigmas_strategy}, expected a machine in layer_sigmas_from"
+            )
         return self
 
 
@@ -315,48 +318,52 @@ FaultSite = Literal[
     "q_norm",
     "k_norm",
 ]
-"""Where in a decoder layer a fault sits: three outputs, or a linear or norm by its name. A model has some of them."""
+"""Site of a fault in a decoder layer: one of three outputs, or a linear or norm by name. A model has some of them."""
 
 
 FaultOrder = Literal["after_noise", "before_noise", "around_noise"]
 
 
 class Fault(FrozenModel):
-    """A simulated hardware fault on what one site of one decoder layer puts out."""
+    """A simulated hardware fault on the output of one site of one decoder layer."""
 
     type: FaultType
     layer: int = Field(ge=0)
-    magnitude: float = Field(gt=0, le=1, description="m of the formulas in noise/faults.py")
-    sparsity: float = Field(default=1.0, gt=0, le=1, description="share of the site's channels that are faulty, fixed")
+    magnitude: float = Field(gt=0, le=1, description="m of the formulas in noise/injection/faults.py")
+    sparsity: float = Field(
+        default=1.0, gt=0, le=1, description="share of faulty channels; they are the same in every call"
+    )
     site: FaultSite = "layer_output"
     threshold: Literal["dynamic", "cached"] = Field(
         default="dynamic",
-        description="whether the reference max|h|, mean|h| or std(h) is of each call or is kept from the first call",
+        description="dynamic: the reference max|h|, mean|h| or std(h) is computed in each call. cached: it is kept "
+        "from the first call",
     )
-    seed: int = Field(default=0, ge=0, description="draws the faulty channels and the fault's own random numbers")
+    seed: int = Field(default=0, ge=0, description="seed of the faulty channels and of the fault's random numbers")
     order: FaultOrder = Field(
         default="after_noise",
-        description="when the fault strikes where AQN puts noise on the same layer's hidden states: after it (noise "
-        "may lift a value over a dead zone), before it (relative noise cannot revive an exact zero), or before and "
-        "after",
+        description="order of the fault and AQN's noise on hidden states of the same layer: fault after noise (noise "
+        "may lift a value over a dead zone), before noise (relative noise cannot revive an exact zero), or both",
     )
 
     @model_validator(mode="after")
     def _order_is_of_hidden_states(self) -> Self:
         if self.order != "after_noise" and self.site != "layer_output":
-            raise ValueError(f"order {self.order} is about noise on hidden states, expected site layer_output")
+            raise ValueError(f"order is {self.order}, which needs site layer_output, found {self.site}")
         return self
 
 
 class Machine(FrozenModel):
-    """What a model runs on: the real device as it is, or the device plus simulated faults."""
+    """The machine that a model runs on: the real device, with or without simulated faults."""
 
     description: str = ""
-    faults: tuple[Fault, ...] = Field(default=(), description="struck in this order where several share a site")
+    faults: tuple[Fault, ...] = Field(
+        default=(), description="simulated faults, applied in this order on a shared site"
+    )
 
 
 class NoiseSpec(FrozenModel):
-    """What a run or pass computes under: noise on operators, on modules and by AQN, and the faults of its machine."""
+    """The noise of a run or pass (on operators, on modules, and by AQN) and the simulated faults of its machine."""
 
     operator_noise: OperatorNoise | None = None
     module_noise: ModuleNoise | None = None
@@ -364,11 +371,11 @@ class NoiseSpec(FrozenModel):
     faults: tuple[Fault, ...] = ()
 
     def operator_noise_in(self, phase: Phase) -> OperatorNoise | None:
-        """Return the noise on operators in `phase`; None if there is none."""
+        """Return the operator noise in `phase`, or None."""
         noise = self.operator_noise
         return noise if noise is not None and noise.is_active and phase in noise.phases else None
 
     def module_noise_in(self, phase: Phase) -> ModuleNoise | None:
-        """Return the noise on modules in `phase`; None if there is none."""
+        """Return the module noise in `phase`, or None."""
         noise = self.module_noise
         return noise if noise is not None and noise.is_active and phase in noise.phases else None

@@ -195,8 +195,8 @@ class StudyPlan:
         return self.study.config.machines[machine].faults if machine is not None else ()
 
     def _loss_study(self, model: str, name: str) -> LossStudyConfig:
-        studies = {(settings.model, settings.name): settings for settings in self.study.config.loss_studies}
-        return studies[model, name]
+        studies = self.study.config.loss_studies
+        return next(settings for settings in studies if (settings.model, settings.name) == (model, name))
 
     def study_params(self) -> dict[str, Any]:
         """Return the whole study as plain data, for jobs that need all of it."""

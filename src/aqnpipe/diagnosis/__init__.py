@@ -1,1 +1,1 @@
-"""Diagnosis: which layer of a machine is faulty or fragile, and the sigmas that follow from it."""
+"""Diagnosis: find faulty and sensitive layers of a model on a machine, and derive layer sigmas."""

@@ -1,4 +1,4 @@
-"""How often healthy machines were called faulty in the detection benchmark (benchmarks/README.md); a test compares."""
+"""False-alarm counts of the detection benchmark (benchmarks/README.md). A test compares them with its results."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class FalseAlarms:
-    """False alarms among healthy machines."""
+    """Number of false alarms among healthy machines."""
 
     alarms: int
     machines: int

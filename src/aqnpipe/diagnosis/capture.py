@@ -1,4 +1,4 @@
-"""Inputs of every decoder layer from one forward, and layers run alone on them."""
+"""Capture the input of every decoder layer in one forward, and run single layers on it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from aqnpipe.models.layout import decoder_layers
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a decoder layer was called with: hidden states [sequences, tokens, hidden] and everything else by name."""
+    """Arguments of a decoder layer: hidden states [sequences, tokens, hidden] and all others by name."""
 
     hidden: Tensor
     kwargs: dict[str, Any]
@@ -22,7 +22,7 @@ class LayerInput:
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients for the body; the model's own mode is restored."""
+    """Put the model into evaluation mode without gradients for the body, and restore its mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -35,8 +35,8 @@ def inference(model: nn.Module) -> Iterator[None]:
 def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInput]:
     """Run the decoder once on `prompt_ids` [sequences, tokens] and return the inputs of its layers in order.
 
-    No cache is used: a layer that is run again must not see its own earlier keys and values. The output projection is
-    not run.
+    There is no KV cache, because a layer that is run again must not attend to keys of its first run. The output
+    projection is not run.
     """
     layers = decoder_layers(model)
     inputs: dict[int, LayerInput] = {}
@@ -62,12 +62,14 @@ def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInpu
 
 
 def run_layer(model: nn.Module, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Run decoder layer `index` alone, with its hooks, and return its output as float32 on the CPU.
+    """Run only decoder layer `index`, with its hooks, and return its output as float32 on the CPU.
 
-    Raises ModelError if the output has NaN or infinite values: no statistic of it would mean anything.
+    Raises ModelError if the output has NaN or infinite values, because no statistic of it would be meaningful.
     """
     output = decoder_layers(model)[index](hidden, **kwargs)
     result: Tensor = (output[0] if isinstance(output, tuple) else output).float().cpu()
     if not torch.isfinite(result).all():
-        raise ModelError(f"decoder layer {index} of {type(model).__name__} puts out NaN or infinity, expected numbers")
+        raise ModelError(
+            f"decoder layer {index} of {type(model).__name__} outputs NaN or infinity, expected finite numbers"
+        )
     return result

@@ -1,4 +1,4 @@
-"""Answers compared with what was expected, channel by channel."""
+"""Comparison of observed with expected tensors, channel by channel."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,15 +9,15 @@ from torch import Tensor
 Probe = Literal["identity", "linear", "norm", "attention", "mlp", "integer", "monomial", "repeat"]
 
 KEPT_CHANNELS = 64
-"""Of a mismatch only so many channels are kept value by value; all are counted."""
+"""Number of channels of a mismatch whose values are kept; all channels are counted."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What differs: `channels` with their largest relative `deviations`, and values [elements, kept channels] as float64.
+    """Channels that differ and their largest relative deviations; values [elements, kept channels] are float64.
 
-    maximum, mean and std are of the magnitudes and values of the whole expected tensor, healthy channels included. The
-    elements come from `calls` calls of the module, one after the other.
+    `maximum` and `mean` are of the magnitudes, `std` of the values, of the whole expected tensor including healthy
+    channels. The elements come from `calls` consecutive calls of the module.
     """
 
     channels: Tensor
@@ -53,7 +53,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of one site in one layer: how much was compared and what did not agree."""
+    """A comparison at one site of one layer: the number of values compared, and the mismatch if there is one."""
 
     probe: Probe
     layer: int
@@ -64,12 +64,12 @@ class Check:
 
     @property
     def deviation(self) -> float:
-        """Largest relative deviation; 0 where all bits agree."""
+        """Largest relative deviation; 0 if all bits agree."""
         return float(self.mismatch.deviations.max()) if self.mismatch else 0.0
 
 
 def compare(probe: Probe, layer: int, site: str, expected: Tensor, observed: Tensor, calls: int = 1) -> Check:
-    """Compare tensors [..., channels] of `calls` calls value by value; -0 equals 0 and NaN equals NaN."""
+    """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0 and NaN equals NaN."""
     num_channels = observed.shape[-1]
     expected = expected.to(observed.device, observed.dtype).reshape(-1, num_channels)
     observed = observed.detach().reshape(-1, num_channels)
@@ -80,7 +80,7 @@ def compare(probe: Probe, layer: int, site: str, expected: Tensor, observed: Ten
 
 
 def differs(expected: Tensor, observed: Tensor) -> Tensor:
-    """Tell element by element what is not the same number."""
+    """Return for each element whether the numbers differ; NaN equals NaN."""
     return (expected != observed) & ~(expected.isnan() & observed.isnan())
 
 

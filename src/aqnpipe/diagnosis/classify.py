@@ -1,31 +1,33 @@
-"""From mismatches to a type, channels and a magnitude: each type has its own mark on a Latin square of powers of two."""
+"""Classification of mismatches: type, channels and magnitude of the fault behind them.
+
+Probe inputs are Latin squares of powers of two, so every channel carries large and small values. Each type of fault
+changes them in its own way: a dead zone zeroes the smallest, a clamp cuts the largest, a gain multiplies all.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from scipy import stats
 from torch import Tensor
 
-from aqnpipe.artifacts.diagnoses import LocatedFault
+from aqnpipe.artifacts.diagnoses import FaultKind, LocatedFault
 from aqnpipe.diagnosis.checks import Check, Mismatch, differs
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
-FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
-
-_MOST_TELLING = ("identity", "linear", "attention", "mlp", "norm", "integer", "repeat", "monomial")
-"""Probes by how much their mismatch says about the type: known answers over a wide range of values first."""
+_MOST_INFORMATIVE_FIRST = ("identity", "linear", "attention", "mlp", "norm", "integer", "repeat", "monomial")
+"""Probes in order of how much their mismatch reveals about the type: known answers over a wide range come first."""
 
 _ROUNDINGS = 4.0
-"""Explanations may be off by this many roundings: the fault rounds, and so does its difference to the answer."""
+"""Tolerance of explanations in roundings: both the fault and its difference from the expected value are rounded."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a mismatch looks like. `level` is absolute: a threshold, limit, offset or noise sigma.
+    """The kind of a mismatch. `level` is absolute: a threshold, limit, offset or noise sigma.
 
-    The magnitude relates it to the maximum, mean or deviation of the expected tensor, as in noise/faults.py.
+    `magnitude` is the level relative to the maximum, mean or standard deviation of the expected tensor, as in
+    noise/injection/faults.py; `low` and `high` bound it.
     """
 
     kind: FaultKind
@@ -36,7 +38,7 @@ class Mark:
 
 
 def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Sequence[Check]) -> LocatedFault:
-    """Return the fault that the mismatching checks of one site show; `all_checks` are all of that site, for rates."""
+    """Return the fault behind the mismatching checks of a site; spike rates need `all_checks` of the site."""
     mark = mark_of(most_informative(evidence))
     channels = faulty_channel_indices_of(evidence)
     if mark.kind == "spike":
@@ -59,21 +61,21 @@ def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Seque
 
 
 def most_informative(evidence: Sequence[Check]) -> Mismatch:
-    """Return the mismatch that says most about the type."""
-    best = min(evidence, key=lambda check: (_MOST_TELLING.index(check.probe), -check.deviation))
+    """Return the mismatch that reveals most about the type."""
+    best = min(evidence, key=lambda check: (_MOST_INFORMATIVE_FIRST.index(check.probe), -check.deviation))
     if best.mismatch is None:
         raise ValueError(f"{best.probe} of {best.site} has no mismatch")
     return best.mismatch
 
 
 def faulty_channel_indices_of(evidence: Sequence[Check]) -> list[int]:
-    """Return the channels that differ, in order; not by monomial, whose rows are permuted, if another probe tells."""
+    """Return the sorted channels that differ; monomial probes, which permute rows, count only if there is no other."""
     direct = [check for check in evidence if check.probe != "monomial"] or list(evidence)
     return sorted({int(channel) for check in direct if check.mismatch for channel in check.mismatch.channels})
 
 
 def mark_of(mismatch: Mismatch) -> Mark:
-    """Tell the type of a mismatch by the first explanation that fits every value on its channels."""
+    """Return the kind of a mismatch: the first explanation that fits every value on its channels."""
     expected, observed = mismatch.expected, mismatch.observed
     changed = differs(expected, observed)
     for explain in (_dead_zone, _saturation, _stuck, _gain, _bias, _noise_or_spike):
@@ -84,7 +86,7 @@ def mark_of(mismatch: Mismatch) -> Mark:
 
 
 def _dead_zone(mismatch: Mismatch, changed: Tensor) -> Mark | None:
-    """Changed values are all exactly 0, and are the smallest ones."""
+    """Dead zone: all changed values are exactly 0, and they are the smallest ones."""
     magnitudes = mismatch.expected.abs()
     survivors = magnitudes[~changed & (magnitudes > 0)]
     if (mismatch.observed[changed] != 0).any() or not len(survivors):
@@ -97,7 +99,7 @@ def _dead_zone(mismatch: Mismatch, changed: Tensor) -> Mark | None:
 
 
 def _saturation(mismatch: Mismatch, changed: Tensor) -> Mark | None:
-    """Changed values are all cut to one limit, keep their sign, and are the largest ones."""
+    """Saturation: all changed values are cut to one limit with their sign, and they are the largest ones."""
     expected, observed = mismatch.expected, mismatch.observed
     limit = float(observed[changed].abs().max())
     cut = (observed[changed].abs() == limit) & (observed[changed].sign() == expected[changed].sign())
@@ -111,7 +113,7 @@ def _saturation(mismatch: Mismatch, changed: Tensor) -> Mark | None:
 
 
 def _stuck(mismatch: Mismatch, changed: Tensor) -> Mark | None:
-    """Every channel puts out one value, whatever it should."""
+    """Stuck: every channel outputs one constant value."""
     observed = mismatch.observed
     if len(observed) < 2 or not (observed == observed[:1]).all() or not changed.any(0).all():
         return None
@@ -119,7 +121,7 @@ def _stuck(mismatch: Mismatch, changed: Tensor) -> Mark | None:
 
 
 def _gain(mismatch: Mismatch, changed: Tensor) -> Mark | None:
-    """Every value is multiplied by one factor."""
+    """Gain: every value is multiplied by one factor."""
     expected, observed = mismatch.expected, mismatch.observed
     known = (expected != 0) & observed.isfinite()
     ratios = observed[known] / expected[known]
@@ -132,7 +134,7 @@ def _gain(mismatch: Mismatch, changed: Tensor) -> Mark | None:
 
 
 def _bias(mismatch: Mismatch, changed: Tensor) -> Mark | None:
-    """One constant per call is added; where it is lost in rounding nothing changes."""
+    """Bias: one constant per call is added. Values in which it is lost to rounding do not change."""
     if not mismatch.observed[changed].isfinite().all():
         return None
     offsets = []
@@ -143,7 +145,7 @@ def _bias(mismatch: Mismatch, changed: Tensor) -> Mark | None:
         allowed = _ROUNDINGS * mismatch.eps * (expected.abs() + abs(offset))
         if ((observed - expected - offset).abs() > allowed).any():
             return None
-        if offset != 0:  # in a call of large values alone the constant is lost in rounding
+        if offset != 0:  # a call with only large values loses the constant to rounding
             offsets.append(offset)
     if not offsets:
         return None
@@ -156,7 +158,7 @@ def _bias(mismatch: Mismatch, changed: Tensor) -> Mark | None:
 
 
 def _noise_or_spike(mismatch: Mismatch, changed: Tensor) -> Mark | None:
-    """Noise moves nearly every value that is small enough to show it, spikes move few."""
+    """Noise or spike: noise changes nearly all values small enough to show it, spikes change few."""
     expected, observed = mismatch.expected, mismatch.observed
     small = expected.abs() <= expected.abs().median()
     share = float(changed[small].double().mean()) if small.any() else 0.0
@@ -176,18 +178,18 @@ def _noise_or_spike(mismatch: Mismatch, changed: Tensor) -> Mark | None:
 
 
 def _spike_rate(evidence: Sequence[Check], all_checks: Sequence[Check], num_channels: int) -> Mark:
-    """Magnitude from how often elements on the faulty channels were struck, with its exact 95 % interval."""
-    struck = sum(
+    """Return the magnitude, with exact 95 % interval, from the share of changed elements on the faulty channels."""
+    changed = sum(
         int(differs(check.mismatch.expected, check.mismatch.observed).sum())
         for check in evidence
         if check.probe != "monomial" and check.mismatch
     )
     kept = min(num_channels, max((check.mismatch.expected.shape[1] for check in evidence if check.mismatch), default=1))
     seen = kept * sum(check.elements_per_channel for check in all_checks if check.probe != "monomial")
-    if not seen or struck > seen:
+    if not seen or changed > seen:
         return Mark("spike")
-    interval = stats.binomtest(struck, seen).proportion_ci(0.95, "exact")
-    rates = (struck / seen, float(interval.low), float(interval.high))
+    interval = stats.binomtest(changed, seen).proportion_ci(0.95, "exact")
+    rates = (changed / seen, float(interval.low), float(interval.high))
     return Mark("spike", None, *(rate / SPIKE_PROBABILITY for rate in rates))
 
 
@@ -200,7 +202,7 @@ def _offset_at_smallest(expected: Tensor, observed: Tensor) -> float:
 def _in_words(evidence: Sequence[Check], num_channels: int) -> str:
     worst = max(evidence, key=lambda check: check.deviation)
     return (
-        f"{num_channels} of {evidence[0].num_channels} channels differ from the right answer "
+        f"{num_channels} of {evidence[0].num_channels} channels differ from the known answer "
         f"({', '.join(dict.fromkeys(check.probe for check in evidence))}; largest relative deviation "
         f"{worst.deviation:.3g})"
     )

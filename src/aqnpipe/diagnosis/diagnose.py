@@ -1,4 +1,4 @@
-"""One diagnosis of a model in memory: scans and exact probes under the machine's faults, and the verdict on both."""
+"""Diagnosis of a model in memory: scans and exact probes with the machine's faults simulated, and their verdict."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from aqnpipe.noise.injection.faults import FaultRecord, simulated_faults
 
 @dataclass(frozen=True)
 class Diagnosed:
-    """A verdict and what it rests on; `table` is a LayerTable, None where the scans did not run."""
+    """A verdict and its evidence. `table` is a LayerTable, None if the scans did not run."""
 
     verdict: Verdict
     exact: ExactResult | None
@@ -33,30 +33,30 @@ def diagnose_model(
     *,
     faults: Sequence[Fault] = (),
     method: DiagnosisMethod = "all",
-    say: Callable[[str], None] = lambda line: None,
+    show_progress: Callable[[str], None] = lambda line: None,
 ) -> Diagnosed:
-    """Diagnose `model` by `method`; prompts [tokens] are for the scans. Weights and mode come back as they were.
+    """Diagnose `model` by `method`; the scans use the prompts [tokens]. Weights and mode are restored.
 
-    Raises ModelError if a fault's place does not exist or a scan meets NaN, ReceiptError if a simulated fault changed
-    nothing at all.
+    Raises ModelError if the layer or site of a fault does not exist or a scan finds NaN, ReceiptError if a simulated
+    fault changed no value.
     """
     with simulated_faults(model, faults) as records:
         if method != "exact":
-            say(f"statistical scans: {len(prompt_ids)} prompts")
-        # The scans come first: a cached threshold then is one of ordinary use, not of a probe.
+            show_progress(f"statistical scans: {len(prompt_ids)} prompts")
+        # The scans run first, so that a cached threshold is taken from an ordinary forward and not from a probe.
         scans = None if method == "exact" else run_scans(model, prompt_ids, config)
-        exact = None if method == "statistical" else run_exact(model, config, say)
+        exact = None if method == "statistical" else run_exact(model, config, show_progress)
     verdict = judge(exact, scans, config, [describe_fault(record) for record in records])
     return Diagnosed(verdict, exact, scans[0] if scans else None)
 
 
 def describe_fault(record: FaultRecord) -> dict[str, object]:
-    """Return the simulated fault with its measured reach; ReceiptError if it changed nothing."""
+    """Return the simulated fault and the number of values it changed; ReceiptError if it changed none."""
     fault = record.fault
     if not record.affected_elements:
         raise ReceiptError(
             f"simulated fault {format_fault(fault)} changed none of {record.elements} values in {record.calls} calls, "
-            "expected some: raise magnitude or sparsity"
+            "expected at least one: raise magnitude or sparsity"
         )
     return {
         **fault.model_dump(mode="json"),
@@ -67,7 +67,7 @@ def describe_fault(record: FaultRecord) -> dict[str, object]:
 
 
 def layer_metrics(diagnosed: Diagnosed) -> tuple[LayerMetrics, ...]:
-    """Return the metrics of every layer, by exact probes and by scans, as far as they ran."""
+    """Return the metrics of every layer from the exact probes and the scans that ran."""
     rows = {row["layer"]: row for row in diagnosed.table.to_dicts()} if diagnosed.table is not None else {}
     return tuple(_metrics_of(layer, diagnosed, rows.get(layer)) for layer in range(diagnosed.verdict.num_layers))
 
@@ -86,7 +86,7 @@ def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str |
         elements_probed=sum(check.elements_per_channel * check.num_channels for check in checks),
         elements_per_channel=min(seen.values()),
         faulty_sites=tuple(fault.site for fault in diagnosed.exact.faults if fault.layer == layer),
-        # a spike may be infinite in a narrow dtype, which JSON cannot hold
+        # A spike may be infinite in a narrow dtype, which JSON cannot represent.
         largest_deviation=min(max(check.deviation for check in checks), 1e300),
         scans=scans,
     )

@@ -1,4 +1,4 @@
-"""The exact set: every probe on every layer, what a healthy device may deviate, and the faults that remain."""
+"""Exact diagnosis: run every probe on every layer, allow for the rounding of the device, and classify the faults."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +21,15 @@ from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import LayerSites, layer_sites
 
 ROUNDING = 64.0
-"""A deviation of more than this many times the dtype's epsilon is no rounding, on any device."""
+"""Deviations above this multiple of the dtype's epsilon are not rounding, on any device."""
 
 HEALTHY_SPREAD = 4.0
-"""On a device that is not exact at a probe, a layer may deviate this many times as far as the median layer."""
+"""On a device that rounds in a probe, a layer may deviate by this multiple of the median layer's deviation."""
 
 
 @dataclass
 class ExactResult:
-    """What the exact set found. `unfit`: deviations of the probes that most layers fail by more than rounding."""
+    """Result of the exact probes. `unfit`: deviations of probes that most layers fail by more than rounding."""
 
     checks: list[Check]
     faults: tuple[LocatedFault, ...]
@@ -41,11 +41,13 @@ class ExactResult:
     num_tokens: int
 
 
-def run_exact(model: nn.Module, config: DiagnosisConfig, say: Callable[[str], None] = lambda line: None) -> ExactResult:
-    """Probe every decoder layer of `model`, one after the other; weights come back bit for bit on every way out.
+def run_exact(
+    model: nn.Module, config: DiagnosisConfig, show_progress: Callable[[str], None] = lambda line: None
+) -> ExactResult:
+    """Probe the decoder layers of `model` one after the other; weights are restored bit for bit, also after an error.
 
-    Cost is counted in multiply-adds of the layers' linears; one forward equivalent is the probe's batch of tokens once
-    through all layers. Raises ModelError if the layers are not understood.
+    Cost is measured in multiply-adds of the linear modules of the layers. One forward equivalent is one pass of the
+    probe's batch of tokens through all layers. Raises ModelError if the structure of the layers is unknown.
     """
     layers = [layer_sites(layer) for layer in decoder_layers(model)]
     like = next(iter(layers[0].layer.parameters()))
@@ -60,7 +62,7 @@ def run_exact(model: nn.Module, config: DiagnosisConfig, say: Callable[[str], No
             for index, sites in enumerate(layers)
         ]
         for prober in probers:
-            say(f"exact probes: layer {prober.index + 1} of {len(layers)}")
+            show_progress(f"exact probes: layer {prober.index + 1} of {len(layers)}")
             checks += probe_layer(prober, inputs, sequences[prober.index], config.exact_repeats)
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
         tolerance, unfit = tolerances(checks, torch.finfo(like.dtype).eps, len(layers))
@@ -83,10 +85,10 @@ def run_exact(model: nn.Module, config: DiagnosisConfig, say: Callable[[str], No
 
 
 def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
-    """Return the tokens of a batch: whole Latin squares, and enough to see an intermittent fault on any channel.
+    """Return the number of tokens of a batch: whole Latin squares, enough to detect an intermittent fault anywhere.
 
-    A fault of probability p per element escapes n elements with probability (1-p)^n; every site is checked at least
-    `exact_repeats + 1` times per channel and token.
+    A fault with probability p per element is missed in n elements with probability (1-p)^n. Every site is checked at
+    least `exact_repeats + 1` times per channel and token.
     """
     elements = log(config.miss_probability) / log(1 - config.intermittent_rate)
     period = len(exponent_ladder(dtype))
@@ -95,7 +97,7 @@ def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
 
 
 def probe_layer(prober: LayerProber, inputs: ProbeInputs, own_input: LayerInput, num_repeats: int) -> list[Check]:
-    """Run every probe that the layer's modules allow and return all checks."""
+    """Run every probe that fits the modules of the layer and return all checks."""
     linears = prober.sites.linears
     checks, trace = prober.repeat(own_input.hidden, own_input.kwargs, num_repeats)
     if {"o_proj", "down_proj"} <= linears.keys():
@@ -114,12 +116,13 @@ def probe_layer(prober: LayerProber, inputs: ProbeInputs, own_input: LayerInput,
 
 
 def tolerances(checks: Sequence[Check], eps: float, num_layers: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (bounds by "probe:site" where the device is not exact, deviations of probes that do not fit at all).
+    """Return (bounds by "probe:site" where the device rounds, deviations of probes that are unfit).
 
-    Where at least half of the layers agree in every bit, all are held to bits. Where they do not, but deviate by no
-    more than rounding, the device rounds there, and a layer may deviate HEALTHY_SPREAD times the median. A larger
-    median of three layers or more means that the probe's answer is not this model's, or that most layers are faulty:
-    nobody can tell which from inside.
+    - At least half of the layers agree bit for bit: every layer must.
+    - The median deviation is within rounding: the device rounds there, and the bound is HEALTHY_SPREAD times the
+      median.
+    - The median deviation is larger, with three or more layers: the probe is unfit. Either its expected answer is wrong
+      for this model or most layers are faulty, and the probe cannot distinguish the two.
     """
     by_place: dict[str, dict[int, float]] = defaultdict(dict)
     for check in checks:
@@ -140,7 +143,7 @@ def tolerances(checks: Sequence[Check], eps: float, num_layers: int) -> tuple[di
 def suspected(
     checks: Sequence[Check], tolerance: dict[str, float], unfit: dict[str, float]
 ) -> dict[tuple[int, str], list[Check]]:
-    """Return the checks beyond tolerance by (layer, site), each with only the channels that are beyond it."""
+    """Return the checks that exceed their tolerance by (layer, site), each reduced to the channels that exceed it."""
     found: dict[tuple[int, str], list[Check]] = defaultdict(list)
     for check in checks:
         key = f"{check.probe}:{check.site}"
@@ -151,7 +154,7 @@ def suspected(
 
 
 def elements_per_channel(checks: Sequence[Check]) -> int:
-    """Return how many values were seen on every channel of every site: the smallest number over layers and sites."""
+    """Return the number of values probed per channel: the minimum over layers and sites."""
     seen: dict[tuple[int, str], int] = defaultdict(int)
     for check in checks:
         if check.probe != "monomial":
@@ -161,20 +164,20 @@ def elements_per_channel(checks: Sequence[Check]) -> int:
 
 @dataclass
 class Cost:
-    """Multiply-adds of the layers' linears so far, in units of one batch through all layers."""
+    """Multiply-adds so far in the linear modules of the layers, and those of one batch through all layers."""
 
     whole_model: int
     multiply_adds: int = field(default=0)
 
     @property
     def forward_equivalents(self) -> float:
-        """Cost in whole-model forwards."""
+        """Cost in forwards of the whole model."""
         return self.multiply_adds / self.whole_model
 
 
 @contextmanager
 def metered(layers: Sequence[LayerSites], num_tokens: int) -> Iterator[Cost]:
-    """Count what the linears of `layers` compute during the body; the unit is `num_tokens` through all of them."""
+    """Count multiply-adds in the linear modules of `layers`; the unit is `num_tokens` tokens through all layers."""
     linears = [module for sites in layers for module in sites.layer.modules() if isinstance(module, nn.Linear)]
     cost = Cost(whole_model=num_tokens * sum(module.weight.numel() for module in linears))
 
@@ -193,14 +196,14 @@ def metered(layers: Sequence[LayerSites], num_tokens: int) -> Iterator[Cost]:
 def _layer_inputs(
     model: nn.Module, num_tokens: int, length: int, device: torch.device
 ) -> tuple[list[LayerInput], list[LayerInput]]:
-    """Return layer inputs for one token (whose keyword arguments fit any batch of single tokens) and for sequences."""
+    """Return layer inputs for one token, whose keyword arguments fit any batch of single tokens, and for sequences."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     ids = (torch.arange(num_tokens, device=device) * 7919 + 1) % embedding.num_embeddings
     return capture_layer_inputs(model, ids[:1].unsqueeze(0)), capture_layer_inputs(model, ids.reshape(-1, length))
 
 
 def _norm_offsets(layers: Sequence[LayerSites], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Return for each norm whether it multiplies by 1 + weight; the majority of layers decides."""
+    """Return the weight offset of each norm (1 if it multiplies by 1 + weight, else 0) by majority of the layers."""
     votes: dict[str, list[float]] = defaultdict(list)
     for sites in layers:
         for name, module in sites.norms.items():
@@ -209,7 +212,7 @@ def _norm_offsets(layers: Sequence[LayerSites], dtype: torch.dtype, device: torc
 
 
 def _uncovered(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tuple[str, ...]:
-    """Return the sites that only a repeat saw: no known answer could be built for them."""
+    """Return the sites that only the repeat probe covered, because no known answer could be built for them."""
     known = {check.site for check in checks if check.probe not in ("repeat", "monomial")}
     sites = {name for layer in layers for name in layer.modules}
     repeated = {name for layer in layers for path, _ in layer.layer.named_modules() if (name := _last(path))}

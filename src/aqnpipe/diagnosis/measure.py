@@ -1,4 +1,4 @@
-"""What is measured on one decoder layer run alone, and the collection over layers and prompts."""
+"""Statistics of single decoder layers for the scans, collected over layers and prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,18 +16,18 @@ from aqnpipe.models.layout import decoder_layers
 from aqnpipe.seeding import keyed_generator
 
 _NEIGHBOURS = 8
-"""Distinct magnitudes on either side that say how full a magnitude should be."""
+"""Number of distinct magnitudes on either side from which the expected count of a magnitude is estimated."""
 
 _LOWEST_KURTOSIS = -2.0
-"""No distribution has a lower Fisher kurtosis; stands in for the undefined 0/0 of a constant output."""
+"""The lowest possible Fisher kurtosis, used in place of the undefined 0/0 of a constant output."""
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One layer on one prompt. Traces are counted on the outputs of the gain trials, `calls` in number.
+    """Statistics of one layer on one prompt. Traces of faults are counted in the outputs of the `calls` gain trials.
 
-    The inputs of those trials have fresh noise on every value. So identical rows (a repeated token, a zeroed input) do
-    not lead to identical outputs, and what is still exactly 0 or exactly tied was made so by the layer.
+    The inputs of those trials have fresh noise on every value. Identical rows (a repeated token, a zeroed input) then
+    give different outputs, so values that are exactly 0 or exactly equal were made so by the layer itself.
     """
 
     instability: float
@@ -44,7 +44,7 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Arrays over layers: means over prompts of the statistics, sums of the counts; `eps` of the model's dtype."""
+    """Arrays over layers: means of the statistics and sums of the counts over prompts; `eps` of the model's dtype."""
 
     instability: NDArray[np.float64]
     relative_instability: NDArray[np.float64]
@@ -64,13 +64,12 @@ _COUNTS = ("zeros", "ties_at_maximum", "elements", "calls")
 
 
 def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisConfig) -> Measurements:
-    """Measure every decoder layer on every prompt [tokens]; raises ModelError without prompts or on NaN outputs.
+    """Measure every decoder layer on every prompt [tokens]; ModelError for empty prompts or NaN outputs.
 
-    forward_equivalents counts one prompt through the whole model as 1: one capture per prompt, and every run of a
-    layer as 1/num_layers.
+    One forward equivalent is one prompt through the whole model: a capture counts 1, a run of a layer 1/num_layers.
     """
     if not prompt_ids or any(ids.numel() == 0 for ids in prompt_ids):
-        raise ModelError("diagnosis was given no prompt or an empty one, expected at least one token in each prompt")
+        raise ModelError("the diagnosis has no prompt or an empty prompt, expected at least one token in each")
     num_layers = len(decoder_layers(model))
     samples: list[list[LayerSample]] = []
     dtype = torch.float32
@@ -94,7 +93,7 @@ def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisCon
 def sample_layer(
     model: nn.Module, index: int, layer_input: LayerInput, config: DiagnosisConfig, prompt: int
 ) -> LayerSample:
-    """Run layer `index` alone, num_repeats times on the same input and gain_trials times on noised ones."""
+    """Run layer `index` num_repeats times on the same input and gain_trials times on noisy inputs."""
     hidden, kwargs = layer_input.hidden, layer_input.kwargs
     reference, *repeats = (run_layer(model, index, hidden, kwargs) for _ in range(config.num_repeats))
     instability = float(np.mean([_std(repeat - reference) for repeat in repeats]))
@@ -122,25 +121,25 @@ def sample_layer(
 
 
 def add_input_noise(hidden: Tensor, scale: float, generator: torch.Generator) -> Tensor:
-    """Return `hidden + z*scale*std(hidden)`; a constant input (an upstream layer puts out only 0) gets std 1."""
+    """Return `hidden + z*scale*std(hidden)`; std is 1 for a constant input (after a layer that outputs only 0)."""
     sigma = scale * (_std(hidden.float().cpu()) or 1.0)
     noise = torch.randn(hidden.shape, generator=generator) * sigma
     return hidden + noise.to(hidden.device, hidden.dtype)
 
 
 def ties_at_maximum(output: Tensor) -> int:
-    """Count the values beyond the first whose magnitude equals max|output| exactly; 0 where everything is 0."""
+    """Return the number of values, minus one, whose magnitude is exactly max|output|; 0 if all values are 0."""
     magnitudes = output.abs()
     largest = magnitudes.max()
     return int((magnitudes == largest).sum()) - 1 if largest > 0 else 0
 
 
 def pile_up(output: Tensor) -> float:
-    """Return -log10 of the chance that the fullest magnitude inside the range would hold so many values, at least 0.
+    """Return -log10 of the probability of the largest count of one magnitude inside the range, at least 0.
 
-    A clamp heaps values on its limit, also where other channels exceed it. A magnitude is expected to hold as many
-    values as the mean of its 8 neighbours on the fuller side (Poisson); the chance is multiplied by the number of
-    distinct magnitudes looked at. Exact zeros and the maximum are left to the other counts.
+    A clamp puts many values on its limit, even if other channels exceed the limit. The count of a magnitude is expected
+    to be Poisson with the mean of its 8 neighbours on the side with more values; the probability is multiplied by the
+    number of distinct magnitudes (Bonferroni). Exact zeros and the maximum are counted by the other traces.
     """
     _, counts = torch.unique(output.abs().flatten(), return_counts=True)
     inner = counts.double().numpy()[1:-1]
@@ -156,18 +155,18 @@ def pile_up(output: Tensor) -> float:
 
 
 def changed_share(reference: Tensor, repeat: Tensor) -> float:
-    """Share of values [..., channels] that differ, among the channels where any does; 0 if none differs."""
+    """Return the share of values [..., channels] that differ, among the channels with any difference; 0 if none."""
     changed = (reference != repeat).flatten(0, -2)
-    touched = changed.any(0)
-    return float(changed[:, touched].float().mean()) if touched.any() else 0.0
+    affected = changed.any(0)
+    return float(changed[:, affected].float().mean()) if affected.any() else 0.0
 
 
 def fisher_kurtosis(output: Tensor) -> float:
-    """Excess kurtosis of all values, biased as scipy's default; -2, the lowest there is, for a constant output."""
+    """Return the excess kurtosis of all values (biased, scipy's default); its minimum, -2, for a constant output."""
     values = output.double().flatten().numpy()
     return float(stats.kurtosis(values)) if values.min() < values.max() else _LOWEST_KURTOSIS
 
 
 def _std(values: Tensor) -> float:
-    """Population standard deviation of all values, in float64."""
+    """Return the population standard deviation of all values, in float64."""
     return float(values.double().std(correction=0))

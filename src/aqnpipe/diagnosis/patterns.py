@@ -1,9 +1,9 @@
-"""Operands with answers that are known bit for bit: powers of two, one-hot weights, norm inputs, small integers.
+"""Operands whose results are known bit for bit: powers of two, one-hot weights, norm inputs, small integers.
 
-What a probe is fed decides what it sees. A dead zone spares large values and a clamp spares small ones, each relative
-to the largest value of the call. So every channel (channel) is given the largest and the smallest value of the whole
-tensor, with both signs, at some token: a Latin square. Products with powers of two, and sums of one term, do not
-round.
+The input of a probe determines which faults it detects. A dead zone leaves large values unchanged and a clamp leaves
+small ones unchanged, each relative to the largest value of the call. Therefore every channel carries the largest and
+the smallest value of the whole tensor, with both signs, at some token: a Latin square. Products with powers of two, and
+sums of one term, are exact.
 """
 
 import torch
@@ -11,25 +11,25 @@ from torch import Tensor
 
 _WIDE_EXPONENTS = (-30, 29)
 _FLOAT16_EXPONENTS = (-10, 11)
-"""Their products with the gate of the MLP probe stay normal numbers of float16 (2^-14 to 65504)."""
+"""Their products with the gate of the MLP probe are normal float16 numbers (2^-14 to 65504)."""
 
 _NORM_MOTIF = (4.0, *[2.0**-5] * 4, *[2.0**-4] * 3, *[2.0**-3] * 3, *[2.0**-2] * 3, *[2.0**-1] * 3)
 """17 powers of two with mean square exactly 1: 16 + 4*4^-5 + 3*(4^-4 + 4^-3 + 4^-2 + 4^-1) = 17."""
 
 NORM_INPUT_SCALE = 32.0
-"""Root mean square of norm inputs: the epsilon of a norm (1e-5 or less) vanishes beside its square, 1024."""
+"""Root mean square of norm inputs. Its square, 1024, absorbs the epsilon of a norm (1e-5 or less) in rounding."""
 
 
 def exponent_ladder(dtype: torch.dtype) -> Tensor:
-    """Return the powers of two of a Latin square, float64 [values], as wide as products in `dtype` allow."""
+    """Return the powers of two of a Latin square, float64 [values]; products in `dtype` limit their range."""
     low, high = _FLOAT16_EXPONENTS if dtype == torch.float16 else _WIDE_EXPONENTS
     return 2.0 ** torch.arange(low, high + 1, dtype=torch.float64)
 
 
 def latin_square(num_tokens: int, num_channels: int, ladder: Tensor) -> Tensor:
-    """Return [tokens, channels] in which every channel carries every value of `ladder`, with both signs.
+    """Return [tokens, channels] in which every channel carries every value of `ladder` with both signs.
 
-    Each channel needs 2*len(ladder) tokens for that; `num_tokens` that are fewer raise ValueError.
+    This takes 2*len(ladder) tokens; ValueError if `num_tokens` is smaller.
     """
     if num_tokens < 2 * len(ladder):
         raise ValueError(
@@ -41,9 +41,9 @@ def latin_square(num_tokens: int, num_channels: int, ladder: Tensor) -> Tensor:
 
 
 def selection(out_features: int, in_features: int, *, skip: int = 0) -> tuple[Tensor, Tensor]:
-    """Return for every output which input it copies (never one of the first `skip`) and with which sign, both [out].
+    """Return the input that each output copies (never one of the first `skip`) and its sign, both [out].
 
-    Neighbouring outputs copy distant inputs, so that a kernel that mixes up rows or columns is seen.
+    Neighbouring outputs copy distant inputs, so that a kernel that confuses rows or columns is detected.
     """
     usable = in_features - skip
     stride = max(1, int(usable * 0.618))
@@ -54,7 +54,7 @@ def selection(out_features: int, in_features: int, *, skip: int = 0) -> tuple[Te
 
 
 def selection_weight(chosen: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
-    """Return a weight like `weight` [out, in] whose row j holds `factors[j]` at column `chosen[j]` and 0 elsewhere."""
+    """Return a weight like `weight` [out, in]: row j has `factors[j]` in column `chosen[j]` and 0 elsewhere."""
     result = torch.zeros_like(weight)
     rows = torch.arange(len(chosen), device=weight.device)
     result[rows, chosen.to(weight.device)] = factors.to(weight.device, weight.dtype)
@@ -64,8 +64,8 @@ def selection_weight(chosen: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
 def norm_input(num_tokens: int, num_channels: int) -> Tensor:
     """Return [tokens, channels] of powers of two whose mean square over channels is exactly NORM_INPUT_SCALE^2.
 
-    The motif moves on by one channel per token, so every channel carries its largest and smallest value. Squares are
-    integers below 2^24 in sum, so any order of summation is exact. Fewer than 17 channels carry ones alone.
+    The motif shifts by one channel per token, so every channel carries the largest and the smallest value. The squares
+    are integers with a sum below 2^24, so every order of summation is exact. Fewer than 17 channels carry only ones.
     """
     repeats = num_channels // len(_NORM_MOTIF)
     base = torch.ones(num_channels, dtype=torch.float64)
@@ -76,7 +76,7 @@ def norm_input(num_tokens: int, num_channels: int) -> Tensor:
 
 
 def norm_gains(num_channels: int, turn: int) -> Tensor:
-    """Return gains 2^-8, 1 and 2^8 by turns over channels, float64 [channels]; turns 0, 1, 2 give each channel each."""
+    """Return gains 2^-8, 1, 2^8 in turn, float64 [channels]; over turns 0, 1, 2 every channel has each gain."""
     return 2.0 ** (8.0 * ((torch.arange(num_channels) + turn) % 3 - 1).double())
 
 
@@ -85,9 +85,10 @@ def integer_operands(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (x [tokens, in], weight [out, in], x @ weight.T [tokens, out]) of integers, float64 on the CPU.
 
-    The weight is a sum of three outer products of signs, so the product is known without the kernel under test. No
-    partial sum exceeds what `dtype` holds exactly (2^8, 2^11 or 2^24), whatever the order of summation; float32 uses
-    most of its bits that way, with operands of at most eight, which narrower matrix units hold exactly too.
+    The weight is a sum of three outer products of signs, so the product is known without the kernel under test. In any
+    order of summation, no partial sum exceeds the integers that `dtype` represents exactly (2^8, 2^11 or 2^24). In
+    float32 this uses most of the bits with operands of at most eight bits, which narrower matrix units represent
+    exactly too.
     """
     is_wide = dtype not in (torch.bfloat16, torch.float16)
     largest = {torch.bfloat16: 2**8, torch.float16: 2**11}.get(dtype, 2**24)

@@ -1,18 +1,20 @@
-"""Exact probes of one decoder layer: known inputs and weights, so that every output has one right answer.
+"""Exact probes of a decoder layer: inputs and weights for which every output has a single correct value.
 
-| probe | what is run | what must come out |
-|---|---|---|
-| identity | the layer with o_proj = down_proj = 0 | its input, plus the (zero) branches that were observed |
-| linear | one linear alone, a signed input per row of its weight | the selected inputs |
-| norm | one norm alone on inputs of mean square 1024, gains of powers of two | input / 32 * gain |
-| attention | attention over one token (softmax of one score is 1), v and o select | the selected inputs |
-| mlp | the MLP with a constant gate where the activation is the identity, up and down select | the selected inputs |
-| integer | one linear alone on small integers | sums that are exact in any order |
-| monomial | one linear, rows permuted and scaled by signed powers of two | its own outputs, permuted and scaled |
-| repeat | the layer several times on one input | the same again, at every site |
+A probe replaces weights of the layer for one call, for example by selections and powers of two, so that the correct
+output is known bit for bit without trusting the device. Any difference is then a fault or rounding of the device.
 
-Sites are told apart by what they were computed from: attention's output is compared with what o_proj put out in the
-same call, the layer's with what its branches put out. Each module is called through its hooks, as the model calls it.
+| probe | what runs | expected output | |---|---|---| | identity | the layer with o_proj = down_proj = 0 | its input
+  plus the observed (zero) branches | | linear | a single linear; each row of the weight selects one input with a sign |
+  the selected inputs | | norm | a single norm on inputs of mean square 1024, with powers of two as gains | input / 32 *
+  gain | | attention | attention over one token (softmax of one score is 1); v and o select | the selected inputs | |
+  mlp | the MLP with a constant gate at which the activation is the identity; up and down select | the selected inputs |
+  | integer | a single linear on small integers | sums that are exact in any order | | monomial | a single linear with
+  rows permuted and scaled by signed powers of two | its own outputs, permuted and scaled | | repeat | the layer several
+  times on one input | the same output at every site |
+
+The output of a site is compared with what it was computed from: that of attention with the output of o_proj in the same
+call, that of the layer with the outputs of its branches. This separates the sites. Modules are called with their hooks,
+as in the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,14 +43,14 @@ from aqnpipe.seeding import keyed_generator
 
 _GATE = {torch.float16: 16.0}
 _WIDE_GATE = 128.0
-"""Gate at which silu and gelu return their input exactly: sigmoid rounds to 1 in the dtype."""
+"""Gate value at which silu and gelu return their input exactly, because the sigmoid rounds to 1 in the dtype."""
 
 
 Replacement = tuple[Tensor, Tensor]
 
 
 class ProbeInputs:
-    """The Latin squares of one diagnosis, made once per width. `ladder` may be replaced to look closer at a fault."""
+    """Latin squares of a diagnosis, created once per width. Another `ladder` is used to refine a fault."""
 
     def __init__(self, num_tokens: int, dtype: torch.dtype, device: torch.device, ladder: Tensor | None = None) -> None:
         self.num_tokens = num_tokens
@@ -68,7 +70,7 @@ class ProbeInputs:
 
 @dataclass
 class LayerProber:
-    """One layer under test: its sites, and the keyword arguments that it takes for sequences of one token."""
+    """A layer under test: its sites, and its keyword arguments for sequences of one token."""
 
     index: int
     sites: LayerSites
@@ -78,7 +80,7 @@ class LayerProber:
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def identity(self, inputs: ProbeInputs) -> list[Check]:
-        """Run the layer with branches that end in zeros; also learns how attention is called."""
+        """Run the layer with zero branches; this also records the keyword arguments of attention."""
         linears = self.sites.linears
         hidden = inputs.square(self._hidden_size)
         with substituted(_zeroed(linears["o_proj"], linears["down_proj"])), tracing(self.sites) as trace:
@@ -88,7 +90,7 @@ class LayerProber:
         return [self._check("identity", "layer_output", (hidden + attention) + mlp, output)]
 
     def linear(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one linear with one signed input per output."""
+        """Run one linear whose outputs each copy one input with a sign."""
         module = self.sites.linears[name]
         x = inputs.square(module.in_features)
         chosen, signs = selection(module.out_features, module.in_features)
@@ -96,7 +98,7 @@ class LayerProber:
             return [self._check("linear", name, _selected(x, chosen, signs), module(x))]
 
     def norm(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one norm under three turns of gains, so that every channel carries the largest and the smallest output."""
+        """Run one norm with three turns of gains, so that every channel has the largest and the smallest output."""
         module = self.sites.norms[name]
         weight = weight_of(module)
         x = norm_input(inputs.num_tokens, weight.numel())
@@ -110,7 +112,7 @@ class LayerProber:
         return [compare("norm", self.index, name, torch.cat(expected), torch.cat(outputs), calls=len(outputs))]
 
     def attention(self, inputs: ProbeInputs) -> list[Check]:
-        """Run attention over single tokens, value and output projections selecting."""
+        """Run attention over single tokens, with selecting value and output projections."""
         linears = self.sites.linears
         value, output = linears["v_proj"], linears["o_proj"]
         x = inputs.square(value.in_features)
@@ -130,7 +132,7 @@ class LayerProber:
         ]
 
     def mlp(self, inputs: ProbeInputs) -> list[Check]:
-        """Run the MLP with the gate at a constant where the activation returns its input, up and down selecting."""
+        """Run the MLP with a constant gate at which the activation is the identity; up and down projections select."""
         linears = self.sites.linears
         gate, up, down = (linears[name] for name in ("gate_proj", "up_proj", "down_proj"))
         x = inputs.square(up.in_features).clone()
@@ -158,7 +160,7 @@ class LayerProber:
         ]
 
     def integer(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one linear, at its real shape, on small integers."""
+        """Run one linear in its real shape on small integers."""
         module = self.sites.linears[name]
         generator = keyed_generator("cpu", self.seed, "diagnosis.integer", self.index, *name.encode())
         x, weight, product = integer_operands(
@@ -170,12 +172,12 @@ class LayerProber:
         return [self._check("integer", name, product, output)]
 
     def monomial(self, name: str, trace: Trace) -> list[Check]:
-        """Run one linear on its real input with its real rows moved on by one third and scaled by +-1, +-2 or +-1/2."""
+        """Run one linear on its real input with its rows shifted by a third and scaled by +-1, +-2 or +-1/2."""
         module = self.sites.linears[name]
         num_rows = module.out_features
         moved = torch.arange(num_rows).roll(num_rows // 3)
         scale = 1.0 - 2 * (torch.arange(num_rows) % 2)
-        if module.weight.dtype != torch.float16:  # whose small numbers lose bits when halved
+        if module.weight.dtype != torch.float16:  # halving would lose bits of small float16 numbers
             scale = scale * 2.0 ** (torch.arange(num_rows) % 3 - 1)
         weight, bias = module.weight, module.bias
         factors = scale.to(weight.device, weight.dtype)
@@ -188,9 +190,9 @@ class LayerProber:
         return [self._check("monomial", name, trace.outputs[name][..., rows] * factors, output)]
 
     def repeat(self, hidden: Tensor, kwargs: dict[str, Any], num_runs: int) -> tuple[list[Check], Trace]:
-        """Run the layer `num_runs` times on one input; every step of equal sources must give equal outputs.
+        """Run the layer `num_runs` times on one input; steps with equal sources must have equal outputs.
 
-        The right answer is the element-wise median of the runs. Returns the checks of all sites and the first trace.
+        The expected output is the element-wise median of the runs. Returns the checks of all sites and the first trace.
         """
         traces = []
         for _ in range(num_runs):
@@ -224,12 +226,12 @@ class LayerProber:
         return compare(probe, self.index, site, expected, observed)
 
     def _activated(self, gates: Tensor, opening: float) -> Tensor:
-        """Return what the activation makes of observed gates; computed where a fault moved them off the opening."""
+        """Return the activation of the observed gates, which a fault may have moved from their constant."""
         activation: Callable[[Tensor], Tensor] | None = getattr(self.sites.mlp, "act_fn", None)
         return gates if activation is None else activation(gates)
 
     def _head_of(self, fed_width: int, value_width: int) -> Tensor:
-        """Return for each channel that o_proj is fed the value channel that it comes from (grouped heads share)."""
+        """Return, for each input channel of o_proj, the value channel it comes from; grouped heads share channels."""
         head_dim = int(getattr(self.sites.attention, "head_dim", value_width))
         channel = torch.arange(fed_width)
         group = fed_width // value_width
@@ -237,7 +239,7 @@ class LayerProber:
 
 
 def norm_offset(module: nn.Module, dtype: torch.dtype, device: torch.device) -> float:
-    """Tell whether a norm multiplies by its weight (0) or by 1 + weight (1, Gemma), by its output at weight 0."""
+    """Return 0 if a norm multiplies by its weight, 1 if by 1 + weight (Gemma), judged by its output at weight 0."""
     weight = weight_of(module)
     x = norm_input(1, weight.numel()).to(device, dtype)
     with substituted([(weight, torch.zeros_like(weight))]):

@@ -1,4 +1,4 @@
-"""A second look at a fault that was found: does its threshold follow the call, and where exactly does it lie."""
+"""Refinement of a detected fault: whether its threshold follows the call, and its magnitude more precisely."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from aqnpipe.diagnosis.classify import Mark, mark_of, most_informative
 from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs
 
 _LOWERED_BY = 4
-"""The largest value of the second call is this many powers of two smaller."""
+"""The largest value of the second call is smaller by this many powers of two."""
 
 _WITH_REFERENCE = ("dead_zone", "saturation", "bias", "noise")
 
@@ -19,16 +19,17 @@ _WITH_REFERENCE = ("dead_zone", "saturation", "bias", "noise")
 def refine_fault(
     fault: LocatedFault, evidence: Sequence[Check], prober: LayerProber, inputs: ProbeInputs
 ) -> LocatedFault:
-    """Return `fault` with `threshold` (same shape, same small values, smaller maximum: does the level move?).
+    """Return `fault` with `threshold`, which a second call with a smaller maximum and the same small values reveals.
 
-    A dynamic dead zone's magnitude is narrowed from a power of two to 2 %. The magnitude of a cached fault is dropped:
-    it refers to a call that nobody has seen. What looks like chance but repeats is renamed.
+    If the level follows the maximum, the threshold is dynamic, else cached. The magnitude of a dynamic dead zone is
+    narrowed from a power of two to 2 %. The magnitude of a cached fault is removed, because it refers to an earlier,
+    unknown call. A noise or spike that is the same in every call is changed to type other.
     """
     drive = _drive(fault.site, prober)
     mark = mark_of(most_informative(evidence))
     if drive is not None and fault.type in ("noise", "spike") and _is_repeatable(fault.site, drive, inputs):
-        unnamed = {"type": "other", "magnitude": None, "magnitude_low": None, "magnitude_high": None}
-        return fault.model_copy(update={**unnamed, "evidence": f"{fault.evidence}; the same at every call"})
+        unclassified = {"type": "other", "magnitude": None, "magnitude_low": None, "magnitude_high": None}
+        return fault.model_copy(update={**unclassified, "evidence": f"{fault.evidence}; the same in every call"})
     if drive is None or fault.type not in _WITH_REFERENCE or mark.level is None:
         return fault
     lowered = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, _lowered(inputs.ladder))
@@ -37,22 +38,22 @@ def refine_fault(
     threshold = "cached" if _kept_level(mark, again) else "dynamic"
     if threshold == "cached":
         unknown = {"magnitude": None, "magnitude_low": None, "magnitude_high": None}
-        words = f"{fault.evidence}; absolute level {mark.level:.4g}, the same when the largest value is lowered"
+        words = f"{fault.evidence}; absolute level {mark.level:.4g}, which does not change with the largest value"
         return fault.model_copy(update={"threshold": threshold, "evidence": words, **unknown})
-    # the values that a norm is fed are fixed by its mean square
+    # The mean square of norm inputs is fixed, so they cannot take other values.
     can_narrow = fault.type == "dead_zone" and fault.site not in prober.sites.norms
     narrowed = _narrowed(fault.site, mark, drive, inputs) if can_narrow else {}
     return fault.model_copy(update={"threshold": threshold, **narrowed})
 
 
 def _is_repeatable(site: str, drive: Callable[[ProbeInputs], list[Check]], inputs: ProbeInputs) -> bool:
-    """Tell whether two more calls go wrong in the same way: then it is no chance, whatever it looks like."""
+    """Whether two more calls have the same wrong output, which rules out a random fault."""
     first, second = (_mismatch_at(site, drive(inputs)) for _ in range(2))
     return first is not None and second is not None and torch.equal(first.observed, second.observed)
 
 
 def _drive(site: str, prober: LayerProber) -> Callable[[ProbeInputs], list[Check]] | None:
-    """Return the probe with known answers that reaches `site`."""
+    """Return the probe with known answers that covers `site`; None if there is none."""
     linears = prober.sites.linears
     if site in linears:
         return lambda inputs: prober.linear(site, inputs)
@@ -68,20 +69,20 @@ def _drive(site: str, prober: LayerProber) -> Callable[[ProbeInputs], list[Check
 
 
 def _lowered(ladder: Tensor) -> Tensor:
-    """Return a ladder of the same length without its largest values; its smallest ones stand in."""
+    """Return a ladder of the same length in which the largest values are replaced by the smallest ones."""
     return torch.cat([ladder[:_LOWERED_BY], ladder[:-_LOWERED_BY]])
 
 
 def _mismatch_at(site: str, checks: Sequence[Check]) -> Mismatch | None:
-    """Return the mismatch of the most most_informative check of `site`, None if nothing differs."""
-    struck = [check for check in checks if check.site == site and check.mismatch]
-    return most_informative(struck) if struck else None
+    """Return the mismatch of the most informative check of `site`; None if nothing differs."""
+    differing = [check for check in checks if check.site == site and check.mismatch]
+    return most_informative(differing) if differing else None
 
 
 def _kept_level(mark: Mark, again: Mismatch | None) -> bool:
-    """Tell whether the level stayed where it was although the reference went down by 2^4."""
+    """Whether the level stayed the same although the reference decreased by a factor of 2^4."""
     if again is None:
-        # a limit that the lower values no longer reach is absolute; a dead zone that lets all values pass has moved
+        # A limit that the smaller values no longer reach is absolute. A dead zone that now passes all values has moved.
         return mark.kind == "saturation"
     second = mark_of(again)
     if second.kind != mark.kind or not second.level or not mark.level:
@@ -92,11 +93,11 @@ def _kept_level(mark: Mark, again: Mismatch | None) -> bool:
 def _narrowed(
     site: str, mark: Mark, drive: Callable[[ProbeInputs], list[Check]], inputs: ProbeInputs
 ) -> dict[str, float]:
-    """Look between the largest value that was zeroed and the smallest that was not, in steps of about 1/60."""
+    """Return magnitudes from a probe with about 60 steps between the largest zeroed and the smallest kept value."""
     if mark.level is None:
         return {}
     steps = len(inputs.ladder) - 1
-    # seven bits after the point are exact in every dtype
+    # Seven fractional bits are exact in every dtype.
     fractions = (torch.arange(steps, dtype=torch.float64) * 128 / steps).round() / 128
     ladder = torch.cat([mark.level * (1 + fractions), inputs.ladder[-1:]])
     finer = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, ladder)

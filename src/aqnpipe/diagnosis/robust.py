@@ -1,4 +1,4 @@
-"""Robust statistics over the layers of one model."""
+"""Robust z-scores over the layers of a model."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,8 @@ _ABSOLUTE_FLOOR = 1e-6
 def robust_z(values: Floats) -> Floats:
     """Return `(x - median)/(1.4826*max(MAD, .01*|median|, 1e-6))`, as published for SRDD.
 
-    The floor keeps layers that are all alike from looking extreme; where all but one layer are exactly equal, that
-    one's z is its distance in units of the floor and can be very large.
+    The floor prevents extreme scores when all layers are nearly equal. If all layers but one are exactly equal, the
+    score of that layer is its distance in units of the floor and can be very large.
     """
     median = np.median(values)
     spread = np.median(np.abs(values - median))
@@ -22,6 +22,6 @@ def robust_z(values: Floats) -> Floats:
 
 
 def first_below(z: Floats, threshold: float, start: int = 0) -> int | None:
-    """Return the first index from `start` on with z < threshold, or None; NaN never counts."""
+    """Return the first index, from `start` on, with z < threshold, or None. NaN is never below."""
     hits = np.flatnonzero(z[start:] < threshold)
     return int(hits[0]) + start if len(hits) else None

@@ -1,30 +1,31 @@
-"""The published statistical scans (SRDD), and four counts of traces that faults leave and healthy layers next to never.
+"""The published statistical scans (SRDD), and four counts of traces that faults leave in the output of a layer.
 
-Every decoder layer is run ALONE on the input that it got in one ordinary forward, so cost grows with the number of
-layers, not with its square, and what one layer does wrong does not spread into the statistics of those after it (their
-captured inputs carry it, though).
+Every decoder layer is run by itself on the input it received in one ordinary forward. The cost is therefore linear in
+the number of layers, and an error of one layer does not enter the statistics of later layers (except through their
+captured inputs).
 
-Published scans, with their published thresholds. Their z-scores compare the layers of one model with each other, so
-they need many layers that are alike. On shallow models the healthy gain drifts over depth, kurtosis too, and a
-threshold of 2 is passed by healthy layers: these findings are reported, they do not decide.
+Published scans, with the published thresholds. Their z-scores compare the layers of one model, so they need many
+similar layers. In shallow models the gain and the kurtosis of healthy layers change with depth, and healthy layers
+exceed a threshold of 2. These findings are therefore reported but do not decide.
 
-- ambient: instability, FIRST layer whose jump from the layer before has z > ambient_jump_z. The published scan runs the
-  whole model, where noise spreads downstream and only the first edge counts. Here instability is local: a fault makes
-  one layer jump and the next fall back. The first layer's jump is taken from the median of all layers.
-- gain: response to input noise, the lowest layer with z < -gain_drop_z (a dead zone swallows small changes).
-- kurtosis: first drop of log-kurtosis with z < -kurtosis_drop_z from first_kurtosis_layer on (clamped outliers).
-- kurtosis_rise, not published: the same in the other direction (spikes, a bias on few channels).
+- ambient: instability; the FIRST layer whose increase over the previous layer has z > ambient_jump_z. The published
+  scan runs the whole model, in which noise spreads downstream and only the first increase counts. Here instability is
+  local: a fault raises it in one layer, and it falls again in the next. The increase of the first layer is relative to
+  the median of all layers.
+- gain: response to input noise; the lowest layer if z < -gain_drop_z (a dead zone suppresses small changes).
+- kurtosis: the first drop of log-kurtosis with z < -kurtosis_drop_z, from first_kurtosis_layer on (clamped outliers).
+- kurtosis_rise (not published): the opposite direction (spikes, or a bias on few channels).
 
-Traces. They decide where no exact probe ran:
+Traces, which healthy layers almost never show. They decide if no exact probe ran:
 
-- repeat: the same input does not give the same output, much more than in the other layers.
+- repeat: equal inputs give different outputs, far more than in other layers.
 - zeros: more values are exactly 0 than cancellation explains.
-- clamp: more values share the exact maximum than coincidence explains.
+- clamp: more values equal the maximum exactly than coincidence explains.
 - pile_up: more values share a magnitude inside the range than its neighbours explain.
 
-What none of this sees: bias (repeatable, no trace); a clamp that only one value of a call reaches (small magnitude,
+Not detected: a bias (it repeats and leaves no trace); a clamp reached by only one value of a call (small magnitude,
 sparse channels); a dead zone below the smallest values; a spike rarer than one in the number of values tested; a fault
-on every layer alike; most faults inside a layer. The exact probes see these (diagnosis/exact.py).
+that is equal in all layers; most faults inside a layer. The exact probes detect these (diagnosis/exact.py).
 """
 
 from collections.abc import Sequence
@@ -42,21 +43,21 @@ from aqnpipe.diagnosis.measure import Measurements, measure
 from aqnpipe.diagnosis.robust import Floats, first_below, robust_z
 
 REPEAT_RATIO = 10.0
-"""A layer is unrepeatable if its relative instability is this many times the median layer's (0 on a quiet device)."""
+"""A layer is unrepeatable if its relative instability is this multiple of the median (which is 0 without noise)."""
 
 NOISE_SHARE = 0.5
-"""Above this share of changed values in a touched channel it is noise, below it spikes (at most 1 % of values each)."""
+"""Above this share of changed values in affected channels the fault is noise, below it spikes (at most 1 %)."""
 
 FALSE_ALARM = 1e-6
-"""Poisson tail probability below which a count is called an excess."""
+"""Poisson tail probability below which a count is an excess."""
 
 HEALTHY_RATIO = 3.0
-"""Allowance on the median layer's count: healthy layers differ from each other by more than Poisson."""
+"""Allowed multiple of the median count, because healthy layers differ by more than a Poisson distribution."""
 
 
 @dataclass(frozen=True)
 class LayerScores:
-    """Robust z-scores over layers; NaN where a layer has no score."""
+    """Robust z-scores over layers; NaN for a layer without a score."""
 
     instability_jump_z: Floats
     gain_z: Floats
@@ -77,10 +78,10 @@ def run_scans(
 
 
 def score(measured: Measurements) -> LayerScores:
-    """Robust z-scores of instability jumps, gains and log-kurtosis steps.
+    """Return robust z-scores of instability increases, gains and log-kurtosis steps.
 
-    Kurtosis is Pearson's (Fisher's + 3) under the logarithm: Fisher's can be negative; at the published height of
-    some 3500 the difference is nil.
+    The logarithm is of Pearson's kurtosis (Fisher's + 3), because Fisher's can be negative. At the published values of
+    about 3500 the difference is negligible.
     """
     jumps = np.diff(measured.instability, prepend=np.median(measured.instability))
     log_kurtosis_steps = np.diff(np.log(measured.kurtosis + 3))
@@ -89,7 +90,7 @@ def score(measured: Measurements) -> LayerScores:
 
 
 def published_findings(scores: LayerScores, config: DiagnosisConfig) -> list[Finding]:
-    """What the scans that compare layers say: at most one layer each."""
+    """Return the findings of the scans that compare layers, at most one each."""
     findings = []
     ambient = first_below(-scores.instability_jump_z, -config.ambient_jump_z)
     if ambient is not None:
@@ -110,10 +111,10 @@ def published_findings(scores: LayerScores, config: DiagnosisConfig) -> list[Fin
 
 
 def trace_findings(measured: Measurements) -> list[Finding]:
-    """Every layer with an excess of a trace; z is the robust z of the trace over layers.
+    """Return a finding for every layer with an excess of a trace; z is the robust z-score of the trace over layers.
 
-    Expected by chance: a cancellation to exactly 0 in a share eps of the values, a tie at the maximum in 20*eps of the
-    calls (about four spacings of numbers at a tail of the distribution that is 0.2 sigma wide), at least 0.01 in all.
+    Expected counts without a fault: a share eps of the values cancels to exactly 0, and a share 20*eps of the calls has
+    a tie at the maximum (about four spacings of numbers in a tail of the distribution 0.2 sigma wide); at least 0.01.
     """
     repeat = measured.relative_instability
     unrepeatable = repeat > REPEAT_RATIO * np.median(repeat)
@@ -141,16 +142,16 @@ def trace_findings(measured: Measurements) -> list[Finding]:
 
 
 def is_excess(counts: Floats, by_chance: Floats) -> NDArray[np.bool_]:
-    """Tell which layers' counts are beyond chance and beyond HEALTHY_RATIO times the median layer."""
+    """Return for each layer whether its count exceeds chance and HEALTHY_RATIO times the median count."""
     expected = np.maximum(np.maximum(by_chance, 0.01), HEALTHY_RATIO * np.median(counts))
     return np.asarray(stats.poisson.sf(counts - 1, expected) < FALSE_ALARM)
 
 
 def saturation_roles(kurtosis: Floats, source: int | None) -> list[str]:
-    """Return the role of each layer: the source, and as sat_prop the run of layers after it that are still low.
+    """Return the role of each layer: the source, and sat_prop for the consecutive layers after it with low kurtosis.
 
-    Low means log-kurtosis in the lower half of the drop from the layer before the source to the source. Without a
-    source, or with one whose kurtosis did not drop, no layer is sat_prop.
+    Low means a log-kurtosis in the lower half of the drop from the layer before the source to the source. If there is
+    no source, or its kurtosis did not drop, no layer is sat_prop.
     """
     roles = ["healthy"] * len(kurtosis)
     if source is None:
@@ -168,7 +169,7 @@ def saturation_roles(kurtosis: Floats, source: int | None) -> list[str]:
 
 
 def layer_table(measured: Measurements, scores: LayerScores, findings: Sequence[Finding]) -> pl.DataFrame:
-    """Return the LayerTable; the saturation source is a layer with a trace of a clamp, never a kurtosis drop alone."""
+    """Return the LayerTable. A saturation source needs a trace of a clamp; a kurtosis drop is not enough."""
     clamped = [finding.layer for finding in findings if finding.scan in ("clamp", "pile_up")]
     table = pl.DataFrame(
         {

@@ -1,16 +1,16 @@
-"""From a diagnosis to one AQN sigma per layer: the published rule, sharper and smoother ones, and their controls.
+"""Derivation of one AQN sigma per layer from a diagnosis: the published rule, two alternatives, and controls.
 
 | strategy | sigma |
 |---|---|
 | published | base sigma times the published factors for low gain, high kurtosis and instability |
-| targeted | a double raise, clamped, on the faulty layers, or the most sensitive if none is faulty; 0 elsewhere |
-| variable | base sigma times a continuous sensitivity that meets the published factors at the published thresholds |
-| healthy_layers | control: every layer that targeted leaves out, at equal energy |
-| random_layers | sham: as many layers as targeted has, drawn among the others |
-| wrong_layers | sham: as many layers as targeted has, the farthest from it in depth |
+| targeted | base sigma raised twice and clamped, in the faulty layers (or the most sensitive ones); 0 elsewhere |
+| variable | base sigma times a continuous sensitivity equal to the published factors at the published thresholds |
+| healthy_layers | control: all layers without noise in targeted, with equal energy |
+| random_layers | control: as many layers as in targeted, drawn from the others |
+| wrong_layers | control: as many layers as in targeted, those farthest from it in depth |
 
-Energy is the sum of sigma^2 over layers. The controls have exactly that of targeted, so that a difference between arms
-is one of place, not of amount. They are not clamped: a clamp would break that.
+Energy is the sum of sigma^2 over layers. The controls have exactly the energy of targeted, so that a difference between
+arms is due to the place of the noise and not to its amount. Controls are not clamped, which would change their energy.
 """
 
 import math
@@ -28,7 +28,7 @@ from aqnpipe.noise.control_layers import control_layers
 
 @dataclass(frozen=True)
 class _Plan:
-    """Sigma and its reason in words for every layer."""
+    """The sigma of every layer, and the reason for it."""
 
     sigmas: dict[int, float]
     reasons: dict[int, str]
@@ -43,10 +43,10 @@ def layer_sigmas(
     schedule_kind: str = "epoch_aware",
     metadata: dict[str, int | float | str] | None = None,
 ) -> SigmaFile:
-    """Return sigma and reasons for every row of a LayerTable by `strategy`; `metadata` is added to srdd_metadata.
+    """Return a sigma and a reason for every row of a LayerTable by `strategy`; `metadata` is added to srdd_metadata.
 
-    The published rule and `variable` work on the metrics alone, the others on the layers of the verdict's faults.
-    Raises DataError on a table without rows, a sat_prop without a source, or a control that has no layer left.
+    `published` and `variable` use only the metrics, the others the layers of the verdict's faults. Raises DataError for
+    a table without rows, a sat_prop layer without a source, or a control without any layer.
     """
     plan = _plan(table.sort("layer"), verdict, rule, strategy)
     energy = sum(sigma**2 for sigma in plan.sigmas.values())
@@ -87,8 +87,8 @@ def _plan(table: pl.DataFrame, verdict: Verdict, rule: SigmaRule, strategy: Sigm
     chosen = control_layers(layers, targets, strategy, rule.seed)
     words = {
         "healthy_layers": "control: not among the targeted layers",
-        "random_layers": f"sham: drawn among the layers that are not targeted (seed {rule.seed})",
-        "wrong_layers": "sham: as far in depth from the targeted layers as can be",
+        "random_layers": f"control: drawn from the layers that are not targeted (seed {rule.seed})",
+        "wrong_layers": "control: farthest in depth from the targeted layers",
     }[strategy]
     equal = sigma * math.sqrt(len(targets) / len(chosen))
     energy = f"energy of targeted layers {', '.join(map(str, targets))} ({why})"
@@ -103,7 +103,7 @@ def _on(layers: list[int], chosen: list[int], sigma: float, reason: str, otherwi
 
 
 def _targets(table: pl.DataFrame, verdict: Verdict, rule: SigmaRule) -> tuple[list[int], str]:
-    """Return the faulty layers, or the most sensitive share of all, and why."""
+    """Return the faulty layers or, if there is none, the most sensitive share of all layers, and the reason."""
     faulty = sorted({fault.layer for fault in verdict.faults})
     if faulty:
         return faulty, "the diagnosis found a fault there"
@@ -116,8 +116,8 @@ def _targets(table: pl.DataFrame, verdict: Verdict, rule: SigmaRule) -> tuple[li
 def _sensitivity(table: pl.DataFrame, rule: SigmaRule) -> NDArray[np.float64]:
     """Return one factor per row: `(median gain/gain)^p * (kurtosis/median)^q * lower_factor^(instability/threshold)`.
 
-    p and q are such that a metric at its published threshold gets the published raise_factor. Kurtosis is Pearson's
-    (Fisher's + 3), which is positive; its threshold ratio is taken over as it is.
+    p and q are chosen so that a metric at its published threshold gives the published raise_factor. Kurtosis is
+    Pearson's (Fisher's + 3), which is positive; its published threshold ratio is used unchanged.
     """
     gain = table["gain"].to_numpy().astype(np.float64)
     pearson = table["kurtosis"].to_numpy().astype(np.float64) + 3
@@ -130,30 +130,30 @@ def _sensitivity(table: pl.DataFrame, rule: SigmaRule) -> NDArray[np.float64]:
 
 
 def _power(factor: float, ratio: float) -> float:
-    """Return p with `ratio^p = factor`; 0 where the ratio asks for nothing."""
+    """Return p with `ratio^p = factor`; 0 if the ratio is not above 1."""
     return math.log(factor) / math.log(ratio) if ratio > 1 else 0.0
 
 
 def _variable(table: pl.DataFrame, rule: SigmaRule) -> _Plan:
-    _median(table, "gain")
+    _median(table, "gain")  # refuses a table without rows
     factors = _sensitivity(table, rule)
     sigmas, reasons = {}, {}
     for layer, factor in zip(table["layer"].to_list(), factors, strict=True):
-        wanted = rule.base_sigma * float(factor)
-        sigmas[layer] = _tidy(min(max(wanted, rule.sigma_min), rule.sigma_max))
-        clamped = "" if rule.sigma_min <= wanted <= rule.sigma_max else f"; clamped to {sigmas[layer]:g}"
+        unclamped = rule.base_sigma * float(factor)
+        sigmas[layer] = _tidy(min(max(unclamped, rule.sigma_min), rule.sigma_max))
+        clamped = "" if rule.sigma_min <= unclamped <= rule.sigma_max else f"; clamped to {sigmas[layer]:g}"
         reasons[layer] = f"sensitivity {factor:.3g} times the base sigma{clamped}"
     return _Plan(sigmas, reasons)
 
 
 def _tidy(sigma: float) -> float:
-    """Round so that 0.05 * 1.5 * 1.5 reads 0.1125 and not 0.11250000000000002."""
+    """Round to 12 decimals, so that 0.05 * 1.5 * 1.5 is 0.1125 and not 0.11250000000000002."""
     return float(round(sigma, 12))
 
 
 @dataclass
 class _LayerDecision:
-    """What the rule does to one layer: reasons to raise (each one factor), reasons to lower, and in words."""
+    """Decision of the published rule for a layer: reasons to raise and to lower sigma (one factor each), and notes."""
 
     raises: list[str] = field(default_factory=list)
     lowers: list[str] = field(default_factory=list)
@@ -161,12 +161,13 @@ class _LayerDecision:
 
 
 def _published(table: pl.DataFrame, rule: SigmaRule) -> _Plan:
-    """The published rule.
+    """Return the sigmas of the published rule.
 
-    Start at base_sigma; gain below low_gain_ratio x median: x raise_factor; kurtosis above high_kurtosis_ratio x
-    median: x raise_factor; instability above its threshold: x lower_factor; clamp. What would raise a sat_prop layer
-    raises its source instead (the nearest one before it), once however many layers ask for it. A ratio to a median
-    that is not positive means nothing: kurtosis then raises no layer.
+    Start with base_sigma. Multiply by raise_factor if gain is below low_gain_ratio x median, and if kurtosis is above
+    high_kurtosis_ratio x median. Multiply by lower_factor if instability is above its threshold. Clamp the result.
+
+    A raise of a sat_prop layer is applied to its source (the nearest before it) instead, and only once per source. If
+    the median kurtosis is not positive, the ratio is meaningless and kurtosis raises no layer.
     """
     rows = table.to_dicts()
     decisions = _decide(rows, _median(table, "gain"), _median(table, "kurtosis"), rule)
@@ -193,7 +194,7 @@ def _decide(
 
 
 def _move_to_sources(rows: list[dict[str, float]], decisions: dict[int, _LayerDecision]) -> None:
-    """Move the raises of sat_prop layers to their source; the source gets one raise in all."""
+    """Move the raises of sat_prop layers to their source, as a single raise."""
     source: int | None = None
     moved: dict[int, list[int]] = {}
     for row in rows:
@@ -234,5 +235,5 @@ def _in_words(decision: _LayerDecision, sigma: float, rule: SigmaRule) -> str:
 def _median(table: pl.DataFrame, column: str) -> float:
     median = table[column].median()
     if not isinstance(median, float):
-        raise DataError(f"layer table has no rows to take the median {column} of, expected one row per decoder layer")
+        raise DataError(f"the layer table has no rows for the median {column}, expected one row per decoder layer")
     return median

@@ -1,4 +1,4 @@
-"""The stages srdd_diagnose and generate_layer_sigmas: files in, files out."""
+"""The stages srdd_diagnose and generate_layer_sigmas: they read and write the files of a diagnosis."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,11 +43,11 @@ def diagnose(
     device: RequestedDevice = "auto",
     names: tuple[str, str] = ("", ""),
 ) -> None:
-    """Diagnose the model on `machine`, scans on the first num_prompts questions; write layers.parquet and verdict.json.
+    """Diagnose the model on `machine` and write layers.parquet and verdict.json, each atomically.
 
-    `names`: what the study calls model and machine, for the verdict to say of what it is.
-    Each file is written whole or not at all. Raises DataError if there are too few questions, ModelError if a fault's
-    place does not exist or a layer puts out no numbers, ReceiptError if a simulated fault changed nothing.
+    The scans use the first num_prompts questions. `names`: model and machine in the study, recorded in the verdict.
+    Raises DataError if there are too few questions, ModelError if the layer or site of a fault does not exist or a
+    layer outputs NaN or infinity, ReceiptError if a simulated fault changed no value.
     """
     torch.set_num_threads(config.threads)
     target = torch_device(resolve_device(device).kind)
@@ -56,7 +56,7 @@ def diagnose(
     model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
     diagnosed = diagnose_model(model, prompt_ids, config, faults=machine.faults)
     if diagnosed.table is None:
-        raise ModelError("a diagnosis by all methods has no table of layers; this is a bug")
+        raise ModelError("a diagnosis by all methods gave no table of layers; this is a bug")
     write_table(output_dir / LAYERS_FILE, diagnosed.table, LayerTable)
     origin = DiagnosisOrigin(
         model=names[0],
@@ -76,9 +76,9 @@ def generate_layer_sigmas(
     machine: str,
     strategy: SigmaStrategy = "published",
 ) -> None:
-    """Turn a diagnosis into a sigmas file by `strategy`.
+    """Write the sigmas file that `strategy` derives from a diagnosis.
 
-    DataError if the two files are not of one diagnosis, or not of `model` on `machine`.
+    Raises DataError if the two files are not from the same diagnosis, or not of `model` on `machine`.
     """
     table = read_table(layers, LayerTable)
     judged = read_json(verdict, Verdict)
@@ -86,10 +86,10 @@ def generate_layer_sigmas(
         raise DataError(f"{verdict}: num_layers is {judged.num_layers}, but {layers} has {table.height} rows")
     origin = judged.origin
     if origin is None or (origin.model, origin.machine) != (model, machine):
-        found = f"model {origin.model} on machine {origin.machine}" if origin else "an unnamed diagnosis"
-        raise DataError(f"{verdict}: this is of {found}, expected model {model} on machine {machine}")
+        found = f"model {origin.model} on machine {origin.machine}" if origin else "an unknown model"
+        raise DataError(f"{verdict}: found a diagnosis of {found}, expected model {model} on machine {machine}")
     if not has_digest(layers, origin.layers_sha256):
-        raise DataError(f"{layers}: not of the same diagnosis as {verdict} (SHA-256 differs)")
+        raise DataError(f"{layers}: not from the same diagnosis as {verdict} (SHA-256 differs)")
     metadata: dict[str, int | float | str] = {
         "model": model,
         "machine": machine,

@@ -1,4 +1,4 @@
-"""Test weights in place of a layer's own, which come back bit for bit on every way out."""
+"""Temporary replacement of the weights of a layer by test weights."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @contextmanager
 def substituted(replacements: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Let each parameter show the tensor beside it while the body runs.
+    """Replace the data of each parameter by its tensor while the body runs.
 
-    Only the reference to the storage is exchanged: the own values are never written, so nothing (an exception, an
-    interrupt) can leave them changed, and extra memory is that of the test tensors alone.
+    Only the reference to the storage is exchanged. The original values are never written, so no exception or interrupt
+    can leave them changed, and the only extra memory is that of the test tensors.
     """
     pairs = list(replacements)
     own = [(parameter, parameter.data) for parameter, _ in pairs]

@@ -1,4 +1,4 @@
-"""What went in and came out at every site of one decoder layer in one call, seen by hooks."""
+"""Inputs and outputs of every site of a decoder layer in one call, recorded by hooks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from aqnpipe.models.sites import LayerSites
 
 @dataclass
 class Trace:
-    """Inputs and outputs by site name of the last call of each module, and what attention was called with besides."""
+    """Inputs and outputs of the last call of each module by site name, and the keyword arguments of attention."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -22,9 +22,9 @@ class Trace:
 
 @contextmanager
 def tracing(sites: LayerSites) -> Iterator[Trace]:
-    """Record every site of a layer while the body runs it once.
+    """Record every site of a layer while the body runs the layer once.
 
-    Hooks run in the order of registration, so a fault that is simulated by an earlier hook is in what is recorded.
+    Hooks run in the order of registration, so the recorded outputs include faults simulated by earlier hooks.
     """
     trace = Trace()
     handles = [
@@ -39,7 +39,7 @@ def tracing(sites: LayerSites) -> Iterator[Trace]:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the tensor that a module puts out, alone or first in a tuple."""
+    """Return the output tensor of a module, which may be the first element of a tuple."""
     tensor: Tensor = output[0] if isinstance(output, tuple) else output
     return tensor
 
@@ -64,7 +64,7 @@ def _branch_recorder(trace: Trace) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a layer's computation: a site's output and all that it was computed from (weights aside)."""
+    """A step in the computation of a layer: the output of a site, and its source tensors (weights excluded)."""
 
     site: str
     sources: tuple[Tensor, ...]
@@ -72,11 +72,11 @@ class Step:
 
 
 def steps(trace: Trace) -> list[Step]:
-    """Cut a traced call of a whole layer into steps, in order; a step's fault shows in its output given its sources.
+    """Return the steps of a traced call of a layer, in order. A faulty step has a wrong output for its sources.
 
-    Besides the sites themselves: attention_core, from projections to what o_proj is fed, and mlp_core, from gate and up
-    to what down_proj is fed. Attention's output and o_proj's are the same tensor on a healthy machine; a difference is
-    a fault of the former.
+    Besides the sites there are two more steps: attention_core, from the projections to the input of o_proj, and
+    mlp_core, from gate and up to the input of down_proj. On a healthy machine the outputs of attention and o_proj are
+    the same tensor; a difference is a fault of the former.
     """
     found = [
         Step(name, (trace.inputs[name],), output)

@@ -1,4 +1,4 @@
-"""From what probes and scans found to a verdict that claims no more than they show."""
+"""The verdict of a diagnosis, derived from the results of exact probes and scans."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from aqnpipe.diagnosis.calibration import EXACT, STATISTICAL
 from aqnpipe.diagnosis.exact import ExactResult
 
 MIN_LAYERS = 4
-"""With fewer layers no median of layers is robust against a fault in one of them."""
+"""With fewer layers, the median over layers is not robust against a fault in one of them."""
 
 _TRACES = ("repeat", "zeros", "clamp", "pile_up")
 
@@ -25,8 +25,8 @@ def judge(
 ) -> Verdict:
     """Return the verdict on the exact result, the scans (LayerTable, findings, forward equivalents), or both.
 
-    Exact probes decide where they ran: an answer that differs from the only right one is a fault, whatever the scans
-    say, and without one the machine is healthy. Raises ValueError if neither ran.
+    If exact probes ran, they decide whatever the scans found: any output that differs from the known answer is a fault,
+    and without one the machine is healthy. Raises ValueError if neither ran.
     """
     shared: dict[str, Any] = {"simulated_faults": tuple(simulated_faults)}
     if scans is not None:
@@ -35,7 +35,7 @@ def judge(
     if exact is not None:
         decided = _exact_verdict(exact, config)
         if scans is not None:
-            decided["reason"] += _opinions(scans[1])
+            decided["reason"] += _comparative_findings(scans[1])
         decided |= {"method": "exact" if scans is None else "all"}
         shared = {"findings": (), "num_layers": len({check.layer for check in exact.checks})} | shared
     elif scans is not None:
@@ -56,20 +56,20 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
     else:
         verdict = "healthy"
         reason = (
-            "every site of every layer gave the right answer; a fault that strikes "
-            f"{config.intermittent_rate:g} of the values of a single channel would be missed with probability {miss:.1e}"
+            "every site of every layer gave the known answer; a fault that changes a share "
+            f"{config.intermittent_rate:g} of the values of one channel is missed with probability {miss:.1e}"
         )
     if exact.unfit:
         worst = max(exact.unfit, key=lambda key: exact.unfit[key])
         reason += (
-            f"; most layers deviate by more than rounding at {', '.join(sorted(exact.unfit))} (at {worst} by "
-            f"{exact.unfit[worst]:.2g}): either most are faulty or the probe does not fit this model"
+            f"; most layers deviate by more than rounding at {', '.join(sorted(exact.unfit))} ({worst}: by "
+            f"{exact.unfit[worst]:.2g}): either most layers are faulty or the probe does not fit this model"
         )
     if exact.tolerance:
         bounds = ", ".join(f"{key} {bound:.2g}" for key, bound in sorted(exact.tolerance.items()))
-        reason += f"; this device rounds at {bounds} (bound on the relative deviation, from its own layers)"
+        reason += f"; this device rounds at {bounds} (bounds on the relative deviation, estimated from its layers)"
     if exact.uncovered:
-        reason += f"; no known answer for {', '.join(exact.uncovered)}, which were repeated at most"
+        reason += f"; no known answer for {', '.join(exact.uncovered)}, for which only repeats were compared"
     return {
         "verdict": verdict,
         "reason": reason,
@@ -89,9 +89,10 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
 
 
 def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding]) -> dict[str, Any]:
-    """fault: traces in one layer. abstain: traces in several, or too few layers. healthy: no trace.
+    """Return the verdict on scans alone: fault if one layer has traces, abstain if several have, healthy if none has.
 
-    What leaves no trace (a bias) is healthy here, and the scans that compare layers do not decide.
+    With too few layers it abstains. A fault that leaves no trace (a bias) is missed, and the scans that compare layers
+    do not decide.
     """
     traces = [finding for finding in findings if finding.scan in _TRACES]
     layers = sorted({finding.layer for finding in traces})
@@ -99,9 +100,7 @@ def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding]) -> di
     faults: tuple[LocatedFault, ...] = ()
     if table.height < MIN_LAYERS:
         verdict = "abstain"
-        reason = (
-            f"{table.height} layers are too few for robust statistics over layers, at least {MIN_LAYERS} are needed"
-        )
+        reason = f"{table.height} layers are too few for robust statistics over layers, expected at least {MIN_LAYERS}"
     elif len(layers) > 1:
         verdict = "abstain"
         reason = f"traces of faults in layers {', '.join(map(str, layers))}, expected in one at most: " + "; ".join(
@@ -115,7 +114,7 @@ def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding]) -> di
         reason = "no trace of a fault (a bias or a clamp of a lone maximum leaves none)" + _device_noise(table)
     return {
         "verdict": verdict,
-        "reason": reason + _opinions(findings),
+        "reason": reason + _comparative_findings(findings),
         "layer": faults[0].layer if faults else None,
         "type": faults[0].type if faults else None,
         "site": faults[0].site if faults else None,
@@ -157,27 +156,27 @@ def _evidence(finding: Finding, table: pl.DataFrame) -> str:
         case "repeat":
             return (
                 f"layer {layer} does not repeat: {table['changed_share'][layer]:.1%} of the values change in the "
-                f"channels concerned, instability {_against_median(table, 'instability', layer, '.3g')}"
+                f"affected channels, instability {_against_median(table, 'instability', layer, '.3g')}"
             )
         case "zeros":
-            return f"layer {layer} puts out {_against_median(table, 'zero_share', layer, '.3%')} exact zeros"
+            return f"layer {layer} outputs {_against_median(table, 'zero_share', layer, '.3%')} exact zeros"
         case "pile_up":
             return (
-                f"layer {layer} heaps values on one magnitude: -log10 of the chance is "
+                f"layer {layer} has many values of one magnitude: -log10 of the probability is "
                 f"{_against_median(table, 'pile_up', layer, '.3g')}"
             )
         case _:
             return (
                 f"layer {layer} clamps: {_against_median(table, 'values_at_maximum', layer, '.2f')} "
-                "values per call are exactly as large as the largest"
+                "values per call equal the largest one exactly"
             )
 
 
 def _device_noise(table: pl.DataFrame) -> str:
-    """Say what a noisy device hides."""
+    """Return a note on the faults that the noise of the device hides; empty if the device is noiseless."""
     if np.median(table["changed_share"].to_numpy()) == 0:
         return ""
-    return "; most layers do not repeat, so a noise fault that is not far above the device's own noise stays unseen"
+    return "; most layers do not repeat, so a noise fault not far above the noise of the device itself is not detected"
 
 
 def _against_median(table: pl.DataFrame, column: str, layer: int, spec: str) -> str:
@@ -185,11 +184,11 @@ def _against_median(table: pl.DataFrame, column: str, layer: int, spec: str) -> 
     return f"{values[layer]:{spec}} (median layer {np.median(values):{spec}})"
 
 
-def _opinions(findings: Sequence[Finding]) -> str:
+def _comparative_findings(findings: Sequence[Finding]) -> str:
     compared = [finding for finding in findings if finding.scan not in _TRACES]
     if not compared:
         return ". The published scans flag no layer."
     flags = ", ".join(f"{finding.scan} layer {finding.layer} (z {finding.z:.3g})" for finding in compared)
     return (
-        f". The scans that compare layers flag {flags}; healthy models pass their thresholds too: they do not decide."
+        f". Scans that compare layers flag {flags}; they do not decide, as healthy models exceed the thresholds too."
     )
