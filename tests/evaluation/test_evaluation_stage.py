@@ -73,7 +73,7 @@ def test_a_row_per_question_and_pass(tmp_path, model_dir, problems):
     assert read_json(outputs(tmp_path).record, RunRecord).identity["step"] == 1
 
 
-def test_each_pass_has_its_own_noise_proven(tmp_path, model_dir, problems):
+def test_the_noise_of_each_pass_is_measured(tmp_path, model_dir, problems):
     run(tmp_path, model_dir, problems)
     receipts = read_json(outputs(tmp_path).receipt, EvaluationReceipts)
     assert receipts.problems() == []
@@ -84,7 +84,7 @@ def test_each_pass_has_its_own_noise_proven(tmp_path, model_dir, problems):
     assert abs(scale / 0.2 - 1) < 5 / (2 * elements) ** 0.5
 
 
-def test_noise_changes_answers_and_its_seed_changes_them_again(tmp_path, problems):
+def test_noise_changes_responses_and_another_seed_changes_them_again(tmp_path, problems):
     table = run(tmp_path, builtin_folder("tiny"), problems)
     assert responses(table, 0.0, 0) != responses(table, 0.2, 0)
     assert responses(table, 0.2, 0) != responses(table, 0.2, 1)
@@ -93,15 +93,15 @@ def test_noise_changes_answers_and_its_seed_changes_them_again(tmp_path, problem
 def test_same_bytes_again(tmp_path, model_dir, problems):
     for name in ("one", "two"):
         run(tmp_path / name, model_dir, problems)
-    one, two = outputs(tmp_path / "one"), outputs(tmp_path / "two")
+    first, second = outputs(tmp_path / "one"), outputs(tmp_path / "two")
     for field in ("table", "receipt", "record"):
-        assert sha256_of_file(getattr(one, field)) == sha256_of_file(getattr(two, field))
+        assert sha256_of_file(getattr(first, field)) == sha256_of_file(getattr(second, field))
 
 
-def test_clean_answers_do_not_depend_on_the_batch_size(tmp_path, model_dir, problems):
-    one = run(tmp_path / "one", model_dir, problems, noise_levels=(0.0,), batch_size=1)
+def test_clean_responses_do_not_depend_on_the_batch_size(tmp_path, model_dir, problems):
+    singly = run(tmp_path / "singly", model_dir, problems, noise_levels=(0.0,), batch_size=1)
     all_at_once = run(tmp_path / "all", model_dir, problems, noise_levels=(0.0,), batch_size=NUM_QUESTIONS)
-    assert responses(one, 0.0, 0) == responses(all_at_once, 0.0, 0)
+    assert responses(singly, 0.0, 0) == responses(all_at_once, 0.0, 0)
 
 
 def test_the_subset_is_the_first_questions(tmp_path, model_dir, problems):
@@ -151,14 +151,14 @@ def test_the_machines_fault_is_in_every_pass(tmp_path, model_dir, problems):
     evaluate(faulty, model_dir, problems, outputs(tmp_path), lambda _: None)
     receipts = read_json(outputs(tmp_path).receipt, EvaluationReceipts)
     assert receipts.problems() == []
-    for one in receipts.passes:
-        (cell,) = one.receipt.fault_cells
-        assert (cell.phase, one.receipt.faults) == ("evaluation", faulty.faults)
+    for measured in receipts.passes:
+        (cell,) = measured.receipt.fault_cells
+        assert (cell.phase, measured.receipt.faults) == ("evaluation", faulty.faults)
         assert 0 < cell.survival_rate < 1
     assert read_json(outputs(tmp_path).record, RunRecord).config["faults"][0]["magnitude"] == 0.3
 
 
-def test_a_fault_changes_answers(tmp_path, problems):
+def test_a_fault_changes_responses(tmp_path, problems):
     model = builtin_folder("tiny")
     healthy = run(tmp_path / "healthy", model, problems, noise_levels=(0.0,))
     evaluate(on_a_faulty_machine(0.6, noise_levels=(0.0,)), model, problems, outputs(tmp_path), lambda _: None)

@@ -1,4 +1,4 @@
-"""Evaluation with examples in the prompt: what the model sees, where its response ends, what is refused."""
+"""Evaluation with examples in the prompt: the prompts, the end of a response, refusals."""
 
 import polars as pl
 import pytest
@@ -62,16 +62,16 @@ def run(tmp_path, model_dir, files):
     return evaluated
 
 
-def test_every_prompt_has_the_examples_and_the_record_says_from_where(run, files, monkeypatch):
+def test_every_prompt_has_the_examples_and_the_record_names_their_source(run, files, monkeypatch):
     seen = []
     original = stage.prompt_token_ids
 
-    def noted(questions, prompt_format, tokenizer, examples):
+    def recorded(questions, prompt_format, tokenizer, examples):
         ids = original(questions, prompt_format, tokenizer, examples)
-        seen.extend((len(one), len(examples)) for one in ids)
+        seen.extend((len(prompt), len(examples)) for prompt in ids)
         return ids
 
-    monkeypatch.setattr(stage, "prompt_token_ids", noted)
+    monkeypatch.setattr(stage, "prompt_token_ids", recorded)
     outputs = run(2)
     assert [examples for _, examples in seen] == [3, 3]
     assert len(read_table(outputs.table, EvaluationTable)) == 2
@@ -82,7 +82,7 @@ def test_every_prompt_has_the_examples_and_the_record_says_from_where(run, files
     assert all(longer > shorter for longer, (shorter, _) in zip(lengths, seen[2:], strict=True))
 
 
-def test_examples_that_cannot_be_had_are_refused(run):
+def test_missing_examples_are_refused(run):
     with pytest.raises(DataError, match="no training questions were given"):
         run(1, train=None)
     with pytest.raises(DataError, match="3 different questions, expected at least 4"):
@@ -105,7 +105,7 @@ class Letters:
 
     def batch_decode(self, responses, skip_special_tokens):
         assert skip_special_tokens
-        return ["".join(one) for one in responses]
+        return ["".join(texts) for texts in responses]
 
 
 def test_a_response_ends_before_the_models_own_question():

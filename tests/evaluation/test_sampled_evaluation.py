@@ -22,15 +22,15 @@ NUM_QUESTIONS = 12
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "test.parquet"
-    made = generate_problems(GeneratedDataset(num_train=1, num_test=NUM_QUESTIONS), "test")
+    generated = generate_problems(GeneratedDataset(num_train=1, num_test=NUM_QUESTIONS), "test")
     write_table(
         path,
         pl.DataFrame(
             {
                 "question_id": [f"test-{number:05d}" for number in range(NUM_QUESTIONS)],
-                "question": [one.question for one in made],
-                "answer": [one.answer for one in made],
-                "gold_answer": [one.answer.rsplit("#### ")[-1] for one in made],
+                "question": [problem.question for problem in generated],
+                "answer": [problem.answer for problem in generated],
+                "gold_answer": [problem.answer.rsplit("#### ")[-1] for problem in generated],
             }
         ),
         ProblemTable,
@@ -40,7 +40,7 @@ def problems(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(problems, tmp_path_factory):
-    def evaluated(said=None, **evaluation):
+    def evaluated(lines=None, **evaluation):
         folder = tmp_path_factory.mktemp("evaluated")
         settings = {"noise_levels": (0.0, 0.1), "max_response_tokens": 30, "batch_size": 5} | evaluation
         spec = EvaluationSpec(
@@ -48,7 +48,7 @@ def run(problems, tmp_path_factory):
             evaluation=settings,
         )  # fmt: skip
         outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
-        evaluate(spec, builtin_folder("tiny"), problems, outputs, (said if said is not None else []).append)
+        evaluate(spec, builtin_folder("tiny"), problems, outputs, (lines if lines is not None else []).append)
         return read_table(outputs.table, EvaluationTable), read_json(outputs.receipt, EvaluationReceipts)
 
     return evaluated
@@ -72,10 +72,10 @@ def test_a_row_per_question_pass_and_sample_with_receipts_of_all(sampled):
     assert len(receipts.passes) == 2
 
 
-def test_samples_differ_and_come_again(run, sampled):
+def test_samples_differ_and_are_reproducible(run, sampled):
     table, _ = sampled
     first, second = (responses(table, noise_level=0.0, sample=sample) for sample in (0, 1))
-    assert sum(one != other for one, other in zip(first, second, strict=True)) > NUM_QUESTIONS // 2
+    assert sum(a != b for a, b in zip(first, second, strict=True)) > NUM_QUESTIONS // 2
     again, _ = run(sampling={"temperature": 1.5, "num_samples": 3})
     assert again.equals(table)
 
@@ -88,7 +88,7 @@ def test_fewer_samples_are_the_first_ones_and_another_seed_draws_others(run, sam
     assert responses(other) != responses(fewer)
 
 
-def test_samples_at_next_to_no_temperature_are_the_greedy_response(run):
+def test_samples_at_a_temperature_near_zero_are_the_greedy_response(run):
     greedy, _ = run(noise_levels=(0.0,))
     cold, _ = run(noise_levels=(0.0,), sampling={"temperature": 1e-4, "num_samples": 2})
     assert greedy["sample"].unique().to_list() == [0]
@@ -96,7 +96,7 @@ def test_samples_at_next_to_no_temperature_are_the_greedy_response(run):
         assert responses(cold, sample=sample) == responses(greedy)
 
 
-def test_luck_is_keyed_by_noise_seed_sample_and_batch_alone():
+def test_draws_are_keyed_only_by_noise_seed_sample_and_batch():
     settings = {"sampling": {"temperature": 0.7, "num_samples": 2}, "noise_seeds": (3, 4), "noise_levels": (0.0,)}
     spec = EvaluationSpec(
         model_role="base", arm_id="a", seed=0, step=1, dtype="float32", attention="eager", prompt={},
@@ -108,12 +108,14 @@ def test_luck_is_keyed_by_noise_seed_sample_and_batch_alone():
     assert {sampling_of(spec, *key).temperature for key in keys} == {0.7}
 
 
-def test_the_log_says_what_was_cut_off_or_held_no_answer(run):
-    said = []
-    table, _ = run(said, noise_levels=(0.0,), max_response_tokens=3)
+def test_the_log_counts_responses_cut_off_or_without_an_answer(run):
+    lines = []
+    table, _ = run(lines, noise_levels=(0.0,), max_response_tokens=3)
     assert set(table["finish_reason"]) == {"length"}
-    assert pass_summary(table, "strict") in said[0]
-    assert f"0/{NUM_QUESTIONS} correct, {NUM_QUESTIONS} cut off; without an answer: strict {NUM_QUESTIONS}, " in said[0]
+    assert pass_summary(table, "strict") in lines[0]
+    assert (
+        f"0/{NUM_QUESTIONS} correct, {NUM_QUESTIONS} cut off; without an answer: strict {NUM_QUESTIONS}, " in lines[0]
+    )
 
 
 @pytest.mark.parametrize(
