@@ -1,6 +1,7 @@
 """Runs an operator of a noised layer, with an error on its output and on the gradients of its operands."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -27,26 +28,34 @@ class OperatorErrors:
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` with the current layer's error on its output, and on its operands' gradients if requested."""
-        state = self._state
-        error = state.place.error
+        census = self._state.census
+        if census is None:
+            return self._call(operator, function, args, kwargs)[0]
+        before = census.total
+        with census.accounted():
+            output, is_noised = self._call(operator, function, args, kwargs)
+        if is_noised and self._state.counts_flops:
+            self._state.recorder.count_noised_flops(self._state.phase, census.total - before)
+        return output
+
+    def _call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Run `function`; return its output, and whether it has the error."""
+        error = self._state.place.error
         if error is None:
             raise RuntimeError("an operator was called outside a noised layer; this is a bug")
-        flops_before = state.flops.total if state.flops is not None else 0
         # Exact type: isinstance on a pydantic class is slow (its metaclass overrides it), and this runs per operator.
-        quantized = type(error) is FakeQuantization
-        if quantized:
-            output = self._quantized_call(function, operator, cast(FakeQuantization, error), args, kwargs)
-        else:
-            output = self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs)
-        if state.flops is not None and not (quantized and operator != "linear"):
-            state.recorder.count_noised_flops(state.phase, state.flops.total - flops_before)
-        return output
+        if type(error) is FakeQuantization:
+            output = self._quantized_call(function, operator, error, args, kwargs)
+            return output, operator == "linear"
+        return self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs), True
 
     def escaping_call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` and count it as a matrix product that the noise cannot reach."""
         if not self._state.recomputing:
             self._state.recorder.count_escape(self._state.phase, operator)
-        return function(*args, **kwargs)
+        census = self._state.census
+        with census.accounted() if census is not None else nullcontext():
+            return function(*args, **kwargs)
 
     def before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Add the error to the gradients of an RMSNorm's operands (forward pre-hook)."""

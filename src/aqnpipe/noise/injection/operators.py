@@ -22,6 +22,8 @@ _PRODUCTS: dict[TorchFunction, str] = {
     Tensor.mm: "matmul",
     torch.einsum: "matmul",
     torch.bmm: "bmm",
+    F.grouped_mm: "grouped_mm",
+    torch._grouped_mm: "grouped_mm",
     Tensor.bmm: "bmm",
 }
 _ELEMENTWISE: dict[TorchFunction, str] = {

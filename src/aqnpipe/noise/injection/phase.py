@@ -96,6 +96,7 @@ class _Injection:
         hidden_sigmas: Mapping[int, float],
     ) -> None:
         self.state = state
+        self._names = {module: name for name, module in state.model.named_modules()}
         self.operator_noise = spec.operator_noise_in(state.phase)
         modules = spec.module_noise_in(state.phase)
         noises_gradients = backward and self.operator_noise and "backward" in self.operator_noise.phases
@@ -110,7 +111,7 @@ class _Injection:
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
         state = self.state
-        stack.callback(state.stop_counting_flops)
+        stack.callback(state.stop_census)
         if self.watch is not None:
             self.watch.install(stack)
         keep(stack, state.model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
@@ -157,14 +158,32 @@ class _Injection:
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
-        if state.forward_index == 0 and state.recorder.wants_flops(state.phase):
-            state.start_counting_flops()
+        counts_flops = state.forward_index == 0 and state.recorder.wants_flops(state.phase)
+        if counts_flops or self._census_is_due():
+            state.start_census(counts_flops=counts_flops)
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         state = self.state
-        if state.flops is not None:
-            state.recorder.count_flops(state.phase, state.flops.total)
-            state.stop_counting_flops()
+        census = state.census
+        if census is None:
+            return
+        state.stop_census()
+        if state.counts_flops:
+            state.recorder.count_flops(state.phase, census.total)
+        if self.operator_noise is not None:
+            state.recorder.add_census(state.phase, self._kind_of_forward(), census.num_classified, census.escapes)
+
+    def _census_is_due(self) -> bool:
+        """Whether the operations of this forward are to be classified: of each kind, the first of a run or pass."""
+        state = self.state
+        return (
+            self.operator_noise is not None
+            and state.is_first_of_kind
+            and state.recorder.wants_census(state.phase, self._kind_of_forward())
+        )
+
+    def _kind_of_forward(self) -> str:
+        return "one token" if self.state.reads_one_token else "several tokens"
 
     def _enter_layer(self, index: int, module: nn.Module, args: Any) -> None:
         state = self.state
@@ -173,10 +192,14 @@ class _Injection:
         state.place = self._place(layer, index, error)
         if error is not None and self.watch is not None:
             self.watch.enter_layer(index)
+            if state.census is not None:
+                state.census.enter_layer(module, self._names.get(module, type(module).__name__))
 
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.watch is not None:
             self.watch.leave_layer()
+        if self.state.census is not None:
+            self.state.census.leave_layer()
         self.state.place = self.state.outside
 
     def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:

@@ -9,9 +9,9 @@ from torch.autograd.graph import increment_version
 
 from aqnpipe.config.noise import ErrorModel, OutputErrorModel, Phase
 from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.noise.injection.operator_census import OperatorCensus
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.receipts.flops import FlopCounter
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.sampling import sample
 from aqnpipe.seeding import derive_seed
@@ -63,7 +63,8 @@ class PhaseState:
         self._kinds: set[bool] = set()
         self.recomputing = False
         self.outside = self.place = Place()
-        self.flops: FlopCounter | None = None
+        self.census: OperatorCensus | None = None
+        self.counts_flops = False
 
     def start_forward(self, num_tokens: int | None) -> None:
         """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
@@ -87,16 +88,16 @@ class PhaseState:
         key = self.key
         return derive_seed(key.seed, stream, key.step, key.micro_step, key.rank, self.forward_index, *counters)
 
-    def start_counting_flops(self) -> None:
-        """Start to count floating-point operations."""
-        self.flops = FlopCounter()
-        self.flops.__enter__()
+    def start_census(self, *, counts_flops: bool) -> None:
+        """Classify the operations of noised layers from now on, and count floating-point operations if requested."""
+        self.census, self.counts_flops = OperatorCensus(), counts_flops
+        self.census.__enter__()
 
-    def stop_counting_flops(self) -> None:
+    def stop_census(self) -> None:
         """Stop; a second call does nothing."""
-        if self.flops is not None:
-            self.flops.__exit__(None, None, None)
-            self.flops = None
+        if self.census is not None:
+            self.census.__exit__(None, None, None)
+            self.census = None
 
     def put_error(
         self,

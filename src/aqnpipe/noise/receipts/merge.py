@@ -183,6 +183,7 @@ def _merged_cell(cells: list[CellSums]) -> CellSums:
 def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
     counted = [phase.flops for phase in phases if phase.flops is not None]
     functions = {function: 0 for phase in phases for function in phase.escaped}
+    kinds = {kind: 0 for phase in phases for kind in phase.census}
     return PhaseSums(
         phase=phases[0].phase,
         forwards=sum(phase.forwards for phase in phases),
@@ -190,6 +191,7 @@ def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
         reference_check=_merged_ratios([phase.reference_check for phase in phases]),
         reference_checked_elements=sum(phase.reference_checked_elements for phase in phases),
         escaped={function: sum(phase.escaped.get(function, 0) for phase in phases) for function in functions},
+        census={kind: sum(phase.census.get(kind, 0) for phase in phases) for kind in kinds},
         flops=sum(counted) if counted else None,
         noised_flops=sum(phase.noised_flops for phase in phases),
         modules=set().union(*(phase.modules for phase in phases)),

@@ -140,6 +140,17 @@ class ReceiptRecorder:
         """Note that module noise reached the module `name`."""
         self._phase(phase).modules.add(name)
 
+    def wants_census(self, phase: Phase, kind: str) -> bool:
+        """Whether no forward of this kind has had its operations classified in `phase`."""
+        return kind not in self._phase(phase).census
+
+    def add_census(self, phase: Phase, kind: str, num_classified: int, escapes: Mapping[str, int]) -> None:
+        """Record how many operations of a forward were classified, and those that the noise does not reach."""
+        sums = self._phase(phase)
+        sums.census[kind] = sums.census.get(kind, 0) + num_classified
+        for place, calls in escapes.items():
+            sums.escaped[place] = sums.escaped.get(place, 0) + calls
+
     def wants_flops(self, phase: Phase) -> bool:
         """Return whether the operations of a forward pass in `phase` still need to be counted; one pass is enough."""
         return self._phase(phase).flops is None

@@ -77,6 +77,7 @@ class PhaseSums:
     reference_check: RatioSums = field(default_factory=RatioSums)
     reference_checked_elements: int = 0
     escaped: dict[str, int] = field(default_factory=dict)
+    census: dict[str, int] = field(default_factory=dict)
     flops: int | None = None
     noised_flops: int = 0
     modules: set[str] = field(default_factory=set)
