@@ -2,14 +2,21 @@
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteMoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    OlmoeConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 ARCHITECTURES = {
@@ -44,3 +51,38 @@ def random_model_of(architecture: str = "qwen2", dtype=torch.float32, num_layers
             if name.endswith("bias"):  # Qwen2 starts with biases of zero, trained ones are not
                 torch.nn.init.normal_(parameter, std=0.5)
     return model.to(dtype).eval()
+
+
+_MIXTURES = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "qwen2_moe": (Qwen2MoeConfig, {"num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "head_dim": 8}),
+    "olmoe": (OlmoeConfig, {"num_experts": 4}),
+    "granitemoe": (GraniteMoeConfig, {"num_local_experts": 4}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_key_value_heads": 4}
+        | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    ),
+}
+
+
+def random_mixture_of(architecture: str, **overrides):
+    """Two layers of 32 channels with four experts, of which two compute each token."""
+    make_config, own = _MIXTURES[architecture]
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        **own,
+        **overrides,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(make_config(**settings), attn_implementation="eager").eval()
