@@ -85,7 +85,7 @@ def _set(config, path, value):
         (
             ["machines", "dead_zone", "faults", 0],
             {"type": "bias", "layer": 1, "magnitude": 0.1, "site": "o_proj", "order": "before_noise"},
-            r"machines\.dead_zone\.faults\.0: .*order before_noise is about noise on hidden states",
+            r"machines\.dead_zone\.faults\.0: .*order is before_noise, which needs site layer_output",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""Models: the built-in tiny models, their recipe, and loading by path or hub id."""
+"""The built-in tiny models and their recipe, loading of models by path or hub id, and their structure."""

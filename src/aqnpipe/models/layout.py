@@ -1,4 +1,4 @@
-"""Where things are in a decoder-only model: its layers, norms and output projection, found by structure and name."""
+"""Finds the layers, norms and output projection of a decoder-only model, by structure and name."""
 
 import fnmatch
 import hashlib
@@ -13,14 +13,14 @@ from aqnpipe.config.noise import ModuleScope
 from aqnpipe.errors import ModelError
 
 _EXPERT_MARKS = ("experts", "shared_expert", "num_experts", "expert_")
-"""Parts of module names that only mixtures of experts have; never plain "gate", which matches `gate_proj`."""
+"""Parts of module names that occur only in mixtures of experts. Not plain "gate", which also matches `gate_proj`."""
 
 _SAMPLED_VALUES = 64
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers of `model`; ModelError if it has none that can be found."""
+    """Return the decoder layers of `model`; ModelError if none are found."""
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] == "layers" and isinstance(module, nn.ModuleList) and len(module):
             return module
@@ -30,7 +30,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def output_projection(model: nn.Module) -> nn.Module:
     """Return the module that maps hidden states to logits; ModelError if there is none."""
     getter: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
-    # Models of vLLM have no such method.
+    # vLLM's models have no such method.
     head = getter() if getter is not None else getattr(model, "lm_head", None)
     if not isinstance(head, nn.Module):
         raise ModelError(f"{type(model).__name__}: no output projection (lm_head) found")
@@ -38,19 +38,19 @@ def output_projection(model: nn.Module) -> nn.Module:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Tell whether `module` is an RMSNorm, by class name: vLLM and transformers have unrelated classes."""
+    """Return whether `module` is an RMSNorm, by class name, because vLLM and transformers have unrelated classes."""
     return "rmsnorm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def is_mixture_of_experts(model: nn.Module) -> bool:
-    """Tell whether any module of `model` belongs to a mixture of experts."""
+    """Return whether any module of `model` belongs to a mixture of experts."""
     return any(mark in name for name, _ in model.named_modules() for mark in _EXPERT_MARKS)
 
 
 def rms_norms(
     model: nn.Module, targets: Literal["auto", "all_norms", "post_attention"] = "auto"
 ) -> dict[str, nn.Module]:
-    """Return the RMSNorm modules that AQN works on, by qualified name; ModelError if none match.
+    """Return the RMSNorm modules that AQN targets, by qualified name; ModelError if none match.
 
     auto: every RMSNorm of a dense model, only `post_attention_layernorm` of a mixture of experts.
     """
@@ -66,7 +66,7 @@ def rms_norms(
 
 
 def norms_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of the weights of every RMSNorm of `model`, with their names."""
+    """Return the SHA-256 of the names and weights of all RMSNorms of `model`."""
     digest = hashlib.sha256()
     for name, norm in rms_norms(model, "all_norms").items():
         digest.update(name.encode())
@@ -75,7 +75,10 @@ def norms_sha256(model: nn.Module) -> str:
 
 
 def matrices_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of some 64 values, evenly spread, of every matrix of `model`: cheap, another at each step."""
+    """Return the SHA-256 of about 64 evenly spaced values of every matrix of `model`.
+
+    It is cheap to compute, and every optimiser step changes it.
+    """
     samples = []
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -87,7 +90,7 @@ def matrices_sha256(model: nn.Module) -> str:
 def select_modules(model: nn.Module, modules: ModuleScope | tuple[str, ...]) -> dict[str, nn.Module]:
     """Return the modules of a scope or of name patterns (`*.down_proj`), by qualified name.
 
-    Raises ModelError when a scope or any one pattern matches no module.
+    Raises ModelError if a scope or a pattern matches no module.
     """
     named = dict(model.named_modules())
     linears = {name for name, module in named.items() if isinstance(module, nn.Linear)}
@@ -103,9 +106,9 @@ def select_names(
     modules: ModuleScope | tuple[str, ...],
     model_name: str,
 ) -> list[str]:
-    """Return those of the qualified `names` that are in a scope or match any of the patterns, in their order.
+    """Return the qualified `names` in a scope or matching any of the patterns, in their order.
 
-    Raises ModelError when a scope or any one pattern matches nothing.
+    Raises ModelError if a scope or a pattern matches nothing.
     """
     if isinstance(modules, tuple):
         matches = [fnmatch.filter(names, pattern) for pattern in modules]
@@ -133,7 +136,7 @@ def _in_scope(linears: Set[str], norms: Set[str], scope: ModuleScope) -> Set[str
 
 
 def layer_of(module_name: str) -> int | None:
-    """Return the decoder layer that a qualified module name lies in, or None outside the layers."""
+    """Return the index of the decoder layer of a qualified module name, or None outside the layers."""
     match = _LAYER_NUMBER.search(module_name)
     return int(match.group(1)) if match else None
 

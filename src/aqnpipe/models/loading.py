@@ -1,4 +1,4 @@
-"""Models by built-in name, local folder or hub id: made ready in a folder, and loaded from it."""
+"""Prepares models (built-in, local folder or hub id) in a folder, and loads them from it."""
 
 import hashlib
 import shutil
@@ -36,16 +36,16 @@ _TOKENIZER = (
 _CONFIG = ("config.json", "generation_config.json")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
-"""What transformers raises for files that are not what they should be."""
-# Classes that stand for "tokenizer.json as it is written".
+"""Exceptions that transformers raises for malformed files."""
+# Tokenizer classes that use tokenizer.json unchanged.
 _VERBATIM_TOKENIZERS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 
 
 def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
-    """Put the model's files into `output_dir`, with a record of what they are; an older `output_dir` is replaced.
+    """Copy the model's files into `output_dir`, with a record of them; an older `output_dir` is replaced.
 
-    Takes safetensors weights, configuration and tokenizer alone. Raises ModelError if the source is missing, keeps
-    its weights as pickle only, or needs remote code. Nothing is left behind on failure.
+    Copies only safetensors weights, configuration and tokenizer. Raises ModelError if the source is missing, has only
+    pickle weights, or needs remote code. A failure leaves no files behind.
     """
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(STAGED, f".{output_dir.name}.", output_dir.parent) as staging_name:
@@ -62,7 +62,7 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
 
 
 def source_folder(config: ModelConfig) -> Path:
-    """Return the local folder of a model source, downloaded first if it is a hub id."""
+    """Return the local folder of a model source. A hub model is downloaded first."""
     kind = source_kind(config.source)
     if kind == "builtin":
         return builtin_folder(config.source)
@@ -72,7 +72,7 @@ def source_folder(config: ModelConfig) -> Path:
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
-    """Fetch the files of a hub model that are data and return their folder; raises ModelError if that fails."""
+    """Download the data files of a hub model and return their folder; raises ModelError if that fails."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -88,7 +88,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """Return the files of a model folder that are taken; raises ModelError if it is unsafe or incomplete."""
+    """Return the files of a model folder to copy; raises ModelError if the folder is unsafe or incomplete."""
     model_config = read_model_config(folder)
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     for name, content in (("config.json", model_config), ("tokenizer_config.json", tokenizer_config)):
@@ -108,7 +108,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _refuse_paths_outside(index: Path) -> None:
-    """Raise ModelError if an index of weights names anything but files beside it."""
+    """Raise ModelError if a weights index names files outside its own folder."""
     shards = read_json_object(index).get("weight_map")
     if not isinstance(shards, dict):
         raise ModelError(f"{index}: no weight_map, expected an index of safetensors files")
@@ -123,13 +123,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def describe_model(folder: Path, source: str, revision: str | None = None) -> PreparedModel:
-    """Return the record of a model folder, read from its files without loading it."""
+    """Return the record of a model folder, from its files, without loading the model."""
     model_config = read_model_config(folder)
     missing = [key for key in ("architectures", "num_hidden_layers", "hidden_size") if not model_config.get(key)]
     if missing:
         raise ModelError(f"model {source!r}: config.json has no {', '.join(missing)}")
     if not isinstance(model_config["architectures"], list):
-        raise ModelError(f"model {source!r}: architectures in config.json is no list")
+        raise ModelError(f"model {source!r}: architectures in config.json is not a list")
     weights = sorted(folder.glob("*.safetensors"))
     try:
         return _described(folder, source, revision, model_config, weights)
@@ -152,7 +152,7 @@ def _described(
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the digests of a model folder's files, by the names that its record has for them."""
+    """Return the digests of a model folder's files, by their field names in the record."""
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
     config = [folder / name for name in _CONFIG if (folder / name).is_file()]
     return {
@@ -163,22 +163,22 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raise ModelError if the files of a model folder are not those that its record speaks of, where it has one."""
+    """Raise ModelError if the files of a model folder do not match its record. Folders without a record pass."""
     if not (folder / PREPARED_MODEL_FILE).is_file():
         return
     record, found = read_prepared_model(folder).model_dump(), _digests(folder)
     for name, digest in found.items():
         if record[name] != digest:
             raise ModelError(
-                f"model {str(folder)!r}: its {name.split('_')[0]} files are not what was written (SHA-256 differs): "
-                "damaged, edited or of another model; make it again"
+                f"model {str(folder)!r}: its {name.split('_')[0]} files changed after they were written (SHA-256 "
+                "differs): damaged, edited or of another model; prepare it again"
             )
 
 
 def refuse_other_weights(model: "PreTrainedModel", folder: Path, dtype: Dtype) -> None:
-    """Raise ModelError unless every weight in memory is bit for bit the one in `folder`, in the number format `dtype`.
+    """Raise ModelError unless every weight in memory equals the weight in `folder` bit for bit, in the dtype `dtype`.
 
-    Weights that the loader renames or fuses are left out; at least one must be comparable.
+    Weights that the loader renames or fuses are not compared; at least one must be comparable.
     """
     import torch
     from safetensors import safe_open
@@ -193,7 +193,7 @@ def refuse_other_weights(model: "PreTrainedModel", folder: Path, dtype: Dtype) -
                 compared += 1
                 mine = own[name]
                 if mine.dtype != wanted and not mixed:
-                    raise ModelError(f"model {str(folder)!r}: {name} is computed in {mine.dtype}, requested {wanted}")
+                    raise ModelError(f"model {str(folder)!r}: {name} is in {mine.dtype}, requested {wanted}")
                 if not torch.equal(mine, tensors.get_tensor(name).to(mine)):
                     raise ModelError(f"model {str(folder)!r}: {name} in memory is not the weight of this checkpoint")
     if not compared:
@@ -201,14 +201,14 @@ def refuse_other_weights(model: "PreTrainedModel", folder: Path, dtype: Dtype) -
 
 
 def _count_parameters(path: Path) -> int:
-    """Return the number of values in a safetensors file, from its header."""
+    """Return the number of values in a safetensors file, read from its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
     except SafetensorError as error:
-        raise ModelError(f"{path.name}: no valid safetensors file ({error})") from error
+        raise ModelError(f"{path.name}: not a valid safetensors file ({error})") from error
     total = 0
     for shape in shapes:
         count = 1
@@ -219,12 +219,12 @@ def _count_parameters(path: Path) -> int:
 
 
 def sha256_of(paths: list[Path]) -> str:
-    """Return the SHA-256 of one file, or of the names and digests of several."""
+    """Return the SHA-256 of one file, or of the names and digests of several files."""
     return sha256_of_digests({path.name: sha256_of_file(path) for path in paths})
 
 
 def sha256_of_digests(digests: Mapping[str, str]) -> str:
-    """Return what `sha256_of` returns for files of these names and digests."""
+    """Return the `sha256_of` of files with these names and digests."""
     if len(digests) == 1:
         return next(iter(digests.values()))
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
@@ -234,10 +234,10 @@ def sha256_of_digests(digests: Mapping[str, str]) -> str:
 def load_model(
     folder: Path, *, dtype: Dtype, attention: Attention, device: "torch.device | str" = "cpu"
 ) -> "PreTrainedModel":
-    """Return the causal language model in `folder`, in evaluation mode, every weight from its safetensors files.
+    """Return the causal language model in `folder`, in evaluation mode, with every weight from its safetensors files.
 
-    Raises ModelError if the folder is no model or a weight is missing, left over or of another shape: transformers
-    alone would fill such weights with random numbers and go on.
+    Raises ModelError if the folder is not a model, or if a weight is missing, unexpected or of another shape.
+    Transformers alone would only warn, and fill such weights with random numbers.
     """
     import torch
     from safetensors import SafetensorError
@@ -267,14 +267,14 @@ def load_model(
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer in `folder`, padding on the left, as generation needs it.
+    """Return the tokenizer in `folder`, with padding on the left for generation.
 
-    Without a pad token the end-of-text token pads; without either ModelError is raised.
+    Without a pad token, the end-of-text token is used for padding. Raises ModelError if there is neither.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer rebuilds the tokenizer of every qwen2 model in its own way (with Unicode normalisation, so that
-    # text does not round-trip), whatever tokenizer.json says.
+    # AutoTokenizer ignores tokenizer.json for qwen2 models and rebuilds the tokenizer with Unicode normalisation, so
+    # that text does not round-trip.
     tokenizer_class = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     loader = PreTrainedTokenizerFast if tokenizer_class in _VERBATIM_TOKENIZERS else AutoTokenizer
     try:
@@ -282,7 +282,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             str(folder), local_files_only=True, trust_remote_code=False, padding_side="left"
         )
     except Exception as error:
-        # The tokenizers library raises bare Exceptions for malformed files.
+        # The tokenizers library raises plain Exception for malformed files.
         if type(error) is not Exception and not isinstance(error, _UNREADABLE):
             raise
         raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""What is known about a prepared model folder, readable without torch."""
+"""The record of a prepared model folder, readable without torch."""
 
 from pathlib import Path
 
@@ -14,8 +14,7 @@ PREPARED_MODEL_FILE = "aqnpipe_model.json"
 class PreparedModel(FrozenModel):
     """Provenance and shape of a prepared model or of a checkpoint, and the digests of its files.
 
-    `source` of a checkpoint says of which run and step it is. `num_parameters` counts the tensors stored (tied ones
-    once).
+    `source` of a checkpoint is its run and step. `num_parameters` counts the stored tensors; tied ones count once.
     """
 
     source: str
@@ -30,7 +29,7 @@ class PreparedModel(FrozenModel):
 
 
 def read_prepared_model(folder: Path) -> PreparedModel:
-    """Read the record that `prepare_model` left in `folder`; raises ModelError if it is missing or malformed."""
+    """Read the record that `prepare_model` wrote to `folder`; raises ModelError if it is missing or malformed."""
     path = folder / PREPARED_MODEL_FILE
     if not path.is_file():
         raise ModelError(f"{folder}: no {PREPARED_MODEL_FILE} there, expected a folder made by prepare_model")
@@ -41,5 +40,5 @@ def read_prepared_model(folder: Path) -> PreparedModel:
 
 
 def write_prepared_model(folder: Path, record: PreparedModel) -> None:
-    """Leave the record of a model folder in it."""
+    """Write the record of a model into its folder."""
     write_json(folder / PREPARED_MODEL_FILE, record)

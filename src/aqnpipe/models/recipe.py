@@ -1,9 +1,9 @@
 """The pre-training recipe of the built-in models: `python -m aqnpipe.models.recipe tiny --output DIR`.
 
-One thread and a fixed seed give the same bytes again on the same machine and library versions; elsewhere floating
-point may differ, which is why the weights ship. `--probe-every` measures on the selection pool while training: that
-is how the number of steps was chosen. The accuracy recorded is of fresh problems of the test pool, on the weights as
-they are stored (rounded to bfloat16).
+One thread and a fixed seed reproduce the same bytes on the same machine with the same library versions. Elsewhere
+floating-point results may differ, so the weights are part of the package. `--probe-every` measures the accuracy on the
+selection pool during training; the number of steps was chosen this way. The recorded accuracy is that of the stored
+weights (rounded to bfloat16) on fresh problems of the test pool.
 """
 
 import math
@@ -38,13 +38,13 @@ RECIPE_FILE = "recipe.json"
 IGNORED_LABEL = -100
 MAX_NEW_TOKENS = 40
 HEAD_DIM = 32
-# Not 0, so that the measurement shares no stream with a study at its default seed.
+# Not 0, so that the measurement shares no random stream with a study at its default seed.
 MEASURING_SEED = 20_000
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Shape of a built-in model and how it is trained; learning rates rise linearly over the warm-up, then stay."""
+    """Shape and training of a built-in model; learning rates rise linearly over the warm-up, then stay constant."""
 
     hidden_size: int
     intermediate_size: int
@@ -59,10 +59,10 @@ class Recipe:
     muon_learning_rate: float = 0.01
     adamw_learning_rate: float = 3e-3
     difficulty: Difficulty = field(default_factory=Difficulty)
-    # What the shipped studies ask: shorter than what the model was trained on, so that training runs stay affordable.
+    # The difficulty of the shipped studies: shorter problems than in pre-training, to keep training runs affordable.
     measured_difficulty: Difficulty = field(default_factory=lambda: Difficulty(max_steps=2, distractor_probability=0.0))
-    # Solutions about a quarter of the people mostly stop before the `####` line, as texts in the wild do: training then
-    # has a form to learn besides arithmetic, as it has with real models.
+    # Solutions about a quarter of the people mostly lack the `####` line, like many real texts. Training then has an
+    # answer format to learn besides arithmetic, as with real models.
     unmarked_names: tuple[str, ...] = tuple(NAMES[::4])
     unmarked_share: float = 0.7
 
@@ -101,7 +101,7 @@ class Accuracy(FrozenModel):
 
 
 class RecipeRecord(FrozenModel):
-    """What made a folder of weights, and how good they are."""
+    """The recipe of a folder of weights, and their accuracy."""
 
     model: BuiltinModel
     settings: dict[str, Any]
@@ -113,7 +113,7 @@ class RecipeRecord(FrozenModel):
 
 
 def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
-    """Return an untrained Qwen2 model, drawn from the recipe's seed."""
+    """Return an untrained Qwen2 model, initialised with the recipe's seed."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -140,7 +140,7 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "PreTra
 
 
 def pretraining_answer(problem: Problem, recipe: Recipe, step: int, row: int) -> str:
-    """Return the solution that pre-training shows, keyed by step and row: some lack their last line, `#### n`."""
+    """Return the solution used in pre-training, keyed by step and row; some lack their last line, `#### n`."""
     about_unmarked = problem.question.split()[0] in recipe.unmarked_names
     draw = torch.rand((), generator=keyed_generator("cpu", recipe.seed, "unmarked", step, row)).item()
     return problem.answer.rpartition("\n")[0] if about_unmarked and draw < recipe.unmarked_share else problem.answer
@@ -149,7 +149,7 @@ def pretraining_answer(problem: Problem, recipe: Recipe, step: int, row: int) ->
 def encode_batch(
     questions: Sequence[str], answers: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids [B, T] of `question\\nanswer<eos>`, padded on the right, and labels [B, T] of answers alone."""
+    """Return token ids [B, T] of `question\\nanswer<eos>`, padded on the right, and labels [B, T] of answers only."""
     rows = []
     for question, answer in zip(questions, answers, strict=True):
         prompt_ids = tokenizer(question + "\n").input_ids
@@ -218,7 +218,7 @@ def answer_greedily(
 
 
 def count_correct(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem]) -> int:
-    """Return how many problems the model answers correctly, greedily, under the strict scorer."""
+    """Return the number of problems with a correct greedy answer under the strict scorer."""
     responses = answer_greedily(model, tokenizer, [problem.question for problem in problems])
     golds = [extract_answer(problem.answer, "strict") for problem in problems]
     return sum(
@@ -240,7 +240,7 @@ def save_model(model: "PreTrainedModel", folder: Path) -> Path:
     """Write the model, its weights rounded to bfloat16, and its tokenizer; return the weights file."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    # A new one: a tokenizer that has padded a batch writes the padding into tokenizer.json.
+    # A new tokenizer, because one that has padded a batch writes its padding settings into tokenizer.json.
     build_tokenizer().save_pretrained(folder)
     weights = folder / "model.safetensors"
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}
@@ -295,10 +295,10 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder to write the model to.")],
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; the recipe's own if not given.")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Fresh problems for the final measurement.")] = 4000,
-    probe_every: Annotated[int, typer.Option(min=0, help="Measure on the selection pool every so many steps.")] = 0,
+    probe_every: Annotated[int, typer.Option(min=0, help="Steps between measurements on the selection pool.")] = 0,
 ) -> None:
-    """Pre-train a built-in model and record what it can do."""
-    torch.set_num_threads(1)  # sums come out differently with other numbers of threads
+    """Pre-train a built-in model and record its accuracy."""
+    torch.set_num_threads(1)  # the order of summation depends on the number of threads
     run_recipe(name, output, num_steps=steps, num_problems=problems, probe_every=probe_every)
 
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only model and what follows from it: parameters and floating-point operations per token."""
+"""The shape of a decoder-only model, and its number of parameters and floating-point operations per token."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from aqnpipe.errors import ModelError
 
 
 class ModelShape(FrozenModel):
-    """Sizes of a model like Qwen2 or Llama: grouped-query attention, gated MLP, two norms a layer, one at the end."""
+    """Sizes of a model like Qwen2 or Llama: grouped-query attention, gated MLP, two norms per layer, one at the end."""
 
     hidden_size: int = Field(ge=1)
     intermediate_size: int = Field(ge=1)
@@ -25,39 +25,39 @@ class ModelShape(FrozenModel):
 
     @property
     def body_matmul_parameters(self) -> int:
-        """Weights of the linears in all layers; each is used in one multiplication and one addition per token."""
+        """Number of weights of the linears in all layers; each is used in one multiplication and addition per token."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def head_matmul_parameters(self) -> int:
-        """Weights of the output projection, whether they are the embedding's or not."""
+        """Number of weights of the output projection, tied to the embedding or not."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """All values stored, tied ones once."""
+        """Number of stored values; tied ones count once."""
         biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
         norms_and_biases = self.num_layers * (2 * self.hidden_size + biases) + self.hidden_size
         embeddings = self.head_matmul_parameters * (1 if self.tied_embeddings else 2)
         return self.body_matmul_parameters + norms_and_biases + embeddings
 
     def forward_flops(self, num_tokens: float, num_logits: float, context: float) -> float:
-        """Operations of a forward pass over `num_tokens`, of which `num_logits` reach the output projection.
+        """Return the operations of a forward pass over `num_tokens`, of which `num_logits` reach the output projection.
 
-        `context` is the mean number of positions that a token attends to: two products of that many head vectors.
+        `context` is the mean number of positions that a token attends to; attention has two products of this length.
         """
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
         return num_tokens * (2 * self.body_matmul_parameters + attention) + num_logits * 2 * self.head_matmul_parameters
 
 
 class ParameterCount(FrozenModel):
-    """A model of which no more than its size is known: attention's products, which need a shape, are not counted."""
+    """A model of known size and unknown shape. The products of attention are not counted, because they need a shape."""
 
     num_parameters: float = Field(gt=0)
 
     def forward_flops(self, num_tokens: float, num_logits: float, context: float) -> float:
-        """Operations of a forward pass, as if every parameter served every token."""
+        """Return the operations of a forward pass, with every parameter used for every token."""
         return 2 * self.num_parameters * num_tokens
 
 
@@ -77,7 +77,7 @@ def _qwen2_5(
     )
 
 
-# Hub models whose shapes are known before they are fetched (their config.json).
+# Shapes of hub models, from their config.json, for use before they are downloaded.
 _QWEN2_5_1_5B = _qwen2_5(1536, 8960, 12, 2, 151936, tied=True)
 _QWEN2_5_7B = _qwen2_5(3584, 18944, 28, 4, 152064, tied=False)
 KNOWN_SHAPES: dict[str, ModelShape] = {
@@ -88,7 +88,7 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """Return the shape of a built-in, local or well-known model; None for a hub model that has to be fetched first.
+    """Return the shape of a built-in, local or well-known model; None for a hub model that must be downloaded first.
 
     Raises ModelError if a folder's config.json lacks a size.
     """
@@ -104,7 +104,7 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [key for key in needed if not isinstance(config.get(key), int)]
     if missing:
-        raise ModelError(f"model {name!r}: config.json has no {', '.join(missing)}: its size cannot be counted")
+        raise ModelError(f"model {name!r}: config.json has no {', '.join(missing)}, needed to compute its size")
     num_heads = config["num_attention_heads"]
     return ModelShape(
         hidden_size=config["hidden_size"],

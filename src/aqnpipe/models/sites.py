@@ -1,4 +1,4 @@
-"""The places in a decoder layer whose output can be observed or struck by a fault, by name in any architecture."""
+"""The sites of a decoder layer: modules whose output can be observed or faulty, by name, in any architecture."""
 
 from dataclasses import dataclass
 
@@ -23,22 +23,22 @@ class LayerSites:
 
     @property
     def branch_ends(self) -> tuple[nn.Module, nn.Module]:
-        """What is added to the residual stream: attention and MLP, or the norms after them (Gemma 2, OLMo 2)."""
+        """Modules whose outputs enter the residual stream: attention and MLP, or norms after them (Gemma 2, OLMo 2)."""
         if "post_feedforward_layernorm" in self.norms:
             return self.norms["post_attention_layernorm"], self.norms["post_feedforward_layernorm"]
         return self.attention, self.mlp
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Every site by name: the three outputs, linears and norms."""
+        """All sites by name: the three outputs, linears and norms."""
         outputs = {"layer_output": self.layer, "attention_output": self.attention, "mlp_output": self.mlp}
         return {**outputs, **self.linears, **self.norms}
 
 
 def layer_sites(layer: nn.Module) -> LayerSites:
-    """Return the sites of one decoder layer; ModelError if it has no attention or no MLP that can be told by name.
+    """Return the sites of one decoder layer; ModelError if no attention or no MLP is found by name.
 
-    A name that occurs twice in a layer (the experts of a mixture) is no site: it would not name one place.
+    A name that occurs twice in a layer (the experts of a mixture) is not a site, because it is ambiguous.
     """
     linears: dict[str, nn.Linear] = {}
     norms: dict[str, nn.Module] = {}
@@ -60,7 +60,7 @@ def layer_sites(layer: nn.Module) -> LayerSites:
 
 
 def site_module(model: nn.Module, layer_index: int, site: str) -> nn.Module:
-    """Return the module whose output is `site` of decoder layer `layer_index`; ModelError if there is no such place."""
+    """Return the module whose output is `site` of decoder layer `layer_index`; ModelError if there is no such site."""
     layers = decoder_layers(model)
     if layer_index >= len(layers):
         raise ModelError(f"fault.layer is {layer_index}, expected 0 to {len(layers) - 1} ({type(model).__name__})")
@@ -74,12 +74,12 @@ def site_module(model: nn.Module, layer_index: int, site: str) -> nn.Module:
 
 
 def attention_of(layer: nn.Module) -> nn.Module:
-    """Return the attention module of a decoder layer; ModelError if it has none that can be told by name."""
+    """Return the attention module of a decoder layer; ModelError if none is found by name."""
     return _child(layer, _ATTENTION_NAMES)
 
 
 def mlp_of(layer: nn.Module) -> nn.Module:
-    """Return the MLP of a decoder layer; ModelError if it has none that can be told by name."""
+    """Return the MLP of a decoder layer; ModelError if none is found by name."""
     return _child(layer, _MLP_NAMES)
 
 

@@ -1,4 +1,4 @@
-"""The tiny models' tokenizer: the generator's words whole, digits one by one, anything else in bytes or word starts."""
+"""The tokenizer of the tiny models: one token per digit and per word of the generator, other text in smaller pieces."""
 
 import re
 from itertools import accumulate, chain
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 PAD_TOKEN = "<|pad|>"  # noqa: S105
 EOS_TOKEN = "<|endoftext|>"  # noqa: S105
-# Qwen2's own split (a word with the space before it, one digit, punctuation, white space). Transformers opens the
-# tokenizer of any qwen2 model with this split and the merges alone, so that AutoTokenizer and vLLM agree with ours.
+# Qwen2's own split (a word with the space before it, one digit, punctuation, white space). Transformers rebuilds the
+# tokenizer of any qwen2 model from this split and the merges alone, so AutoTokenizer and vLLM give the same tokens.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -22,7 +22,7 @@ _MARKER_MERGES = [("#", "#"), ("##", "##")]
 
 
 def story_words() -> list[str]:
-    """Return every word that the generator can write, sorted."""
+    """Return all words of the generator's texts, sorted."""
     tables = (*stories.SAME_PERSON.values(), *stories.OTHER_PERSON.values(), *stories.WORDED.values())
     templates = [
         *chain.from_iterable(tables),
@@ -35,10 +35,10 @@ def story_words() -> list[str]:
 
 
 def build_merges() -> list[tuple[str, str]]:
-    """Return the merges, in order, that make one token of each word: letter by letter from its start.
+    """Return the merges, in order, that make each word one token, letter by letter from its start.
 
-    A text starts with a name, so names also exist without a space before them. Their merges come last: else the
-    name's letters would be joined before the space is.
+    A text starts with a name, so names also exist without a space before them. Their merges come last: otherwise the
+    letters of a name would be merged before the space in front of them.
     """
     words = [*(f"Ġ{word}" for word in story_words()), *stories.NAMES]
     letters = ((start, letter) for word in words for start, letter in zip(accumulate(word), word[1:], strict=False))
@@ -46,7 +46,7 @@ def build_merges() -> list[tuple[str, str]]:
 
 
 def build_vocabulary() -> dict[str, int]:
-    """Return token -> id: the special tokens, the 256 bytes, what the merges make."""
+    """Return token -> id: the special tokens, the 256 bytes, the results of the merges."""
     byte_symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     merged = (left + right for left, right in build_merges())
     tokens = dict.fromkeys([PAD_TOKEN, EOS_TOKEN, *byte_symbols, *merged])
@@ -56,8 +56,8 @@ def build_vocabulary() -> dict[str, int]:
 def build_tokenizer() -> "PreTrainedTokenizerFast":
     """Return the tokenizer; decode(encode(text)) == text for every text.
 
-    There is no beginning-of-text token (Qwen2 has none) and no chat template. Special tokens written out in a text
-    are taken as text.
+    There is no beginning-of-text token (Qwen2 has none) and no chat template. Special tokens spelled out in a text are
+    tokenized as text.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""Noise: operators, adaptive weight noise, faults, and the receipts that prove them."""
+"""Noise on operators, modules and weights, simulated faults, and the receipts that verify them."""

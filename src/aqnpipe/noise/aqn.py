@@ -1,4 +1,4 @@
-"""AQN on the policy that rolls out: on its norm weights, taken away bit for bit, or on its hidden states; measured."""
+"""AQN on the rollout policy: noise on its norm weights, removed bit for bit afterwards, or on its hidden states."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ from aqnpipe.seeding import derive_seed
 def target_factors(
     model: nn.Module, noise: AdaptiveNoise, layer_factors: Mapping[int, float] | None
 ) -> dict[str, float]:
-    """Return for every target (norm, or decoder layer) its factor on the schedule's sigma, by qualified module name.
+    """Return the factor of every target (norm or decoder layer) on the schedule's sigma, by qualified module name.
 
-    The factor is 1 everywhere when `layer_factors` is None, and for norms outside the decoder layers. Raises
-    ConfigError when factors and layers do not match one to one.
+    The factor is 1 everywhere if `layer_factors` is None, and for norms outside the decoder layers. Raises ConfigError
+    if factors and layers do not match one to one.
     """
     if noise.targets == "hidden_states":
         names = {module: name for name, module in model.named_modules()}
@@ -52,11 +52,11 @@ def noised_rollout(
     seed: int,
     step: int,
 ) -> Iterator[dict[int, float]]:
-    """Let the body roll out with `aqn` at `sigma`, times each target's factor; record it as one sync.
+    """Apply `aqn` during the body, at `sigma` times each target's factor, and record it as one weight sync.
 
-    Norm weights: `N(0, (sigma*factor)^2)` is added, keyed by (seed, step, norm), and on every way out the clean values
-    are put back; hashes of the clean weights before and after go into the receipt. Hidden states: yields sigma by
-    decoder layer, for `phase_noise` to apply. Without AQN nothing happens and nothing is recorded.
+    Norm weights: adds `N(0, (sigma*factor)^2)`, keyed by (seed, step, norm), and restores the clean values on exit,
+    also after an exception. Hashes of the clean weights before and after go into the receipt. Hidden states: yields
+    sigma by decoder layer, for `phase_noise` to apply. Without AQN nothing is applied and no sync is recorded.
     """
     recorder.note_installed("AQN", aqn=aqn)
     if aqn is None:
@@ -77,7 +77,7 @@ def _noised_norm_weights(
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
     hash_before = norms_sha256(model)
     try:
-        asked_squares, squares, ratio_squares, elements, drawn = 0.0, 0.0, 0.0, 0, 0
+        requested_squares, squares, ratio_squares, elements, drawn = 0.0, 0.0, 0.0, 0, 0
         with torch.no_grad():
             for index, (name, weight) in enumerate(weights.items()):
                 norm_sigma = sigma * factors[name]
@@ -86,7 +86,7 @@ def _noised_norm_weights(
                     add_absolute_gaussian_(weight.detach(), norm_sigma, source)
                 added = (weight - clean[name]).double().square().sum().item()
                 squares += added
-                asked_squares += norm_sigma**2 * weight.numel()
+                requested_squares += norm_sigma**2 * weight.numel()
                 elements += weight.numel()
                 if norm_sigma > 0:
                     ratio_squares += added / norm_sigma**2
@@ -101,7 +101,7 @@ def _noised_norm_weights(
             WeightSync(
                 step=step,
                 sigma_scheduled=sigma,
-                sigma_requested=(asked_squares / elements) ** 0.5,
+                sigma_requested=(requested_squares / elements) ** 0.5,
                 sigma_measured=(squares / elements) ** 0.5,
                 targets=len(weights),
                 elements=drawn,
@@ -132,7 +132,7 @@ def _noised_hidden_states(
                 step=step,
                 sigma_scheduled=sigma,
                 sigma_requested=_root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]),
-                # All layers are equally large; one without noise was not measured.
+                # All layers have the same size. A layer without noise was not measured and counts as 0.
                 sigma_measured=(sum(squares / count for squares, count in measured.values()) / len(sigmas)) ** 0.5,
                 targets=len(sigmas),
                 elements=drawn,

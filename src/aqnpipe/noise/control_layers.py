@@ -1,4 +1,4 @@
-"""Which layers a control of targeted noise puts its noise in."""
+"""Chooses the layers that get noise in a control of targeted noise."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -15,10 +15,11 @@ def control_layers(
     kind: Literal["healthy_layers", "wrong_layers", "random_layers"],
     seed: int,
 ) -> list[int]:
-    """Return the layers of a control of noise in `targets`: none of these, sorted.
+    """Return the sorted layers of a control of noise in `targets`, none of which are targets.
 
-    healthy_layers: all others. wrong_layers: as many as there are targets, the farthest from them in depth.
-    random_layers: as many, drawn by `seed`. Where fewer are left, all of them. DataError if none is.
+    healthy_layers: all other layers. wrong_layers: as many layers as targets, the farthest from them in depth.
+    random_layers: as many layers as targets, drawn with `seed`. If fewer layers are left, all of them. Raises DataError
+    if all layers are targets.
     """
     others = [layer for layer in layers if layer not in targets]
     if not others:

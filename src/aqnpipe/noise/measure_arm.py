@@ -1,4 +1,4 @@
-"""Tries an arm's noise on a model, one step of each training phase, and returns what was measured."""
+"""Applies an arm's noise to a model for one step of each training phase, and returns the measurements."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def measure_arm(
 ) -> Receipt:
     """Run `model` on random tokens through every phase of a training step.
 
-    AQN is tried with the largest sigma of its schedule, the same in every layer: factors per layer come from a
+    AQN uses the largest sigma of its schedule, the same in every layer, because per-layer factors come from a
     diagnosis. The receipt is not checked: call `problems()` on it.
     """
     aqn = _constant(arm.aqn) if arm.aqn else None

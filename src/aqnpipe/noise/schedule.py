@@ -1,4 +1,4 @@
-"""AQN schedules: sigma as a pure function of the optimiser steps done."""
+"""AQN schedules: sigma as a pure function of the number of completed optimiser steps."""
 
 import math
 
@@ -17,9 +17,9 @@ from aqnpipe.errors import ConfigError
 def sigma_at(schedule: Schedule, step: int, num_steps: int, num_epochs: int) -> float:
     """Return sigma after `step` of `num_steps` optimiser steps (step = num_steps gives the final value).
 
-    Sources: QeRL's staged decay (global), the seeds' linear and epoch-aware variants, and the usual constant and
-    cosine. Raises ConfigError when the schedule does not fit the training, ValueError when `step` lies outside
-    0..num_steps.
+    Sources: QeRL's staged decay (global), the linear and epoch-aware variants of the original experiments, and the
+    usual constant and cosine. Raises ConfigError if the schedule does not fit the training, ValueError if `step` lies
+    outside 0..num_steps.
     """
     if not 0 <= step <= num_steps:
         raise ValueError(f"step {step} lies outside 0..{num_steps}")
@@ -40,12 +40,12 @@ def sigma_at(schedule: Schedule, step: int, num_steps: int, num_epochs: int) -> 
 
 
 def max_sigma(schedule: Schedule) -> float:
-    """Return the largest sigma that `schedule` ever gives."""
+    """Return the largest sigma of `schedule`."""
     match schedule:
         case ConstantSigma():
             return schedule.sigma
         case EpochAwareRanges():
-            return max(max(one.sigma_start, one.sigma_end) for one in schedule.ranges)
+            return max(max(epoch.sigma_start, epoch.sigma_end) for epoch in schedule.ranges)
         case _:
             return max(schedule.sigma_start, schedule.sigma_end)
 

@@ -307,5 +307,5 @@ def test_a_gradient_that_leaks_through_a_dead_zone_is_refused(model, monkeypatch
 
 
 def test_order_is_about_layer_outputs():
-    with pytest.raises(ValidationError, match="order around_noise is about noise on hidden states"):
+    with pytest.raises(ValidationError, match="order is around_noise, which needs site layer_output"):
         Fault(type="dead_zone", layer=0, magnitude=0.1, site="o_proj", order="around_noise")

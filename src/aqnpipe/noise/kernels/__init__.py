@@ -1,1 +1,1 @@
-"""Pure tensor functions: noise, truncation and quantization, by formula."""
+"""Pure tensor functions for noise, truncation and quantization."""

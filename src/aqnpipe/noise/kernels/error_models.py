@@ -1,4 +1,4 @@
-"""How each error model is put on a tensor that was just computed."""
+"""Applies each error model to a computed tensor."""
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from aqnpipe.noise.kernels.stream import NoiseStream
 
 
 def apply_error_(tensor: Tensor, error: OutputErrorModel, source: NoiseStream) -> Tensor:
-    """Put `error` on `tensor` in place; Gaussian errors draw the numbers that `source` names."""
+    """Put `error` on `tensor` in place; Gaussian errors use the random numbers of `source`."""
     match error:
         case RelativeGaussian():
             return add_relative_gaussian_(tensor, error.scale, source)

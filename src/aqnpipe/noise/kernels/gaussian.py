@@ -1,9 +1,10 @@
-"""Gaussian noise that is a pure function of (key, call, stream, element): counter-based, so nothing is ever stored.
+"""Gaussian noise as a pure function of (key, call, stream, element): counter-based, so no noise is stored.
 
 Philox4x32 with 7 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011: 7 rounds
 pass BigCrush) and the Box-Muller transform in float32. Elements are numbered in memory order, in groups of 1,024:
 counter `256*group + j` yields the elements j, j+256, j+512 and j+768 of its group. `gaussian_cuda.py` computes the same
-numbers on a GPU. On other devices torch's own generator is seeded with the same key: as keyed, but other numbers.
+numbers on a GPU. On other devices torch's own generator is seeded with the same key: equally reproducible, but with
+other numbers.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ _CACHE_LINE_BYTES = 64
 
 
 def _use_wide_vectors() -> None:
-    """Let LLVM use 512-bit registers, which it avoids by default: the kernel is bound by arithmetic."""
+    """Make LLVM use 512-bit registers, which it avoids by default, because the kernel is bound by arithmetic."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f") and not numba.config.CPU_FEATURES:
         numba.config.CPU_NAME = llvm.get_host_cpu_name()
@@ -46,13 +47,13 @@ _32, _LOW = _u64(32), _u64(0xFFFFFFFF)
 def add_relative_gaussian_(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:
     """Scale `tensor` in place by `1 + scale*z`, z ~ N(0, 1) per element; equal to `y + scale*|y|*z` in distribution.
 
-    Low-precision tensors are multiplied in float32 and rounded once, as an error of the hardware would be.
+    Low-precision tensors are multiplied in float32 and rounded once, like an error of the hardware.
     """
     return _apply_(tensor, scale, source, True)
 
 
 def add_absolute_gaussian_(tensor: Tensor, sigma: float, source: NoiseStream) -> Tensor:
-    """Add `sigma*z` to `tensor` in place, z ~ N(0, 1) per element; low precision is rounded once."""
+    """Add `sigma*z` to `tensor` in place, z ~ N(0, 1) per element; low-precision tensors are rounded once."""
     return _apply_(tensor, sigma, source, False)
 
 
@@ -63,7 +64,7 @@ def standard_normal(numel: int, source: NoiseStream, device: torch.device | str 
 
 def _apply_(tensor: Tensor, scale: float, source: NoiseStream, relative: bool) -> Tensor:
     if tensor.dtype == torch.float32 and tensor.is_cpu:
-        # Small tensors come by the thousand, so the usual ways are short.
+        # Calls on small tensors are very frequent, so the common cases come first.
         if tensor.is_contiguous():
             _add_gaussian(tensor.data_ptr(), tensor.numel(), False, scale, relative, 0, *source)
             return tensor
@@ -73,7 +74,7 @@ def _apply_(tensor: Tensor, scale: float, source: NoiseStream, relative: bool) -
             return tensor
     flat = in_memory_order(tensor)
     if flat is None:
-        # Elements that leave gaps are noised in a dense copy. Of those that share memory torch refuses the copy back.
+        # Elements with gaps are noised in a dense copy. If elements share memory, torch refuses to copy it back.
         dense = tensor.contiguous()
         _apply_(dense, scale, source, relative)
         return tensor.copy_(dense)
@@ -118,7 +119,7 @@ def _apply_generator_(flat: Tensor, scale: float, source: NoiseStream, relative:
     values.copy_(noise.add_(1).mul_(values) if relative else noise.add_(values))
 
 
-# -- the CPU kernel. LLVM vectorises the loops; a function is compiled once and kept on disk. --------------------------
+# -- the CPU kernel. LLVM vectorises the loops; functions are compiled once and cached on disk. ------------------------
 
 
 @numba.njit(inline="always")
@@ -134,7 +135,7 @@ def _philox(counter: Any, call: Any, stream: Any, key_0: Any, key_1: Any) -> Any
 
 @numba.njit(inline="always")
 def _minus_two_log(word: Any) -> Any:
-    """-2 ln((word + 1/2) / 2^32), at least 0: a minimax polynomial on [sqrt(1/2), sqrt(2)), off by 1.4e-8."""
+    """-2 ln((word + 1/2) / 2^32), at least 0: a minimax polynomial on [sqrt(1/2), sqrt(2)), error 1.4e-8."""
     uniform = _f32(_f32(word) * _f32(2.0**-32) + _f32(2.0**-33))
     bits = _f32(uniform).view(_i32)
     exponent = _i32(_i32(bits - _i32(0x3F3504F3)) >> _i32(23))
@@ -151,7 +152,7 @@ def _minus_two_log(word: Any) -> Any:
 
 @numba.njit(inline="always")
 def _sin_pi(x: Any) -> Any:
-    """sin(pi*x) for |x| <= 1/2: minimax odd polynomial of degree 9, off by 3e-9 and by 2e-7 in float32."""
+    """sin(pi*x) for |x| <= 1/2: minimax odd polynomial of degree 9, error 3e-9, and 2e-7 in float32."""
     y = x * x
     p = _f32(0.0772201287851013)
     p = p * y + _f32(-0.5980451740286139)
@@ -176,7 +177,7 @@ def _gaussian_pair(word_0: Any, word_1: Any) -> Any:
 def _change_group(
     group: Any, factor: Any, relative: Any, first: Any, call: Any, stream: Any, key_0: Any, key_1: Any
 ) -> None:
-    """Put the noise on one whole group while it is drawn, so that arithmetic hides the way to memory and back."""
+    """Put the noise on one whole group while drawing it, so that arithmetic hides the memory latency."""
     one = group.dtype.type(1)
     for j in range(_QUARTER):
         w0, w1, w2, w3 = _philox(_u32(first + j), call, stream, key_0, key_1)
@@ -210,13 +211,13 @@ def _pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
 
 @intrinsic
 def _prefetch(typing: Any, address: Any) -> Any:
-    """Ask for the cache line at `address`, to be read soon; no address is a wrong one."""
+    """Prefetch the cache line at `address`. Any address is safe."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
         function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        # To be read, into the second-level cache, as data.
+        # Options: for reading, into the second-level cache, as data.
         options = [ir.Constant(number, option) for option in (0, 2, 1)]
         builder.call(function, [builder.inttoptr(arguments[0], pointer), *options])
         return context.get_dummy_value()
@@ -229,7 +230,7 @@ def _change(values: Any, address: Any, scale: Any, relative: Any, first_counter:
     factor = values.dtype.type(scale)
     whole = values.size - values.size % GROUP
     for start in range(0, whole, GROUP):
-        # A group is a page of memory or so, and what feeds the caches by itself begins anew at each page.
+        # A group is about one page of memory, and the hardware prefetcher stops at page boundaries.
         next_group = address + (start + GROUP) * values.itemsize
         for offset in range(0, GROUP * values.itemsize, _CACHE_LINE_BYTES):
             _prefetch(next_group + offset)
@@ -253,7 +254,7 @@ def _add_gaussian(
     call: int,
     stream: int,
 ) -> None:
-    """Put the noise on `numel` numbers from `address` on: an array of a small tensor takes longer to make than that."""
+    """Put the noise on `numel` numbers at `address`. Making an array of a small tensor would take longer than this."""
     words = (_u32(call), _u32(stream), _u32(key), _u32(key >> 32))
     if is_double:
         doubles = numba.carray(_double_pointer(address), numel, np.float64)

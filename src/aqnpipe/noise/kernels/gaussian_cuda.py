@@ -1,8 +1,8 @@
-"""The numbers of `gaussian.py` on a GPU: one Triton kernel reads a tensor, draws noise in registers, writes it back.
+"""The noise of `gaussian.py` on a GPU: one Triton kernel reads a tensor, draws noise in registers and writes it back.
 
-Counters, rounds, element numbering and polynomials are those of the CPU kernel, so that the Philox words are equal bit
-for bit and a normal differs by the order of rounding alone (below `CPU_AGREEMENT`). Needs the package triton, which the
-CUDA build of torch brings; `gaussian.py` imports this module on first use on a CUDA device.
+Counters, rounds, element numbering and polynomials are those of the CPU kernel. The Philox words are therefore equal
+bit for bit, and normals differ only by the order of rounding (below `CPU_AGREEMENT`). Needs the package triton, which
+the CUDA build of torch includes. `gaussian.py` imports this module on first use on a CUDA device.
 
 A captured CUDA graph replays the arguments of its kernels, so a key passed by value would repeat its noise.
 `DeviceKeys` holds the keys in device memory instead:
@@ -35,7 +35,7 @@ try:
     import triton.language as tl
 except ModuleNotFoundError as error:
     raise AqnpipeError(
-        "noise on a CUDA device needs the package triton, which is not installed; the CUDA build of torch brings it "
+        "noise on a CUDA device needs the package triton, which is not installed; the CUDA build of torch includes it "
         "(a CPU build was installed), or: pip install triton"
     ) from error
 
@@ -59,7 +59,7 @@ class DeviceNoiseStream(NamedTuple):
 
 
 class DeviceKeys:
-    """Noise keys in device memory (a slot per layer, say): kernels of a CUDA graph draw under the latest ones."""
+    """Noise keys in device memory, for example one slot per layer: kernels of a CUDA graph use the latest keys."""
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
         self._keys = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -74,15 +74,15 @@ class DeviceKeys:
         self._keys.copy_(torch.tensor(keys, dtype=torch.int64))
 
     def stream(self, slot: int, call: int = 0, stream: int = 0) -> DeviceNoiseStream:
-        """Return the source that draws under the key of `slot` as it is when the kernel runs."""
+        """Return a source with the key that `slot` has when the kernel runs."""
         return DeviceNoiseStream(self._keys[slot], call, stream)
 
 
 def apply_gaussian_(flat: Tensor, scale: float, source: NoiseStream | DeviceNoiseStream, *, relative: bool) -> None:
     """Multiply `flat` (one dimension, contiguous) by `1 + scale*z` in place, or add `scale*z` to it.
 
-    z and the factor are float32; a low-precision product is rounded once. Raises AqnpipeError for a dtype that is none
-    of `DTYPES`.
+    z and the factor are float32; a low-precision product is rounded once. Raises AqnpipeError for a dtype that is not
+    in `DTYPES`.
     """
     if flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(f"apply_gaussian_ takes a flat contiguous tensor, found {tuple(flat.shape)}, {flat.stride()}")
@@ -108,7 +108,7 @@ def apply_gaussian_(flat: Tensor, scale: float, source: NoiseStream | DeviceNois
 
 
 def key_argument(source: NoiseStream | DeviceNoiseStream, device: torch.device) -> tuple[int | Tensor, bool]:
-    """Return a kernel's key argument, and whether it is a pointer. Raises ValueError for a key that it cannot read."""
+    """Return a kernel's key argument, and whether it is a pointer. Raises ValueError for an unreadable key."""
     if isinstance(source, NoiseStream):
         return source.key, False
     if source.key.dtype != torch.int64 or source.key.numel() != 1 or source.key.device != device:
@@ -119,7 +119,7 @@ def key_argument(source: NoiseStream | DeviceNoiseStream, device: torch.device) 
     return source.key, True
 
 
-# -- the kernel. Key and counters change from call to call and must not compile it anew; names in capitals do. ---------
+# -- the kernel. Key and counters change per call and must not trigger a new compilation; names in capitals do. --------
 
 
 @triton.jit(do_not_specialize=["key", "call", "stream"])
@@ -159,7 +159,7 @@ def _apply_quarter(values, element, numel, scale, z, RELATIVE: tl.constexpr):  #
 
 @triton.jit
 def normal_of_element(element, key, call, stream, KEY_IN_MEMORY: tl.constexpr):  # noqa: N803
-    """Return the normal of each element (uint32, any shape) alone: four times the Philox work of `_apply_kernel`."""
+    """Return the normal of each single element (uint32, any shape): four times the Philox work of `_apply_kernel`."""
     w0, w1, w2, w3 = philox(element // _GROUP * _QUARTER + element % _QUARTER, key, call, stream, KEY_IN_MEMORY)
     quarter = element // _QUARTER % 4
     second_pair = quarter >= 2
@@ -189,7 +189,7 @@ def _gaussian_pair(word_0, word_1):
 
 @triton.jit
 def _polar(word_0, word_1):
-    """Return the radius, and the x of |x| <= 1/2 with sin(pi*x) = cos(angle) and that with sin(pi*x) = sin(angle)."""
+    """Return the radius, and x and y with |x|, |y| <= 1/2, sin(pi*x) = cos(angle) and sin(pi*y) = sin(angle)."""
     turned = word_1.to(tl.int32, bitcast=True)
     cosine_angle = 0.5 - tl.abs(turned.to(tl.float32)) * 4.656612873077393e-10  # 2^-31: word 1 is -1 to 1 half turns
     sine_angle = (0.5 - tl.abs(cosine_angle)).to(tl.int32, bitcast=True) | (turned & -0x80000000)

@@ -1,11 +1,11 @@
-"""Deterministic number-format errors: mantissa truncation and fake quantization to MXFP4 and NVFP4, straight through.
+"""Deterministic number-format errors: mantissa truncation, and fake quantization to MXFP4 and NVFP4.
 
-Pure tensor functions of float32, bfloat16 and float16 (truncation: float64 too) that return values of the format in the
-dtype they were given. Their gradient ignores the rounding. They compute in float32 with operations whose every
-bit IEEE 754 defines, so that all devices give the same.
+Pure tensor functions of float32, bfloat16 and float16 (truncation: float64 too). They return values of the number
+format in the dtype of their input. Their gradient ignores the rounding (straight-through). They compute in float32 with
+operations that IEEE 754 defines bit for bit, so all devices give the same result.
 
 Elements of both formats are E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign (OCP Microscaling Formats v1.0, section 5.3.3).
-A block of neighbours along the last dimension, the one that a linear layer contracts, shares one scale.
+A block of neighbours along the last dimension, which a linear layer contracts, shares one scale.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ _FAKE_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32_EXPONENT = 0x7F800000
 _E2M1_MAX_POWER_OF_TWO = 4.0
 _E8M0_MIN = 2.0**-127
-# What an infinity's exponent field, read as 2^128, leads to.
+# An infinity's exponent field reads as 2^128; divided by 4 this is the largest scale.
 _MXFP4_MAX_SCALE = 2.0**126
 # Smallest tensor scale of NVFP4 whose reciprocal, divided by the smallest block scale (2^-6), is still finite.
 _MIN_TENSOR_SCALE = 2.0**-121
@@ -42,9 +42,9 @@ def truncate_mantissa_(tensor: Tensor, mantissa_bits: int) -> Tensor:
     """Truncate toward zero in place: clear all but the `mantissa_bits` leading explicit mantissa bits; return `tensor`.
 
     A normal number with leading bit 2^e loses less than 2^(e - mantissa_bits). A subnormal keeps the leading bits of
-    its field: it loses less than the smallest normal number would, and may become a zero of its sign. Infinities and
-    the sign of zero stay; NaN stays NaN. Autograd sees the identity.
-    Raises ConfigError unless 0 <= mantissa_bits < the dtype's own, ModelError on other than floating-point tensors.
+    its field: it loses less than the smallest normal number would, and may become a zero of its sign. Infinities, NaN
+    and the sign of zero stay. For autograd it is the identity. Raises ConfigError unless 0 <= mantissa_bits < the
+    number of the dtype, ModelError for a dtype that is not in `MANTISSA_BITS`.
     """
     if tensor.dtype not in MANTISSA_BITS:
         raise ModelError(f"mantissa truncation of {tensor.dtype}, expected one of {_names(MANTISSA_BITS)}")
@@ -64,7 +64,7 @@ def truncate_mantissa_(tensor: Tensor, mantissa_bits: int) -> Tensor:
 def round_to_e2m1(values: Tensor) -> Tensor:
     """Round float32 `values` to the nearest of +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, ties to even mantissa, beyond 6 to 6.
 
-    Signs of zeros stay, NaN stays NaN; infinities become 6. No gradient is defined.
+    Signs of zeros and NaN stay; infinities become 6. No gradient is defined.
     """
     # The format's spacing is 0.5 below 2, 1 below 4, 2 above. On each such grid an even multiple has an even mantissa.
     spacing = _power_of_two_below(values.abs().clamp_(1, E2M1_MAX)).mul_(0.5)
@@ -77,7 +77,7 @@ def fake_quantize_mxfp4(tensor: Tensor, block_size: int = MXFP4_BLOCK_SIZE) -> T
     The scale is 2^(floor(log2(max|x|)) - 2), at least 2^-127 (E8M0's smallest), so elements beyond 6 scales saturate
     (OCP Microscaling Formats v1.0, section 6.3). Blocks of zeros stay zeros with their signs. A NaN makes its block
     NaN; an infinity stays and gives its block the scale 2^126. Every result is exact in the dtype.
-    Raises ModelError if the last dimension is no multiple of `block_size` or the dtype is not supported.
+    Raises ModelError if the last dimension is not a multiple of `block_size` or the dtype is not supported.
     """
     return _StraightThrough.apply(tensor, _to_mxfp4, "MXFP4", block_size)
 
@@ -85,23 +85,23 @@ def fake_quantize_mxfp4(tensor: Tensor, block_size: int = MXFP4_BLOCK_SIZE) -> T
 def fake_quantize_nvfp4(tensor: Tensor, block_size: int = NVFP4_BLOCK_SIZE) -> Tensor:
     """Round to NVFP4 and back: E2M1 elements, blocks of 16 with an E4M3 scale, a float32 scale for the whole tensor.
 
-    The tensor's scale is max|tensor| / (448 * 6), so it depends on everything in this call; a block's scale is
+    The tensor's scale is max|tensor| / (448 * 6), so it depends on the whole tensor of this call; a block's scale is
     max|block| / 6 in units of that, rounded to E4M3 and at least 2^-6 (its smallest normal number). The gradient passes
     straight through. A tensor of zeros stays zeros; a NaN or an infinity anywhere makes all of the tensor NaN.
-    Raises ModelError if the last dimension is no multiple of `block_size` or the dtype is not supported.
+    Raises ModelError if the last dimension is not a multiple of `block_size` or the dtype is not supported.
     """
     return _StraightThrough.apply(tensor, _to_nvfp4, "NVFP4", block_size)
 
 
 def fake_quantize(tensor: Tensor, number_format: NumberFormat) -> Tensor:
-    """Round to `number_format` and back, in its standard block size; see the function of that format."""
+    """Round to `number_format` and back, with its standard block size; see the function of that format."""
     if number_format not in _FORMATS:
         raise ConfigError(f"unknown number format {number_format!r}, expected one of {', '.join(_FORMATS)}")
     return _FORMATS[number_format](tensor)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A rounding of blocks along the last dimension whose gradient is the identity."""
+    """Rounding of blocks along the last dimension, with the identity as gradient."""
 
     @staticmethod
     def forward(
@@ -136,7 +136,7 @@ def _to_nvfp4(blocks: Tensor) -> Tensor:
     tensor_scale = _divided(block_max.amax(), E4M3_MAX * E2M1_MAX).clamp_min(_MIN_TENSOR_SCALE)
     block_scale = (_divided(block_max, E2M1_MAX) / tensor_scale).clamp(E4M3_MIN_NORMAL, E4M3_MAX)
     block_scale = block_scale.to(torch.float8_e4m3fn).float()
-    # Products with the reciprocal and in this order, as NVIDIA's kernels and torchao compute them.
+    # Products with the reciprocal, in this order, as in NVIDIA's kernels and torchao.
     elements = round_to_e2m1(blocks * (tensor_scale.reciprocal() / block_scale))
     return elements.mul_(tensor_scale * block_scale)
 
@@ -147,7 +147,7 @@ def _power_of_two_below(magnitudes: Tensor) -> Tensor:
 
 
 def _divided(tensor: Tensor, divisor: float) -> Tensor:
-    # By a tensor: torch on CUDA divides by a Python number as a product with its reciprocal, which rounds differently.
+    # By a tensor: torch on CUDA multiplies by the reciprocal of a Python number instead, which rounds differently.
     return tensor / torch.full_like(tensor, divisor)
 
 

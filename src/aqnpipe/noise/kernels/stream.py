@@ -1,4 +1,4 @@
-"""How noise is numbered, for every kernel that draws it."""
+"""Keys and counters of noise, shared by all kernels that draw it."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ ROUNDS = 7
 """Rounds of Philox4x32."""
 
 GROUP = 1024
-"""Elements per group; a quarter of it are its Philox counters."""
+"""Elements per group; each group uses a quarter as many Philox counters."""
 
 
 class NoiseStream(NamedTuple):
-    """Names one tensor's worth of numbers: a 63-bit key, and two counters below 2^32 under it."""
+    """Identifies the random numbers of one tensor: a 63-bit key and two counters below 2^32."""
 
     key: int
     call: int = 0
