@@ -79,7 +79,7 @@ with logged_job(Path(sys.argv[1])) as say:
 @pytest.mark.parametrize(
     ("log", "number", "said"),
     [
-        ("/dev/full", 0, ["ERROR: no space left on device for the output of this job", "next: free space, or"]),
+        ("/dev/full", 0, ["ERROR: no space left on device for the output of this job", "next: free space or"]),
         ("job.log", errno.ENOSPC, ["computing", "ERROR: no space left on device for", "next: free", "log: job.log"]),
         ("job.log", errno.EROFS, ["computing", "ERROR: read-only file system for", "next: free", "log: job.log"]),
         ("file/job.log", 0, ["ERROR: file/job.log: cannot be written (", "next: free space"]),
