@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+import yte
 from typer.testing import CliRunner
 
-from aqnpipe.cli.doctor import checks, command, profiles
+from aqnpipe.cli.doctor import checks, command
 from aqnpipe.cli.doctor.checks import version_checks
 from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
 from aqnpipe.cli.doctor.slurm import SlurmPartition, parse_partitions
@@ -38,7 +39,7 @@ def profile(name, **site):
     """A profile's keys, after an edit of its site block."""
     keys = yaml.safe_load(Path("profiles", name, "config.yaml").read_text())
     keys["__variables__"].update(site)
-    return profiles.yte.process_yaml(yaml.safe_dump(keys), require_use_yte=True)
+    return yte.process_yaml(yaml.safe_dump(keys), require_use_yte=True)
 
 
 def test_partitions_are_read_as_sinfo_prints_them():
@@ -98,7 +99,7 @@ def test_the_workstation_needs_as_many_devices_as_its_jobs_lease(monkeypatch):
 
 def test_a_study_that_does_not_load_is_a_problem():
     found = profile_checks({"configfile": "config/none.yaml"}, None)
-    assert problems(found) == {"study": "config/none.yaml: no such file choose another by --configfile"}
+    assert problems(found) == {"study": "config/none.yaml: no such file choose another with --configfile"}
 
 
 def test_an_unknown_profile_is_named_beside_those_there_are():

@@ -24,3 +24,25 @@ def test_a_mistake_is_one_line_and_exit_2(tmp_path):
 
 def test_schema_prints_the_committed_schema():
     assert aqnpipe("schema").stdout == (ROOT / "config" / "schema.json").read_text()
+
+
+HEAVY = ("torch", "transformers", "numpy", "polars", "pandera", "pandas", "scipy", "altair")
+
+
+def test_the_help_of_every_command_needs_no_heavy_library():
+    code = (
+        "import sys; from aqnpipe.cli.main import app\n"
+        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))\n"
+        "print(len(app.registered_commands))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported, commands = result.stdout.splitlines()
+    assert imported == ""
+    assert commands == "9"
+
+
+def test_the_help_lists_the_commands():
+    result = aqnpipe("--help")
+    assert result.returncode == 0
+    for command in ("check", "check-published", "diagnose", "doctor", "measure-noise", "report", "score", "sigmas"):
+        assert f" {command} " in result.stdout

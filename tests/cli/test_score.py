@@ -55,7 +55,7 @@ def test_the_table_says_the_same(transcripts):
     for scorer, (right, missing) in COUNTS.items():
         line = next(line for line in text.splitlines() if line.split()[:1] == [scorer])
         assert line.split()[1:] == [str(right), f"{25 * right:.1f}", str(missing)]
-    assert "line 2 'b', gold 7: strict none wrong, last_number '7' right" in text
+    assert "line 2 'b', gold 7: strict none wrong, last_number '7' correct" in text
 
 
 def test_truncation_is_unknown_unless_every_line_says(tmp_path):
@@ -70,7 +70,7 @@ def test_only_the_first_disagreements_are_printed(tmp_path):
     path.write_text('{"response": "it is 1", "gold_answer": 1}\n' * 25)
     text = run(path).stdout
     assert text.count("gold 1:") == 20
-    assert "and 5 more, which --json lists" in text
+    assert "and 5 more; --json prints all" in text
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_only_the_first_disagreements_are_printed(tmp_path):
         ('{"response": 5, "gold_answer": 1}', "response: "),
         ('{"response": "5"}', "found neither of gold_answer and answer, expected one of them"),
         ('{"response": "5", "gold_answer": 5, "answer": 5}', "found both of gold_answer and answer"),
-        ('{"response": "5", "gold_answer": "five"}', "gold answer 'five' is no number"),
+        ('{"response": "5", "gold_answer": "five"}', "gold answer 'five' is not a number"),
         ('{"response": "5", "gold_answer": true}', "gold_answer"),
-        ('{"response": "5", "gold_answer": NaN}', "gold answer 'nan' is no number"),
+        ('{"response": "5", "gold_answer": NaN}', "gold answer 'nan' is not a number"),
         ('{"response": "5", "gold_answer": 5, "finish_reason": "eos"}', "finish_reason: "),
-        ("[" * 100_000, "JSON that cannot be read"),
-        ('{"response": "5", "gold_answer": 1' + "0" * 5000 + "}", "JSON that cannot be read"),
+        ("[" * 100_000, "unreadable JSON"),
+        ('{"response": "5", "gold_answer": 1' + "0" * 5000 + "}", "unreadable JSON"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -118,7 +118,7 @@ def test_files_that_hold_nothing_are_refused(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         read_transcripts(tmp_path / "missing.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="found no line"):
+    with pytest.raises(DataError, match="found no lines"):
         read_transcripts(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match="directory"):
         read_transcripts(tmp_path)
@@ -158,11 +158,11 @@ def test_an_evaluation_is_scored_again_pass_by_pass(evaluation):
 def test_questions_that_are_missing_are_named(evaluation, tmp_path, transcripts):
     problems = evaluation.parents[4] / "data" / "test.parquet"
     moved = problems.rename(tmp_path / "elsewhere.parquet")
-    with pytest.raises(DataError, match="name their file with --problems"):
+    with pytest.raises(DataError, match="give their file as --problems"):
         read_evaluation(evaluation, None)
     assert len(read_evaluation(evaluation, moved)) == 6
     write_table(moved, pl.read_parquet(moved).head(1), ProblemTable)
-    with pytest.raises(DataError, match="question b is not among those of"):
+    with pytest.raises(DataError, match="question b is not in"):
         read_evaluation(evaluation, moved)
-    with pytest.raises(DataError, match="states its own gold answers"):
+    with pytest.raises(DataError, match="contains its own gold answers"):
         run(transcripts, "--problems", Path(moved))

@@ -1,4 +1,4 @@
-"""`aqnpipe check`: validate a study, say what it would run and what that would cost, before anything runs."""
+"""`aqnpipe check`: validate a study, list its jobs and estimate their cost before anything runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +12,11 @@ from aqnpipe.config.study import load_study_file
 from aqnpipe.errors import ConfigError
 
 LARGE_STUDY_HOURS = 4.0
-"""Device hours from which the workflow says what a study is estimated to cost before it starts."""
+"""Device hours from which the workflow prints the estimated cost of a study before it starts."""
 
 
 class CheckedStudy(FrozenModel):
-    """What `aqnpipe check --json` prints; without an estimate `missing` says what has to be stated for one."""
+    """Output of `aqnpipe check --json`. If there is no estimate, `missing` is the information it needs."""
 
     study: str
     arms: tuple[str, ...]
@@ -33,24 +33,25 @@ class CheckedStudy(FrozenModel):
 def check(
     study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")],
     tflops: Annotated[
-        float | None, typer.Option(min=0.001, help="peak of one device in TFLOP/s; default: an A100, or a CPU core")
+        float | None,
+        typer.Option(min=0.001, help="peak rate of one device in TFLOP/s; default: that of an A100 or a CPU core"),
     ] = None,
     training_utilization: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="share of the peak that training passes reach")
+        float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in training passes")
     ] = None,
     generation_utilization: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="share of the peak that generation reaches")
+        float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in generation")
     ] = None,
-    prompt_tokens: Annotated[float | None, typer.Option(min=1, help="mean length of a prompt")] = None,
+    prompt_tokens: Annotated[float | None, typer.Option(min=1, help="mean length of a prompt in tokens")] = None,
     response_tokens: Annotated[
-        float | None, typer.Option(min=1, help="mean length of a response; default: the longest allowed")
+        float | None, typer.Option(min=1, help="mean length of a response in tokens; default: the limit")
     ] = None,
     parameters: Annotated[
-        list[str] | None, typer.Option(help="size of a hub model that is not known here, as base=3.1e9")
+        list[str] | None, typer.Option(help="number of parameters of a hub model, for example base=3.1e9")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Validate a study file and the arms it names; say what it would run and, as an estimate, what that costs."""
+    """Validate a study file and its arms, list its jobs and estimate their cost."""
     plan = StudyPlan(load_study_file(study))
     given = Assumptions(
         prompt_tokens=prompt_tokens,
@@ -62,11 +63,11 @@ def check(
     if json:
         typer.echo(checked.model_dump_json(indent=2))
         return
-    typer.echo("\n".join([_what_runs(study, plan), *_lines(checked)]))
+    typer.echo("\n".join([_summary_of_jobs(study, plan), *_lines(checked)]))
 
 
 def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
-    """Return what a study would run, and the estimate or what is missing for it."""
+    """Return the jobs of a study, and the estimate of their cost or the information it needs."""
     try:
         estimate, missing = estimate_study(plan, assumptions), None
     except ConfigError as error:
@@ -86,32 +87,34 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
 
 
 def announcement(plan: StudyPlan) -> str | None:
-    """Return one line on the cost of a large study, None for a small one; for the workflow to say before it starts."""
+    """Return a line on the cost of a large study, which the workflow prints before it starts; None for a small one."""
     checked = check_study(plan, Assumptions())
     if checked.estimate is None:
         return f"estimated cost: unknown, {checked.missing}"
     if checked.estimate.device_hours < LARGE_STUDY_HOURS:
         return None
-    return f"{_summary(checked.estimate)} (aqnpipe check says from what)"
+    return f"{_summary(checked.estimate)} (`aqnpipe check` prints the details)"
 
 
 def _sizes(parameters: list[str], plan: StudyPlan) -> dict[str, float]:
     sizes = {}
-    for one in parameters:
-        role, _, text = one.partition("=")
+    for option in parameters:
+        role, _, text = option.partition("=")
         if role not in plan.study.config.models:
-            raise ConfigError(f"--parameters {one}: expected ROLE=NUMBER, roles {', '.join(plan.study.config.models)}")
+            raise ConfigError(
+                f"--parameters {option}: expected ROLE=NUMBER, roles {', '.join(plan.study.config.models)}"
+            )
         try:
             sizes[role] = float(text)
         except ValueError as error:
-            raise ConfigError(f"--parameters {one}: {text!r} is no number") from error
+            raise ConfigError(f"--parameters {option}: found {text!r}, expected a number") from error
         if not 0 < sizes[role] < float("inf"):
-            raise ConfigError(f"--parameters {one}: expected a number of parameters above 0")
+            raise ConfigError(f"--parameters {option}: expected a number above 0")
     return sizes
 
 
 def _rates(plan: StudyPlan, tflops: float | None, training: float | None, generation: float | None) -> Rates | None:
-    """Return the default rates with what was given, None if nothing was. A peak of one's own is not of a CPU core."""
+    """Return the default rates with the given changes; None if there are none. A given peak replaces a CPU core's."""
     given = {"training_utilization": training, "generation_utilization": generation}
     changes = {key: value for key, value in given.items() if value is not None}
     if tflops is not None:
@@ -119,7 +122,7 @@ def _rates(plan: StudyPlan, tflops: float | None, training: float | None, genera
     return default_rates(plan).model_copy(update=changes) if changes else None
 
 
-def _what_runs(study: Path, plan: StudyPlan) -> str:
+def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
     config = plan.study.config
     seeds = ", ".join(map(str, config.seeds))
     return (
@@ -149,7 +152,7 @@ def _lines(checked: CheckedStudy) -> list[str]:
 
 
 def _summary(estimate: Estimate) -> str:
-    working = f", and {estimate.working_gigabytes:,.3g} GB for each run at work" if estimate.working_gigabytes else ""
+    working = f", and {estimate.working_gigabytes:,.3g} GB for each active run" if estimate.working_gigabytes else ""
     return (
         f"estimated cost: {estimate.device_hours:,.3g} {estimate.rates.device} hours, {estimate.flops:.3g} FLOP, "
         f"{estimate.generated_tokens:.3g} tokens generated; "
@@ -160,7 +163,7 @@ def _summary(estimate: Estimate) -> str:
 def _sources(estimate: Estimate) -> str:
     sizes = ", ".join(f"{role} {count / 1e6:,.4g} million parameters" for role, count in estimate.parameters.items())
     rates = estimate.rates
-    start = f", {rates.seconds_per_job:g} s to start a job" if rates.seconds_per_job else ""
+    start = f", {rates.seconds_per_job:g} s to start each job" if rates.seconds_per_job else ""
     return (
         f"{sizes}; {'; '.join(estimate.assumed)}; {rates.device} with a peak of {rates.tflops:g} TFLOP/s, of which "
         f"training passes are assumed to reach {rates.training_utilization:.0%} and generation "

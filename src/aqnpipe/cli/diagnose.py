@@ -1,7 +1,4 @@
-"""`aqnpipe diagnose`: the diagnosis stage on any model, without a study.
-
-Torch and transformers are imported by the functions that need them: the command line must start fast.
-"""
+"""`aqnpipe diagnose`: diagnose any model on this machine, without a study."""
 
 import time
 from pathlib import Path
@@ -10,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import ValidationError
 
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerMetrics
-from aqnpipe.artifacts.files import write_json
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
@@ -25,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor, nn
 
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerMetrics
+
 EXIT_CODES = {"healthy": 0, "fault": 3, "abstain": 4}
 
 _RANDOM_PROMPT_TOKENS = 64
@@ -33,30 +30,39 @@ _SHOWN_SCANS = ("gain", "kurtosis", "instability")
 
 
 def diagnose(
-    model: Annotated[str, typer.Argument(help="a folder, a hub id, or `tiny`")],
+    model: Annotated[str, typer.Argument(help="model: a folder, a hub id, or `tiny`")],
     fault: Annotated[
         list[str] | None,
-        typer.Option(help="simulate a fault: type=saturation,layer=10,magnitude=0.3,sparsity=0.1,site=layer_output"),
+        typer.Option(
+            help="simulate a fault: comma-separated key=value pairs, keys type, layer, magnitude, sparsity, site"
+        ),
     ] = None,
-    method: Annotated[DiagnosisMethod, typer.Option(help="exact probes decide where they run")] = "all",
-    device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu ...")] = "cpu",
-    dtype: Annotated[Dtype, typer.Option(help="number format that the device computes in")] = "float32",
+    method: Annotated[
+        DiagnosisMethod, typer.Option(help="exact probes, statistical scans, or both; exact probes decide if they run")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
-    json: Annotated[Path | None, typer.Option(help="write verdict and per-layer metrics to this file")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="prompts that the scans run")] = 5,
+    json: Annotated[
+        Path | None, typer.Option(help="write the verdict and the metrics of every layer to this file")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="number of prompts for the scans")] = 5,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="MODEL is a folder with config.json alone: weights are drawn")
+        bool,
+        typer.Option("--random-weights", help="draw random weights for the shape in the config.json of the folder"),
     ] = False,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="draws probes, scan noise and random weights")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of probes, scan noise and random weights")] = 0,
 ) -> None:
-    """Diagnose a machine: is a layer faulty, where, on which channels. Exit code 0 healthy, 3 fault, 4 abstain.
+    """Diagnose this machine: find faulty layers, sites and channels. Exit code 0: healthy, 3: fault, 4: no verdict.
 
-    Weights are exchanged layer by layer for known ones and come back; a model of the real shape with random weights
-    tests a device as well as a trained one.
+    The weights of one layer at a time are replaced by known ones and then restored. A model with random weights and the
+    real shape tests a device as well as a trained model.
     """
     import torch
 
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile
+    from aqnpipe.artifacts.files import write_json
     from aqnpipe.diagnosis.diagnose import diagnose_model, layer_metrics
 
     console = _console(stderr=True)
@@ -88,7 +94,7 @@ def diagnose(
 
 
 def _device(name: str) -> "torch.device":
-    """Return the torch device `name`; ConfigError if there is no such device here."""
+    """Return the torch device `name`; ConfigError if it cannot be used."""
     import torch
 
     try:
@@ -119,7 +125,7 @@ def _load(
     config: DiagnosisConfig,
     random_weights: bool,
 ) -> "tuple[nn.Module, list[Tensor]]":
-    """Return the model and prompts for the scans: word problems through its tokenizer, random tokens without one."""
+    """Return the model and the prompts of the scans: word problems or, without a tokenizer, random tokens."""
     import torch
 
     from aqnpipe.models.loading import load_model, source_folder
@@ -153,7 +159,7 @@ def _word_problems(folder: Path, num_prompts: int) -> "list[Tensor]":
 
 
 def _random_model(folder: Path, device: "torch.device", dtype: Dtype, attention: Attention, seed: int) -> "nn.Module":
-    """Return a model of the shape in `folder`/config.json with random weights, made in `dtype` on `device`."""
+    """Return a model with the shape in `folder`/config.json and random weights, created in `dtype` on `device`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -166,7 +172,7 @@ def _random_model(folder: Path, device: "torch.device", dtype: Dtype, attention:
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             )
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {str(folder)!r} cannot be made: {first_line(error)}") from error
+        raise ModelError(f"model {str(folder)!r} cannot be created: {first_line(error)}") from error
     return model.eval()
 
 
@@ -176,7 +182,7 @@ def _console(*, stderr: bool) -> "Console":
     return Console(stderr=stderr, soft_wrap=False)
 
 
-def _show(file: DiagnosisFile) -> None:
+def _show(file: "DiagnosisFile") -> None:
     """Print verdict, faults and layers on standard output, within 80 columns."""
     from rich.text import Text
 
@@ -192,7 +198,7 @@ def _show(file: DiagnosisFile) -> None:
             magnitude = "?" if fault.magnitude is None else f"{fault.magnitude:.3g}"
             faults.add_row(str(fault.layer), fault.site, fault.type, channels, magnitude, fault.threshold or "")
         console.print(faults)
-    layers = _table("Layers", left=("layer", "faulty sites"), right=("values probed", "deviation", *_SHOWN_SCANS))
+    layers = _table("Layers", left=("layer", "faulty sites"), right=("probed", "deviation", *_SHOWN_SCANS))
     for layer in file.layers:
         layers.add_row(str(layer.layer), *_layer_cells(layer))
     console.print(layers)
@@ -212,7 +218,7 @@ def _table(title: str, *, left: tuple[str, ...], right: tuple[str, ...]) -> "Tab
     return table
 
 
-def _layer_cells(layer: LayerMetrics) -> list[str]:
+def _layer_cells(layer: "LayerMetrics") -> list[str]:
     if layer.largest_deviation is None:
         probed = ["", "", ""]
     else:

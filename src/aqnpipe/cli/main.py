@@ -1,4 +1,4 @@
-"""The entry point of the command line: one command per module of this package."""
+"""Entry point of the command line."""
 
 import sys
 from importlib.metadata import version
@@ -18,7 +18,6 @@ from aqnpipe.cli.sigmas import sigmas
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
 
 app = typer.Typer(
-    help="Noise-robust post-training experiments in which every run proves what it did.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,10 +33,10 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Noise-robust post-training experiments in which every run proves what it did."""
+    """Experiments on noise-robust post-training of language models, with measured noise in every run."""
 
 
 for command in (check, check_published, diagnose, doctor, measure_noise, report, schema, score, sigmas):
@@ -45,7 +44,7 @@ for command in (check, check_published, diagnose, doctor, measure_noise, report,
 
 
 def main() -> None:
-    """Run the command line; a user's mistake ends as one line on standard error and exit code 2."""
+    """Run the command line. A user-correctable error prints one line on standard error and exits with code 2."""
     try:
         app()
     except AqnpipeError as error:

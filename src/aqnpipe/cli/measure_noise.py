@@ -1,11 +1,10 @@
-"""`aqnpipe measure-noise`: which operators, and how much of the compute, an arm's noise reaches on a model."""
+"""`aqnpipe measure-noise`: measure the noise of an arm on a model: operators, share of the compute, and scale."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aqnpipe.artifacts.files import write_json
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.study import read_arms
@@ -19,19 +18,20 @@ if TYPE_CHECKING:
 
 
 def measure_noise(
-    model: Annotated[str, typer.Argument(help="a folder, a hub id, or `tiny`")],
-    arm: Annotated[str, typer.Option(help="id of an arm of the arms file")] = "E5",
+    model: Annotated[str, typer.Argument(help="model: a folder, a hub id, or `tiny`")],
+    arm: Annotated[str, typer.Option(help="id of an arm in the arms file")] = "E5",
     arms: Annotated[Path, typer.Option(help="arms file")] = Path("config/arms.yaml"),
-    dtype: Annotated[Dtype, typer.Option(help="number format that the model computes in")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
     json: Annotated[Path | None, typer.Option(help="write the whole receipt to this file")] = None,
 ) -> None:
-    """Try an arm's noise on a model for one step, and show what was measured.
+    """Apply the noise of an arm to a model for one training step and show the measurements.
 
-    Exit code 2 if anything that was requested is missing, or anything is there that was not.
+    Exit code 2 if requested noise is missing, or noise was measured that was not requested.
     """
     from rich.console import Console
 
+    from aqnpipe.artifacts.files import write_json
     from aqnpipe.models.loading import load_model, source_folder
     from aqnpipe.noise.measure_arm import measure_arm
 
@@ -55,7 +55,7 @@ def measure_noise(
 
 
 def _coverage(receipt: "Receipt") -> "Table":
-    """One row per phase: calls, the share of the operations that was reached, requested and measured size of the error."""
+    """Return a table with a row per phase: calls, share of operations with noise, requested and measured scale."""
     from rich.table import Table
 
     table = Table(
@@ -85,7 +85,7 @@ def _coverage(receipt: "Receipt") -> "Table":
 
 
 def _operators(receipt: "Receipt") -> "Table":
-    """One row per phase and operator, all layers together."""
+    """Return a table with a row per phase and operator, summed over layers."""
     from rich.table import Table
 
     table = Table(
@@ -112,7 +112,7 @@ def _operators(receipt: "Receipt") -> "Table":
 
 
 def _ranges(layers: list[int]) -> str:
-    """Return sorted layer numbers as `0-5, 7`; `-` for none."""
+    """Return layer numbers as sorted ranges, `0-5, 7`; `-` if there are none."""
     parts: list[list[int]] = []
     for layer in sorted(layers):
         if parts and layer == parts[-1][1] + 1:
@@ -126,16 +126,18 @@ def _notes(receipt: "Receipt", arm: Arm) -> list[str]:
     lines = []
     if arm.operator_noise is not None:
         lines.append(
-            "attention: one fused operator, noised on its output"
+            "attention: one fused operator with noise on its output"
             if arm.operator_noise.attention == "fused"
-            else "attention: decomposed, both products noised"
+            else "attention: decomposed, with noise on both products"
         )
     for sync in receipt.weight_syncs:
         lines.append(
-            f"AQN on {sync.targets} targets at the schedule's largest sigma {sync.sigma_scheduled:.4g}: measured "
+            f"AQN on {sync.targets} targets with the largest scheduled sigma {sync.sigma_scheduled:.4g}: measured "
             f"{sync.sigma_measured:.4g} over {sync.elements:,} elements; clean norm weights "
             + ("restored bit for bit" if sync.clean_sha256_before == sync.clean_sha256_after else "NOT restored")
         )
     if arm.aqn is not None and arm.aqn.layer_sigmas_from is not None:
-        lines.append("AQN: sigma per layer comes from a diagnosis in a study; here it was the same in every layer")
+        lines.append(
+            "AQN: in a study the sigma of each layer comes from a diagnosis; here it was the same in every layer"
+        )
     return lines

@@ -1,4 +1,4 @@
-"""A report on an unfinished study: both stages at the end of the pipeline, run on whatever exists."""
+"""`aqnpipe report`: compare and report on the results of an unfinished study."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +11,16 @@ from aqnpipe.config.study import load_study_file
 
 
 def report(study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")]) -> None:
-    """Compare and report on whatever results of a study exist, as after `snakemake --keep-going`."""
-    for line in report_on_what_exists(StudyPlan(load_study_file(study))):
+    """Compare and report on the existing results of a study, for example after `snakemake --keep-going`."""
+    for line in report_on_existing_results(StudyPlan(load_study_file(study))):
         typer.echo(line)
 
 
-def report_on_what_exists(plan: StudyPlan) -> Iterator[str]:
-    """Write what rules compare, audit and report write, from the evaluations that exist; yield what was done.
+def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
+    """Write the outputs of the rules compare, check_published and report from existing evaluations; yield a log.
 
-    Comparisons that miss an evaluation are invalid and say so. Snakemake redoes all of it once the study is complete.
+    Comparisons without one of their evaluations are invalid. Snakemake repeats these rules once the study is complete.
     """
-    # Slow to import, so only here: every command imports this module.
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
     from aqnpipe.loss_study.comparison import compare_losses, existing_losses

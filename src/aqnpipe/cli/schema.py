@@ -6,5 +6,5 @@ from aqnpipe.config.schema import study_schema
 
 
 def schema() -> None:
-    """Print the JSON schema of study files (the content of config/schema.json)."""
+    """Print the JSON schema of study files, the content of config/schema.json."""
     typer.echo(study_schema(), nl=False)

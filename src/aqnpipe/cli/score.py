@@ -1,4 +1,4 @@
-"""`aqnpipe score`: every scorer on stored responses, of a JSON Lines file or of a study's evaluation."""
+"""`aqnpipe score`: apply every scorer to the stored responses of a JSON Lines file or of an evaluation."""
 
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from aqnpipe.data.scoring import SCORERS, Graded, grade, normalise_number, tally
 from aqnpipe.errors import DataError
 
 MAX_SHOWN = 20
-"""Disagreements that are printed; `--json` has all."""
+"""Number of disagreements that are printed; `--json` prints all."""
 
 HARNESS_TWINS: Mapping[Scorer, Scorer] = {"strict": "harness_strict", "last_number": "harness_flexible"}
-"""Scorers of ours and the filters of lm-evaluation-harness that look for the same thing."""
+"""The filter of lm-evaluation-harness that corresponds to each of our scorers."""
 
 
 class Transcript(NamedTuple):
-    """One stored response. `place` is where it stands, `group` the pass that it belongs to, "" if there is one only."""
+    """A stored response. `place` is its place in the file, `group` its pass, "" if there is only one."""
 
     place: str
     group: str
@@ -33,9 +33,9 @@ class Transcript(NamedTuple):
 
 
 class TranscriptLine(BaseModel):
-    """One line of a transcripts file; other keys are left alone. One of `gold_answer` and `answer` says what is right.
+    """A line of a transcripts file. Either `gold_answer` or `answer` is required; other keys are ignored.
 
-    gold_answer: the number. answer: the same, or worked text that ends in `#### number`, as GSM8K has it.
+    gold_answer: the correct number. answer: the number, or worked text that ends in `#### number` as in GSM8K.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -48,7 +48,7 @@ class TranscriptLine(BaseModel):
 
 
 class ScorerResult(FrozenModel):
-    """Responses that one scorer finds right, and those in which it finds no answer."""
+    """Number of responses that a scorer finds correct, and number in which it finds no answer."""
 
     scorer: Scorer
     correct: int
@@ -57,7 +57,7 @@ class ScorerResult(FrozenModel):
 
 
 class GroupResult(FrozenModel):
-    """One pass. `truncated`: responses cut off at the limit of tokens, null unless every response says so or not."""
+    """Scores of a pass. `truncated`: responses cut off at the token limit, null unless known for every response."""
 
     name: str
     responses: int
@@ -65,24 +65,24 @@ class GroupResult(FrozenModel):
     scorers: tuple[ScorerResult, ...]
 
 
-class Found(FrozenModel):
-    """What a scorer found in a response, null for no answer."""
+class FoundAnswer(FrozenModel):
+    """The answer that a scorer found in a response, null for none, and whether it is correct."""
 
     answer: str | None
     correct: bool
 
 
 class Disagreement(FrozenModel):
-    """A response that some scorers call right and others wrong."""
+    """A response that some scorers find correct and others wrong."""
 
     place: str
     question_id: str | None
     gold_answer: str
-    found: dict[Scorer, Found]
+    found: dict[Scorer, FoundAnswer]
 
 
 class Agreement(FrozenModel):
-    """Responses of which a scorer of ours and its twin in lm-evaluation-harness say the same, right or wrong."""
+    """Number of responses on which our scorer and its counterpart in lm-evaluation-harness agree."""
 
     scorer: Scorer
     harness: Scorer
@@ -90,7 +90,7 @@ class Agreement(FrozenModel):
 
 
 class ScoredFile(FrozenModel):
-    """What `aqnpipe score --json` prints."""
+    """Output of `aqnpipe score --json`."""
 
     file: str
     responses: int
@@ -103,22 +103,23 @@ def score(
     transcripts: Annotated[
         Path,
         typer.Argument(
-            metavar="TRANSCRIPTS",
-            help="JSON Lines with response, gold_answer (or answer) and optionally question_id and finish_reason; "
-            "or an evaluation of a study (.parquet)",
+            help="JSON Lines file with response, gold_answer (or answer) and optionally question_id and "
+            "finish_reason, or an evaluation of a study (.parquet)",
         ),
     ],
     problems: Annotated[
         Path | None,
-        typer.Option(help="questions of an evaluation; default: data/test.parquet of the results that it lies in"),
+        typer.Option(help="questions of an evaluation; default: data/test.parquet in its results folder"),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Score stored responses again, under every scorer: right answers, answers not found, and where scorers differ."""
+    """Score stored responses with every scorer and list the responses on which scorers disagree."""
     if transcripts.suffix == ".parquet":
         rows = read_evaluation(transcripts, problems)
     elif problems is not None:
-        raise DataError(f"--problems {problems}: {transcripts} is no .parquet and states its own gold answers")
+        raise DataError(
+            f"--problems {problems}: {transcripts} is not a .parquet file and contains its own gold answers"
+        )
     else:
         rows = read_transcripts(transcripts)
     scored = score_transcripts(str(transcripts), rows)
@@ -126,7 +127,7 @@ def score(
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """Read a JSON Lines file; DataError naming file and line of the first that is not as it should be."""
+    """Read a JSON Lines file; DataError naming the file and the first invalid line."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -137,13 +138,13 @@ def read_transcripts(path: Path) -> list[Transcript]:
         if line.strip()
     ]
     if not found:
-        raise DataError(f"{path}: found no line, expected transcripts as JSON Lines")
+        raise DataError(f"{path}: found no lines, expected transcripts as JSON Lines")
     return found
 
 
 def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
-    """Read an evaluation of a study; DataError if it, or the gold answer of one of its questions, is missing."""
-    import polars as pl  # slow to import, as are the artifacts, so only here
+    """Read an evaluation of a study; DataError if it or the gold answer of a question is missing."""
+    import polars as pl
 
     from aqnpipe.artifacts.evaluations import EvaluationTable
     from aqnpipe.artifacts.files import read_table
@@ -155,12 +156,12 @@ def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
         parents = path.resolve().parents
         problems = parents[min(4, len(parents) - 1)] / "data" / "test.parquet"
         if not problems.is_file():
-            raise DataError(f"{path}: found no questions at {problems}, name their file with --problems")
+            raise DataError(f"{path}: found no questions at {problems}, give their file as --problems")
     golds = read_table(problems, ProblemTable).select("question_id", "gold_answer")
     joined = table.join(golds, on="question_id", how="left", maintain_order="left")
     unknown = joined.filter(pl.col("gold_answer").is_null())
     if not unknown.is_empty():
-        raise DataError(f"{path}: question {unknown['question_id'][0]} is not among those of {problems}")
+        raise DataError(f"{path}: question {unknown['question_id'][0]} is not in {problems}")
     return [
         Transcript(
             place=f"noise {row['noise_level']:g} seed {row['noise_seed']} sample {row['sample']}",
@@ -175,8 +176,11 @@ def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
 
 
 def score_transcripts(name: str, transcripts: Sequence[Transcript]) -> ScoredFile:
-    """Return what every scorer finds in `transcripts`, those of a group following each other."""
-    graded = [{scorer: grade(one.response, one.gold_answer, scorer) for scorer in SCORERS} for one in transcripts]
+    """Return the results of every scorer on `transcripts`, in which the members of a group are consecutive."""
+    graded = [
+        {scorer: grade(transcript.response, transcript.gold_answer, scorer) for scorer in SCORERS}
+        for transcript in transcripts
+    ]
     groups = []
     for group, members in groupby(range(len(transcripts)), key=lambda index: transcripts[index].group):
         indices = list(members)
@@ -188,7 +192,7 @@ def score_transcripts(name: str, transcripts: Sequence[Transcript]) -> ScoredFil
         responses=len(transcripts),
         groups=tuple(groups),
         agreement=tuple(
-            Agreement(scorer=ours, harness=theirs, same=sum(one[ours].correct == one[theirs].correct for one in graded))
+            Agreement(scorer=ours, harness=theirs, same=sum(row[ours].correct == row[theirs].correct for row in graded))
             for ours, theirs in HARNESS_TWINS.items()
         ),
         disagreements=tuple(_disagreements(transcripts, graded)),
@@ -203,9 +207,11 @@ def _transcript(line: bytes, where: str, number: int) -> Transcript:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not valid UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: JSON that cannot be read ({error})") from error
+        raise DataError(f"{where}: unreadable JSON ({error})") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{where}: found {str(parsed)[:40]!r}, expected an object with response and gold_answer")
+        raise DataError(
+            f"{where}: found {str(parsed)[:40]!r}, expected an object with the keys response and gold_answer"
+        )
     try:
         content = TranscriptLine.model_validate(parsed)
     except ValidationError as error:
@@ -216,11 +222,11 @@ def _transcript(line: bytes, where: str, number: int) -> Transcript:
     text = str(content.gold_answer if content.answer is None else content.answer)
     gold = text.rsplit("####", 1)[-1].strip()
     if normalise_number(gold) is None:
-        raise DataError(f"{where}: gold answer {gold[:40]!r} is no number")
+        raise DataError(f"{where}: gold answer {gold[:40]!r} is not a number")
     return Transcript(
         place=f"line {number}",
         group="",
-        # Half a surrogate pair, which JSON can hold, cannot be printed.
+        # JSON may contain half a surrogate pair, which cannot be printed.
         question_id=None
         if content.question_id is None
         else str(content.question_id).encode("utf-8", "backslashreplace").decode(),
@@ -231,8 +237,8 @@ def _transcript(line: bytes, where: str, number: int) -> Transcript:
 
 
 def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Mapping[Scorer, Graded]]) -> GroupResult:
-    cut = [one.truncated for one in members if one.truncated is not None]
-    counts = {scorer: tally([one[scorer] for one in graded]) for scorer in SCORERS}
+    cut = [transcript.truncated for transcript in members if transcript.truncated is not None]
+    counts = {scorer: tally([row[scorer] for row in graded]) for scorer in SCORERS}
     return GroupResult(
         name=name,
         responses=len(members),
@@ -252,13 +258,16 @@ def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Map
 def _disagreements(
     transcripts: Sequence[Transcript], graded: Sequence[Mapping[Scorer, Graded]]
 ) -> Iterator[Disagreement]:
-    for one, found in zip(transcripts, graded, strict=True):
-        if len({each.correct for each in found.values()}) > 1:
+    for transcript, row in zip(transcripts, graded, strict=True):
+        if len({grading.correct for grading in row.values()}) > 1:
             yield Disagreement(
-                place=one.place,
-                question_id=one.question_id,
-                gold_answer=one.gold_answer,
-                found={scorer: Found(answer=each.answer, correct=each.correct) for scorer, each in found.items()},
+                place=transcript.place,
+                question_id=transcript.question_id,
+                gold_answer=transcript.gold_answer,
+                found={
+                    scorer: FoundAnswer(answer=grading.answer, correct=grading.correct)
+                    for scorer, grading in row.items()
+                },
             )
 
 
@@ -268,17 +277,18 @@ def _lines(scored: ScoredFile) -> Iterator[str]:
         name = f", {group.name}" if group.name else ""
         yield f"{scored.file}{name}: {group.responses} responses, cut off: {cut}"
         yield f"  {'scorer':<18}{'correct':>8}{'%':>8}{'no answer':>12}"
-        for one in group.scorers:
-            yield f"  {one.scorer:<18}{one.correct:>8}{100 * one.accuracy:>8.1f}{one.parse_failures:>12}"
+        for result in group.scorers:
+            yield f"  {result.scorer:<18}{result.correct:>8}{100 * result.accuracy:>8.1f}{result.parse_failures:>12}"
     for pair in scored.agreement:
         yield f"{pair.scorer} and {pair.harness} agree on {pair.same} of {scored.responses}"
-    yield f"responses that scorers judge differently: {len(scored.disagreements)}"
+    yield f"responses on which scorers disagree: {len(scored.disagreements)}"
     for difference in scored.disagreements[:MAX_SHOWN]:
         name = "" if difference.question_id is None else f" {difference.question_id!r}"
-        found = ", ".join(
-            f"{scorer} {'none' if one.answer is None else repr(one.answer)} {'right' if one.correct else 'wrong'}"
-            for scorer, one in difference.found.items()
+        answers = ", ".join(
+            f"{scorer} {'none' if found.answer is None else repr(found.answer)} "
+            f"{'correct' if found.correct else 'wrong'}"
+            for scorer, found in difference.found.items()
         )
-        yield f"  {difference.place}{name}, gold {difference.gold_answer}: {found}"
+        yield f"  {difference.place}{name}, gold {difference.gold_answer}: {answers}"
     if len(scored.disagreements) > MAX_SHOWN:
-        yield f"  and {len(scored.disagreements) - MAX_SHOWN} more, which --json lists"
+        yield f"  and {len(scored.disagreements) - MAX_SHOWN} more; --json prints all"

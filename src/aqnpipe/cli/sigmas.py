@@ -1,4 +1,4 @@
-"""`aqnpipe sigmas`: per-layer sigmas from a stored diagnosis, without a study."""
+"""`aqnpipe sigmas`: derive layer sigmas from a stored diagnosis, without a study."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,28 +7,32 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, Verdict
-from aqnpipe.artifacts.files import read_json, write_yaml
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
 from aqnpipe.errors import ConfigError, DataError
 
 
 def sigmas(
-    diagnosis: Annotated[Path, typer.Argument(help="the JSON file of `aqnpipe diagnose --json`")],
-    strategy: Annotated[SigmaStrategy, typer.Option(help="how a diagnosis becomes sigmas")] = "published",
-    base_sigma: Annotated[float, typer.Option(help="sigma of a layer that no rule moves")] = 0.05,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write here instead of standard output")] = None,
+    diagnosis: Annotated[Path, typer.Argument(help="file written by `aqnpipe diagnose --json`")],
+    strategy: Annotated[
+        SigmaStrategy, typer.Option(help="strategy that derives sigmas from the diagnosis")
+    ] = "published",
+    base_sigma: Annotated[float, typer.Option(help="sigma of a layer to which no rule applies")] = 0.05,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write to this file instead of standard output")
+    ] = None,
 ) -> None:
-    """Turn a diagnosis into one AQN sigma per layer, with reasons, as YAML."""
+    """Derive one AQN sigma per layer, with reasons, from a diagnosis; print it as YAML."""
     import polars as pl
 
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile, Verdict
+    from aqnpipe.artifacts.files import read_json, write_yaml
     from aqnpipe.diagnosis.sigmas import layer_sigmas
 
     file = read_json(diagnosis, DiagnosisFile)
     rows = [layer.scans for layer in file.layers if layer.scans is not None]
     if len(rows) < len(file.layers) or not rows:
-        raise DataError(f"{diagnosis}: has no scan metrics, expected a diagnosis with --method all or statistical")
+        raise DataError(f"{diagnosis}: no scan metrics found, expected a diagnosis with --method all or statistical")
     try:
         rule = SigmaRule(base_sigma=base_sigma)
     except ValidationError as error:

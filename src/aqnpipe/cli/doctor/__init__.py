@@ -1,1 +1,1 @@
-"""`aqnpipe doctor`: what this machine has, what fits, and whether a profile can run here."""
+"""`aqnpipe doctor`: checks of this machine and of the requirements of a profile."""

@@ -1,4 +1,4 @@
-"""What this machine has: devices, versions that fit or do not, Slurm, vLLM and Ray, disk."""
+"""Checks of this machine: devices, versions of libraries, Slurm, disk and memory."""
 
 import os
 import platform
@@ -20,27 +20,27 @@ from aqnpipe.errors import DeviceError
 Status = Literal["ok", "untested", "missing", "problem"]
 
 CONSTRAINTS = Path("constraints.txt")
-"""The versions that the tests ran with."""
+"""Versions with which the tests ran."""
 
 MINIMUM_FREE_GB = 20
-"""Below this a study of real models fills the disk: a checkpoint of 1.5B parameters is 3 GB."""
+"""Less free space is not enough for a study of real models: a checkpoint of 1.5B parameters takes 3 GB."""
 
 OPTIONAL: dict[str, str] = {
-    "vllm": "pip install 'aqnpipe[vllm]' (evaluations of real models on GPUs)",
+    "vllm": "pip install 'aqnpipe[vllm]' (evaluation of real models on GPUs)",
     "ray": "pip install 'ray[default]' (several nodes)",
-    "torch-npu": "pip install torch-npu, in the version made for this torch, beside CANN (Ascend)",
+    "torch-npu": "pip install torch-npu in the version for this torch, with CANN (Ascend)",
     "vllm-ascend": "pip install 'aqnpipe[vllm-ascend]' (vLLM on Ascend)",
     "snakemake-executor-plugin-slurm": "pip install -e '.[slurm]' (profiles a100 and ascend)",
-    "triton": "comes with the CUDA build of torch (noise on GPUs)",
+    "triton": "included in the CUDA build of torch (noise on GPUs)",
 }
-"""What only some machines need, and how to get it."""
+"""Libraries that only some machines need, and how to install them."""
 
 
 class Check(Artifact):
-    """One thing that was looked at.
+    """Result of one check.
 
-    untested: fits, but the tests ran with another version. missing: not there, and needed only by some profiles.
-    problem: unfit, or not there and needed.
+    untested: suitable, but the tests ran with another version. missing: not found, and needed only by some profiles.
+    problem: unsuitable, or not found and needed.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Check(Artifact):
 
 
 def machine_checks(results: Path, partitions: tuple[SlurmPartition, ...] | None) -> list[Check]:
-    """Return everything that does not depend on a profile. partitions: as `read_partitions` returned them."""
+    """Return the checks that do not depend on a profile; `partitions` come from `read_partitions`."""
     return [*device_checks(), *version_checks(), slurm_check(partitions), disk_check(results), memory_check()]
 
 
 def device_checks() -> list[Check]:
-    """Return one check per kind of accelerator: what torch sees, or why it sees nothing."""
+    """Return a check per kind of accelerator: the devices found by torch, or the reason why there are none."""
     kinds: tuple[tuple[str, RequestedDevice], ...] = (("GPUs", "cuda"), ("NPUs", "npu"))
     checks = []
     for name, kind in kinds:
@@ -68,7 +68,7 @@ def device_checks() -> list[Check]:
 
 
 def version_checks(constraints: Path = CONSTRAINTS) -> list[Check]:
-    """Return one check for Python and per library: installed, what others require of it, what the tests ran with."""
+    """Return a check for Python and for each library: its version, requirements of other libraries, tested version."""
     names = {canonicalize_name(name) for name in _requirements("aqnpipe")} | set(OPTIONAL)
     demands, tested = _demands(names), _tested_versions(constraints)
     checks = [Check(name="python", status="ok", found=platform.python_version())]
@@ -93,35 +93,35 @@ def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: st
 
 
 def slurm_check(partitions: tuple[SlurmPartition, ...] | None) -> Check:
-    """Return whether Slurm answers, and with which partitions."""
+    """Return the check of Slurm: whether it answers, and its partitions."""
     if partitions is None:
         advice = "apt-get install slurm-client, and the cluster's slurm.conf and munge key (profiles a100 and ascend)"
         return Check(name="Slurm", status="missing", found="sinfo not found", advice=advice)
     if not partitions:
-        return Check(name="Slurm", status="problem", found="no answer", advice="does `sinfo` work here?")
-    shown = ", ".join(f"{one.name} ({one.gres or 'no gres'})" for one in partitions)
+        return Check(name="Slurm", status="problem", found="no answer", advice="run `sinfo` to see why")
+    shown = ", ".join(f"{partition.name} ({partition.gres or 'no gres'})" for partition in partitions)
     return Check(name="Slurm", status="ok", found=f"partitions {shown}")
 
 
 def disk_check(results: Path) -> Check:
-    """Return whether the file system that results go to has room."""
+    """Return the check of free space on the file system of the results."""
     folder = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
     free = shutil.disk_usage(folder).free / 1e9
     enough = free >= MINIMUM_FREE_GB
-    advice = "" if enough else f"a study of real models needs {MINIMUM_FREE_GB} GB and more; tiny models need 1"
+    advice = "" if enough else f"a study of real models needs at least {MINIMUM_FREE_GB} GB; tiny models need 1 GB"
     return Check(
         name="disk", status="ok" if enough else "missing", found=f"{free:.0f} GB free in {folder}", advice=advice
     )
 
 
 def memory_check() -> Check:
-    """Return cores and memory of this machine, for information."""
+    """Return the cores and memory of this machine, for information."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Check(name="machine", status="ok", found=f"{os.cpu_count()} CPUs, {memory / 1e9:.0f} GB memory")
 
 
 def _demands(names: set[str]) -> dict[str, list[tuple[str, Requirement]]]:
-    """Return what this package and the libraries `names`, where installed, require of each of `names`."""
+    """Return the requirements on each of `names` by this package and by those of `names` that are installed."""
     demands: dict[str, list[tuple[str, Requirement]]] = {}
     for owner in ("aqnpipe", *sorted(names)):
         for name, requirement in _requirements(owner).items():
@@ -131,7 +131,7 @@ def _demands(names: set[str]) -> dict[str, list[tuple[str, Requirement]]]:
 
 
 def _tested_versions(constraints: Path) -> dict[str, str]:
-    """Return the pinned versions of a constraints file by canonical name; nothing where there is no such file."""
+    """Return the pinned versions in a constraints file by canonical name; empty if there is no such file."""
     if not constraints.is_file():
         return {}
     pins = [line.split("==") for line in constraints.read_text(encoding="utf-8").splitlines() if "==" in line]
@@ -139,8 +139,8 @@ def _tested_versions(constraints: Path) -> dict[str, str]:
 
 
 def _requirements(distribution: str) -> dict[str, Requirement]:
-    """Return what an installed distribution requires here without its extras, by canonical name; else nothing."""
-    return {canonicalize_name(one.name): one for one in _parsed_requirements(distribution)}
+    """Return the requirements of an installed distribution, without extras, by canonical name."""
+    return {canonicalize_name(requirement.name): requirement for requirement in _parsed_requirements(distribution)}
 
 
 def _parsed_requirements(distribution: str) -> Iterator[Requirement]:

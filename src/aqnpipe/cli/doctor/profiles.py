@@ -1,10 +1,8 @@
-"""Whether the jobs of a profile can run from this machine."""
+"""Checks of a profile: whether its jobs can run from this machine."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import yte
 
 from aqnpipe.cli.doctor.checks import Check, Status, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
@@ -17,23 +15,25 @@ DEFAULT_STUDY = "config/config.yaml"
 
 
 def read_profile(name: str) -> dict[str, Any]:
-    """Return a profile's keys as Snakemake reads them: `profiles/<name>/config.yaml`, or the folder `name`."""
+    """Return the keys of a profile as Snakemake reads them, from `profiles/<name>` or the folder `name`."""
+    import yte  # imports numpy, which is slow
+
     for path in (Path("profiles", name, "config.yaml"), Path(name, "config.yaml")):
         if path.is_file():
             with path.open(encoding="utf-8") as file:
                 keys: dict[str, Any] = yte.process_yaml(file, require_use_yte=True)
             return keys
     known = sorted(path.parent.name for path in Path("profiles").glob("*/config.yaml"))
-    raise ConfigError(f"--profile: no profile {name!r}, found {', '.join(known) or 'no folder profiles here'}")
+    raise ConfigError(f"--profile: no profile {name!r}, found {', '.join(known) or 'no folder profiles'}")
 
 
 def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition, ...] | None) -> list[Check]:
-    """Return what a profile needs and whether it is there; one check with status `problem`: it cannot run here."""
+    """Return the checks of the requirements of a profile. It cannot run here if any has the status `problem`."""
     name = profile.get("configfile", DEFAULT_STUDY)
     try:
         study = load_study_file(Path(name))
     except AqnpipeError as error:
-        return [Check(name="study", status="problem", found=str(error), advice="choose another by --configfile")]
+        return [Check(name="study", status="problem", found=str(error), advice="choose another with --configfile")]
     study_check = Check(name="study", status="ok", found=f"{name}: device {study.config.device}")
     workers_check = _workers_check(profile, study)
     if profile.get("executor") == "slurm":
@@ -42,7 +42,7 @@ def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition,
 
 
 def _workers_check(profile: Mapping[str, Any], study: Study) -> Check:
-    """Every worker of a training run needs a device of its own, and a device without a worker is idle."""
+    """Return the check that a training run has one device per worker; a device without a worker would be idle."""
     train = profile.get("set-resources", {}).get("train", {})
     workers = study.config.training.num_workers
     given = train.get("devices") or str(train.get("gres", "")).rpartition(":")[2]
@@ -57,16 +57,16 @@ def _workers_check(profile: Mapping[str, Any], study: Study) -> Check:
 
 
 def _plugin_check() -> Check:
-    """The executor plugin, which only these profiles need, is a problem where it is not there."""
+    """Return the check of the executor plugin, which cluster profiles need."""
     name = "snakemake-executor-plugin-slurm"
-    check = next(one for one in version_checks() if one.name == name)
+    check = next(check for check in version_checks() if check.name == name)
     return check if check.status != "missing" else check.model_copy(update={"status": "problem"})
 
 
 def _slurm_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition, ...] | None) -> Iterator[Check]:
-    """One check per rule that the profile sends somewhere, and one for all the others."""
+    """Yield a check per rule with resources of its own in the profile, and one for all other jobs."""
     if not partitions:
-        advice = "start it where sbatch works: a login node of the cluster"
+        advice = "run this on a login node of the cluster, where sbatch works"
         yield Check(name="Slurm", status="problem", found="no cluster here", advice=advice)
         return
     defaults = profile.get("default-resources", {})
@@ -78,20 +78,20 @@ def _slurm_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition, 
 def _job_check(job: str, requested: Mapping[str, Any], partitions: tuple[SlurmPartition, ...]) -> Check:
     name = str(requested.get("slurm_partition", ""))
     shown = ", ".join(f"{key} {requested[key]}" for key in ("slurm_partition", "gres", "runtime") if key in requested)
-    nodes = [one for one in partitions if one.name == name]
+    nodes = [partition for partition in partitions if partition.name == name]
     if not nodes:
-        known = ", ".join(sorted({one.name for one in partitions}))
+        known = ", ".join(sorted({partition.name for partition in partitions}))
         return Check(name=job, status="problem", found=f"no partition {name}", advice=f"the cluster has {known}")
-    reasons = {one: _why_not(requested, one) for one in nodes}
-    fitting = sum(one.nodes for one, reason in reasons.items() if not reason)
+    reasons = {partition: _why_not(requested, partition) for partition in nodes}
+    fitting = sum(partition.nodes for partition, reason in reasons.items() if not reason)
     if fitting >= int(requested.get("nodes", 1)):
         return Check(name=job, status="ok", found=shown)
-    lacks = f"{fitting} nodes for the {requested['nodes']} of a job" if fitting else reasons[nodes[0]]
-    return Check(name=job, status="problem", found=shown, advice=f"partition {name} has {lacks}")
+    offered = f"{fitting} nodes for the {requested['nodes']} of a job" if fitting else reasons[nodes[0]]
+    return Check(name=job, status="problem", found=shown, advice=f"partition {name} has {offered}")
 
 
 def _why_not(requested: Mapping[str, Any], partition: SlurmPartition) -> str:
-    """Return what a node of the partition lacks for a job; empty if nothing."""
+    """Return the limit of the nodes of a partition that a job exceeds; empty if there is none."""
     gres, _, count = str(requested.get("gres", "")).rpartition(":")
     devices = partition.num_devices(gres)
     if gres and devices < int(count):
@@ -106,13 +106,13 @@ def _why_not(requested: Mapping[str, Any], partition: SlurmPartition) -> str:
 
 
 def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
-    """The study's device, and as many of them as a job leases."""
+    """Yield checks of the device of the study and of the number of devices that jobs lease."""
     requested = study.config.device
     try:
         yield Check(name="device", status="ok", found=resolve_device(requested).label)
     except DeviceError as error:
         yield Check(name="device", status="problem", found=str(error))
-    leases = {rule: int(one.get("devices", 0)) for rule, one in profile.get("set-resources", {}).items()}
+    leases = {rule: int(resources.get("devices", 0)) for rule, resources in profile.get("set-resources", {}).items()}
     if not any(leases.values()):
         return
     kind, ids = devices_of_machine(requested)
@@ -120,6 +120,8 @@ def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]
     offered = int(profile.get("resources", {}).get("devices", len(ids)))
     enough: Status = "ok" if most <= len(ids) and offered <= len(ids) else "problem"
     advice = (
-        "" if enough == "ok" else f"a job leases {most} and all jobs {offered}: set both in the profile's site block"
+        ""
+        if enough == "ok"
+        else f"one job leases {most} and all jobs {offered}: set both in the site block of the profile"
     )
     yield Check(name="leases", status=enough, found=f"{len(ids)} devices of kind {kind}", advice=advice)

@@ -1,16 +1,16 @@
-"""What Slurm offers here, as `sinfo` says it."""
+"""The partitions of Slurm, read from `sinfo`."""
 
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 
-_SECONDS_TO_ANSWER = 20
+_TIMEOUT_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class SlurmPartition:
-    """The nodes of one make in a partition: gres, CPUs and memory per node; minutes None means no limit."""
+    """Identical nodes of a partition: gres, CPUs, memory per node, and time limit in minutes (None: no limit)."""
 
     name: str
     gres: str
@@ -20,7 +20,7 @@ class SlurmPartition:
     nodes: int
 
     def num_devices(self, gres: str) -> int:
-        """Return how many devices `gres` (name, or name:type) a node has: 8 of `gpu:a100` in `gpu:a100:8(S:0-1)`."""
+        """Return the number of devices `gres` (name or name:type) per node: 8 for `gpu:a100` in `gpu:a100:8(S:0-1)`."""
         counts = [
             int(count)
             for name, count in re.findall(r"([A-Za-z_][\w.:]*?):(\d+)(?=[,(]|$)", self.gres)
@@ -30,19 +30,19 @@ class SlurmPartition:
 
 
 def read_partitions() -> tuple[SlurmPartition, ...] | None:
-    """Return the partitions; None where Slurm's commands are not installed, none where it does not answer."""
+    """Return the partitions; None if Slurm is not installed, an empty tuple if it does not answer."""
     if shutil.which("sinfo") is None or shutil.which("sbatch") is None:
         return None
     try:
         command = ["sinfo", "--noheader", "--format=%P|%G|%l|%c|%m|%D"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=True)  # noqa: S603
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)  # noqa: S603
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return ()
-    return parse_partitions(answer.stdout)
+    return parse_partitions(completed.stdout)
 
 
 def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
-    """Return the partitions of lines `gpu*|gpu:a100:8|1-00:00:00|128|1000000|4`."""
+    """Return the partitions in lines such as `gpu*|gpu:a100:8|1-00:00:00|128|1000000|4`."""
     found = []
     for line in text.splitlines():
         name, gres, limit, cpus, memory, nodes = line.split("|")
@@ -60,7 +60,7 @@ def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
 
 
 def _minutes(limit: str) -> int | None:
-    """Return Slurm's days-hours:minutes:seconds in minutes; None for infinite."""
+    """Return a Slurm time limit, days-hours:minutes:seconds, in minutes; None for infinite."""
     if limit in ("infinite", "n/a"):
         return None
     days, _, clock = limit.rpartition("-")
