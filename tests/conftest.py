@@ -52,19 +52,25 @@ def _is_long(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this test session share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], None]], Path]:
     """Function (name, make) -> folder. `make(folder)` fills the folder once per test session.
 
     The first process that needs the folder fills it; the others wait for it. Tests must not change its files. Names
     are unique among all tests.
     """
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
 
     def folder(name: str, make: Callable[[Path], None]) -> Path:
-        made, done = shared / name, shared / f"{name}.done"
-        shared.mkdir(exist_ok=True)
-        with FileLock(shared / f"{name}.lock"):
+        made, done = shared_folder / name, shared_folder / f"{name}.done"
+        with FileLock(shared_folder / f"{name}.lock"):
             if not done.exists():
                 shutil.rmtree(made, ignore_errors=True)  # an attempt that failed in another process
                 made.mkdir()
