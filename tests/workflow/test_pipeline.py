@@ -260,7 +260,7 @@ def test_the_plan_is_readable(finished):
 
 
 def artifacts(checkout):
-    """Bytes of the results by path, without the parts that hold times: logs, benchmarks and the page's section on them."""
+    """Bytes of the results by path, without what holds times: logs, benchmarks and the page's section on them."""
     results = checkout.folder / RESULTS
     found = {
         str(path.relative_to(results)): path.read_bytes()
