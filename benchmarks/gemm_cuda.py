@@ -1,9 +1,9 @@
-"""Matrix product whose relative error is put on the accumulator before its one rounding and store: no pass over memory.
+"""Matrix product with its relative error added to the accumulator, before the single rounding: no extra memory pass.
 
-Element numbering is that of the finished product, so a key draws the same z here and in `add_relative_gaussian_`; only
-the rounding between product and noise falls away. Each element computes a Philox block of its own, four times the work
-of the separate kernel, because a tile seldom holds whole groups of 1,024. Not called by the injection:
-docs/decisions/0004-noise-from-counters.md says what must be measured first.
+Elements are numbered as in the finished product, so a key draws the same z here and in `add_relative_gaussian_`; only
+the rounding between product and noise is omitted. Each element computes its own Philox block, four times the work of
+the separate kernel, because a tile rarely contains whole groups of 1,024. The injection does not call it:
+docs/decisions/0004-noise-from-counters.md lists the measurements needed first.
 """
 
 # Triton compiles the annotations of a kernel too, so kernels have none but constexpr, written as Triton's users do.

@@ -1,12 +1,12 @@
-"""What operator noise costs on one CPU thread, as ratios measured in turn in one run.
+"""Cost of operator noise on one CPU thread, as ratios measured alternately in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/noise_overhead.py
 
-Prints medians of the ratios over `ROUNDS` rounds of CPU time: noise alone against the naive formula; a generation and a
-training step of the tiny model with noise, with everything but the kernel that draws it, and with the naive formula in
-the kernel's place, against the same without noise. Then the peak memory of a training step. CPU time is that of this
-process: other work on the machine disturbs it less than wall time, but does (shared caches). Quote the ratios, not the
-seconds.
+Prints medians of CPU-time ratios over `ROUNDS` rounds: noise on one tensor relative to the naive formula; and a
+generation and a training step of the tiny model relative to the same without noise. These run with noise, with
+everything except the noise kernel, and with the naive formula instead of the kernel. Then the peak memory of a training
+step. The CPU time is that of this process. Other work on the machine affects it less than wall time, but not zero
+(shared caches). Quote the ratios, not the seconds.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def ratios(ours: Callable[[], object], reference: Callable[[], object]) -> list[float]:
-    """Return time of `ours` over time of `reference`, measured in turn after one warm-up of each."""
+    """Return the time of `ours` over the time of `reference`, measured alternately after one warm-up of each."""
     ours(), reference()
     return [seconds(ours) / seconds(reference) for _ in range(ROUNDS)]
 
@@ -66,24 +66,24 @@ def recorder_of(spec: NoiseSpec, phase: Phase) -> ReceiptRecorder:
 
 
 def naive(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:
-    """Add noise by the formula as it is usually written."""
+    """Add noise by the naive formula."""
     return tensor.copy_(tensor + torch.randn_like(tensor) * tensor.abs() * scale)
 
 
 def no_kernel(tensor: Tensor, scale: float, source: NoiseStream) -> Tensor:
-    """Add nothing, so that what is left is the cost of everything around the kernel."""
+    """Add nothing, to measure the cost of everything but the kernel."""
     return tensor
 
 
 @contextlib.contextmanager
 def in_place_of_the_kernel(replacement: Callable[[Tensor, float, NoiseStream], Tensor]) -> Iterator[None]:
-    """Let injections call `replacement` where they would draw noise."""
+    """Replace the noise kernel of injections by `replacement`."""
     with mock.patch("aqnpipe.noise.kernels.error_models.add_relative_gaussian_", replacement):
         yield
 
 
 def peak_bytes(operators: OperatorSet | None) -> int:
-    """Return the most bytes that tensors take in a training step, weights and gradients included."""
+    """Return the peak bytes of all tensors in a training step, including weights and gradients."""
     work = Work()
     work.train_step(operators)
     tracker = MemTracker()
@@ -101,7 +101,7 @@ class Work:
         folder = builtin_folder("tiny")
         self.model = load_model(folder, dtype="float32", attention="eager")
         tokenizer = load_tokenizer(folder)
-        # No answer ends before the others do, or noise would change how much there is to compute.
+        # All answers have the same length; otherwise noise would change the amount of work.
         self.backend = TransformersBackend(self.model, SimpleNamespace(eos_token_id=-1, pad_token_id=0))
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(5, len(tokenizer), (SEQUENCES, PROMPT_TOKENS), generator=generator)
@@ -134,7 +134,7 @@ class Work:
         self.model.zero_grad()
 
     def check(self) -> None:
-        """Refuse to report times of noise that was not there."""
+        """Check the receipts, so that no times are reported for missing noise."""
         for recorder in self.recorders.values():
             recorder.receipt().check()
 

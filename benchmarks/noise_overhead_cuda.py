@@ -1,9 +1,9 @@
-"""What operator noise costs on a CUDA GPU at the shapes of Qwen2.5-1.5B, as ratios measured in turn in one run.
+"""Cost of operator noise on a CUDA GPU at the shapes of Qwen2.5-1.5B, as ratios measured alternately in one run.
 
     python benchmarks/noise_overhead_cuda.py [--json FILE]
 
 Random weights in bfloat16. Each round runs the clean work, the noisy one and the naive formula
-`x + randn_like(x)*x.abs()*s` one after the other, so that a busy machine slows all alike: quote the ratios. Prefill, a
+`x + randn_like(x)*x.abs()*s` one after the other, so a busy machine slows all of them: quote the ratios. Prefill, a
 training step (forward and backward, no gradient checkpointing) and a generation, each with eager attention (noise in
 its products) and with sdpa (one operator); then the kernels alone. Memory is the peak of the step, weights included.
 """
@@ -174,7 +174,7 @@ def in_each_way(
 
 
 def kernel_ratios() -> list[Ratio]:
-    """Measure noise on one tensor, and a product with noise by each route against the bare product."""
+    """Measure noise on one tensor, and a product with noise by each method against the clean product."""
     from gemm_cuda import matmul_with_relative_error
 
     source, found = NoiseStream(key=1), []
@@ -216,7 +216,7 @@ def random_ids(sequences: int, tokens: int) -> Tensor:
     return torch.randint(SHAPES.vocab_size, (sequences, tokens), device=DEVICE)
 
 
-# -- the naive formula, as the published experiments had it ------------------------------------------------------------
+# -- the naive formula of the published experiments --------------------------------------------------------------------
 
 
 def naive_error(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 from micro_study import LAST_STEP, STUDY, MicroStudy, write_study
-from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, edited, patched, replace_file, vouch
+from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, edited, patched, replace_file, update_digests
 from safetensors.torch import load_file, save_file
 from sealed_files import write_sealed_parquet
 
@@ -30,7 +30,7 @@ def _with_table(
             path = study.evaluation_file(arm, seed, "parquet")
             write_sealed_parquet(path, change(pl.read_parquet(path)))
             if forged:
-                vouch(study, arm, seed)
+                update_digests(study, arm, seed)
 
     return edited(edit)
 
@@ -66,7 +66,7 @@ def _everywhere_forged(study: MicroStudy) -> None:
     for _, arm, seed, step in study.plan.evaluations():
         path = study.evaluation_file(arm, seed, "parquet", step)
         write_sealed_parquet(path, _no_first_question(pl.read_parquet(path)))
-        vouch(study, arm, seed, step)
+        update_digests(study, arm, seed, step)
 
 
 def _remove_last(study: MicroStudy) -> None:
@@ -128,7 +128,7 @@ def _edited_numbers(name: str, column: str) -> Callable[[MicroStudy], None]:
 def _edited_verdict(study: MicroStudy) -> None:
     path = study.results / "claims.json"
     claims = read_json(path, ClaimsFile)
-    better = tuple(one.model_copy(update={"verdict": "supported"}) for one in claims.claims)
+    better = tuple(claim.model_copy(update={"verdict": "supported"}) for claim in claims.claims)
     write_json(path, claims.model_copy(update={"claims": better}))
 
 

@@ -225,7 +225,7 @@ class MicroStudy:
     def invalid(self) -> list[str]:
         """Return why claims are invalid."""
         claims = read_json(self.results / "claims.json", ClaimsFile).claims
-        return [f"{one.invalid_kind}: {one.invalid_reason}" for one in claims if one.invalid_kind]
+        return [f"{claim.invalid_kind}: {claim.invalid_reason}" for claim in claims if claim.invalid_kind]
 
 
 def write_study(arms: dict[str, Any]) -> None:

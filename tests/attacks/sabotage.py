@@ -102,7 +102,7 @@ def replace_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def vouch(study: MicroStudy, arm: str, seed: int, step: int = LAST_STEP) -> None:
+def update_digests(study: MicroStudy, arm: str, seed: int, step: int = LAST_STEP) -> None:
     """Update the record of an evaluation with the digests of table and receipt: what a forger would do next."""
     path = study.evaluation_file(arm, seed, "run.json", step)
     record = read_json(path, RunRecord)

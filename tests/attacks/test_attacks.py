@@ -11,7 +11,7 @@ from attack_list import ACCEPTED, ONLY_IN_THE_TABLE, SABOTAGES, TEN_WAYS
 from micro_study import finished_study
 from sabotage import attempt, untouched
 
-TRIED = [one for one in SABOTAGES if one.name not in ONLY_IN_THE_TABLE]
+TRIED = [sabotage for sabotage in SABOTAGES if sabotage.name not in ONLY_IN_THE_TABLE]
 STAGES = {
     "prepare": ("prepare",),
     "diagnose": ("diagnose", "target"),
@@ -31,8 +31,8 @@ def finished(tmp_path_factory):
 
 
 def test_names_are_unique_and_the_ten_ways_are_among_them():
-    assert len({one.name for one in SABOTAGES}) == len(SABOTAGES)
-    assert {one.facts for one in SABOTAGES} - {None} == set(TEN_WAYS)
+    assert len({sabotage.name for sabotage in SABOTAGES}) == len(SABOTAGES)
+    assert {sabotage.facts for sabotage in SABOTAGES} - {None} == set(TEN_WAYS)
 
 
 def test_the_untouched_study_is_green(finished):
@@ -40,14 +40,14 @@ def test_the_untouched_study_is_green(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jobs", sorted({one.jobs for one in TRIED}), ids=str)
+@pytest.mark.parametrize("jobs", sorted({sabotage.jobs for sabotage in TRIED}), ids=str)
 def test_the_same_jobs_without_sabotage_are_green(finished, tmp_path, jobs):
     outcome = untouched(finished.copied(tmp_path / "study"), jobs)
     assert not outcome.is_caught, outcome
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sabotage", TRIED, ids=lambda one: one.name)
+@pytest.mark.parametrize("sabotage", TRIED, ids=lambda sabotage: sabotage.name)
 def test_sabotage_is_caught(finished, tmp_path, sabotage):
     outcome = attempt(finished.copied(tmp_path / "study"), sabotage)
     assert outcome.is_caught == (sabotage.name not in ACCEPTED), outcome
@@ -59,7 +59,7 @@ def held():
     process = psutil.Process()
     counts = Counter(descriptors=process.num_fds(), threads=process.num_threads())
     counts.update(f"file {file.path}" for file in process.open_files())
-    counts.update(f"connection {one.laddr} {one.status}" for one in process.net_connections())
+    counts.update(f"connection {socket.laddr} {socket.status}" for socket in process.net_connections())
     counts.update(f"child {child.pid}" for child in process.children(recursive=True))
     return counts
 

@@ -158,7 +158,7 @@ def test_every_byte_and_every_length_is_noticed(artifacts, tmp_path, name):
 
 @given(content=anything)
 @fuzzed
-def test_a_sealed_artifact_of_anything_else_is_refused(tmp_path, content):
+def test_any_other_content_with_a_checksum_is_refused(tmp_path, content):
     from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, with_checksum
 
     text = json.dumps({"x": content}, indent=2).removesuffix("\n}") + f',\n  "checksum": "{CHECKSUM_PLACEHOLDER}"\n}}\n'
@@ -211,7 +211,7 @@ def test_any_model_folder_is_prepared_or_refused(checkpoint, tmp_path, data):
     (tmp_path / "out").mkdir()
     with one_clear_line() as refusals:
         prepare_model(ModelConfig(source=str(folder)), tmp_path / "out" / "model")
-    assert [one.name for one in (tmp_path / "out").iterdir()] == ([] if refusals else ["model"])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ([] if refusals else ["model"])
 
 
 def places(content, where=()):
@@ -245,12 +245,12 @@ def changed(data, content):
 def test_any_study_is_valid_or_refused(tmp_path, monkeypatch, name, data):
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir(exist_ok=True)
-    for one in ("smoke", "arms"):
-        content = yaml.safe_load((ROOT / "config" / f"{one}.yaml").read_text(encoding="utf-8"))
-        if one == name:
+    for stem in ("smoke", "arms"):
+        content = yaml.safe_load((ROOT / "config" / f"{stem}.yaml").read_text(encoding="utf-8"))
+        if stem == name:
             content = changed(data, content)
         text = yaml.safe_dump(content, allow_unicode=False)
-        Path(f"config/{one}.yaml").write_text(text, encoding="utf-8")
+        Path(f"config/{stem}.yaml").write_text(text, encoding="utf-8")
     with one_clear_line():
         load_study_file(Path("config/smoke.yaml"))
     assert sorted(str(path) for path in Path().rglob("*.*")) == ["config/arms.yaml", "config/smoke.yaml"]
@@ -268,7 +268,7 @@ def test_any_bytes_as_a_study_or_as_published_figures_are_refused(tmp_path, cont
 
 @given(data=st.data())
 @fuzzed
-def test_any_published_figures_are_audited_or_refused(tmp_path, data):
+def test_any_published_figures_are_checked_or_refused(tmp_path, data):
     content = yaml.safe_load((ROOT / "config" / "published.yaml").read_text(encoding="utf-8"))
     (tmp_path / "published.yaml").write_text(yaml.safe_dump(changed(data, content)), encoding="utf-8")
     with one_clear_line():
@@ -354,4 +354,4 @@ def test_a_command_ends_with_exit_code_2_and_one_line(tmp_path, name):
     assert line.isprintable()
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-    assert sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()) == [file]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [file]

@@ -80,7 +80,7 @@ def test_both_routes_draw_the_same_normals(shape):
     torch.testing.assert_close(one_pass, finished, rtol=1e-6, atol=1e-6)
 
 
-def test_zero_scale_is_the_bare_product():
+def test_zero_scale_is_the_clean_product():
     a, b = (torch.arange(-6.0, 6.0, device=DEVICE).view(3, 4), torch.arange(8.0, device=DEVICE).view(4, 2))
     # Small integers: exact in any order of summation.
     assert torch.equal(matmul_with_relative_error(a, b, 0.0, SOURCE), a @ b)
@@ -142,7 +142,7 @@ for capability, n in ((80, "i32"), (90, "constexpr")):
 
 
 def test_kernel_compiles_for_a100_and_h100_with_tensor_cores(tmp_path):
-    # Machine code is made without a GPU; the interpreter says nothing about what the compiler accepts.
+    # Compiles machine code without a GPU; passing in the interpreter does not show that the compiler accepts a kernel.
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     environment = os.environ | settings | {"PYTHONPATH": str(Path(gemm_cuda.__file__).parent)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; without one every test here is skipped. `tests/noise` uses the device as well."""
+"""Tests that need a CUDA device; without one they are skipped. `tests/noise` uses the device as well."""
 
 from pathlib import Path
 

@@ -97,7 +97,7 @@ def test_a_captured_graph_repeats_a_key_passed_by_value():
 
 
 def capture(work):
-    """Warm up on a side stream as CUDA graphs ask for, then capture; return the graph and its output tensor."""
+    """Warm up on a side stream, as CUDA graphs require, then capture; return the graph and its output tensor."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -150,7 +150,7 @@ def test_loading_what_is_no_model_is_one_clear_error(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dtype_and_attention_are_as_asked(dtype):
+def test_dtype_and_attention_are_as_requested(dtype):
     model = load_model(builtin_folder("tiny"), dtype=dtype, attention="sdpa")
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
     assert model.config._attn_implementation == "sdpa"

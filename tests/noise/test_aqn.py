@@ -120,7 +120,7 @@ def test_aqn_that_never_ran_is_refused():
         new_recorder().receipt().check()
 
 
-def test_a_step_counter_that_stands_still_is_refused(model):
+def test_a_step_counter_that_does_not_advance_is_refused(model):
     decaying = AdaptiveNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.0))
     recorder = new_recorder(num_steps=2, noise=decaying)
     for step in range(2):
@@ -129,7 +129,7 @@ def test_a_step_counter_that_stands_still_is_refused(model):
         recorder.receipt().check()
 
 
-def test_aqn_where_none_was_asked_is_refused(model):
+def test_aqn_where_none_was_requested_is_refused(model):
     recorder = new_recorder()
     sync(model, recorder)
     receipt = recorder.receipt().model_copy(update={"aqn": None})
@@ -215,7 +215,7 @@ def test_a_layer_with_factor_zero_gets_no_hidden_noise(model):
     assert not torch.equal(noised[1], clean[1])
 
 
-def test_hidden_noise_that_was_asked_and_did_not_run_is_refused(model):
+def test_hidden_noise_that_was_requested_and_did_not_run_is_refused(model):
     recorder = new_recorder(noise=HIDDEN)
     with noised_rollout(model, HIDDEN, target_factors(model, HIDDEN, None), recorder, sigma=0.05, seed=0, step=0):
         pass  # sigmas not passed on to phase_noise

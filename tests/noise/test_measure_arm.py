@@ -23,7 +23,7 @@ E5 = OperatorNoise(error=RelativeGaussian(scale=0.05))
 AQN = AdaptiveNoise(schedule=EpochAwareRanges(ranges=(EpochRange(sigma_start=0.05, sigma_end=0.01),)))
 
 
-def test_an_arm_that_does_what_it_says_passes(model):
+def test_an_arm_whose_noise_is_measured_as_requested_passes(model):
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     receipt = measure_arm(model, Arm(description="", operator_noise=E5, aqn=AQN), prompt_tokens=32).check()
     assert {record.phase for record in receipt.phases if record.noised_calls} == set(E5.phases)
@@ -40,7 +40,7 @@ def test_norm_hooks_reach_hardly_any_operation(model):
     assert receipt.phases[0].noised_share == 0.0
 
 
-def test_a_model_whose_attention_escapes_is_told(make_model):
+def test_attention_that_escapes_the_noise_is_reported(make_model):
     model = make_model(attn_implementation="sdpa")
     problems = measure_arm(model, Arm(description="", operator_noise=E5)).problems()
     assert any("scaled_dot_product_attention escaped" in problem for problem in problems)
@@ -69,5 +69,5 @@ def test_an_unknown_arm_names_those_that_there_are():
 @pytest.mark.parametrize(
     "arm", [name for name, arm in read_arms(Path("config/arms.yaml")).items() if arm.model == "base"]
 )
-def test_every_shipped_arm_does_what_it_asks_for(arm, make_model):
+def test_every_shipped_arm_has_the_noise_it_requests(arm, make_model):
     measure_arm(make_model(intermediate_size=64), read_arms(Path("config/arms.yaml"))[arm]).check()

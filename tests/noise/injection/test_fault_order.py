@@ -1,4 +1,4 @@
-"""Faults of a machine within phases: their order with hidden-state noise, gradients, survival, receipts, replay."""
+"""Faults of a machine within phases: order relative to hidden-state noise, gradients, survival, receipts, replay."""
 
 import pytest
 import torch

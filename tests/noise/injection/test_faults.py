@@ -97,8 +97,8 @@ def test_noise_and_bias_pass_gradients_through_unchanged():
 
 def test_spikes_have_the_published_rate_and_size():
     hidden = torch.full((1, 400, 1000), 3.0)
-    struck = faults.spike(hidden, 0.5, torch.tensor(3.0), generator())
-    changed = struck[struck != hidden]
+    faulted = faults.spike(hidden, 0.5, torch.tensor(3.0), generator())
+    changed = faulted[faulted != hidden]
     rate, num_elements = 0.01 * 0.5, hidden.numel()
     assert abs(len(changed) - rate * num_elements) < 5 * math.sqrt(rate * num_elements)
     assert math.isclose(changed.std().item(), 30.0, rel_tol=5 / math.sqrt(2 * len(changed)))
@@ -106,9 +106,9 @@ def test_spikes_have_the_published_rate_and_size():
 
 def test_spikes_have_no_gradient_and_the_rest_pass():
     hidden = torch.ones(1, 100, 100, requires_grad=True)
-    struck = faults.spike(hidden, 1.0, torch.tensor(1.0), generator())
-    struck.sum().backward()
-    assert torch.equal(hidden.grad == 0, struck.detach() != 1)
+    faulted = faults.spike(hidden, 1.0, torch.tensor(1.0), generator())
+    faulted.sum().backward()
+    assert torch.equal(hidden.grad == 0, faulted.detach() != 1)
     assert (hidden.grad == 0).any()
 
 
@@ -119,7 +119,7 @@ def test_channels_are_reproducible_and_never_none(hidden_size, sparsity, seed):
     assert torch.equal(mask, faults.faulty_channels(hidden_size, sparsity, seed))
 
 
-def test_channels_have_the_asked_share_and_depend_on_the_seed():
+def test_channels_have_the_requested_share_and_depend_on_the_seed():
     mask = faults.faulty_channels(10_000, 0.1, 0)
     assert abs(mask.sum().item() - 1000) < 5 * math.sqrt(900)
     assert not torch.equal(mask, faults.faulty_channels(10_000, 0.1, 1))
@@ -131,9 +131,9 @@ def test_healthy_channels_stay_bit_identical(fault_type):
     hidden = torch.randn(2, 50, 64, generator=generator())
     fault = Fault(type=fault_type, layer=0, magnitude=1.0, sparsity=0.25)
     mask = faults.faulty_channels(64, 0.25, fault.seed)
-    struck = faults.apply_fault(hidden, fault, mask, call=0)
-    assert torch.equal(struck[..., ~mask], hidden[..., ~mask])
-    assert not torch.equal(struck[..., mask], hidden[..., mask])
+    faulted = faults.apply_fault(hidden, fault, mask, call=0)
+    assert torch.equal(faulted[..., ~mask], hidden[..., ~mask])
+    assert not torch.equal(faulted[..., mask], hidden[..., mask])
 
 
 @pytest.mark.parametrize("fault_type", FAULT_TYPES)
@@ -150,7 +150,7 @@ def test_dtype_shape_and_repeatability_per_call(fault_type, dtype):
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_context_strikes_only_its_layer_and_counts(as_tuple):
+def test_context_changes_only_its_layer_and_counts(as_tuple):
     model = Stack(as_tuple=as_tuple)
     clean = model(HIDDEN)
     with faults.simulated_faults(model, [Fault(type="dead_zone", layer=1, magnitude=0.1)]) as (record,):
@@ -242,13 +242,13 @@ def test_several_faults_at_once_are_counted_apart():
 
 
 @pytest.mark.parametrize("site", ["attention_output", "mlp_output", "q_proj", "down_proj", "post_attention_layernorm"])
-def test_every_site_is_struck_where_it_says(make_model, site):
+def test_the_fault_is_applied_to_the_output_of_its_site(make_model, site):
     model, fault = make_model(), Fault(type="bias", layer=1, magnitude=0.5, site=site)
     outputs = {}
     for name in ("clean", "faulty"):
         with faults.simulated_faults(model, [fault] if name == "faulty" else []), torch.no_grad():
-            struck = site_module(model, 1, site)
-            handle = struck.register_forward_hook(
+            module = site_module(model, 1, site)
+            handle = module.register_forward_hook(
                 lambda module, args, output, name=name: outputs.__setitem__(
                     name, output[0] if isinstance(output, tuple) else output
                 )

@@ -1,4 +1,4 @@
-"""Forwards without gradients have the mode in parts of a layer only; it must make no difference but of time."""
+"""Forward passes without gradients use the mode in parts of a layer only; that must change nothing but the time."""
 
 import sys
 import threading
@@ -136,7 +136,7 @@ def test_a_product_outside_linear_modules_is_noised_wherever_it_is(qwen2):
 
 
 def test_a_linear_weight_used_without_its_module_is_noised(qwen2):
-    """The call is a linear of torch, but not one that the module could bring noise to."""
+    """The call is torch's linear, but it does not go through the module's patched forward."""
     layer = qwen2.model.layers[1]
     down = layer.mlp.down_proj
     layer.mlp.forward = lambda x: F.linear(layer.mlp.up_proj(x), down.weight)
@@ -283,5 +283,5 @@ def test_a_linear_module_called_by_another_thread_has_no_noise(qwen2):
     noised, _ = generation(qwen2, noise_on(), num_forwards=4)
     handle.remove()
     assert len(results) == 4
-    assert all(torch.equal(one, bare) for one in results)
+    assert all(torch.equal(result, bare) for result in results)
     assert torch.equal(noised, generation(qwen2, noise_on(), num_forwards=4)[0])

@@ -331,7 +331,7 @@ def test_a_mode_that_is_never_activated_is_refused(model, monkeypatch):
         receipt.check()
 
 
-def test_noise_left_on_by_somebody_else_is_refused(model):
+def test_noise_left_by_another_patch_is_refused(model):
     """A patched F.linear, as in the original experiments, where no noise was requested."""
     layer = model.model.layers[0].self_attn.q_proj
     layer.forward = lambda x: F.linear(x, layer.weight, layer.bias) * 1.0001
@@ -520,7 +520,7 @@ def test_a_pattern_that_matches_nothing_is_refused(model):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_checkpointed_layers_replay_forward_and_backward_noise(make_model, operators, use_reentrant, backward_inside):
-    """Also when the backward pass comes after the phase: the recomputation brings its hooks back, and counts once."""
+    """Also if the backward pass comes after the phase: the recomputation registers its hooks again and counts once."""
     noise = OperatorNoise(operators=operators, error=RelativeGaussian(scale=0.05), phases=("actor_forward", "backward"))
     results, receipts = [], []
     for checkpointed in (False, True):

@@ -184,7 +184,7 @@ for capability in (80, 90):
 
 
 def test_kernel_compiles_for_a100_and_h100_with_16_byte_loads(tmp_path):
-    # Machine code is made without a GPU; the interpreter says nothing about what the compiler accepts.
+    # Compiles machine code without a GPU; passing in the interpreter does not show that the compiler accepts a kernel.
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     expected = [f"{capability} {dtype} True False" for capability in (80, 90) for dtype in ("bf16", "fp64")]

@@ -1,4 +1,4 @@
-"""Merged receipts: the sums of one recorder that saw everything, and refusals that name the worker."""
+"""Merged receipts: equal to those of a single recorder; refusals name the worker."""
 
 import copy
 import json
@@ -83,7 +83,7 @@ def measurements_of(make_model):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_merged_receipt_is_that_of_one_recorder_that_saw_everything(mode, measurements_of, make_model):
+def test_the_merged_receipt_equals_that_of_a_single_recorder(mode, measurements_of, make_model):
     torch.manual_seed(0)
     model = make_model(num_layers=3)
     both = recorder_for(mode)
@@ -178,7 +178,7 @@ def test_a_worker_without_its_noise_is_refused(measurements_of):
 
 
 def test_a_worker_whose_noise_stopped_half_way_is_refused(measurements_of):
-    """What was noised is in order, so that only the count of calls gives it away."""
+    """The noise has the right size, so only the count of calls shows the mistake."""
 
     def short(state):
         for cell in state.cells:

@@ -1,4 +1,4 @@
-"""Receipts that were tampered with, or tell of a run that went wrong, are refused; honest ones are not."""
+"""Receipts that were edited, or that record a faulty run, are refused; correct ones pass."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_an_error_with_a_mean_is_refused(honest):
 
 
 def test_a_cell_that_requests_something_else_is_refused(honest):
-    """The spec in the receipt decides what was requested, not what the cell says of itself."""
+    """The receipt's specification is the request, not the cell's own `requested` value."""
     with pytest.raises(ReceiptError, match=r"noised with relative_gaussian 0\.1, which was not requested"):
         with_cell(honest, requested=0.1, measured=0.1).check()
 
@@ -69,7 +69,7 @@ def test_a_layer_without_its_products_is_refused(honest):
 
 
 def test_operator_noise_beside_module_noise_alone_is_refused(model):
-    """Module noise in a phase is no licence for operator noise in it."""
+    """Module noise requested in a phase does not permit operator noise in it."""
     modules = ModuleNoise(modules="linear", error=RelativeGaussian(scale=0.05))
     receipt = receipt_of(model, operator_noise=NOISE, module_noise=modules).check()
     for requested in ("operator_noise", "module_noise"):
@@ -107,7 +107,7 @@ def test_every_false_alarm_would_be_one_in_a_million(make_model):
 
 @pytest.mark.parametrize("requested", ["operator_noise", "module_noise"])
 def test_noise_for_a_phase_that_the_run_does_not_have_is_refused(model, requested):
-    """Noise on the reference alone, in a training without one, would be noise that nobody ever meets."""
+    """Noise on the reference alone, in a training without a reference, would never be applied."""
     error = RelativeGaussian(scale=0.05)
     noise = {
         "operator_noise": OperatorNoise(error=error, phases=("reference",)),

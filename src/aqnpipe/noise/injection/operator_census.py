@@ -232,5 +232,5 @@ class OperatorCensus(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return what tells the memory of a dense tensor from all others alive; 0 for a sparse one."""
+    """Return a number that identifies the memory of a dense tensor among all live ones; 0 for a sparse tensor."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
