@@ -1,8 +1,8 @@
-"""Error rates of the comparisons by simulation: what share of studies without an effect shows one?
+"""Error rates of the comparisons by simulation: the share of studies without an effect that appear to show one.
 
 `OMP_NUM_THREADS=1 python benchmarks/calibration.py [--studies 2000]` prints the table of benchmarks/README.md. A
-made-up study has several arms and seeds; an answer is right with a probability that depends on the question (shared by
-all arms), on how the arm takes the question, and on the seed_variance of the run, which shifts all of a run's accuracy.
+simulated study has several arms and seeds. The probability of a correct answer depends on the question (the same for
+all arms), on the interaction of arm and question, and on the run, which shifts the accuracy of all its answers.
 """
 
 import argparse
@@ -21,39 +21,40 @@ from aqnpipe.statistics.resampling import Resampler, sign_flip_p
 FloatArray = npt.NDArray[np.float64]
 
 INTERCEPT, DIFFICULTY, TASTE = 1.2, 2.0, 1.0
-"""Of the logistic model: about 67 % right; standard deviations of questions and of arms' own views of questions."""
+"""Logistic model: intercept (about 67 % correct), and standard deviations of question and of arm x question effects."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """Sizes of a made-up study; seed_variance is the standard deviation of a run's accuracy in points.
+    """Sizes of a simulated study. `run_sd`: run-to-run standard deviation of the accuracy, in points.
 
-    `other_luck`: of the arms that are not compared (null: the same). `effect`: true difference of the first two arms.
+    `other_run_sd`: that of the arms that are not compared (None: the same). `effect`: true difference of the first two
+    arms, as a fraction.
     """
 
     num_seeds: int
     num_questions: int
-    seed_variance: float
+    run_sd: float
     num_arms: int = 4
-    other_luck: float | None = None
+    other_run_sd: float | None = None
     effect: float = 0.0
 
 
 def population_accuracy(shift: float, spread: float = 0.0) -> float:
-    """Expected accuracy over questions, arms' views and seed_variance, by Gauss-Hermite quadrature."""
+    """Return the expected accuracy over questions, arms and runs, by Gauss-Hermite quadrature."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     logits = INTERCEPT + shift + nodes * np.sqrt(DIFFICULTY**2 + TASTE**2 + spread**2)
     return float(np.sum(weights / (1 + np.exp(-logits))) / weights.sum())
 
 
-def luck_in_logits(points: float) -> float:
-    """Shift of the logit that moves the accuracy by `points`, to first order."""
+def run_sd_in_logits(points: float) -> float:
+    """Return the shift of the logit that changes the accuracy by `points`, to first order."""
     slope = (population_accuracy(0.01) - population_accuracy(-0.01)) / 0.02
     return points / 100 / slope
 
 
 def shift_for(effect: float, spread: float) -> float:
-    """Shift of the logit that changes the expected accuracy by `effect`."""
+    """Return the shift of the logit that changes the expected accuracy by `effect`."""
     if effect == 0:
         return 0.0
     base = population_accuracy(0.0, spread)
@@ -61,23 +62,23 @@ def shift_for(effect: float, spread: float) -> float:
 
 
 def studies(design: Design, number: int, seed: int) -> Iterator[FloatArray]:
-    """Yield outcomes[arm, seed, question] of `number` made-up studies."""
+    """Yield outcomes[arm, seed, question] of `number` simulated studies."""
     draws = np.random.default_rng(seed)
     sizes = (design.num_arms, design.num_seeds, 1)
-    seed_variance = np.full((design.num_arms, 1, 1), luck_in_logits(design.seed_variance))
-    if design.other_luck is not None:
-        seed_variance[2:] = luck_in_logits(design.other_luck)
+    run_sd = np.full((design.num_arms, 1, 1), run_sd_in_logits(design.run_sd))
+    if design.other_run_sd is not None:
+        run_sd[2:] = run_sd_in_logits(design.other_run_sd)
     shift = np.zeros((design.num_arms, 1, 1))
-    shift[0] = shift_for(design.effect, float(seed_variance[0, 0, 0]))
+    shift[0] = shift_for(design.effect, float(run_sd[0, 0, 0]))
     for _ in range(number):
         difficulty = draws.normal(0, DIFFICULTY, design.num_questions)
         taste = draws.normal(0, TASTE, (design.num_arms, 1, design.num_questions))
-        logits = INTERCEPT + shift + difficulty + taste + seed_variance * draws.standard_normal(sizes)
+        logits = INTERCEPT + shift + difficulty + taste + run_sd * draws.standard_normal(sizes)
         yield (draws.random(logits.shape) < 1 / (1 + np.exp(-logits))).astype(np.float64)
 
 
 def pooled_spread(outcomes: FloatArray) -> Spread | None:
-    """Spread of arm 0 minus arm 1 as the compare stage estimates it, seed_variance pooled over all arms."""
+    """Return the spread of arm 0 minus arm 1 as the compare stage estimates it, with pooled seed variance."""
     num_seeds = outcomes.shape[1]
     seed_variance = pooled_seed_variance(list(outcomes.mean(axis=2)), [num_seeds, num_seeds]) if num_seeds > 1 else None
     return two_way_spread(outcomes[0] - outcomes[1], seed_variance)
@@ -107,33 +108,29 @@ def misses(design: Design, number: int, seed: int, alpha: float = 0.05) -> dict[
 
 
 def _designs() -> list[Design]:
-    same = [
-        Design(k, n, seed_variance) for n in (200, 1319) for k in (2, 3, 5, 10) for seed_variance in (0.0, 1.0, 3.0)
-    ]
-    unequal = [Design(k, 1319, 3.0, other_luck=1.0) for k in (2, 5)]
+    same = [Design(k, n, run_sd) for n in (200, 1319) for k in (2, 3, 5, 10) for run_sd in (0.0, 1.0, 3.0)]
+    unequal = [Design(k, 1319, 3.0, other_run_sd=1.0) for k in (2, 5)]
     return [*same, *unequal]
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of error rates."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--studies", type=int, default=2000)
-    parser.add_argument("--alpha", type=float, default=0.05)
+    parser.add_argument("--studies", type=int, default=2000, help="simulated studies per row")
+    parser.add_argument("--alpha", type=float, default=0.05, help="nominal error rate")
     arguments = parser.parse_args()
     header = None
     for design in _designs():
         found = misses(design, arguments.studies, seed=5, alpha=arguments.alpha)
         if header is None:
-            header = ["seeds", "questions", "seed_variance", *found]
+            header = ["seeds", "questions", "run SD", *found]
             print("| " + " | ".join(header) + " |")  # noqa: T201
             print("|" + "---|" * len(header))  # noqa: T201
-        seed_variance = f"{design.seed_variance:g}" + (
-            f", others {design.other_luck:g}" if design.other_luck is not None else ""
-        )
+        run_sd = f"{design.run_sd:g}" + (f", others {design.other_run_sd:g}" if design.other_run_sd is not None else "")
         cells = [
             str(design.num_seeds),
             str(design.num_questions),
-            seed_variance,
+            run_sd,
             *(f"{100 * v:.1f}" for v in found.values()),
         ]
         print("| " + " | ".join(cells) + " |", flush=True)  # noqa: T201

@@ -1,11 +1,12 @@
-"""Detection benchmark: fault types x sites x sparsities x magnitudes, layers and mask seeds in turn; healthy models.
+"""Detection benchmark: all combinations of fault type, site, sparsity and magnitude, and healthy models.
 
-`OMP_NUM_THREADS=1 python benchmarks/detection.py` runs all (about 20 minutes of one core) and writes beside this file
-detection_faults.csv, detection_healthy.csv, detection.md and detection_roc.svg. A run that was cut off goes on where it
-stopped. `--summarise` rewrites the last two from the first two.
+`OMP_NUM_THREADS=1 python benchmarks/detection.py` runs everything (about 20 minutes on one core) and writes
+detection_faults.csv, detection_healthy.csv, detection.md and detection_roc.svg to the folder of this file. An
+interrupted run resumes where it stopped. `--summarise` rewrites detection.md and detection_roc.svg from the CSV files.
 
-The models: the trained tiny model and small random ones of four architectures in three dtypes, in turn. Whether a fault
-is observable is decided without any probe: it is if it changes a bit of the logits on the model's own prompts.
+Models, layers and mask seeds alternate. The models are the trained tiny model and small random models of four
+architectures in three dtypes. A fault counts as observable, independently of any probe, if it changes a bit of the
+logits on the prompts of the model.
 """
 
 import argparse
@@ -57,7 +58,7 @@ TYPES = ("dead_zone", "saturation", "noise", "bias", "spike")
 SPARSITIES = {"100 %": 1.0, "10 %": 0.1, "1 %": 0.01, "0.1 %": 0.001, "one channel": 1e-9}
 MAGNITUDES = (0.3, 0.03, 0.001, 0.00001)
 SCANNED_SITES = ("layer_output", "attention_output", "mlp_output")
-"""The scans look at layer outputs; faults deeper inside are left to the exact probes."""
+"""Sites at which scans are evaluated. Scans use layer outputs; only exact probes can detect faults deeper inside."""
 
 CONFIG = DiagnosisConfig()
 VOCABULARY = 100
@@ -89,13 +90,13 @@ class Subject:
 
 @cache
 def subject(name: str, dtype: str, seed: int = 0) -> Subject:
-    """The trained tiny model on word problems, or a random model of four layers and 96 channels on random tokens."""
+    """Return the trained tiny model with word problems, or a random one (4 layers, 96 channels) with random tokens."""
     if name == "tiny":
         folder = builtin_folder("tiny")
         questions = load_problems(GeneratedDataset(num_train=CONFIG.num_prompts), "train")["question"].to_list()
         ids = prompt_token_ids(questions, PromptFormat(), load_tokenizer(folder))
         model = load_model(folder, dtype=dtype, attention="eager")  # type: ignore[arg-type]
-        return Subject(model, [torch.tensor(one) for one in ids])
+        return Subject(model, [torch.tensor(tokens) for tokens in ids])
     make_config, make_model = ARCHITECTURES[name]
     torch.manual_seed(derive_seed(seed, "benchmark.model"))
     config = make_config(
@@ -116,27 +117,27 @@ def subject(name: str, dtype: str, seed: int = 0) -> Subject:
 
 
 def cells() -> Iterator[tuple[str, str, str, float]]:
-    """(type, site, sparsity name, magnitude) of the full crossing, sites of all architectures."""
+    """Yield (type, site, sparsity name, magnitude) for all combinations, with the sites of all architectures."""
     sites = {site: None for name, dtype in FAULT_MODELS for site in sites_of(name, dtype)}
     yield from itertools.product(TYPES, sites, SPARSITIES, MAGNITUDES)
 
 
 def sites_of(name: str, dtype: str) -> list[str]:
-    """Names of the sites of a model's layers."""
+    """Return the names of the sites of a layer of a model."""
     return list(layer_sites(decoder_layers(subject(name, dtype).model)[0]).modules)
 
 
 @torch.no_grad()
 def logits_and_loss(of: Subject) -> tuple[list[Tensor], float]:
-    """Logits of every prompt and the mean next-token loss, in nats."""
+    """Return the logits of every prompt and the mean next-token loss in nats."""
     logits = [of.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in of.prompt_ids]
-    losses = [F.cross_entropy(one[:-1].float(), ids[1:]) for one, ids in zip(logits, of.prompt_ids, strict=True)]
+    losses = [F.cross_entropy(rows[:-1].float(), ids[1:]) for rows, ids in zip(logits, of.prompt_ids, strict=True)]
     return logits, float(torch.stack(losses).mean())
 
 
 def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float, seed: int) -> dict[str, Any]:
-    """Simulate one fault in the model and layer whose turn it is, diagnose, and judge."""
-    having = [one for one in FAULT_MODELS if site in sites_of(*one)]
+    """Simulate a fault in the next model and layer, diagnose it, and return the result."""
+    having = [model for model in FAULT_MODELS if site in sites_of(*model)]
     name, dtype = having[(number + seed) % len(having)]
     of = subject(name, dtype)
     num_layers = len(decoder_layers(of.model))
@@ -157,7 +158,7 @@ def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float
     with simulated_faults(of.model, [fault]):
         measured = measure(of, scan=site in SCANNED_SITES)
     found = measured["exact"].faults
-    right = [one for one in found if (one.layer, one.site) == (layer, site)]
+    right = [located for located in found if (located.layer, located.site) == (layer, site)]
     return {
         "model": name,
         "dtype": dtype,
@@ -186,12 +187,12 @@ def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float
 
 @cache
 def clean_outputs(name: str, dtype: str) -> tuple[list[Tensor], float]:
-    """What the healthy model puts out."""
+    """Return the logits and the loss of the healthy model."""
     return logits_and_loss(subject(name, dtype))
 
 
 def true_channels(model: nn.Module, fault: Fault) -> set[int]:
-    """The channels that the fault sits on; the width is that of the site's output in a clean forward."""
+    """Return the faulty channels of a fault, given the width of its site in a clean forward."""
     width: list[int] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
@@ -206,7 +207,7 @@ def true_channels(model: nn.Module, fault: Fault) -> set[int]:
 
 
 def chance_to_see(fault: Fault, num_channels: int, exact: ExactResult) -> float:
-    """Probability that the fault strikes during the exact probes: 1 for permanent ones."""
+    """Return the probability that the fault occurs during the exact probes; 1 for permanent faults."""
     if fault.type != "spike":
         return 1.0
     seen = sum(
@@ -218,7 +219,7 @@ def chance_to_see(fault: Fault, num_channels: int, exact: ExactResult) -> float:
 
 
 def measure(of: Subject, *, scan: bool = True) -> dict[str, Any]:
-    """Diagnose as it is now: exact result, verdict of the scans, a score per method, costs; None without scans."""
+    """Return the exact result, the verdict of the scans, a score per method and the costs; None without scans."""
     started = time.perf_counter()
     exact = run_exact(of.model, CONFIG)
     between = time.perf_counter()
@@ -248,7 +249,7 @@ SCAN_SCORES = tuple(
 
 
 def scan_scores(table: pl.DataFrame) -> dict[str, float]:
-    """One number per scan, higher for more suspect: the largest of all layers."""
+    """Return a score per scan, its maximum over layers; higher is more suspicious."""
     drops = table["log_kurtosis_drop_z"].drop_nulls()
     return {
         "score_ambient": float(np.max(table["instability_jump_z"].to_numpy())),
@@ -263,7 +264,7 @@ def scan_scores(table: pl.DataFrame) -> dict[str, float]:
 
 
 def healthy_row(name: str, dtype: str, seed: int) -> dict[str, Any]:
-    """Diagnose a healthy model."""
+    """Diagnose a healthy model and return the result."""
     measured = measure(subject.__wrapped__(name, dtype, seed))
     return {
         "model": name,
@@ -282,7 +283,7 @@ Task = partial[dict[str, Any]]
 
 
 def append_rows(path: Path, tasks: Sequence[Task], jobs: int) -> None:
-    """Run the tasks that `path` has no rows of yet, in `jobs` processes, and add their rows in order."""
+    """Run the tasks without a row in `path` in `jobs` processes, and append their rows in order."""
     done = max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
     with path.open("a", newline="") as file, get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
         for number, row in enumerate(pool.imap(run_task, tasks[done:]), start=done):
@@ -294,12 +295,12 @@ def append_rows(path: Path, tasks: Sequence[Task], jobs: int) -> None:
 
 
 def run_task(task: Task) -> dict[str, Any]:
-    """Run one task in a worker process."""
+    """Run a task in a worker process."""
     return task()
 
 
 def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
-    """The tables of detection.md."""
+    """Return the content of detection.md."""
     permanent = faults.filter(pl.col("type") != "spike")
     visible = permanent.filter(pl.col("bits_change"))
     spikes = faults.filter(pl.col("type") == "spike")
@@ -366,12 +367,12 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
 
 
 def upper(alarms: int, machines: int) -> float:
-    """One-sided exact 95 % upper bound of a rate."""
+    """Return the exact one-sided 95 % upper bound of a rate."""
     return float(stats.beta.ppf(0.95, alarms + 1, machines - alarms))
 
 
 def share(flags: pl.Series) -> str:
-    """`hits of all`."""
+    """Return the number of true flags as `hits of all`."""
     return f"{int(flags.sum())} of {len(flags)}"
 
 
@@ -404,7 +405,7 @@ def _magnitudes(faults: pl.DataFrame) -> list[str]:
 
 
 def roc(positive: np.ndarray, negative: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """False and true positive rates over all thresholds, from (0, 0) to (1, 1)."""
+    """Return the false and true positive rates over all thresholds, from (0, 0) to (1, 1)."""
     thresholds = np.unique(np.concatenate([positive, negative]))[::-1]
     false = np.array([0.0, *((negative >= t).mean() for t in thresholds)])
     true = np.array([0.0, *((positive >= t).mean() for t in thresholds)])
@@ -425,7 +426,7 @@ def _areas(faults: pl.DataFrame, healthy: pl.DataFrame) -> list[str]:
 
 
 def draw_roc(faults: pl.DataFrame, healthy: pl.DataFrame, path: Path) -> None:
-    """One curve per method, all types together."""
+    """Draw one ROC curve per method over all fault types."""
     curves = []
     for method in (column for column in healthy.columns if column.startswith("score_")):
         false, true = roc(faults[method].to_numpy(), healthy[method].to_numpy())
@@ -444,19 +445,21 @@ def draw_roc(faults: pl.DataFrame, healthy: pl.DataFrame, path: Path) -> None:
 
 
 def main() -> None:
-    """Run what is missing and write the summary."""
+    """Run the missing tasks and write the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=FOLDER)
-    parser.add_argument("--seeds", type=int, default=1, help="mask seeds per cell of the crossing")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the four files")
+    parser.add_argument("--seeds", type=int, default=1, help="mask seeds per combination")
     parser.add_argument("--healthy", type=int, default=30, help="seeds per architecture and dtype")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
-    parser.add_argument("--summarise", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes, each with one thread")
+    parser.add_argument("--summarise", action="store_true", help="only rewrite detection.md and detection_roc.svg")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     faults_csv, healthy_csv = (arguments.output / f"detection_{name}.csv" for name in ("faults", "healthy"))
     if not arguments.summarise:
         seeds_and_models = itertools.product(range(arguments.healthy), HEALTHY_MODELS)
-        append_rows(healthy_csv, [partial(healthy_row, *one, seed) for seed, one in seeds_and_models], arguments.jobs)
+        append_rows(
+            healthy_csv, [partial(healthy_row, *model, seed) for seed, model in seeds_and_models], arguments.jobs
+        )
         seeds_and_cells = itertools.product(range(arguments.seeds), enumerate(cells()))
         append_rows(
             faults_csv,

@@ -1,7 +1,7 @@
-"""Scorers against lm-evaluation-harness's own task gsm8k on the same responses, as the table of docs/scorers.md.
+"""Agreement of our scorers with the gsm8k task of lm-evaluation-harness on the same responses.
 
-`python benchmarks/scorers.py` takes the hard cases of the tests; further files of transcripts (as for `aqnpipe score`)
-are a column each. Needs lm_eval (extra dev), no network.
+`python benchmarks/scorers.py` prints the table of docs/scorers.md for the hard cases of the tests. Each further file of
+transcripts (as for `aqnpipe score`) adds columns. It needs lm_eval (extra dev) and no network.
 """
 
 import argparse
@@ -19,21 +19,23 @@ from aqnpipe.data.scoring import SCORERS, grade
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
-from lm_harness import FILTERS, harness_grades  # noqa: E402 - found beside the tests
+from lm_harness import FILTERS, harness_grades  # noqa: E402 - in the folder of the tests
 
 HARD_CASES = SUPPORT / "transcripts.jsonl"
 
 
 def agreement(transcripts: Sequence[Transcript]) -> dict[tuple[Scorer, str], int]:
-    """Return how many responses a scorer and a filter of the harness judge alike, right or wrong."""
+    """Return the number of responses on which each scorer and each filter of the harness agree."""
     with tempfile.TemporaryDirectory() as folder:
         harness = harness_grades(
-            Path(folder), [one.gold_answer for one in transcripts], [one.response for one in transcripts]
+            Path(folder),
+            [transcript.gold_answer for transcript in transcripts],
+            [transcript.response for transcript in transcripts],
         )
     return {
         (scorer, name): sum(
-            grade(one.response, one.gold_answer, scorer).correct == correct
-            for one, (_, correct) in zip(transcripts, harness[twin], strict=True)
+            grade(transcript.response, transcript.gold_answer, scorer).correct == correct
+            for transcript, (_, correct) in zip(transcripts, harness[twin], strict=True)
         )
         for scorer in SCORERS
         for twin, name in FILTERS.items()
@@ -41,14 +43,14 @@ def agreement(transcripts: Sequence[Transcript]) -> dict[tuple[Scorer, str], int
 
 
 def table(files: Sequence[Path]) -> str:
-    """Return agreement on every file as a Markdown table."""
+    """Return the agreement on every file as a Markdown table."""
     names = list(FILTERS.values())
     sets = [(path.stem, read_transcripts(path)) for path in files]
     found = [agreement(transcripts) for _, transcripts in sets]
     headers = [f"{label} ({len(transcripts):,}): {name}" for label, transcripts in sets for name in names]
     lines = [f"| scorer | {' | '.join(headers)} |", f"|---|{'---|' * len(headers)}"]
     for scorer in SCORERS:
-        cells = [f"{one[scorer, name]:,}" for one in found for name in names]
+        cells = [f"{counts[scorer, name]:,}" for counts in found for name in names]
         lines.append(f"| `{scorer}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -56,7 +58,7 @@ def table(files: Sequence[Path]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[], help="further transcripts")
+    parser.add_argument("files", nargs="*", type=Path, default=[], help="further files of transcripts")
     print(table([HARD_CASES, *parser.parse_args().files]))  # noqa: T201 - a report on standard output
 
 

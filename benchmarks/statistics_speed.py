@@ -1,8 +1,8 @@
-"""How long the compare stage takes on a large study, and how much memory.
+"""Time and memory of the compare stage on a large study.
 
-`OMP_NUM_THREADS=1 POLARS_MAX_THREADS=2 python benchmarks/statistics_speed.py` makes up the evaluations of 50 arms with
-5 seeds, 3 noise levels and 1,319 questions (not timed), compares them, and prints seconds and peak memory. Receipts are
-short here: those of real models hold a cell per operator and layer.
+`OMP_NUM_THREADS=1 POLARS_MAX_THREADS=2 python benchmarks/statistics_speed.py` generates evaluations of 50 arms with 5
+seeds, 3 noise levels and 1,319 questions (not timed), compares them, and prints seconds and peak memory. The receipts
+are short: those of real models contain a cell per operator and layer.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from aqnpipe.noise.receipts.receipt import Receipt
 LEVELS = (0.0, 0.05, 0.1)
 
 
-def made_up_study(num_arms: int, num_seeds: int) -> Study:
-    """A study of as many arms as requested, whose comparisons are the usual ones and each arm against the first."""
+def generated_study(num_arms: int, num_seeds: int) -> Study:
+    """Return a study that compares every arm with the first one and with itself under noise."""
     names = [f"arm{number:02d}" for number in range(num_arms)]
     claims = [
         {
@@ -71,7 +71,7 @@ def made_up_study(num_arms: int, num_seeds: int) -> Study:
 def write_evaluation(
     folder: Path, checkpoint: tuple[str, str, int, int], num_questions: int, draws: np.random.Generator
 ) -> EvaluationInput:
-    """Write one evaluation with random answers and responses of about 150 characters."""
+    """Write an evaluation with random answers and responses of about 150 characters."""
     model, arm, seed, step = checkpoint
     base = folder / arm / f"seed{seed}"
     source = EvaluationInput(*checkpoint, base / "table.parquet", base / "receipt.json", base / "run.json")
@@ -111,15 +111,15 @@ def write_evaluation(
 
 
 def main() -> None:
-    """Print the time and memory of one comparison."""
+    """Print the time and memory of the compare stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", type=int, default=50)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--questions", type=int, default=1319)
+    parser.add_argument("--arms", type=int, default=50, help="number of arms")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds per arm")
+    parser.add_argument("--questions", type=int, default=1319, help="questions per evaluation")
     arguments = parser.parse_args()
-    study = made_up_study(arguments.arms, arguments.seeds)
+    study = generated_study(arguments.arms, arguments.seeds)
     draws = np.random.default_rng(0)
-    # The receipts are empty, so every level above 0 would be refused: what is timed is the work on valid comparisons.
+    # The receipts are empty, so every level above 0 would be refused. The benchmark measures valid comparisons.
     EvaluationPass.problems = lambda self, tolerance=0.0: []  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -40,13 +40,13 @@ def estimates(simulation, design, number=STUDIES, seed=11):
 
 
 @pytest.mark.parametrize(
-    ("num_seeds", "num_questions", "seed_variance"),
+    ("num_seeds", "num_questions", "run_sd"),
     [(2, 200, 0.0), (2, 1319, 3.0), (3, 500, 1.0), (3, 1319, 2.0), (5, 200, 3.0), (5, 1319, 1.0), (10, 500, 2.0)],
 )
 @pytest.mark.parametrize("effect", [0.0, 0.06])
-def test_intervals_hold_the_true_difference(simulation, num_seeds, num_questions, seed_variance, effect):
+def test_intervals_hold_the_true_difference(simulation, num_seeds, num_questions, run_sd, effect):
     """Without an effect a miss is a false finding (type-I error); with one it is a lack of coverage."""
-    design = simulation.Design(num_seeds, num_questions, seed_variance, effect=effect)
+    design = simulation.Design(num_seeds, num_questions, run_sd, effect=effect)
     missed = 0
     for estimate in estimates(simulation, design, number=STUDIES if num_seeds * num_questions < 5000 else STUDIES // 2):
         low, high = estimate.interval(0.95)
@@ -56,7 +56,7 @@ def test_intervals_hold_the_true_difference(simulation, num_seeds, num_questions
 
 
 def test_a_real_effect_is_found(simulation):
-    """10 points, 5 seeds, 1,319 questions, runs that scatter by 1 point: the detectable difference is below 6 points."""
+    """10 points, 5 seeds, 1,319 questions, run SD of 1 point: the detectable difference is below 6 points."""
     found = [one.two_sided_p() < 0.05 for one in estimates(simulation, simulation.Design(5, 1319, 1.0, effect=0.1), 60)]
     assert sum(found) >= 55
 
@@ -108,15 +108,15 @@ def test_the_joint_test_of_levels(simulation):
 
 
 def test_ignoring_the_variance_of_training_rejects_far_too_often(simulation):
-    """One run per arm, runs that scatter by 3 points: McNemar on two checkpoints rejects far too often as a test of arms."""
+    """One run per arm, run SD of 3 points: McNemar on two checkpoints rejects far too often as a test of arms."""
     design = simulation.Design(1, 1319, 3.0, num_arms=2)
     rejected = sum(one.two_sided_p() < 0.05 for one in estimates(simulation, design, 200))
     assert rejected > stats.binom.ppf(0.9999, 200, 0.05)
 
 
-def test_much_luckier_arms_than_the_others_are_the_limit_of_pooling(simulation):
+def test_arms_that_vary_much_more_than_the_others_are_the_limit_of_pooling(simulation):
     """ADR 8: where the compared arms scatter three times as much as the rest, up to about 10 % instead of 5."""
-    design = simulation.Design(3, 1319, 3.0, num_arms=4, other_luck=1.0)
+    design = simulation.Design(3, 1319, 3.0, num_arms=4, other_run_sd=1.0)
     missed = 0
     for estimate in estimates(simulation, design, 300):
         low, high = estimate.interval(0.95)

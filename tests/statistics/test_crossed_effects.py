@@ -33,14 +33,14 @@ def test_two_way_spread_by_hand():
     assert spread.overlap == pytest.approx(8 * 0.25**2 / (1 * 3) / 8)
 
 
-def test_pooled_luck_by_hand():
+def test_pooled_seed_variance_by_hand():
     """Within-arm sums of squares 2 and 8 with 1 and 1 degrees of freedom: 5; sides of two seeds each: 5/2 + 5/2."""
     seed_variance = pooled_seed_variance([np.array([1.0, 3.0]), np.array([2.0, 6.0])], [2, 2])
     assert seed_variance == SeedVariance(5.0, 2.0)
     assert pooled_seed_variance([np.array([1.0]), np.array([2.0])], [1, 1]) is None
 
 
-def test_luck_of_other_arms_replaces_a_smaller_one_of_two_seeds():
+def test_seed_variance_of_other_arms_replaces_a_smaller_one_of_two_seeds():
     differences = np.array([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
     own = two_way_spread(differences)
     lent = two_way_spread(differences, SeedVariance(0.5, 6.0))

@@ -1,11 +1,11 @@
-"""Diagnose a machine layer by layer, and derive per-layer sigmas.
+"""Diagnose machines layer by layer, and derive layer sigmas.
 
-Needs the prepared model and the training questions.
+Input: the prepared model and the training questions. Output: srdd/.
 """
 
 
 rule srdd_diagnose:
-    """Exact probes and statistical scans of a model on a machine (the device, or the device with simulated faults)."""
+    """Run exact probes and statistical scans of a model on a machine (the device, with or without simulated faults)."""
     input:
         model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
         problems=f"{RESULTS}/data/train.parquet",
@@ -35,7 +35,7 @@ rule srdd_diagnose:
 
 
 rule generate_layer_sigmas:
-    """Turn a diagnosis into per-layer sigmas by one strategy."""
+    """Derive layer sigmas from a diagnosis by one strategy."""
     input:
         layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
         verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",

@@ -1,11 +1,11 @@
-"""The loss of texts on machines with simulated faults, without training.
+"""Loss studies: the loss of texts on machines with simulated faults, without training.
 
-Needs the prepared model and the test questions.
+Input: the prepared model and the test questions. Output: loss_study/.
 """
 
 
 rule loss_study:
-    """Loss of every text at every magnitude of the faults, with and without noise; with receipts."""
+    """Compute the loss of every text at every magnitude of the faults, with and without noise, and the receipts."""
     input:
         model=f"{RESULTS}/models/{{model}}/config.json",
         test_problems=f"{RESULTS}/data/test.parquet",
@@ -33,7 +33,7 @@ rule loss_study:
 
 
 rule compare_losses:
-    """What a loss study shows, paired over texts and noise seeds."""
+    """Compare the conditions of a loss study, paired over texts and noise seeds."""
     input:
         table=f"{RESULTS}/loss_study/{{model}}/{{name}}.parquet",
         receipt=f"{RESULTS}/loss_study/{{model}}/{{name}}.receipt.json",

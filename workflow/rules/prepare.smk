@@ -1,11 +1,11 @@
 """Prepare data and models.
 
-Needs nothing but the study file; a hub model or data set is fetched here and nowhere else.
+Input: the study file only. Output: data/ and models/. Hub models and data sets are downloaded only here.
 """
 
 
 rule prepare_data:
-    """Generate or load one split of the study's questions."""
+    """Generate or read one split of the questions of the study."""
     output:
         f"{RESULTS}/data/{{split}}.parquet",
     log:
@@ -24,7 +24,7 @@ rule prepare_data:
 
 
 rule prepare_model:
-    """Materialise a model as a folder of safetensors, config and tokenizer."""
+    """Write a model as a folder with safetensors, config and tokenizer."""
     output:
         config=f"{RESULTS}/models/{{model}}/config.json",
         record=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
