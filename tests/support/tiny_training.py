@@ -43,6 +43,11 @@ def write_inputs(folder: Path, make_model, num_problems: int = 8, **model_settin
             }
         )
         write_table(folder / f"{split}.parquet", table, ProblemTable)
+    return inputs_in(folder)
+
+
+def inputs_in(folder: Path) -> TrainingInputs:
+    """Return the inputs that were written into `folder`."""
     return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
 
 
@@ -53,7 +58,7 @@ def write_builtin_inputs(folder: Path) -> TrainingInputs:
     for split in ("train", "test"):
         problems = load_problems(GeneratedDataset(num_train=16, num_test=8), split)
         write_table(folder / f"{split}.parquet", problems, ProblemTable)
-    return TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+    return inputs_in(folder)
 
 
 def training_spec(operator_noise=None, aqn=None, *, num_steps=2, dtype="float32", **training) -> TrainingSpec:

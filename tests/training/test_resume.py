@@ -1,15 +1,17 @@
 """Runs that were killed at every point and started again end byte for byte like an undisturbed run."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import random
 import re
 import shutil
 
 import pytest
-from kill_server import POINTS, RESUME_EVERY, KillServer, random_kill, tree, whole_spec
+from kill_server import POINTS, RESUME_EVERY, KillServer, Outcome, random_kill, tree, whole_spec
 from small_disk import mounted_small_disk
-from tiny_training import scattered_rewards, training_spec, write_inputs
+from tiny_training import inputs_in, scattered_rewards, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
@@ -26,23 +28,23 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory, make_model):
-    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16)
+def inputs(made_once, make_model):
+    return inputs_in(made_once("resume inputs", lambda folder: write_inputs(folder, make_model, num_problems=16)))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server, inputs, tmp_path_factory):
+def undisturbed(server, inputs, made_once):
     """Return a function that trains a spec undisturbed, once, and returns its files and outcome."""
-    done = {}
 
     def run(spec):
-        key = spec.model_dump_json()
-        if key not in done:
-            folder = tmp_path_factory.mktemp("undisturbed")
+        def train(folder):
             outcome = server.train(spec, inputs, folder / "run", folder / "scratch")
             assert outcome.code == 0, outcome.said
-            done[key] = (tree(folder / "run"), outcome)
-        return done[key]
+            (folder / "outcome.json").write_text(json.dumps(dataclasses.asdict(outcome)))
+
+        key = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()[:16]
+        folder = made_once(f"undisturbed {key}", train)
+        return tree(folder / "run"), Outcome(**json.loads((folder / "outcome.json").read_text()))
 
     return run
 
@@ -102,10 +104,36 @@ def test_the_chains_name_every_point():
     assert {point for chain in CHAINS.values() for point, _, _ in chain} == set(POINTS)
 
 
+ONE_KILL_PER_PHASE = [
+    ("rollout", 3, "after"),
+    ("backward", 5, "before"),
+    ("validation", 1, "after"),
+    ("resume manifest", 1, "before"),
+    ("record", 1, "before"),
+    ("promotion", 1, "before"),
+]
+"""One kill of each chain, in the order of a run."""
+
+
+def test_the_short_chain_has_one_kill_per_phase():
+    phase_of = {point: phase for phase, chain in CHAINS.items() for point, _, _ in chain}
+    assert [phase_of[point] for point, _, _ in ONE_KILL_PER_PHASE] == list(CHAINS)
+
+
+def test_killed_once_in_every_phase_and_started_again(start, undisturbed, tmp_path):
+    kill_and_start_again(ONE_KILL_PER_PHASE, start, undisturbed, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_killed_at_every_point_and_started_again(name, start, undisturbed, tmp_path):
+    kill_and_start_again(CHAINS[name], start, undisturbed, tmp_path)
+
+
+def kill_and_start_again(chain, start, undisturbed, tmp_path):
+    """Kill a run at the points of a chain, one after the other; its files must be those of an undisturbed run."""
     outcomes = []
-    for kill in CHAINS[name]:
+    for kill in chain:
         outcomes.append(start(whole_spec(), kill=kill))
         assert outcomes[-1].code == -9, (kill, outcomes[-1].said)
     outcomes.append(start(whole_spec()))
@@ -114,6 +142,7 @@ def test_killed_at_every_point_and_started_again(name, start, undisturbed, tmp_p
     assert_no_step_is_lost_beyond_the_interval(outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_and_started_again(seed, start, undisturbed, tmp_path):
     files, reference = undisturbed(whole_spec())
@@ -126,6 +155,7 @@ def test_killed_at_random_and_started_again(seed, start, undisturbed, tmp_path):
     assert_no_step_is_lost_beyond_the_interval(outcomes)
 
 
+@pytest.mark.slow
 def test_adapters_with_dropout_and_several_steps_per_rollout_resume_too(start, undisturbed, tmp_path):
     lora = {"rank": 2, "alpha": 4, "dropout": 0.3}
     spec = whole_spec(steps_per_rollout=2, prompts_per_step=2, num_steps=12, resume_every=3, lora=lora)
@@ -136,19 +166,21 @@ def test_adapters_with_dropout_and_several_steps_per_rollout_resume_too(start, u
 
 
 @pytest.fixture(scope="module")
-def killed(server, inputs, tmp_path_factory):
+def killed(server, inputs, made_once):
     """Return the scratch folder of a run killed after step 6: points after steps 4 and 6, a checkpoint after step 4."""
-    folder = tmp_path_factory.mktemp("killed")
-    assert (
-        server.train(whole_spec(), inputs, folder / "run", folder / "scratch", kill=("rollout", 7, "before")).code == -9
-    )
-    assert [point.name for point in points(folder / "scratch")] == ["step4", "step6"]
-    return folder / "scratch"
+
+    def train(folder):
+        kill = ("rollout", 7, "before")
+        assert server.train(whole_spec(), inputs, folder / "run", folder / "scratch", kill=kill).code == -9
+        assert [point.name for point in points(folder / "scratch")] == ["step4", "step6"]
+
+    return made_once("killed after step 6", train) / "scratch"
 
 
 NO_FURTHER = ("rollout", 1, "after")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimizer.pt", "rank0.json", "manifest.json"])
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove"])
 def test_a_damaged_resume_point_is_noticed_and_the_one_before_is_used(name, harm, killed, start, tmp_path):
@@ -173,6 +205,7 @@ def damage(path, harm):
             path.unlink()
 
 
+@pytest.mark.slow
 def test_going_on_from_the_point_before_ends_with_the_same_bytes(killed, start, undisturbed, tmp_path):
     shutil.copytree(killed, tmp_path / "scratch")
     damage(points(tmp_path / "scratch")[-1] / "weights.safetensors", "truncate")
@@ -180,6 +213,7 @@ def test_going_on_from_the_point_before_ends_with_the_same_bytes(killed, start, 
     assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
 
 
+@pytest.mark.slow
 def test_without_an_intact_resume_point_the_run_starts_from_the_beginning(killed, start, undisturbed, tmp_path):
     shutil.copytree(killed, tmp_path / "scratch")
     for point in points(tmp_path / "scratch"):
@@ -190,6 +224,7 @@ def test_without_an_intact_resume_point_the_run_starts_from_the_beginning(killed
     assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_that_was_written_already_is_made_again(killed, start, tmp_path):
     shutil.copytree(killed, tmp_path / "scratch")
     (checkpoint,) = (tmp_path / "scratch").glob("*/run/checkpoints/step4/model.safetensors")
@@ -199,6 +234,7 @@ def test_a_damaged_checkpoint_that_was_written_already_is_made_again(killed, sta
     assert "checkpoints/step4/model.safetensors" in again.said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["config", "code", "data"])
 def test_a_changed_config_code_or_input_starts_from_the_beginning(change, killed, server, inputs, tmp_path):
     shutil.copytree(killed, tmp_path / "scratch")
@@ -215,6 +251,7 @@ def test_a_changed_config_code_or_input_starts_from_the_beginning(change, killed
     assert new != old
 
 
+@pytest.mark.slow
 def test_outputs_deleted_after_promotion_come_back_without_training(start, undisturbed, tmp_path):
     """Snakemake deletes the outputs of a job that was killed between its last write and its exit."""
     assert start(whole_spec()).code == 0
@@ -226,6 +263,7 @@ def test_outputs_deleted_after_promotion_come_back_without_training(start, undis
     assert not points(tmp_path / "scratch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "step"), [("SIGTERM", 4), ("SIGUSR1", 5), ("SIGURG", 2)])
 def test_a_signal_ends_the_run_after_the_step_with_a_resume_point(name, step, start, undisturbed, tmp_path):
     """Step 4 is the end of an epoch."""
@@ -240,6 +278,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_resume_point(name, step, st
     assert tree(tmp_path / "run") == undisturbed(whole_spec())[0]
 
 
+@pytest.mark.slow
 def test_arms_that_differ_in_noise_see_the_same_prompts_in_every_epoch_and_after_a_resume(start, undisturbed):
     noisy = undisturbed(whole_spec())[1].prompts
     clean = undisturbed(training_spec(**whole_spec().training.model_dump(), num_steps=8))[1].prompts
@@ -252,6 +291,7 @@ def test_arms_that_differ_in_noise_see_the_same_prompts_in_every_epoch_and_after
     assert start(whole_spec()).prompts == noisy[4:]
 
 
+@pytest.mark.slow
 def test_neither_order_nor_concurrency_of_runs_matters(server, inputs, undisturbed, tmp_path, monkeypatch):
     """Run in the reverse order in one process, and at the same time in separate processes."""
     specs = {"a": whole_spec(), "b": whole_spec().model_copy(update={"seed": 1})}
@@ -274,6 +314,7 @@ def small_disk(tmp_path):
         yield disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 40_000, 160_000, 320_000])
 def test_a_full_disk_ends_the_run_with_one_line_and_costs_nothing(
     room, small_disk, killed, server, inputs, undisturbed, tmp_path
@@ -299,6 +340,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_costs_nothing(
     assert tree(small_disk / "run") == undisturbed(whole_spec())[0]
 
 
+@pytest.mark.slow
 def test_a_second_process_on_the_same_run_is_refused_and_the_holder_named(start, server, inputs, tmp_path):
     both = [(whole_spec(), inputs, tmp_path / "run", tmp_path / "scratch")] * 2
     outcomes = server.train_together(both)
