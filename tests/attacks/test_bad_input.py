@@ -332,7 +332,7 @@ def test_any_response_is_graded(text):
 REFUSED_AS_COMMANDS = {
     "a study with a misspelt key": (["check", "study.yaml"], "study.yaml", b"seeeds: [0]\n"),
     "a study that is no YAML": (["check", "study.yaml"], "study.yaml", b"a: [\x1b[31m\n"),
-    "figures that are no text": (["audit", "figures.yaml"], "figures.yaml", b"\xff\xfe\x00"),
+    "figures that are no text": (["check-published", "figures.yaml"], "figures.yaml", b"\xff\xfe\x00"),
     "a transcript without responses": (["score", "t.jsonl"], "t.jsonl", b'{"gold_answer": "5"}\n'),
     "a fault of no known type": (["diagnose", "tiny", "--fault", "type=x,layer=1"], "none", b""),
     "a model folder with nothing in it": (["diagnose", "./model"], "model/notes", b"x"),
