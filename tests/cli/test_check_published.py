@@ -5,6 +5,7 @@ import pytest
 
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.cli.main import main
+from aqnpipe.report.words import load_words
 
 PUBLISHED = str(Path(__file__).parents[2] / "config" / "published.yaml")
 
@@ -34,7 +35,7 @@ def test_the_table_names_every_claim_and_the_impossible_figure(check):
 def test_json_is_the_artifact(check):
     found = PublishedCheck.model_validate(json.loads(check(PUBLISHED, "--json")[1]))
     assert found.claims[0].verdict == "supported"
-    assert found.claims[0].sentence_zh.startswith("E5 对 baseline：−8.72 个百分点")
+    assert load_words("zh").all_of(found.claims[0].statements).startswith("E5 对 baseline：−8.72 个百分点")
 
 
 def test_a_broken_file_is_one_line_and_exit_2(check, tmp_path):

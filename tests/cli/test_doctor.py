@@ -32,7 +32,7 @@ def in_the_repository(monkeypatch):
 
 
 def problems(found):
-    return {one.name: f"{one.found} {one.advice}" for one in found if one.status == "problem"}
+    return {check.name: f"{check.found} {check.advice}" for check in found if check.status == "problem"}
 
 
 def profile(name, **site):
@@ -56,7 +56,9 @@ def test_partitions_are_read_as_sinfo_prints_them():
 def test_a_cluster_that_has_what_a_profile_asks_for(name):
     found = profile_checks(read_profile(name), CLUSTER)
     assert not problems(found)
-    assert {"train", "evaluate", "srdd_diagnose", "loss_study", "other jobs", "study"} <= {one.name for one in found}
+    assert {"train", "evaluate", "srdd_diagnose", "loss_study", "other jobs", "study"} <= {
+        check.name for check in found
+    }
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_what_the_cluster_lacks_is_said(site, said):
 @pytest.mark.parametrize(("devices", "status"), [(4, "problem"), (8, "ok"), (16, "untested")])
 def test_every_worker_of_a_run_needs_a_device(devices, status):
     workers = next(
-        one for one in profile_checks(profile("a100", train_devices=devices), CLUSTER) if one.name == "workers"
+        check for check in profile_checks(profile("a100", train_devices=devices), CLUSTER) if check.name == "workers"
     )
     assert (workers.status, workers.found) == (status, f"8 per training run, on {devices} devices")
 
@@ -113,7 +115,7 @@ def test_versions_are_held_against_requirements_and_tested_ones(monkeypatch, tmp
     monkeypatch.setattr(checks, "_version", installed.get)
     monkeypatch.setattr(checks.metadata, "requires", lambda name: required.get(name))
     (tmp_path / "constraints.txt").write_text("# pins\nray==2.2\ntorch==2.13.0\n")
-    found = {one.name: (one.status, one.advice) for one in version_checks(tmp_path / "constraints.txt")}
+    found = {check.name: (check.status, check.advice) for check in version_checks(tmp_path / "constraints.txt")}
     assert found["torch"] == ("problem", "trl needs torch<2.9")
     assert found["trl"] == ("ok", "")
     assert found["ray"] == ("untested", "the tests ran with 2.2")
@@ -140,7 +142,7 @@ def test_on_the_command_line(monkeypatch):
 
 
 def test_this_machine_is_looked_at():
-    found = {one.name: one for one in checks.machine_checks(Path("results"), None)}
+    found = {check.name: check for check in checks.machine_checks(Path("results"), None)}
     assert {"GPUs", "NPUs", "python", "torch", "vllm", "ray", "Slurm", "disk", "machine"} <= set(found)
     assert found["torch"].status in ("ok", "untested")
     assert found["Slurm"].status == "missing"

@@ -40,12 +40,15 @@ def test_every_scorer_counts_by_hand(transcripts):
     scored = json.loads(run(transcripts, "--json").stdout)
     (group,) = scored["groups"]
     assert (scored["responses"], group["truncated"]) == (4, 2)
-    assert {one["scorer"]: (one["correct"], one["parse_failures"]) for one in group["scorers"]} == COUNTS
-    assert {one["scorer"]: one["accuracy"] for one in group["scorers"]} == {
+    assert {result["scorer"]: (result["correct"], result["parse_failures"]) for result in group["scorers"]} == COUNTS
+    assert {result["scorer"]: result["accuracy"] for result in group["scorers"]} == {
         scorer: right / 4 for scorer, (right, _) in COUNTS.items()
     }
-    assert [(one["scorer"], one["same"]) for one in scored["agreement"]] == [("strict", 3), ("last_number", 4)]
-    assert [(one["place"], one["question_id"]) for one in scored["disagreements"]] == [("line 2", "b"), ("line 3", "3")]
+    assert [(pair["scorer"], pair["same"]) for pair in scored["agreement"]] == [("strict", 3), ("last_number", 4)]
+    assert [(response["place"], response["question_id"]) for response in scored["disagreements"]] == [
+        ("line 2", "b"),
+        ("line 3", "3"),
+    ]
     assert scored["disagreements"][1]["found"]["harness_strict"] == {"answer": None, "correct": False}
 
 
@@ -146,12 +149,12 @@ def evaluation(tmp_path):
 
 def test_an_evaluation_is_scored_again_pass_by_pass(evaluation):
     groups = score_transcripts("e", read_evaluation(evaluation, None)).groups
-    assert [(one.name, one.responses, one.truncated) for one in groups] == [
+    assert [(group.name, group.responses, group.truncated) for group in groups] == [
         ("noise 0 seed 0", 2, 0),
         ("noise 0.1 seed 0", 2, 0),
         ("noise 0.1 seed 1", 2, 2),
     ]
-    assert [(one.scorers[0].correct, one.scorers[0].parse_failures) for one in groups] == [(2, 0), (1, 1), (0, 1)]
+    assert [(group.scorers[0].correct, group.scorers[0].parse_failures) for group in groups] == [(2, 0), (1, 1), (0, 1)]
     assert run(evaluation).exit_code == 0
 
 

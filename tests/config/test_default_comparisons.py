@@ -14,17 +14,21 @@ GUIDED = {"aqn": AQN["aqn"] | {"layer_sigmas_from": "target"}}
 
 
 def arms(**definitions):
-    return {name: Arm.model_validate({"description": name} | one) for name, one in definitions.items()}
+    return {name: Arm.model_validate({"description": name} | settings) for name, settings in definitions.items()}
 
 
 def pairs(found, kind):
-    return [(one.treatment, one.control, one.noise_level, one.expected) for one in found if one.kind == kind]
+    return [
+        (comparison.treatment, comparison.control, comparison.noise_level, comparison.expected)
+        for comparison in found
+        if comparison.kind == kind
+    ]
 
 
 def test_every_arm_meets_its_counterpart():
-    sham = NOISE | AQN | {"aa_control_of": "helped"}
+    aa_control = NOISE | AQN | {"aa_control_of": "helped"}
     found = default_comparisons(
-        arms(clean={}, noisy=NOISE, helped=NOISE | AQN, guided=NOISE | GUIDED, sham=sham), (0.0, 0.05, 0.1)
+        arms(clean={}, noisy=NOISE, helped=NOISE | AQN, guided=NOISE | GUIDED, aa_control=aa_control), (0.0, 0.05, 0.1)
     )
     assert pairs(found, "arms") == [
         ("clean", "pretrained", 0.0, "higher"),
@@ -35,14 +39,19 @@ def test_every_arm_meets_its_counterpart():
         ("guided", "helped", 0.0, "higher"),
         ("guided", "helped", 0.1, "higher"),
     ]
-    assert [one.arm for one in found if one.kind == "levels"] == ["clean", "noisy", "helped", "guided"]
+    assert [comparison.arm for comparison in found if comparison.kind == "levels"] == [
+        "clean",
+        "noisy",
+        "helped",
+        "guided",
+    ]
     assert pairs(found, "degradation") == [
         ("noisy", "clean", 0.1, "higher"),
         ("helped", "noisy", 0.1, "higher"),
         ("guided", "helped", 0.1, "higher"),
     ]
-    assert {one.family for one in found} == {"arms", "levels", "degradation"}
-    assert all(one.claim_zh for one in found)
+    assert {comparison.family for comparison in found} == {"arms", "levels", "degradation"}
+    assert all(comparison.claim_zh for comparison in found)
 
 
 def test_targeted_sigmas_meet_their_controls():
@@ -66,7 +75,7 @@ def test_another_noise_and_another_model_are_no_counterpart():
         ("helped", "pretrained", 0.0, "higher"),
         ("big", "pretrained", 0.0, "higher"),
     ]
-    assert {one.kind for one in found} == {"arms"}
+    assert {comparison.kind for comparison in found} == {"arms"}
 
 
 def test_without_a_clean_level_nothing_is_compared_with_it():

@@ -105,7 +105,11 @@ def test_two_loss_studies_of_one_name_are_refused(config):
 def test_default_comparisons_stay_on_one_machine(config):
     config["arms"].insert(0, "baseline")
     config["comparisons"] = []
-    pairs = {(one.treatment, one.control) for one in load_study(config).comparisons() if one.kind == "arms"}
+    pairs = {
+        (comparison.treatment, comparison.control)
+        for comparison in load_study(config).comparisons()
+        if comparison.kind == "arms"
+    }
     assert ("dead_zone_none", "pretrained") in pairs
     assert ("dead_zone_global", "dead_zone_none") in pairs
     assert ("dead_zone_targeted", "dead_zone_none") in pairs or ("dead_zone_targeted", "dead_zone_global") in pairs

@@ -28,7 +28,7 @@ class ChatTokenizer:
     chat_template = "yes"
 
     def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True, **_):
-        turns = "".join(f"<{one['role']}>{one['content']}" for one in messages)
+        turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return turns + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -91,8 +91,8 @@ def test_prompts_are_the_harnesss(harness, number):
     (doc,) = harness.test_docs()
     drawn = harness.fewshot_context(doc, number)
     # The harness draws other examples than we do; the same ones are put to both.
-    examples = sorted((Example(**row) for row in ROWS), key=lambda one: drawn.find(one.question))
-    shown = [one for one in examples if one.question in drawn]
+    examples = sorted((Example(**row) for row in ROWS), key=lambda example: drawn.find(example.question))
+    shown = [example for example in examples if example.question in drawn]
     assert len(shown) == number
     assert format_prompt(QUESTION, few_shot(number), None, shown) == drawn
 
@@ -105,7 +105,7 @@ def test_chat_prompts_are_the_harnesss(harness, number):
         doc, number, apply_chat_template=True, fewshot_as_multiturn=True, chat_template=template
     )
     shown = sorted(
-        (Example(**row) for row in ROWS if row["question"] in drawn), key=lambda one: drawn.find(one.question)
+        (Example(**row) for row in ROWS if row["question"] in drawn), key=lambda example: drawn.find(example.question)
     )
     assert len(shown) == number
     assert format_prompt(QUESTION, few_shot(number, style="chat"), ChatTokenizer(), shown) == drawn
@@ -123,7 +123,7 @@ def test_the_first_training_questions_are_the_examples(train):
 def test_a_seed_draws_others_and_always_the_same(train):
     drawn = {seed: choose_examples(few_shot(5, example_seed=seed), train) for seed in range(8)}
     assert len(set(drawn.values())) == 8
-    assert all(len(set(one)) == 6 and set(one) <= {Example(**row) for row in ROWS} for one in drawn.values())
+    assert all(len(set(chosen)) == 6 and set(chosen) <= {Example(**row) for row in ROWS} for chosen in drawn.values())
     assert choose_examples(few_shot(5, example_seed=3), train) == drawn[3]
     assert choose_examples(few_shot(3, example_seed=3), train) == drawn[3][:4]
 
@@ -133,13 +133,16 @@ def test_a_training_question_never_sees_its_own_answer(train):
     for row in ROWS:
         shown = examples_for(row["question"].upper(), examples, 3)
         assert len(shown) == 3
-        assert row["question"] not in {one.question for one in shown}
+        assert row["question"] not in {example.question for example in shown}
 
 
 def test_questions_that_repeat_are_one_example(tmp_path):
     path = tmp_path / "train.parquet"
     write_table(path, problems([ROWS[0], ROWS[0] | {"question": "how many  are 0 and 1?"}, ROWS[1]]), ProblemTable)
-    assert [one.question for one in choose_examples(few_shot(1), path)] == [ROWS[0]["question"], ROWS[1]["question"]]
+    assert [example.question for example in choose_examples(few_shot(1), path)] == [
+        ROWS[0]["question"],
+        ROWS[1]["question"],
+    ]
     with pytest.raises(DataError, match=r"train\.parquet: 2 different questions, expected at least 3 for prompt"):
         choose_examples(few_shot(2), path)
 

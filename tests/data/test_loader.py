@@ -149,7 +149,11 @@ def test_bare_numbers_in_columns_of_other_names(tmp_path, value, gold):
     [
         ({"question": "q", "answer": "12 cm"}, {"answer_format": "number"}, r"row 0: answer '12 cm' is not a number"),
         ({"question": "q", "answer": "#### 12"}, {"answer_format": "number"}, r"'#### 12' is not a number"),
-        ({"question": "q", "answer": 12}, {}, r"column answer is Int64, expected text \(for numbers set answer_format: number"),
+        (
+            {"question": "q", "answer": 12},
+            {},
+            r"column answer is Int64, expected text \(for numbers set answer_format: number",
+        ),
         ({"question": "q", "answer": "1"}, {"answer_column": "Answer"}, "expected question and Answer"),
         ({"question": 7, "answer": "1"}, {"answer_format": "number"}, "column question is Int64, expected text"),
     ],

@@ -111,7 +111,7 @@ def assert_equal_to_the_harness(harness, golds, responses):
 def test_hard_transcripts_are_scored_as_by_the_harness(harness):
     assert set(FILTERS) < set(SCORERS)
     assert_equal_to_the_harness(
-        harness, [one["gold_answer"] for one in TRANSCRIPTS], [one["response"] for one in TRANSCRIPTS]
+        harness, [case["gold_answer"] for case in TRANSCRIPTS], [case["response"] for case in TRANSCRIPTS]
     )
 
 
@@ -126,26 +126,27 @@ def test_random_texts_are_scored_as_by_the_harness(harness):
 
 
 def test_the_table_in_the_docs_counts_the_hard_cases(harness):
-    graded = harness([one["gold_answer"] for one in TRANSCRIPTS], [one["response"] for one in TRANSCRIPTS])
+    graded = harness([case["gold_answer"] for case in TRANSCRIPTS], [case["response"] for case in TRANSCRIPTS])
     table = (Path(__file__).parents[2] / "docs" / "scorers.md").read_text(encoding="utf-8")
     assert f"hard cases ({len(TRANSCRIPTS)})" in table
     for scorer in SCORERS:
-        ours = [grade(one["response"], one["gold_answer"], scorer).correct for one in TRANSCRIPTS]
+        ours = [grade(case["response"], case["gold_answer"], scorer).correct for case in TRANSCRIPTS]
         same = [sum(mine == correct for mine, (_, correct) in zip(ours, graded[twin], strict=True)) for twin in FILTERS]
         assert f"| `{scorer}` | {same[0]} | {same[1]} |" in table
 
 
 def test_ours_differ_from_the_harness_where_the_transcripts_say_why():
     """And nowhere else: `why` stands at each difference in judgement or in whether there is an answer."""
-    for one in TRANSCRIPTS:
+    for case in TRANSCRIPTS:
         pairs = [
-            [grade(one["response"], one["gold_answer"], scorer) for scorer in (ours, theirs)] for ours, theirs in TWINS
+            [grade(case["response"], case["gold_answer"], scorer) for scorer in (ours, theirs)]
+            for ours, theirs in TWINS
         ]
         differs = any(
             first.correct != second.correct or (first.answer is None) != (second.answer is None)
             for first, second in pairs
         )
-        assert differs == ("why" in one), one
+        assert differs == ("why" in case), case
 
 
 def test_the_gold_solutions_of_gsm8k_are_right_under_every_scorer(harness):

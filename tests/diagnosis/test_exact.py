@@ -189,12 +189,12 @@ def test_repeat_probe_catches_noise_that_only_real_inputs_show(random_model):
 def test_other_ways_to_fail_have_names_too(random_model, kind, change):
     model = random_model()
 
-    def strike(module, args, output):
+    def add_spike(module, args, output):
         output = output.clone()
         output[..., 7] = change(output[..., 7])
         return output
 
-    with hooked(site_module(model, 1, "layer_output"), strike):
+    with hooked(site_module(model, 1, "layer_output"), add_spike):
         (fault,) = run_exact(model, CONFIG).faults
     assert (fault.type, fault.faulty_channel_indices) == (kind, (7,))
 

@@ -116,5 +116,5 @@ def test_forward_equivalents_count_layer_runs_and_captures(make_model, prompt_id
 
 def test_gain_trials_draw_fresh_noise(make_model, prompt_ids):
     model = make_model(num_layers=2)
-    one, two = (measure(model, prompt_ids, DiagnosisConfig(gain_trials=trials)) for trials in (1, 2))
-    assert (one.gain != two.gain).all()
+    single, double = (measure(model, prompt_ids, DiagnosisConfig(gain_trials=trials)) for trials in (1, 2))
+    assert (single.gain != double.gain).all()

@@ -166,7 +166,7 @@ def test_targeted_takes_the_most_sensitive_quarter_of_a_healthy_machine():
 @pytest.mark.parametrize("faulty", [(0,), (3,), (1, 6), (0, 1, 2, 3, 4)])
 def test_controls_have_the_energy_of_targeted_on_other_layers(strategy, faulty):
     targeted, control = (sigmas_by(name, *faulty) for name in ("targeted", strategy))
-    energy = [sum(sigma**2 for sigma in one.aqn.layer_sigmas.values()) for one in (targeted, control)]
+    energy = [sum(sigma**2 for sigma in file.aqn.layer_sigmas.values()) for file in (targeted, control)]
     assert energy[1] == pytest.approx(energy[0], rel=1e-9)
     used = {layer for layer, sigma in control.aqn.layer_sigmas.items() if sigma}
     assert not used & set(faulty)

@@ -57,7 +57,10 @@ def test_intervals_hold_the_true_difference(simulation, num_seeds, num_questions
 
 def test_a_real_effect_is_found(simulation):
     """10 points, 5 seeds, 1,319 questions, run SD of 1 point: the detectable difference is below 6 points."""
-    found = [one.two_sided_p() < 0.05 for one in estimates(simulation, simulation.Design(5, 1319, 1.0, effect=0.1), 60)]
+    found = [
+        estimate.two_sided_p() < 0.05
+        for estimate in estimates(simulation, simulation.Design(5, 1319, 1.0, effect=0.1), 60)
+    ]
     assert sum(found) >= 55
 
 
@@ -110,7 +113,7 @@ def test_the_joint_test_of_levels(simulation):
 def test_ignoring_the_variance_of_training_rejects_far_too_often(simulation):
     """One run per arm, run SD of 3 points: McNemar on two checkpoints rejects far too often as a test of arms."""
     design = simulation.Design(1, 1319, 3.0, num_arms=2)
-    rejected = sum(one.two_sided_p() < 0.05 for one in estimates(simulation, design, 200))
+    rejected = sum(estimate.two_sided_p() < 0.05 for estimate in estimates(simulation, design, 200))
     assert rejected > stats.binom.ppf(0.9999, 200, 0.05)
 
 

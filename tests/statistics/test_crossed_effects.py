@@ -142,16 +142,16 @@ outcomes = arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 12)), 
 @settings(deadline=None)
 def test_swapping_sides_negates_the_difference(treatment, data):
     control = data.draw(arrays(np.float64, treatment.shape, elements=st.sampled_from([0.0, 1.0])))
-    one, other = estimate_difference(treatment, control), estimate_difference(control, treatment)
-    assert other.difference == pytest.approx(-one.difference)
-    assert other.two_sided_p() == pytest.approx(one.two_sided_p())
-    assert other.upper_p(-0.1) == pytest.approx(one.lower_p(0.1))
-    (low, high), (back_low, back_high) = one.interval(0.95), other.interval(0.95)
+    forward, backward = estimate_difference(treatment, control), estimate_difference(control, treatment)
+    assert backward.difference == pytest.approx(-forward.difference)
+    assert backward.two_sided_p() == pytest.approx(forward.two_sided_p())
+    assert backward.upper_p(-0.1) == pytest.approx(forward.lower_p(0.1))
+    (low, high), (back_low, back_high) = forward.interval(0.95), backward.interval(0.95)
     assert (back_low, back_high) == (pytest.approx(-high), pytest.approx(-low))
 
 
 def test_variance_parts_find_what_was_put_in():
-    """Means of 300 made-up studies lie within five standard errors of the true components."""
+    """Means of 300 simulated studies lie within five standard errors of the true components."""
     draws = np.random.default_rng(5)
     true = np.array([0.2**2, 0.5**2, 0.7**2])
     found = []
@@ -189,7 +189,7 @@ def test_nothing_is_needed_for_no_difference():
 
 
 def test_questions_of_one_run_by_the_formula():
-    """Variance 0.1, 2 points, 80 % power: (1.96 + 0.84)^2 * 0.1/0.02^2 = 1,962; t asks for a few more."""
+    """Variance 0.1, 2 points, 80 % power: (1.96 + 0.84)^2 * 0.1/0.02^2 = 1,962; t needs a few more."""
     parts = variance_parts(np.array([[0.0] * 90 + [1.0] * 10]))
     assert parts.question == pytest.approx(0.0909, abs=1e-4)
     needed = questions_needed(VarianceParts(0.0, 0.1, 0.0), 1, 0.02, 0.025, 0.8)

@@ -33,7 +33,7 @@ def test_slope_by_hand():
 
 def test_joint_test_is_the_wald_test_of_a_gee_clustered_by_question():
     """T2/n against statsmodels: its robust covariance divides by n instead of n - 1."""
-    table = np.stack([one[0, 0] for one in outcomes((0.7, 0.65, 0.55))])
+    table = np.stack([scores[0, 0] for scores in outcomes((0.7, 0.65, 0.55))])
     num_levels, num_questions = table.shape
     frame = pd.DataFrame(
         {
@@ -51,14 +51,14 @@ def test_joint_test_is_the_wald_test_of_a_gee_clustered_by_question():
 
 
 def test_joint_test_of_two_levels_is_the_paired_t_test():
-    first, second = (one[0, 0] for one in outcomes((0.7, 0.6)))
+    first, second = (scores[0, 0] for scores in outcomes((0.7, 0.6)))
     found, reference = joint_test(np.stack([first, second])), stats.ttest_rel(second, first)
     assert found["joint_f"] == pytest.approx(reference.statistic**2)
     assert found["joint_p"] == pytest.approx(reference.pvalue)
 
 
 def test_levels_that_repeat_each_other_carry_no_information():
-    first, second = (one[0, 0] for one in outcomes((0.7, 0.6)))
+    first, second = (scores[0, 0] for scores in outcomes((0.7, 0.6)))
     assert joint_test(np.stack([first, second, second]))["joint_p"] == pytest.approx(
         joint_test(np.stack([first, second]))["joint_p"]
     )
@@ -66,18 +66,18 @@ def test_levels_that_repeat_each_other_carry_no_information():
 
 
 def test_cochrans_q_of_two_levels_is_mcnemars_chi_squared():
-    first, second = (one[0, 0] for one in outcomes((0.7, 0.6)))
+    first, second = (scores[0, 0] for scores in outcomes((0.7, 0.6)))
     table = [[np.sum((first == a) & (second == b)) for b in (1, 0)] for a in (1, 0)]
     assert cochran_q_p(np.stack([first, second])) == pytest.approx(mcnemar(table, exact=False, correction=False).pvalue)
     assert cochran_q_p(np.stack([first, first])) == 1.0
 
 
 def test_row_of_one_run_and_of_several():
-    one = robustness_row(LEVELS, outcomes((0.75, 0.7, 0.5)), None, 0.05)
-    assert one["slope"] == pytest.approx(one["accuracy_highest_level"] - one["accuracy_lowest_level"])
-    assert one["slope_ci_low"] < one["slope"] < one["slope_ci_high"] < 0
-    assert one["joint_p"] < 0.001
-    assert one["cochran_q_p"] < 0.001
+    single = robustness_row(LEVELS, outcomes((0.75, 0.7, 0.5)), None, 0.05)
+    assert single["slope"] == pytest.approx(single["accuracy_highest_level"] - single["accuracy_lowest_level"])
+    assert single["slope_ci_low"] < single["slope"] < single["slope_ci_high"] < 0
+    assert single["joint_p"] < 0.001
+    assert single["cochran_q_p"] < 0.001
     arms = [outcomes((0.75, 0.7, 0.5), seeds=3, noise_seeds=2, seed=seed) for seed in (1, 2)]
     several = robustness_row(LEVELS, arms[0], slope_seed_variance(LEVELS, arms), 0.05)
     assert several["num_seeds"] == 3

@@ -19,10 +19,10 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, ParameterCount, shape_of
 
-Phase = Literal["rollout", "old_policy", "reference", "actor_forward", "backward", "validation", "evaluation"]
+StudyPhase = Literal["rollout", "old_policy", "reference", "actor_forward", "backward", "validation", "evaluation"]
 Size = ModelShape | ParameterCount
 
-_GENERATING: frozenset[Phase] = frozenset({"rollout", "validation", "evaluation"})
+_GENERATING: frozenset[StudyPhase] = frozenset({"rollout", "validation", "evaluation"})
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SECONDS_PER_HOUR = 3600.0
 _ADAM_MOMENTS = 2
@@ -43,7 +43,7 @@ class Rates(FrozenModel):
     generation_utilization: float = Field(gt=0, le=1)
     seconds_per_job: float = Field(default=0.0, ge=0, description="time until a job starts to compute")
 
-    def hours(self, phase: Phase, flops: float) -> float:
+    def hours(self, phase: StudyPhase, flops: float) -> float:
         """Return the device hours of `flops` operations in a phase."""
         used = self.generation_utilization if phase in _GENERATING else self.training_utilization
         return flops / (self.tflops * 1e12 * used) / _SECONDS_PER_HOUR
@@ -70,7 +70,7 @@ class Assumptions(FrozenModel):
 class PhaseCost(FrozenModel):
     """Cost of one phase, summed over all runs or evaluations."""
 
-    phase: Phase
+    phase: StudyPhase
     tokens: float
     generated_tokens: float
     flops: float
@@ -96,7 +96,7 @@ class _Work(FrozenModel):
     """Sequences of one role in one phase; `passes` is the cost of the phase in forward passes."""
 
     role: str
-    phase: Phase
+    phase: StudyPhase
     sequences: float
     prompt: float
     response: float
@@ -198,7 +198,7 @@ def _training(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Itera
         yield _Work(role=role, phase="validation", sequences=validated, prompt=prompt, response=response)
 
 
-def _passes(plan: StudyPlan) -> Iterator[tuple[Phase, float]]:
+def _passes(plan: StudyPlan) -> Iterator[tuple[StudyPhase, float]]:
     """Yield the phases of every rolled-out sequence and their cost in forward passes."""
     training = plan.study.config.training
     yield "rollout", 1.0

@@ -17,7 +17,7 @@ from aqnpipe.errors import DataError
 MAX_SHOWN = 20
 """Number of disagreements that are printed; `--json` prints all."""
 
-HARNESS_TWINS: Mapping[Scorer, Scorer] = {"strict": "harness_strict", "last_number": "harness_flexible"}
+HARNESS_COUNTERPARTS: Mapping[Scorer, Scorer] = {"strict": "harness_strict", "last_number": "harness_flexible"}
 """The filter of lm-evaluation-harness that corresponds to each of our scorers."""
 
 
@@ -193,7 +193,7 @@ def score_transcripts(name: str, transcripts: Sequence[Transcript]) -> ScoredFil
         groups=tuple(groups),
         agreement=tuple(
             Agreement(scorer=ours, harness=theirs, same=sum(row[ours].correct == row[theirs].correct for row in graded))
-            for ours, theirs in HARNESS_TWINS.items()
+            for ours, theirs in HARNESS_COUNTERPARTS.items()
         ),
         disagreements=tuple(_disagreements(transcripts, graded)),
     )

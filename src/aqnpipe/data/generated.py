@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from aqnpipe.config.dataset import GeneratedDataset, GeneratedTask
+from aqnpipe.config.dataset import GeneratedDataset, GeneratedTask, Split
 from aqnpipe.data.comparison import draw_comparison
 from aqnpipe.data.stories import Difficulty, Problem, draw_problem
 from aqnpipe.errors import DataError
@@ -72,7 +72,7 @@ def take_problems(
     return problems
 
 
-def generate_problems(config: GeneratedDataset, split: Literal["train", "test"]) -> list[Problem]:
+def generate_problems(config: GeneratedDataset, split: Split) -> list[Problem]:
     """Return the problems of a split; DataError if more are requested than exist."""
     count = config.num_train if split == "train" else config.num_test
     return take_problems(config.seed, split, difficulty_of(config), count, config.task)

@@ -1,16 +1,14 @@
 """The problems of a study as a table, read from the generator, a local folder or the hub, and checked."""
 
 from pathlib import Path
-from typing import Literal
 
 import polars as pl
 
-from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset
+from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset, Split
 from aqnpipe.data.generated import generate_problems, normalise_question
 from aqnpipe.data.scoring import extract_answer, normalise_number
 from aqnpipe.errors import DataError, first_line
 
-Split = Literal["train", "test"]
 SPLITS: tuple[Split, Split] = ("train", "test")
 _FORMATS = (".jsonl", ".parquet")
 
