@@ -18,6 +18,7 @@ from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.merge import add_rollout
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder_state import FactorSums
 
 AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
 FAULT = Fault(type="saturation", layer=0, magnitude=0.5, threshold="cached")
@@ -36,6 +37,8 @@ def sync(before="clean", after="clean", step=0):
         targets=7,
         elements=224,
         squared_error_ratio=1.0,
+        expected_ratio=1.0,
+        ratio_error=0.1,
         clean_sha256_before=before,
         clean_sha256_after=after,
     )
@@ -149,11 +152,11 @@ def test_what_an_engine_recorded_is_added_to_the_run():
     spec = NoiseSpec(aqn=AQN, faults=(FAULT,))
     run, engine = recorder(spec), recorder(spec)
     run.add_weight_sync(sync(step=0))
-    run.measure_sigma_factor(0, 3.0, 4)
+    run.measure_sigma_factor(FactorSums(0, 3.0, 4))
     run.count_forward("rollout")
     run.count_forward("actor_forward")
     engine.add_weight_sync(sync(step=1))
-    engine.measure_sigma_factor(0, 5.0, 4)
+    engine.measure_sigma_factor(FactorSums(0, 5.0, 4))
     engine.count_forward("rollout")
     add_rollout(run, engine.state())
     after = run.state()

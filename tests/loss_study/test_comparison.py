@@ -18,6 +18,7 @@ from aqnpipe.loss_study.comparison import LossInputs, compare_losses
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import FaultCell, GradientFlow, PhaseRecord, WeightCell, WeightSync
+from aqnpipe.report.words import load_words
 
 NUM_TEXTS, SEEDS, VOCABULARY, MAGNITUDE = 40, (0, 1, 2, 3), 100, 0.3
 LAYERS = {"clean": (), "fault_only": (), "global": (0, 1, 2, 3), "targeted": (1,), "wrong_layers": (3,)}
@@ -41,6 +42,8 @@ def receipt_of(condition):
         targets=4,
         elements=1000,
         squared_error_ratio=1.0,
+        expected_ratio=1.0,
+        ratio_error=0.01,
         clean_sha256_before="a",
         clean_sha256_after="a",
     )
@@ -60,7 +63,10 @@ def receipt_of(condition):
         phases=tuple(PhaseRecord(phase=phase, **record) for phase in phases),
         cells=(),
         weight_syncs=(sync,) if layers else (),
-        weight_cells=tuple(WeightCell(layer=layer, measured_factor=1.0, elements=1000) for layer in layers),
+        weight_cells=tuple(
+            WeightCell(layer=layer, measured_factor=1.0, elements=1000, rounding_factor=1.0, standard_error=0.02)
+            for layer in layers
+        ),
         layer_factors={layer: float(layer in layers) for layer in range(4)} if layers and not uniform else None,
         fault_cells=(
             FaultCell(
@@ -174,6 +180,20 @@ def test_effects_that_are_there_are_found_and_others_are_not(found):
     assert {family.name: family.size for family in found.families} == {"harm": 1, "noise": 3, "place": 2}
 
 
+def test_claims_name_the_place_of_the_noise_and_the_order(found):
+    comparisons = by_id(found)
+    english, chinese = load_words("en"), load_words("zh")
+    place = comparisons["targeted_vs_global_0.3_after_noise"].claim
+    assert english.of(place) == (
+        "Noise in the faulty layers gives a lower loss than noise in all layers, magnitude 0.3 (noise, then fault)"
+    )
+    assert chinese.of(place) == "强度 0.3 时，故障层的噪声比所有层的噪声损失更低（先噪声后故障）"
+    noise = comparisons["wrong_layers_vs_fault_only_0.3"].claim
+    assert english.of(noise) == (
+        "Noise in as many layers far from the fault lowers the loss under a fault of magnitude 0.3"
+    )
+
+
 def test_differences_intervals_and_the_published_test_are_computed_from_the_table(found, tmp_path):
     table = pl.read_parquet(write_losses(tmp_path).table)
 
@@ -208,8 +228,10 @@ def test_an_effect_against_the_claim_refutes_it(tmp_path):
     worse = compared(tmp_path, means={**MEANS, "targeted": 0.6})
     one = by_id(worse)["targeted_vs_fault_only_0.3_after_noise"]
     assert one.verdict == "refuted"
-    assert "speak against the claim" in one.sentence
-    assert "nats" in one.sentence
+    numbers, conclusion = one.statements
+    assert numbers.values["difference"] == one.difference
+    assert numbers.key == "result.nats"
+    assert conclusion.key == "conclusion.refuted"
 
 
 def test_losses_worse_than_guessing_are_not_compared(tmp_path):
@@ -219,7 +241,11 @@ def test_losses_worse_than_guessing_are_not_compared(tmp_path):
     assert verdicts["targeted_vs_fault_only_0.3_after_noise"] == "invalid"
     assert verdicts["targeted_vs_global_0.3_after_noise"] == "invalid"
     assert by_id(broken)["targeted_vs_global_0.3_after_noise"].p_holm is None
-    assert "worse than guessing uniformly" in by_id(broken)["targeted_vs_global_0.3_after_noise"].sentence
+    _, conclusion = by_id(broken)["targeted_vs_global_0.3_after_noise"].statements
+    assert conclusion.key == "evidence.invalid"
+    assert {reason.key for reason in conclusion.values["reasons"]} == {"reason.above_uniform"}
+    assert [reason.values["name"] for reason in conclusion.values["reasons"]] == ["targeted", "global"]
+    assert "worse than guessing uniformly" in load_words("en").of(conclusion)
     assert {one.condition for one in broken.conditions if one.above_uniform} == {"fault_only", "global", "targeted"}
 
 

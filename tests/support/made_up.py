@@ -140,6 +140,8 @@ def _sync(weight_noise: AdaptiveNoise, step: int, num_steps: int, draws: np.rand
         targets=13,
         elements=elements,
         squared_error_ratio=ratio,
+        expected_ratio=1.0,
+        ratio_error=math.sqrt(2 / elements),
         clean_sha256_before="c1" * 32,
         clean_sha256_after="c1" * 32,
     )

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,12 @@ from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder_state import FactorSums
+from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spacing_of
 from aqnpipe.seeding import derive_seed
+
+_RARE_EVENTS = 2.5
+"""So many changed elements more or less are within one standard error, whatever the expected number."""
 
 
 def target_factors(
@@ -77,7 +84,8 @@ def _noised_norm_weights(
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
     hash_before = norms_sha256(model)
     try:
-        requested_squares, squares, ratio_squares, elements, drawn = 0.0, 0.0, 0.0, 0, 0
+        requested_squares, squares, elements = 0.0, 0.0, 0
+        ratios = FactorSums(None)
         with torch.no_grad():
             for index, (name, weight) in enumerate(weights.items()):
                 norm_sigma = sigma * factors[name]
@@ -89,9 +97,12 @@ def _noised_norm_weights(
                 requested_squares += norm_sigma**2 * weight.numel()
                 elements += weight.numel()
                 if norm_sigma > 0:
-                    ratio_squares += added / norm_sigma**2
-                    drawn += weight.numel()
-                    recorder.measure_sigma_factor(layer_of(name), added / sigma**2, weight.numel())
+                    mean, variance = _expected_sums(clean[name], norm_sigma)
+                    drawn = weight.numel() * norm_sigma**2
+                    ratios = _sum_of(ratios, _scaled(None, added, weight.numel(), drawn, mean, variance, norm_sigma))
+                    recorder.measure_sigma_factor(
+                        _scaled(layer_of(name), added, weight.numel(), drawn, mean, variance, sigma)
+                    )
         yield
     finally:
         with torch.no_grad():
@@ -104,8 +115,7 @@ def _noised_norm_weights(
                 sigma_requested=(requested_squares / elements) ** 0.5,
                 sigma_measured=(squares / elements) ** 0.5,
                 targets=len(weights),
-                elements=drawn,
-                squared_error_ratio=ratio_squares / drawn if drawn else 1.0,
+                **_ratio_of(ratios),
                 clean_sha256_before=hash_before,
                 clean_sha256_after=norms_sha256(model),
             )
@@ -122,21 +132,24 @@ def _noised_hidden_states(
     try:
         yield sigmas
     finally:
-        measured = {layer: (squares, count) for layer, (squares, count) in recorder.settle_hidden().items() if count}
-        for layer, (squares, count) in measured.items():
-            recorder.measure_sigma_factor(layer, squares / sigma**2, count)
-        drawn = sum(count for _, count in measured.values())
-        ratio_squares = sum(squares / sigmas[layer] ** 2 for layer, (squares, _) in measured.items())
+        measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
+        ratios = FactorSums(None)
+        for layer, errors in measured.items():
+            expected = errors.expected_sums(sigmas[layer])
+            drawn = errors.count * sigmas[layer] ** 2
+            recorder.measure_sigma_factor(_scaled(layer, errors.squares, errors.count, drawn, *expected, sigma))
+            ratios = _sum_of(ratios, _scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
         recorder.add_weight_sync(
             WeightSync(
                 step=step,
                 sigma_scheduled=sigma,
                 sigma_requested=_root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]),
                 # All layers have the same size. A layer without noise was not measured and counts as 0.
-                sigma_measured=(sum(squares / count for squares, count in measured.values()) / len(sigmas)) ** 0.5,
+                sigma_measured=_root_mean(
+                    [measured[layer].squares / measured[layer].count if layer in measured else 0.0 for layer in sigmas]
+                ),
                 targets=len(sigmas),
-                elements=drawn,
-                squared_error_ratio=ratio_squares / drawn if drawn else 1.0,
+                **_ratio_of(ratios),
                 clean_sha256_before=hash_before,
                 clean_sha256_after=norms_sha256(model),
             )
@@ -145,3 +158,43 @@ def _noised_hidden_states(
 
 def _root_mean(squares: list[float]) -> float:
     return float((sum(squares) / len(squares)) ** 0.5)
+
+
+def _expected_sums(clean: Tensor, sigma: float) -> tuple[float, float]:
+    """Return what the squares of N(0, sigma^2) on `clean` should sum to in its number format, and the variance."""
+    if clean.dtype not in ROUNDED_DTYPES:
+        return clean.numel() * sigma**2, 2 * clean.numel() * sigma**4
+    mean, variance = noised_moments(clean.flatten(), np.full(clean.numel(), sigma))
+    # Where the noise is smaller than the spacing, few elements change, each by one step: counts of rare events, which
+    # scatter more than a normal distribution of the same variance.
+    largest_step = float(spacing_of(clean.flatten())[0].max()) ** 2
+    return float(mean.sum()), float(variance.sum()) + (_RARE_EVENTS * largest_step) ** 2
+
+
+def _scaled(
+    layer: int | None, squares: float, elements: int, drawn: float, mean: float, variance: float, sigma: float
+) -> FactorSums:
+    """Return sums of squared noise in units of sigma^2."""
+    return FactorSums(layer, squares / sigma**2, elements, drawn / sigma**2, mean / sigma**2, variance / sigma**4)
+
+
+def _sum_of(first: FactorSums, second: FactorSums) -> FactorSums:
+    return FactorSums(
+        first.layer,
+        first.squares + second.squares,
+        first.elements + second.elements,
+        first.drawn_squares + second.drawn_squares,
+        first.expected_squares + second.expected_squares,
+        first.expected_variance + second.expected_variance,
+    )
+
+
+def _ratio_of(ratios: FactorSums) -> dict[str, Any]:
+    """Return the fields of a `WeightSync` that compare what was added with what was requested."""
+    count = ratios.elements
+    return {
+        "elements": count,
+        "squared_error_ratio": ratios.squares / count if count else 1.0,
+        "expected_ratio": ratios.expected_squares / count if count else 1.0,
+        "ratio_error": ratios.expected_variance**0.5 / count if count else 0.0,
+    }

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import ErrorModel, OperatorNoise, RelativeGaussian
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES
 from aqnpipe.noise.receipts.sampling import sample
 
 _PLAIN_LINEAR = torch.nn.functional.linear
 _ROUNDING_TO_ERROR = 0.05
 """Largest rounding error of product + bias, as a share of the expected noise on the product."""
+
+_ROUNDING_TO_ERROR_16_BIT = 0.5
+"""The same for the root mean square of the rounding in 16 bits, which the expected scale takes into account."""
 
 STRIDE = 8
 """One in STRIDE linear modules is compared in the first forward pass over prompts; each step compares other ones."""
@@ -75,21 +79,29 @@ def compare_with_reference(
     with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         product = _PLAIN_LINEAR(inputs, weight, bias if operator_noise is None else None)
         reference, found = sample(product[..., : used.shape[-1]]), sample(used)
-        if operator_noise is not None and bias is not None:
-            reference, found = _without_bias(reference, found, sample(bias.expand_as(used)), operator_noise.error)
-        state.recorder.record_reference_check(state.phase, reference, found)
+        error = operator_noise.error if operator_noise is not None else None
+        added = None
+        if error is not None and bias is not None:
+            reference, found, added = _without_bias(reference, found, sample(bias.expand_as(used)), error)
+        state.recorder.record_reference_check(state.phase, reference, found, added)
 
 
-def _without_bias(products: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor]:
-    """Return recomputed products and `used` minus its bias, where the difference is precise enough (same flat shapes).
+def _without_bias(products: Tensor, used: Tensor, bias: Tensor, error: ErrorModel) -> tuple[Tensor, Tensor, Tensor]:
+    """Return recomputed products, `used` minus its bias, and the bias, where the difference is precise enough.
 
-    The bias is added after the noise, so it must not dilute the relative error. If a product is much smaller than its
-    bias, few of its digits remain in the sum, and their rounding could pass for relative noise. Such products are left
-    out.
+    All have the same flat shape. The bias is added after the noise, so it must not dilute the relative error. If a
+    product is much smaller than its bias, few of its digits remain in the sum, and their rounding could pass for
+    relative noise. Such products are left out. The sum was rounded to the number format of `used`, whatever that of
+    the bias.
     """
-    used = used - bias
+    rounds_to_16_bits = used.dtype in ROUNDED_DTYPES
+    epsilon = torch.finfo(used.dtype).eps
+    used = used.float() - bias.float() if rounds_to_16_bits else used - bias
     if not isinstance(error, RelativeGaussian) or not error.scale:
-        return products, used
-    rounding = torch.finfo(used.dtype).eps * bias.abs()
-    precise = rounding <= _ROUNDING_TO_ERROR * error.scale * products.abs()
-    return products[precise], used[precise]
+        return products, used, bias
+    if rounds_to_16_bits:
+        rounding = epsilon / 12**0.5 * (products.float().abs() + bias.float().abs())
+        precise = rounding <= _ROUNDING_TO_ERROR_16_BIT * error.scale * products.float().abs()
+    else:
+        precise = epsilon * bias.abs() <= _ROUNDING_TO_ERROR * error.scale * products.abs()
+    return products[precise], used[precise], bias[precise]

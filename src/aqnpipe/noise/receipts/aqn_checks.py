@@ -42,8 +42,8 @@ def _weight_sync_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[s
         if sync.sigma_requested == 0:
             if sync.sigma_measured != 0:
                 problems.append(f"{where}: measured sigma {sync.sigma_measured:.3g}, requested 0")
-        elif not sync.elements or not abs(sync.squared_error_ratio - 1) <= SAMPLING_SIGMAS * math.sqrt(
-            2 / sync.elements
+        elif not sync.elements or not abs(sync.squared_error_ratio - sync.expected_ratio) <= (
+            SAMPLING_SIGMAS * sync.ratio_error
         ):
             problems.append(f"{where}: measured sigma {sync.sigma_measured:.4g}, requested {sync.sigma_requested:.4g}")
     return problems
@@ -66,7 +66,8 @@ def _layer_factor_problems(receipt: ReceiptContent) -> list[str]:
         requested = (
             1.0 if cell.layer is None or receipt.layer_factors is None else receipt.layer_factors.get(cell.layer, 0.0)
         )
-        if not abs(cell.measured_factor - requested) <= requested * SAMPLING_SIGMAS / math.sqrt(2 * cell.elements):
+        expected = requested * cell.rounding_factor
+        if not abs(cell.measured_factor - expected) <= expected * SAMPLING_SIGMAS * cell.standard_error:
             where = "outside the layers" if cell.layer is None else f"in layer {cell.layer}"
             problems.append(
                 f"AQN: norms {where} got {cell.measured_factor:.3f} times the schedule's sigma, "

@@ -34,6 +34,10 @@ _GENERATING_PHASES = frozenset({"rollout", "validation"})
 """In these phases the number of forward passes depends on the longest response of a worker's share."""
 
 
+_RATIOS = ("squared_error_ratio", "expected_ratio", "ratio_error")
+"""What a weight sync measured, each worker on hidden states of its own."""
+
+
 @dataclass(frozen=True)
 class WorkerMeasurements:
     """One worker's rank among `num_workers`, and the sums behind its receipt."""
@@ -165,6 +169,9 @@ def _merged_ratios(all_ratios: Sequence[RatioSums]) -> RatioSums:
         total=sum(ratios.total for ratios in all_ratios),
         squares=sum(ratios.squares for ratios in all_ratios),
         largest_difference=max(ratios.largest_difference for ratios in all_ratios),
+        rounded_count=sum(ratios.rounded_count for ratios in all_ratios),
+        expected_squares=sum(ratios.expected_squares for ratios in all_ratios),
+        expected_variance=sum(ratios.expected_variance for ratios in all_ratios),
     )
 
 
@@ -224,6 +231,9 @@ def _merged_factor(factors: list[FactorSums]) -> FactorSums:
         layer=factors[0].layer,
         squares=sum(factor.squares for factor in factors),
         elements=sum(factor.elements for factor in factors),
+        drawn_squares=sum(factor.drawn_squares for factor in factors),
+        expected_squares=sum(factor.expected_squares for factor in factors),
+        expected_variance=sum(factor.expected_variance for factor in factors),
     )
 
 
@@ -237,6 +247,8 @@ def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:
             "elements": elements,
             "sigma_measured": (sum(sync.sigma_measured**2 * sync.elements for sync in syncs) / elements) ** 0.5,
             "squared_error_ratio": sum(sync.squared_error_ratio * sync.elements for sync in syncs) / elements,
+            "expected_ratio": sum(sync.expected_ratio * sync.elements for sync in syncs) / elements,
+            "ratio_error": sum((sync.ratio_error * sync.elements) ** 2 for sync in syncs) ** 0.5 / elements,
         }
     )
 
@@ -291,7 +303,7 @@ def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
 def _sync_differences(first: RecorderState, other: RecorderState, per_worker_draws: bool) -> list[str]:
     if len(first.weight_syncs) != len(other.weight_syncs):
         return [f"AQN: {len(other.weight_syncs)} weight syncs, worker 0 had {len(first.weight_syncs)}"]
-    measured = {"elements", "sigma_measured", "squared_error_ratio"} if per_worker_draws else set()
+    measured = {"elements", "sigma_measured", *_RATIOS} if per_worker_draws else set()
     problems = []
     for ours, theirs in zip(first.weight_syncs, other.weight_syncs, strict=True):
         expected, found = ours.model_dump(exclude=measured), theirs.model_dump(exclude=measured)

@@ -156,10 +156,14 @@ def _reference_check_problems(receipt: ReceiptContent, tolerance: float) -> list
                     f"{record.phase}: the reference check found no error, requested {noise.error.kind} {requested:g}"
                 )
             continue
-        band = SAMPLING_SIGMAS / math.sqrt(2 * record.reference_checked_elements) + tolerance
-        if not abs(record.reference_check_scale / requested - 1) <= band:
+        rounded = record.reference_check_rounded
+        expected = requested if rounded is None else rounded.expected
+        error = 1 / math.sqrt(2 * record.reference_checked_elements) if rounded is None else rounded.standard_error
+        band = SAMPLING_SIGMAS * error + tolerance
+        if not abs(record.reference_check_scale - expected) <= band * expected:
+            rounding = "" if rounded is None else f", {expected:.4g} after rounding"
             problems.append(
                 f"{record.phase}: the reference check measured scale {record.reference_check_scale:.4g}, "
-                f"requested {requested:.4g} (band {band:.1%})"
+                f"requested {requested:.4g}{rounding} (band {band:.1%})"
             )
     return problems

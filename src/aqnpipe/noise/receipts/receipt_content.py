@@ -17,6 +17,9 @@ from aqnpipe.config.noise import (
 SAMPLING_SIGMAS = 5.0
 """Width of an acceptance band in standard errors of the measurement: below one false alarm in a million cells."""
 
+_LOST_IN_ROUNDING = 0.5
+"""Noise of which rounding leaves less than this share is not what was requested."""
+
 _EXACT = 1e-3
 """Relative band of an error that is not random: the effect of float32 rounding on a small bias."""
 
@@ -25,6 +28,13 @@ class ReceiptModel(BaseModel):
     """Base of receipt parts: frozen, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RoundedNoise(ReceiptModel):
+    """Root mean square of Gaussian noise after rounding to a 16-bit number format, and its relative standard error."""
+
+    expected: float
+    standard_error: float
 
 
 class NoiseCell(ReceiptModel):
@@ -46,6 +56,9 @@ class NoiseCell(ReceiptModel):
     measured: float | None
     mean_error: float | None
     measured_elements: int
+    rounded: RoundedNoise | None = Field(
+        default=None, description="what rounding to a 16-bit number format makes of Gaussian noise; null: float32"
+    )
 
     @property
     def is_module(self) -> bool:
@@ -57,8 +70,15 @@ class NoiseCell(ReceiptModel):
         """Phase, operator and layer, for messages."""
         return f"{self.phase} {self.operator} layer {'lm_head' if self.layer is None else self.layer}"
 
+    @property
+    def expected(self) -> float:
+        """What `measured` should be: the requested size, after rounding to a 16-bit number format."""
+        return self.rounded.expected if self.rounded is not None else self.requested
+
     def standard_error(self) -> float:
-        """Return the relative standard error of `measured` for Gaussian noise: 1/sqrt(2n)."""
+        """Return the relative standard error of `measured` for Gaussian noise: 1/sqrt(2n), or as rounding leaves it."""
+        if self.rounded is not None:
+            return self.rounded.standard_error
         return 1 / math.sqrt(2 * self.measured_elements) if self.measured_elements else math.inf
 
     def problems(self, tolerance: float) -> list[str]:
@@ -67,8 +87,13 @@ class NoiseCell(ReceiptModel):
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
         match self.error:
             case "relative_gaussian" | "absolute_gaussian":
+                if self.expected < _LOST_IN_ROUNDING * self.requested:
+                    return [
+                        f"{self.where}: rounding to 16 bits leaves {self.expected:.3g} of the requested scale "
+                        f"{self.requested:.3g}, expected a larger scale or float32"
+                    ]
                 band = SAMPLING_SIGMAS * self.standard_error() + tolerance
-                mean_band = self.requested * (SAMPLING_SIGMAS / math.sqrt(self.measured_elements) + tolerance)
+                mean_band = self.expected * (SAMPLING_SIGMAS / math.sqrt(self.measured_elements) + tolerance)
                 mean_requested = 0.0
             case "systematic_bias":
                 band = _EXACT + tolerance
@@ -85,9 +110,11 @@ class NoiseCell(ReceiptModel):
                 if not 0 < self.measured < self.requested:
                     return [f"{self.where}: measured a relative error of {self.measured:.4g}, expected one in (0, 1)"]
                 return []
-        if not abs(self.measured / self.requested - 1) <= band:
+        if not abs(self.measured - self.expected) <= band * self.expected:
+            rounding = f", {self.expected:.4g} after rounding" if self.rounded is not None else ""
             return [
-                f"{self.where}: measured scale {self.measured:.4g}, requested {self.requested:.4g} (band {band:.1%})"
+                f"{self.where}: measured scale {self.measured:.4g}, requested {self.requested:.4g}{rounding} "
+                f"(band {band:.1%})"
             ]
         if not abs(self.mean_error - mean_requested) <= mean_band:
             return [
@@ -112,6 +139,7 @@ class PhaseRecord(ReceiptModel):
     reference_checked_elements: int
     reference_check_difference: float
     reference_check_scale: float
+    reference_check_rounded: RoundedNoise | None = None
     escaped: dict[str, int] = Field(description="calls with a matrix product inside that the noise does not reach")
     forward_flops: int = Field(
         default=0,
@@ -189,7 +217,9 @@ class WeightSync(ReceiptModel):
     sigma_measured: float
     targets: int = Field(description="number of norms, or decoder layers, that AQN targets")
     elements: int = Field(description="elements that were noised and measured")
-    squared_error_ratio: float = Field(description="mean of (measured/requested)^2 over elements; 1 is exact")
+    squared_error_ratio: float = Field(description="mean of (measured/requested)^2 over elements")
+    expected_ratio: float = Field(description="what it should be: 1, or what rounding to 16 bits makes of it")
+    ratio_error: float = Field(description="standard error of squared_error_ratio")
     clean_sha256_before: str
     clean_sha256_after: str
 
@@ -200,6 +230,8 @@ class WeightCell(ReceiptModel):
     layer: int | None = Field(description="decoder layer; null is a norm outside the layers")
     measured_factor: float
     elements: int
+    rounding_factor: float = Field(description="what rounding to a 16-bit number format multiplies the factor by")
+    standard_error: float = Field(description="relative standard error of measured_factor")
 
 
 class ReceiptContent(ReceiptModel):

@@ -8,7 +8,15 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import ErrorModel, NoiseSpec, Phase, quantity_of, requested_size
+from aqnpipe.config.noise import (
+    AbsoluteGaussian,
+    ErrorModel,
+    NoiseSpec,
+    Phase,
+    RelativeGaussian,
+    quantity_of,
+    requested_size,
+)
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import matrices_sha256, norms_sha256
 from aqnpipe.noise.receipts.mismatches import mismatches
@@ -18,6 +26,7 @@ from aqnpipe.noise.receipts.receipt_content import (
     GradientFlow,
     NoiseCell,
     PhaseRecord,
+    RoundedNoise,
     WeightCell,
     WeightSync,
 )
@@ -167,10 +176,13 @@ class ReceiptRecorder:
         """Keep a sample of an output before and after its noise (same shapes), to be summed by `settle`."""
         self._samples[phase, operator, layer].append((before, after))
 
-    def record_reference_check(self, phase: Phase, reference: Tensor, used: Tensor) -> None:
-        """Compare outputs recomputed in plain torch with those that the model used (same shapes)."""
+    def record_reference_check(self, phase: Phase, reference: Tensor, used: Tensor, bias: Tensor | None = None) -> None:
+        """Compare outputs recomputed in plain torch with those that the model used (same shapes).
+
+        `bias` was taken away from `used`.
+        """
         sums = self._phase(phase)
-        sums.reference_check.add(reference, used)
+        sums.reference_check.add(reference, used, self._reference_scale(), bias)
         sums.reference_checked_elements += reference.numel()
 
     def measure_hidden(self, layer: int, before: Tensor, after: Tensor) -> None:
@@ -183,13 +195,13 @@ class ReceiptRecorder:
             layers = sorted({layer for layer, _, _ in self._hidden})
             raise ReceiptError(f"receipt refused: AQN noised the hidden states of layers {layers} outside the rollout")
 
-    def settle_hidden(self) -> dict[int, tuple[float, int]]:
-        """Return per layer (sum of squared relative errors, number of elements) measured since the last call."""
+    def settle_hidden(self, sigmas: Mapping[int, float]) -> dict[int, RatioSums]:
+        """Return the relative errors measured per layer since the last call; `sigmas`: of the noise, by layer."""
         sums: dict[int, RatioSums] = defaultdict(RatioSums)
         for layer, before, after in self._hidden:
-            sums[layer].add(before, after)
+            sums[layer].add(before, after, sigmas[layer])
         self._hidden.clear()
-        return {layer: (ratios.squares, ratios.count) for layer, ratios in sums.items()}
+        return dict(sums)
 
     def note_foreign_faults(self, modules: Sequence[str]) -> None:
         """Note modules with a simulated fault that this recorder does not record."""
@@ -243,17 +255,22 @@ class ReceiptRecorder:
         """Note one redraw of AQN noise."""
         self._weight_syncs.append(sync)
 
-    def measure_sigma_factor(self, layer: int | None, squared_factors: float, elements: int) -> None:
-        """Add the sum of (added noise / scheduled sigma)^2 over elements of one target."""
-        sums = self._weight_factors.setdefault(layer, FactorSums(layer))
-        sums.squares += squared_factors
-        sums.elements += elements
+    def measure_sigma_factor(self, measured: FactorSums) -> None:
+        """Add the sums of (added noise / scheduled sigma)^2 over the elements of one target."""
+        sums = self._weight_factors.setdefault(measured.layer, FactorSums(measured.layer))
+        sums.squares += measured.squares
+        sums.elements += measured.elements
+        sums.drawn_squares += measured.drawn_squares
+        sums.expected_squares += measured.expected_squares
+        sums.expected_variance += measured.expected_variance
 
     def settle(self) -> None:
         """Sum the kept samples, so that memory stays constant over a long run."""
         for key, pairs in self._samples.items():
             before, after = zip(*pairs, strict=True)
-            self._cells[key].ratios.add(torch.cat(before), torch.cat(after))
+            error = self._cells[key].error
+            scale = error.scale if isinstance(error, RelativeGaussian | AbsoluteGaussian) else None
+            self._cells[key].ratios.add(torch.cat(before), torch.cat(after), scale)
         for place, counts in self._affected.items():
             self._faults[place].affected_elements += sum(int(count) for count in counts)
         for number, flows in self._flows.items():
@@ -315,6 +332,7 @@ class ReceiptRecorder:
                     reference_checked_elements=sums.reference_checked_elements,
                     reference_check_difference=sums.reference_check.largest_difference,
                     reference_check_scale=sums.reference_check.root_mean_square,
+                    reference_check_rounded=_rounded(sums.reference_check, self._reference_scale()),
                     escaped=dict(sums.escaped),
                     forward_flops=sums.flops or 0,
                     noised_flops=sums.noised_flops,
@@ -336,6 +354,7 @@ class ReceiptRecorder:
                     measured=cell.ratios.root_mean_square if cell.ratios.count else None,
                     mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
                     measured_elements=cell.ratios.count,
+                    rounded=_rounded(cell.ratios, requested_size(cell.error)),
                 )
                 for (phase, operator, layer), cell in sorted(
                     self._cells.items(), key=lambda item: (item[0][0], item[0][2] is None, item[0][2] or 0, item[0][1])
@@ -350,7 +369,15 @@ class ReceiptRecorder:
             mismatches=tuple(sorted(self._mismatches)),
             weight_syncs=tuple(self._weight_syncs),
             weight_cells=tuple(
-                WeightCell(layer=layer, measured_factor=(sums.squares / sums.elements) ** 0.5, elements=sums.elements)
+                WeightCell(
+                    layer=layer,
+                    measured_factor=(sums.squares / sums.elements) ** 0.5,
+                    elements=sums.elements,
+                    rounding_factor=(sums.expected_squares / sums.drawn_squares) ** 0.5,
+                    standard_error=sums.expected_variance**0.5 / (2 * sums.expected_squares)
+                    if sums.expected_squares
+                    else 0.0,
+                )
                 for layer, sums in self._weight_factors.items()
             ),
             layer_factors=self._layer_factors,
@@ -363,11 +390,21 @@ class ReceiptRecorder:
             num_noised_modules=self._num_noised_modules,
         )
 
+    def _reference_scale(self) -> float:
+        """Return the requested scale, which the reference check should find in all modules; 0 for other noise."""
+        noise = self._requested.operator_noise
+        return noise.error.scale if noise is not None and isinstance(noise.error, RelativeGaussian) else 0.0
+
     def _phase(self, phase: Phase) -> PhaseSums:
         sums = self._phases.get(phase)
         if sums is None:
             sums = self._phases[phase] = PhaseSums(phase)
         return sums
+
+
+def _rounded(ratios: RatioSums, scale: float) -> RoundedNoise | None:
+    expectation = ratios.expectation(scale)
+    return RoundedNoise(expected=expectation[0], standard_error=expectation[1]) if expectation else None
 
 
 def _fault_cell(sums: FaultSums) -> FaultCell:

@@ -1,5 +1,6 @@
 """The running sums behind a receipt, as plain data: they can be saved, restored, and added up over processes."""
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,13 +10,18 @@ from torch import Tensor
 
 from aqnpipe.config.noise import ErrorModel, Phase, Quantity
 from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, FloatArray, noised_moments, spacing_of
 
 _STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
 @dataclass
 class RatioSums:
-    """Running sums of errors, in the unit of their `Quantity`."""
+    """Running sums of errors, in the unit of their `Quantity`.
+
+    `rounded_count` of the errors are of 16-bit tensors: their squares should sum to `expected_squares`, with a variance
+    of `expected_variance` (see `rounding`).
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -24,9 +30,16 @@ class RatioSums:
     total: float = 0.0
     squares: float = 0.0
     largest_difference: float = 0.0
+    rounded_count: int = 0
+    expected_squares: float = 0.0
+    expected_variance: float = 0.0
 
-    def add(self, before: Tensor, after: Tensor) -> None:
-        """Add the errors of `after` relative to `before` (same shapes)."""
+    def add(self, before: Tensor, after: Tensor, scale: float | None = None, added: Tensor | None = None) -> None:
+        """Add the errors of `after` relative to `before` (same shapes).
+
+        `scale`: of the Gaussian noise that the error should be. `added`: what was added after the noise and taken away
+        again from `after`, in the number format of `before`.
+        """
         # In numpy: on short samples its calls cost a fraction of torch's.
         clean, used = (values.double().cpu().numpy() for values in (before, after))
         difference = used - clean
@@ -43,6 +56,38 @@ class RatioSums:
         self.count += ratio.size
         self.total += float(ratio.sum())
         self.squares += float(np.square(ratio).sum())
+        if scale and before.dtype in ROUNDED_DTYPES and self.quantity != "outward":
+            self._expect(before, clean, scale, added)
+
+    def _expect(self, before: Tensor, clean: FloatArray, scale: float, added: Tensor | None) -> None:
+        """Add what the squares of a 16-bit tensor should be: the noise and the rounding of its result."""
+        relative = self.quantity == "relative"
+        mean, variance = noised_moments(before, scale * np.abs(clean) if relative else np.full(clean.shape, scale))
+        if added is not None:
+            spacing, _ = spacing_of((before.float() + added.float()).to(before.dtype))
+            mean = mean + spacing**2 / 12
+            variance = variance + spacing**4 / 180 + 4 * mean * spacing**2 / 12
+        if relative:
+            known = clean != 0
+            mean, variance = mean[known] / clean[known] ** 2, variance[known] / clean[known] ** 4
+        self.rounded_count += mean.size
+        self.expected_squares += float(mean.sum())
+        self.expected_variance += float(variance.sum())
+
+    def expected_sums(self, scale: float) -> tuple[float, float]:
+        """Return what `squares` should be for Gaussian noise of `scale`, and its variance."""
+        exact = self.count - self.rounded_count
+        return self.expected_squares + exact * scale**2, self.expected_variance + 2 * exact * scale**4
+
+    def expectation(self, scale: float) -> tuple[float, float] | None:
+        """Return the expected root mean square of noise of `scale`, and its relative standard error.
+
+        None if no tensor was rounded: then they are `scale` and 1/sqrt(2n).
+        """
+        if not self.rounded_count:
+            return None
+        squares, variance = self.expected_sums(scale)
+        return (squares / self.count) ** 0.5, variance**0.5 / (2 * squares) if squares else math.inf
 
     @property
     def root_mean_square(self) -> float:
@@ -120,13 +165,20 @@ class GradientSums:
 
 @dataclass
 class FactorSums:
-    """AQN noise in one layer: sum of (added noise / scheduled sigma)^2 over its elements."""
+    """AQN noise in one layer: sum of (added noise / scheduled sigma)^2 over its elements.
+
+    `drawn_squares`: what the sum should be before the result is rounded to the number format of the tensor;
+    `expected_squares` and `expected_variance`: after it, and its variance.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     layer: int | None
     squares: float = 0.0
     elements: int = 0
+    drawn_squares: float = 0.0
+    expected_squares: float = 0.0
+    expected_variance: float = 0.0
 
 
 @dataclass
