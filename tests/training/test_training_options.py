@@ -133,7 +133,7 @@ def test_small_steps_are_lost_in_bfloat16_weights_and_not_in_float32(inputs, tmp
 
 
 def test_a_prompt_longer_than_allowed_is_refused_at_the_start(inputs, tmp_path):
-    with pytest.raises(DataError, match=r"max_prompt_tokens is 5: \d+ of 16 prompts are longer, .* question train-\d+"):
+    with pytest.raises(DataError, match=r"max_prompt_tokens is 5: \d+ of 16 prompts are longer; .* question train-\d+"):
         run(training_spec(max_prompt_tokens=5), inputs, tmp_path / "run")
     run(training_spec(max_prompt_tokens=50, num_steps=1), inputs, tmp_path / "fits")
 
