@@ -1,7 +1,7 @@
-"""How long a report of a large study takes: 50 arms, 5 seeds, 3 noise levels, 1,319 questions, 116 steps.
+"""Time the report of a large study: 50 arms, 5 seeds, 3 noise levels, 1,319 questions, 116 steps.
 
-`OMP_NUM_THREADS=2 python benchmarks/report_speed.py` makes the study up with the tests' generator, compares it, and
-times `build_report` in this process. Prints seconds, peak memory and the size of the page.
+`OMP_NUM_THREADS=2 python benchmarks/report_speed.py` generates the study with the generator of the tests, compares it,
+and times `build_report` in this process. It prints seconds, peak memory and the size of the page.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import synthetic_study as synthetic
 
 
 def large_study(num_arms: int, num_seeds: int) -> Study:
-    """A study of the made-up arms, each repeated under new names; every arm is compared with the first."""
+    """Return a study of the made-up arms, repeated under new names; every arm is compared with the first."""
     kinds = list(synthetic.ARMS)
     names = [f"{kinds[number % len(kinds)]}-{number:02}" for number in range(num_arms)]
     for number, name in enumerate(names):
@@ -46,11 +46,11 @@ def large_study(num_arms: int, num_seeds: int) -> Study:
 
 
 def main() -> None:
-    """Make the study up, compare it, and time the report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arms", type=int, default=50)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--questions", type=int, default=1319)
+    """Generate the study, compare it, and time the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", type=int, default=50, help="number of arms")
+    parser.add_argument("--seeds", type=int, default=5, help="training seeds per arm")
+    parser.add_argument("--questions", type=int, default=1319, help="test questions")
     arguments = parser.parse_args()
     study = large_study(arguments.arms, arguments.seeds)
     with tempfile.TemporaryDirectory() as name:

@@ -1,41 +1,34 @@
-import string
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqnpipe.artifacts.comparisons import RefusalKind
-from aqnpipe.comparison.claims import refusal_sentence, sentence_of
-from aqnpipe.comparison.contrasts import Contrast, Refusal, Scores, Side
-from aqnpipe.comparison.judgement import holm, judge, p_value_of
+from aqnpipe.artifacts.comparisons import Claim, RefusalKind
+from aqnpipe.artifacts.statements import Statement
+from aqnpipe.comparison.claims import statements_of
+from aqnpipe.comparison.contrasts import Contrast, Scores, Side
+from aqnpipe.comparison.judgement import judge, p_value_of
 from aqnpipe.config.analysis import ArmComparison, DegradationComparison, LevelComparison, StatisticsConfig
-from aqnpipe.published import wording as published_wording
-from aqnpipe.report import wording
-from aqnpipe.report.wording import Text, points
+from aqnpipe.report.claims_view import sentence_text
+from aqnpipe.report.numbers import percent, points
+from aqnpipe.report.words import load_words
 from aqnpipe.statistics.crossed_effects import VarianceParts, estimate_difference, questions_needed, variance_parts
 
-probabilities = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 SETTINGS = StatisticsConfig()
+ENGLISH, CHINESE = load_words("en"), load_words("zh")
 
 
-def test_holm_by_hand():
-    """Sorted 0.01, 0.02, 0.03 times 3, 2, 1, then made monotone: 0.03, 0.04, 0.04."""
-    assert holm([0.02, 0.01, 0.03]) == pytest.approx([0.04, 0.03, 0.04])
-    assert holm([]) == []
+@dataclass
+class Sentence:
+    """The statements of a comparison as the report shows them."""
+
+    en: str
+    zh: str
 
 
-@given(probabilities)
-@settings(max_examples=8, deadline=None)  # statsmodels collects garbage in every call, about 0.1 s
-def test_holm_keeps_the_order_and_never_helps(p_values):
-    adjusted = holm(p_values)
-    order = np.argsort(p_values)
-    assert all(after >= before - 1e-12 for before, after in zip(p_values, adjusted, strict=True))
-    assert np.all(np.diff(np.array(adjusted)[order]) >= -1e-12)
-    assert max(adjusted) <= 1
-
-
-def judged(treatment, control, kind="arms", p_holm=None, family_size=1, **test):
+def judged_statements(treatment, control, kind="arms", p_holm=None, family_size=1, **test):
     test = test or {"expected": "lower" if kind == "levels" else "higher"}
     if kind == "levels":
         comparison = LevelComparison(arm="E5b", noise_level=0.1, claim="noise hurts", **test)
@@ -50,7 +43,13 @@ def judged(treatment, control, kind="arms", p_holm=None, family_size=1, **test):
     estimate = estimate_difference(treatment, control)
     p_holm = p_value_of(comparison, estimate) if p_holm is None else p_holm
     judgement = judge(contrast, estimate, variance_parts(treatment - control), p_holm, family_size, SETTINGS)
-    return judgement, sentence_of(contrast, scores, estimate, judgement, SETTINGS)
+    return judgement, statements_of(contrast, scores, estimate, judgement, SETTINGS)
+
+
+def judged(*sides, **test):
+    """Return the verdict on a comparison, and what the report says about it."""
+    judgement, statements = judged_statements(*sides, **test)
+    return judgement, Sentence(ENGLISH.all_of(statements), CHINESE.all_of(statements))
 
 
 def answers(seeds, accuracy, seed, questions=300):
@@ -76,7 +75,7 @@ def test_a_single_run_per_arm_never_shows_an_effect_of_the_arm():
         judgement, sentence = judged(answers(1, 0.9, 1), answers(1, 0.3, 2), kind)
         assert judgement.verdict == "not_shown"
         assert judgement.seeds_needed is None
-        assert "seed_variance of training" in sentence.en
+        assert "run-to-run (seed) variance" in sentence.en
         assert "at least two seeds" in sentence.en
     margin = {"test": "non_inferiority", "margin": 0.05}
     assert judged(answers(1, 0.9, 1), answers(1, 0.3, 2), **margin)[0].verdict == "not_shown"
@@ -142,11 +141,11 @@ def test_the_sentence_carries_the_numbers():
     for text in (sentence.en.replace("\u00a0", " "), sentence.zh.replace("\u00a0", " ")):
         assert f"{100 * treatment.mean():.1f} %" in text
         assert f"{100 * control.mean():.1f} %" in text
-        assert points((treatment - control).mean(), sign=True) in text
-        assert points(judgement.ci_low, sign=True) in text
-        assert points(judgement.ci_high, sign=True) in text
+        assert points((treatment - control).mean()) in text
+        assert points(judgement.ci_low) in text
+        assert points(judgement.ci_high) in text
         assert f"p = {judgement.p_value:.2f}" in text
-        assert points(judgement.minimum_detectable) in text
+        assert percent(judgement.minimum_detectable) in text
     assert "3 seeds, 300 questions" in sentence.en
     assert "3 个种子，300 道题" in sentence.zh
 
@@ -167,23 +166,26 @@ def test_identical_sides_are_said_to_be_identical():
 
 
 def test_points_have_no_minus_before_zero():
-    assert points(-0.0001, sign=True) == "+0.0"
-    assert points(-0.0243, sign=True) == "−2.4"
+    assert points(-0.0001) == "+0.0"
+    assert points(-0.0243) == "−2.4"
 
 
-@pytest.mark.parametrize("module", [wording, published_wording])
-def test_both_languages_use_the_same_values(module):
-    """A refusal's kind is said in Chinese alone: its reason names files and keys in English."""
-    templates = [one for one in vars(module).values() if isinstance(one, Text)]
-    assert len(templates) > 5
-    for template in templates:
-        english, chinese = ({name for _, name, _, _ in string.Formatter().parse(text) if name} for text in template)
-        assert english == chinese or template is wording.NOT_COMPARED
+def test_statements_survive_their_file():
+    treatment, control = answers(3, 0.62, 1), answers(3, 0.6, 2)
+    _, statements = judged_statements(treatment, control)
+    assert statements[0].key == "claim.difference"
+    assert statements[0].values["difference"] == pytest.approx((treatment - control).mean())
+    for found in statements:
+        assert Statement.model_validate_json(found.model_dump_json()) == found
 
 
 def test_every_refusal_has_words():
     for kind in RefusalKind.__args__:
-        sentence = refusal_sentence(Refusal(kind, "why"))
-        assert sentence.en == "Not compared: why."
-        assert wording.REFUSALS[kind] in sentence.zh
-    assert set(wording.REFUSALS) == set(RefusalKind.__args__)
+        claim = Claim(
+            comparison_id="id", claim="", verdict="invalid", seeds=(), invalid_kind=kind, invalid_reason="why"
+        )
+        assert sentence_text(claim, ENGLISH) == "Not compared: why."
+        assert "why" in sentence_text(claim, CHINESE)
+    assert len(
+        {sentence_text(claim.model_copy(update={"invalid_kind": kind}), CHINESE) for kind in RefusalKind.__args__}
+    ) == len(RefusalKind.__args__)

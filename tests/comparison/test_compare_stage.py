@@ -14,6 +14,8 @@ from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evalua
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.report.claims_view import sentence_text
+from aqnpipe.report.words import load_words
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,8 @@ def test_one_seed_shows_nothing_about_arms(synthetic, run, tmp_path):
     _, comparisons, claims = run(study, made.evaluations)
     arms = comparisons.filter(pl.col("kind") == "arms")
     assert set(arms["verdict"]) == {"not_shown"}
-    assert all("seed_variance of training is not covered" in method for method in arms["method"])
+    words = load_words("en")
+    assert all("run-to-run variance not covered" in words(f"analysis.{method}") for method in arms["method"])
     assert "supported" in comparisons.filter(pl.col("kind") == "levels")["verdict"]
     assert claims.family_size == 6
 
@@ -211,7 +214,8 @@ def test_a_run_without_its_last_step_is_not_compared(artifacts, run):
     source = find(artifacts, "E5")
     early = dataclasses.replace(source, step=30)
     old = read_json(source.record, RunRecord)
-    write_json(source.record, old.model_copy(update={"identity": {"model": "base", "arm": "E5", "seed": 0, "step": 30}}))
+    identity = {"model": "base", "arm": "E5", "seed": 0, "step": 30}
+    write_json(source.record, old.model_copy(update={"identity": identity}))
     _, _, claims = run(artifacts.study, [early if one is source else one for one in artifacts.evaluations])
     assert reason(claims, "E5b-vs-E5@0") == "missing evaluations: base/E5 seed 0 step 60"
 
@@ -299,7 +303,7 @@ def test_a_study_without_comparisons_gets_the_usual_ones(artifacts, run):
     assert "invalid" not in verdicts(claims).values()
 
 
-def test_the_luck_of_training_is_pooled_over_arms(artifacts, run):
+def test_run_to_run_variance_is_pooled_over_arms(artifacts, run):
     _, comparisons, _ = run(artifacts.study, artifacts.evaluations)
     freedom = dict(comparisons.select("comparison_id", "degrees_of_freedom").iter_rows())
     assert freedom["E5b-vs-E5@0"] == 4  # four arms of two seeds
@@ -324,7 +328,7 @@ def test_two_noisy_levels_with_the_same_responses_are_a_red_flag(synthetic, arti
     noisy, clean = claims.claims
     assert noisy.invalid_kind == "identical_outputs"
     assert "equals the response at noise level 0.05" in noisy.invalid_reason
-    assert "输出完全相同" in noisy.sentence_zh
+    assert "输出完全相同" in sentence_text(noisy, load_words("zh"))
     assert clean.verdict != "invalid"
 
 
@@ -352,7 +356,7 @@ def test_a_study_with_nothing_yet(artifacts, run):
     assert claims.family_size == 0
 
 
-def test_sham_arms_give_a_false_positive_rate(synthetic, run, tmp_path):
+def test_aa_controls_give_a_false_positive_rate(synthetic, run, tmp_path):
     study = synthetic.study(arms=["baseline", "E5", "E5b", "E5b_sham"], comparisons=[])
     made = synthetic.write_evaluations(tmp_path, study)
     _, _, claims = run(study, made.evaluations)

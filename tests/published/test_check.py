@@ -1,4 +1,4 @@
-"""The audit of the published figures, against what is known about them from an independent analysis."""
+"""The check of published figures, against what is known about them from an independent analysis."""
 
 import json
 import math
@@ -11,21 +11,24 @@ from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.stats.proportion import proportions_ztest
 
+from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.published import PublishedFile, RatioClaim
 from aqnpipe.published.check import check_published_figures, check_published_file
-from aqnpipe.published.tests import Proportion, Result, largest_discordance, ratio_result
+from aqnpipe.published.summary_tests import Proportion, Result, largest_discordance, ratio_result
+from aqnpipe.report.words import load_words
 from aqnpipe.statistics.grim import agrees, possible_counts, possible_sizes
 
+ENGLISH, CHINESE = load_words("en"), load_words("zh")
 PUBLISHED = Path(__file__).parents[2] / "config" / "published.yaml"
 
 
 @pytest.fixture(scope="module")
-def audited():
+def checked():
     return check_published_file(PUBLISHED)
 
 
-def claim(audited, name):
-    return next(one for one in audited.claims if one.id == name)
+def claim(checked, name):
+    return next(one for one in checked.claims if one.id == name)
 
 
 @pytest.mark.parametrize(
@@ -39,67 +42,67 @@ def claim(audited, name):
         ("E5b-58-changes", -1.0, -9.1, 7.1, 0.81),
     ],
 )
-def test_the_known_table_is_reproduced(audited, name, difference, low, high, p_value):
-    one = claim(audited, name)
+def test_the_known_table_is_reproduced(checked, name, difference, low, high, p_value):
+    one = claim(checked, name)
     assert one.difference == pytest.approx(difference, abs=0.0051)
     assert one.ci_low == pytest.approx(low, abs=0.051)
     assert one.ci_high == pytest.approx(high, abs=0.051)
     assert one.p_value == pytest.approx(p_value, rel=0.1)
-    assert not [text for text in one.differs if "re-analysis" in text]
+    assert not [deviation for deviation in one.deviations if "re-analysis" in deviation.values["source"]]
 
 
-def test_an_impossible_accuracy_is_found_and_its_claim_is_void(audited):
-    impossible = [one for one in audited.accuracies if not one.possible]
+def test_an_impossible_accuracy_is_found_and_its_claim_is_void(checked):
+    impossible = [one for one in checked.accuracies if not one.possible]
     assert [one.id for one in impossible] == ["E7c"]
     assert impossible[0].nearest == pytest.approx((100 * 1180 / 1319, 100 * 1181 / 1319))
     assert 200 in impossible[0].possible_sizes
     assert 1319 not in impossible[0].possible_sizes
-    one = claim(audited, "aqn-helps-7B")
+    one = claim(checked, "aqn-helps-7B")
     assert one.verdict == "invalid"
-    assert "not possible with 1,319 questions (next to it: 89.46 and 89.54 %)" in one.sentence
-    assert any("0.83" in text for text in one.differs)
+    assert "not possible with 1,319 questions (nearest: 89.46 and 89.54 %)" in ENGLISH.all_of(one.statements)
+    assert any("0.83" in ENGLISH.of(deviation) for deviation in one.deviations)
 
 
-def test_which_claims_stand(audited):
-    verdicts = {one.id: one.verdict for one in audited.claims}
+def test_which_claims_stand(checked):
+    verdicts = {one.id: one.verdict for one in checked.claims}
     assert [name for name, verdict in verdicts.items() if verdict == "supported"] == ["noise-hurts"]
     assert {verdicts[name] for name in ("aqn-helps", "global-helps", "E5b-58-robust", "E7c-robust", "AA")} == {
         "not_shown"
     }
     assert {verdicts[name] for name in ("targeted-beats-global", "clean-recovery-E5b")} == {"invalid"}
-    assert claim(audited, "noise-hurts").p_run_to_run == pytest.approx(
+    assert claim(checked, "noise-hurts").p_run_to_run == pytest.approx(
         2 * stats.t.sf(8.7187 / (1.6 * math.sqrt(2)), 5), rel=1e-3
     )
 
 
-def test_losses_are_worse_than_guessing(audited):
-    above = {one.id: one.above_uniform for one in audited.losses}
+def test_losses_are_worse_than_guessing(checked):
+    above = {one.id: one.above_uniform for one in checked.losses}
     assert above == {"clean": False, "dead-zone": True, "global": True, "targeted": True, "healthy": True}
-    assert audited.losses[0].uniform == pytest.approx(11.93, abs=0.005)
-    one = claim(audited, "targeted-beats-global")
+    assert checked.losses[0].uniform == pytest.approx(11.93, abs=0.005)
+    one = claim(checked, "targeted-beats-global")
     reference = stats.ttest_ind_from_stats(12.8374, 0.0054, 5, 12.8606, 0.0105, 5, equal_var=False)
     assert one.p_value == pytest.approx(reference.pvalue)
     assert one.p_paired_low < 0.0126 < one.p_paired_high
-    assert any("paired t-test" in note for note in one.notes)
+    assert any("paired t-test" in ENGLISH.of(note) for note in one.notes)
 
 
-def test_detectable_differences_and_where_they_differ(audited):
-    large, small = audited.detectable
-    assert (round(100 * large.asymptotic, 2), large.differs) == (2.44, ())
+def test_detectable_differences_and_where_they_differ(checked):
+    large, small = checked.detectable
+    assert (round(100 * large.asymptotic, 2), large.deviations) == (2.44, ())
     assert (round(100 * small.asymptotic, 1), round(100 * small.exact, 1)) == (6.2, 6.4)
-    assert "reported 6.5 points, here 6.23" in small.differs[0]
+    assert "reported 6.5 points, recomputed 6.23" in ENGLISH.of(small.deviations[0])
 
 
-def test_equal_accuracies_at_every_level_are_a_red_flag(audited):
-    assert [one.id for one in audited.series if one.identical] == ["E5d-116"]
+def test_equal_accuracies_at_every_level_are_a_red_flag(checked):
+    assert [one.id for one in checked.series if one.identical] == ["E5d-116"]
 
 
-def test_the_effect_of_one_may_be_any_multiple_of_the_other(audited):
-    one = claim(audited, "four-times")
+def test_the_effect_of_one_may_be_any_multiple_of_the_other(checked):
+    one = claim(checked, "four-times")
     assert one.verdict == "not_shown"
     assert (one.ci_low, one.ci_high) == (None, None)
-    assert "interval unbounded" in one.sentence
-    assert "区间无界" in one.sentence_zh
+    assert "interval unbounded" in ENGLISH.all_of(one.statements)
+    assert "区间无界" in CHINESE.all_of(one.statements)
 
 
 def test_fiellers_interval_holds_where_its_equation_does():
@@ -149,7 +152,7 @@ def test_agreement_is_at_the_printed_precision():
 def test_largest_discordance_is_where_mcnemar_turns():
     """50 more right of 1,000: significant by z = 50/sqrt(disagreements) - d^2 up to about 650 disagreements."""
     sides = (Proportion(0.75, 1000), Proportion(0.70, 1000))
-    result = Result("a", "b", "points", 100.0, 5.0, None, None, None, "", sides)
+    result = Result("a", "b", "points", 100.0, 5.0, None, None, None, statement("method.wald"), sides)
     limit = largest_discordance(result, 0.05)
     z = 0.05 * math.sqrt(1000) / math.sqrt(limit - 0.05**2)
     assert z == pytest.approx(stats.norm.ppf(0.975))
@@ -225,5 +228,5 @@ def test_losses_of_every_run_are_paired():
     content = minimal(losses=losses, claims=[claim | {"expected": "lower"}])
     one = check_published_figures(PublishedFile.model_validate(content)).claims[0]
     assert one.p_value == pytest.approx(stats.ttest_rel(ours, theirs).pvalue)
-    assert one.method.startswith("paired t, 3.0 degrees of freedom")
+    assert ENGLISH.of(one.method).startswith("paired t, 3.0 degrees of freedom")
     assert one.verdict == "supported"

@@ -85,9 +85,10 @@ def hostile(synthetic, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     built = make(synthetic, folder, synthetic.study(arms=["baseline", "E5"], seeds=[0], comparisons=[]), 60)
     claims = read_json(folder / "claims.json", ClaimsFile)
-    changed = [one.model_copy(update={"claim": HOSTILE, "sentence": HOSTILE}) for one in claims.claims]
+    refusal = {"claim": HOSTILE, "invalid_kind": "record", "invalid_reason": HOSTILE}
+    changed = [claim.model_copy(update=refusal) for claim in claims.claims]
     write_json(folder / "claims.json", claims.model_copy(update={"claims": tuple(changed), "tables_sha256": {}}))
-    _overwrite(folder / "comparisons.parquet", method=HOSTILE, family=HOSTILE)
+    _overwrite(folder / "comparisons.parquet", family=HOSTILE)
     _overwrite(folder / "robustness.parquet", problem=HOSTILE)
     _overwrite(built.made.test_problems, question=HOSTILE * 30, gold_answer=HOSTILE)
     for one in built.made.evaluations:

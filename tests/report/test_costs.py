@@ -42,5 +42,5 @@ def test_without_measurements_the_page_says_so(make_report, synthetic, tmp_path)
     for path in tmp_path.rglob("*.tsv"):
         path.unlink()
     html = built.build().html
-    assert "No job left a measurement of its cost." in html
+    assert "No job recorded its cost." in html
     assert "incomplete" not in html.split("<main>")[1].split("<section")[0]

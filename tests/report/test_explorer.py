@@ -62,9 +62,9 @@ def test_only_the_first_sample_is_shown(built, data):
 
         def __init__(self, one):
             self.source = one.source
-            first = one.answers()
+            first = one.responses()
             second = first.with_columns(sample=pl.lit(1, pl.Int64), correct_strict=pl.lit(value=True))
-            self.answers = lambda: pl.concat([second, first])
+            self.responses = lambda: pl.concat([second, first])
 
     sampled = replace(data, evaluations=[Sampled(one) for one in data.evaluations])
     assert flips(pair, built.study, sampled)[0].equals(flips(pair, built.study, data)[0])

@@ -8,6 +8,7 @@ import pytest
 from aqnpipe.artifacts.comparisons import Family
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile
+from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.noise import Fault
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import FaultCell, GradientFlow
@@ -45,11 +46,9 @@ def comparison(number, family, verdict, p_seed_t):
         p_value=0.2,
         p_holm=None if verdict == "invalid" else 0.4,
         p_seed_t=p_seed_t,
-        claim=f"made-up claim {number}",
-        claim_zh=f"虚构论断 {number}",
+        claim=statement("loss_claim.fault_raises_loss", magnitude=float(number)),
         verdict=verdict,
-        sentence="",
-        sentence_zh="",
+        statements=(statement("conclusion.not_shown"),),
     )
 
 
@@ -88,14 +87,14 @@ def page(synthetic, built, tmp_path_factory):
     receipt = read_json(inputs.runs[0].receipt, Receipt)
     cells = {"fault": 0, "calls": 7, "elements": 1000, "num_channels": 8, "num_faulty_channels": 8}
     flow = {"fault": 0, "calls": 3, "elements": 800, "zeroed_elements": 200, "leaked_elements": 0}
-    struck = receipt.model_copy(
+    faulty = receipt.model_copy(
         update={
             "faults": (Fault(type="dead_zone", layer=1, magnitude=0.3),),
             "fault_cells": (FaultCell(phase="rollout", affected_elements=250, **cells),),
             "gradient_flows": (GradientFlow(norm=5.0, zeroed_norm=3.0, **flow),),
         }
     )
-    write_json(folder / "receipt.json", struck)
+    write_json(folder / "receipt.json", faulty)
     run = dataclasses.replace(inputs.runs[0], receipt=folder / "receipt.json")
     changed = dataclasses.replace(
         inputs, runs=(run, *inputs.runs[1:]), loss_studies=(folder / "claims.json", folder / "missing.json")
@@ -116,8 +115,17 @@ def cells_of(html, name):
 
 def test_comparisons_and_conditions_stand_in_tables(page):
     rows = cells_of(page["en"], "loss-comparisons")
-    assert rows[1] == ["made-up claim 2", "not shown", "−0.0123", "−0.0300 to +0.0050", "0.20", "0.40", "0.010"]
+    assert rows[1] == [
+        "A fault of magnitude 2 raises the loss",
+        "not shown",
+        "−0.0123",
+        "−0.0300 to +0.0050",
+        "0.20",
+        "0.40",
+        "0.010",
+    ]
     assert rows[2][1] == "invalid"
+    assert cells_of(page["en"], "loss-sentences")[1] == [rows[1][0], "The figures do not show it."]
     rows = cells_of(page["en"], "loss-conditions")
     assert rows[0] == ["clean", "–", "–", "–", "0.1000", "–", "–", "–", "–", "better than guessing"]
     assert rows[3][:7] == ["targeted", "0.1", "noise, then fault", "1", "0.1900", "0.0020", "87.5"]
@@ -127,7 +135,7 @@ def test_comparisons_and_conditions_stand_in_tables(page):
 def test_the_sentence_counts_verdicts_naive_findings_and_losses_above_uniform(page):
     assert "tested 2 times: 1 not shown, 1 invalid" in page["en"]
     assert "would have called 1 significant at 0.05" in page["en"]
-    assert "1 conditions have a loss above ln|V| = 4.60" in page["en"]
+    assert "1 condition has a loss above ln|V| = 4.60" in page["en"]
 
 
 def test_there_is_one_picture_per_order(page):
@@ -145,7 +153,7 @@ def test_what_passed_the_faults_in_training_is_shown(page):
 
 
 def test_chinese_pages_say_it_in_chinese(page):
-    assert cells_of(page["zh"], "loss-comparisons")[0][0] == "虚构论断 1"
+    assert cells_of(page["zh"], "loss-comparisons")[0][0] == "强度 1 的故障使损失升高"
     assert "检验 2 次" in page["zh"]
 
 

@@ -52,8 +52,8 @@ def test_nothing_but_the_study_still_gives_a_page(half):
         "No evaluation was compared yet.",
         "No training run.",
         "No machine was diagnosed.",
-        "No job left a measurement of its cost.",
-        "There is no pair of arms whose answers could be compared.",
+        "No job recorded its cost.",
+        "There is no pair of arms whose responses could be compared.",
         "No comparison was made yet.",
     ):
         assert sentence in html

@@ -7,6 +7,7 @@ import pytest
 
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, CheckedLoss, CheckedSeries, PublishedCheck
+from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.published import side_by_side
@@ -52,14 +53,13 @@ CLAIM = CheckedClaim(
     p_paired_low=None,
     p_paired_high=None,
     questions_needed=5000,
-    method="two proportions",
+    method=statement("method.wald"),
     verdict="not_shown",
-    sentence="The printed figures do not show it.",
-    sentence_zh="所印数字未能证实。",
+    statements=(statement("conclusion.not_shown"),),
     notes=(),
-    differs=(),
+    deviations=(),
 )
-AUDIT = PublishedCheck(
+CHECK = PublishedCheck(
     title="A paper",
     source="somewhere",
     alpha=0.05,
@@ -96,9 +96,9 @@ AUDIT = PublishedCheck(
 
 
 @pytest.fixture(scope="module")
-def with_audit(built, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("audit")
-    write_json(folder / "published.json", AUDIT)
+def with_check(built, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    write_json(folder / "published.json", CHECK)
     inputs = replace(built.made.report_inputs(built.folder), published=folder / "published.json")
     return built.build(inputs=inputs, into=folder)
 
@@ -108,8 +108,8 @@ def rows(html, table):
     return [[cell.split(">", 1)[1].strip() for cell in row.split("<td")[1:]] for row in body.split("<tr")[1:]]
 
 
-def test_published_stands_beside_measured(with_audit, built):
-    shown = rows(with_audit.html, "published-accuracies")
+def test_published_stands_beside_measured(with_check, built):
+    shown = rows(with_check.html, "published-accuracies")
     measured = pl.read_parquet(built.folder / "accuracy.parquet")
 
     def mean(arm, level):
@@ -119,35 +119,37 @@ def test_published_stands_beside_measured(with_audit, built):
     assert shown[0][:4] == ["baseline, 1.5B", "76.88", "1,319", "74.5 to 79.1"]
     assert float(shown[0][4]) == pytest.approx(mean("baseline", 0.0), abs=0.0500001)
     assert shown[3][4] == "–"
-    assert shown[3][5] == "NO: no k of 1,319 prints so; nearest 89.46, 89.54 (possible for n = 200)"
+    assert shown[3][5] == "NO: between 89.46 and 89.54; possible with 200 questions"
     assert float(shown[4][4]) == pytest.approx(mean("E5b", 0.1), abs=0.0500001)
 
 
-def test_published_claims_carry_their_verdict(with_audit):
-    (cells,) = rows(with_audit.html, "published-claims")
+def test_published_claims_carry_their_verdict(with_check):
+    (cells,) = rows(with_check.html, "published-claims")
     assert cells == [
         *("AQN helps", "not shown", "+2.43", "−1.09 to +5.94", "0.18", "0.90", "0.32"),
     ]
-    assert rows(with_audit.html, "published-sentences") == [["AQN helps", "The printed figures do not show it."]]
-    assert '<a href="#published">' in with_audit.html
+    assert rows(with_check.html, "published-sentences") == [
+        ["AQN helps", "The figures do not show it.", "two independent proportions, Wald z"]
+    ]
+    assert '<a href="#published">' in with_check.html
 
 
-def test_red_flags_are_raised(with_audit):
-    (series,) = rows(with_audit.html, "published-series")
+def test_red_flags_are_raised(with_check):
+    (series,) = rows(with_check.html, "published-series")
     assert series == ["E5d", "74.50 / 74.50 / 74.50", "the same at every level: was there noise?", "1.00"]
-    (loss,) = rows(with_audit.html, "published-losses")
+    (loss,) = rows(with_check.html, "published-losses")
     assert loss == ["dead zone", "12.8541", "0.0000", "5", "11.93", "worse than guessing"]
 
 
 def test_only_arms_with_both_figures_are_drawn_together(built):
     last = pl.read_parquet(built.folder / "accuracy.parquet").filter(pl.col("step") == 60)
-    table = side_by_side(AUDIT, last)
+    table = side_by_side(CHECK, last)
     assert set(table["arm"]) == {"baseline"}
     assert table.filter(pl.col("kind") == "published")["accuracy"].to_list() == [76.88]
     assert table.filter(pl.col("kind") == "measured")["seed"].to_list() == [0, 1]
 
 
-def test_without_an_audit_there_is_no_such_section(built):
+def test_without_a_check_there_is_no_such_section(built):
     assert 'id="published"' not in built.html
     assert "#published" not in built.html
 

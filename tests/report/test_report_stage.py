@@ -116,10 +116,10 @@ def test_every_figure_has_a_name_and_its_numbers(page, built):
         assert "<table" in part.split("</figure>")[-1]
 
 
-def test_receipts_show_asked_and_measured(page, built):
+def test_receipts_show_requested_and_measured(page, built):
     receipt = read_json(next(run.receipt for run in built.made.runs if run.arm == "E5b"), Receipt)
     cells = page.row("E5b seed 0")
-    assert cells[1:3] == ["in order", "0.05"]
+    assert cells[1:3] == ["accepted", "0.05"]
     assert float(cells[3]) == pytest.approx(0.05, rel=0.01)
     squares = sum((cell.measured / cell.requested) ** 2 * cell.measured_elements for cell in receipt.cells)
     elements = sum(cell.measured_elements for cell in receipt.cells)
@@ -131,7 +131,7 @@ def test_receipts_show_asked_and_measured(page, built):
     assert [numbers.scale(measured), numbers.count(elements)] in [
         [row[2], row[5]] for row in page.rows if row[0] == "rollout"
     ]
-    assert page.row("E5 seed 1 step 60", "in order", "none")[3] == "exactly none"
+    assert page.row("E5 seed 1 step 60", "accepted", "none")[3] == "exactly none"
 
 
 def test_diagnosis_is_judged_against_the_simulated_fault(page):
@@ -146,7 +146,7 @@ def test_a_refused_receipt_is_shown_as_refused(make_report, synthetic, tmp_path)
     write_json(run.receipt, receipt.model_copy(update={"cells": ()}))
     page = Page(built.build().html)
     assert page.row("E5 seed 0")[1] == "refused"
-    assert page.row("E5 seed 1")[1] == "in order"
+    assert page.row("E5 seed 1")[1] == "accepted"
     assert "noise was requested but never reached layers" in page.whole_text
 
 
@@ -261,4 +261,4 @@ def test_arms_of_two_models_get_figures_each(built, tmp_path):
 def test_claims_are_shown_as_judged(page, built):
     for claim in read_json(built.folder / "claims.json", ClaimsFile).claims:
         assert claim.claim in page.whole_text
-        assert " ".join(claim.sentence.split()) in page.whole_text
+        assert " ".join(load_words("en").all_of(claim.statements).split()) in page.whole_text

@@ -28,7 +28,7 @@ def test_untrusted_text_is_no_markup(text, escaped):
 
 
 def test_verdicts_and_numbers_are_the_artifacts(built):
-    text = (built.folder / "summary.md").read_text(encoding="utf-8")
+    text = (built.folder / "summary.md").read_text(encoding="utf-8").replace("\u00a0", " ")
     claims = read_json(built.folder / "claims.json", ClaimsFile).claims
     rows = pl.read_parquet(built.folder / "comparisons.parquet").rows(named=True)
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]

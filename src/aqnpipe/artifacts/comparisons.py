@@ -1,4 +1,4 @@
-"""What the statistical comparison hands to the report."""
+"""Artifacts of the compare stage: accuracies, comparisons, robustness over noise, and claims with their verdicts."""
 
 from typing import Literal
 
@@ -6,14 +6,16 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.statements import Statement
 
 
 class AccuracyTable(pa.DataFrameModel):
     """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
 
     `accuracy`: of the study's primary scorer. `ci_low` and `ci_high`: its Wilson interval over the questions, without
-    the seed_variance of training. `truncated_fraction`: responses that were cut off at the limit of tokens.
-    `parse_failure_fraction`: those in which the primary scorer found no answer; `parse_failure_<scorer>`: each scorer.
+    run-to-run variance. `truncated_fraction`: responses that were cut off at the token limit.
+    `parse_failure_fraction`: those in which the primary scorer found no answer; `parse_failure_<scorer>`: the same for
+    each scorer.
     """
 
     model: str
@@ -39,7 +41,7 @@ class AccuracyTable(pa.DataFrameModel):
     parse_failure_harness_flexible: float = pa.Field(ge=0, le=1)
 
     class Config:
-        """Columns as declared, one row per checkpoint and level."""
+        """No other columns are allowed; one row per checkpoint and level."""
 
         strict = True
         unique = ["model", "arm", "seed", "step", "noise_level"]  # noqa: RUF012 - pandera's own form
@@ -54,12 +56,14 @@ class ComparisonTable(pa.DataFrameModel):
     two-sided, non_inferiority and equivalence (TOST) are one-sided against `margin`. `interval_level` is the confidence
     of all intervals of the row: 1 - alpha for superiority, 1 - 2*alpha for the one-sided tests, so that before Holm the
     interval and the p-value decide alike. `p_holm` is adjusted over the valid comparisons of the row's `family`.
-    `degrees_of_freedom` are those of the seed_variance of training, pooled over arms (of the questions for a single run).
+    `degrees_of_freedom` are those of the run-to-run variance, pooled over arms (of the questions for a single run).
     Beside the primary analysis: `bootstrap_low`/`bootstrap_high` (seeds and questions resampled), `p_seed_t` (paired t
     over seed means) and `p_permutation` (signs of seeds flipped), the last two always two-sided against 0 and null with
     a single seed. The minimum detectable difference (from 0, or from the margin) is at the study's power and the
     strictest level of the family (alpha divided by its size). `seeds_needed` and `questions_needed`: how many would
-    show a difference as large as the observed one; null where that does not apply or no number would do.
+    show a difference as large as the observed one; null where that does not apply or no number would be enough.
+    `method`: the analysis by key, see `statistics.crossed_effects.estimate_difference`; the report's catalogue has its
+    text.
     """
 
     comparison_id: str = pa.Field(unique=True)
@@ -93,11 +97,11 @@ class ComparisonTable(pa.DataFrameModel):
     minimum_detectable_difference: float = pa.Field(nullable=True)
     seeds_needed: int = pa.Field(nullable=True)
     questions_needed: int = pa.Field(nullable=True)
-    method: str
+    method: str = pa.Field(isin=["two_way", "mcnemar", "questions", "no_variance", "not_compared"])
     verdict: str = pa.Field(isin=["supported", "refuted", "not_shown", "invalid"])
 
     class Config:
-        """Columns as declared, nothing else."""
+        """No other columns are allowed."""
 
         strict = True
 
@@ -106,11 +110,11 @@ class RobustnessTable(pa.DataFrameModel):
     """results/robustness.parquet: an arm over all noise levels after its last step, one row each; fractions.
 
     Descriptive: no part of a family, p-values unadjusted. Seeds and noise seeds are averaged within questions and
-    questions are the clusters. `joint_p` asks whether accuracy is the same at all levels (`joint_method` names the
-    test: Hotelling's T2 over the differences from the lowest level, F with `joint_df1` and `joint_df2`). `slope` is the
-    change of accuracy per 0.1 of relative noise scale (a least-squares line through the levels), with interval at
-    1 - alpha, over seeds and questions where there are several seeds. `cochran_q_p`: Cochran's Q, where one pass per
-    level makes outcomes yes or no; else null. `problem`: why nothing was computed; null where all is well.
+    questions are the clusters. `joint_p` is about equal accuracy at all levels. `joint_method` is the key of its test:
+    `hotelling_t2`, Hotelling's T2 over the differences from the lowest level, F with `joint_df1` and `joint_df2`.
+    `slope` is the change of accuracy per 0.1 of relative noise scale (a least-squares line through the levels), with
+    an interval at 1 - alpha, over seeds and questions where there are several seeds. `cochran_q_p`: Cochran's Q, where
+    one pass per level makes outcomes yes or no; else null. `problem`: why nothing was computed; null if something was.
     """
 
     model: str
@@ -134,14 +138,14 @@ class RobustnessTable(pa.DataFrameModel):
     problem: str = pa.Field(nullable=True)
 
     class Config:
-        """Columns as declared, one row per arm."""
+        """No other columns are allowed; one row per arm."""
 
         strict = True
         unique = ["model", "arm"]  # noqa: RUF012 - pandera's own form
 
 
 ClaimVerdict = Literal["supported", "refuted", "not_shown", "invalid"]
-"""not_shown: the data do not decide. invalid: the comparison must not be made, or cannot."""
+"""not_shown: the data do not decide. invalid: the comparison is not meaningful, or cannot be made."""
 
 
 RefusalKind = Literal[
@@ -173,10 +177,11 @@ class SeedComparison(Artifact):
 
 
 class Claim(Artifact):
-    """One claim with its verdict; the sentences are generated from the numbers, never typed.
+    """One claim with its verdict.
 
     `declared`: whether the study declares the comparison (else it is a default for its arms). `claim_zh` is null where
-    the study gives the claim in one language only. `sentence` is English, `sentence_zh` says the same in Chinese.
+    the study gives the claim in one language only. `statements`: what the comparison found, empty where it was refused;
+    then `invalid_kind` and `invalid_reason`, which names files and keys, are set instead.
     """
 
     comparison_id: str
@@ -184,8 +189,7 @@ class Claim(Artifact):
     claim_zh: str | None = None
     declared: bool = True
     verdict: ClaimVerdict
-    sentence: str
-    sentence_zh: str
+    statements: tuple[Statement, ...] = ()
     seeds: tuple[SeedComparison, ...]
     invalid_kind: RefusalKind | None = None
     invalid_reason: str | None = None
@@ -199,12 +203,12 @@ class Family(Artifact):
 
 
 class AAControlRate(Artifact):
-    """How often A/A comparisons (a sham arm against the arm that it imitates) came out significant at `alpha`.
+    """How often A/A comparisons (an A/A control against the arm that it repeats) were significant at `alpha`.
 
-    `across_seeds`: the primary analysis, one test per sham arm and noise level. `single_runs`: exact McNemar of single
-    pairs of runs, which does not cover the seed_variance of training. `identical`: tests whose two sides answered every
-    question alike, which no test can reject. Intervals: Clopper-Pearson at 1 - alpha. The tests share questions and
-    runs, so the intervals are approximate.
+    `across_seeds`: the primary analysis, one test per A/A control and noise level. `single_runs`: exact McNemar of
+    single pairs of runs, which does not cover run-to-run variance. `identical`: tests whose two sides have equal
+    outcomes on every question, which no test can reject. Intervals: Clopper-Pearson at 1 - alpha. The tests share
+    questions and runs, so the intervals are approximate.
     """
 
     kind: Literal["across_seeds", "single_runs"]
@@ -219,8 +223,8 @@ class AAControlRate(Artifact):
 class ClaimsFile(Artifact):
     """results/claims.json. `family_size`: tested comparisons in all families together.
 
-    `missing`: evaluations that the study asks for and that were not there, as `model/arm seed S step N`.
-    `tables_sha256`: the tables written with it, by file name.
+    `missing`: evaluations that the study requests and that do not exist, as `model/arm seed S step N`.
+    `tables_sha256`: digests of the tables written with this file, by file name.
     """
 
     alpha: float

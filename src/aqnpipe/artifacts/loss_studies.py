@@ -1,4 +1,4 @@
-"""What a loss study under faults hands on, and what is compared in it."""
+"""Artifacts of a loss study: the losses of its texts, and the comparisons of its conditions."""
 
 from typing import Literal
 
@@ -6,14 +6,15 @@ import pandera.polars as pa
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
+from aqnpipe.artifacts.statements import Statement
 
 
 class LossStudyTable(pa.DataFrameModel):
     """results/loss_study/<model>/<name>.parquet: the loss of one text in one pass per row, in nats per token.
 
     `loss`: mean cross entropy of the gold solution's tokens given the question; `text_loss`: of all tokens but the
-    first. `magnitude`: of the machine's faults, 0 without. `order`: null unless a faulty layer has noise.
-    `survival_rate`: share of the elements at the faulty sites that pass the faults unchanged.
+    first. `magnitude`: of the machine's faults, 0 without a fault. `order`: null unless a faulty layer has noise.
+    `survival_rate`: share of the elements at the faulty sites that the faults leave unchanged.
     """
 
     question_id: str
@@ -28,7 +29,7 @@ class LossStudyTable(pa.DataFrameModel):
     survival_rate: float = pa.Field(ge=0, le=1)
 
     class Config:
-        """Columns as declared, one row per text and pass."""
+        """No other columns are allowed; one row per text and pass."""
 
         strict = True
         unique = ["question_id", "condition", "magnitude", "order", "noise_seed"]  # noqa: RUF012 - pandera's own form
@@ -38,8 +39,8 @@ class LossStudyCondition(Artifact):
     """One condition of a loss study at one magnitude and order; losses in nats per token, means over texts and seeds.
 
     `mean_loss`: over the tokens of gold solutions, `mean_text_loss`: over all tokens but the first. `seed_sd`: standard
-    deviation of the mean between noise seeds. The shares of the gradient are those that the faulty sites set to zero,
-    of its elements and of its norm (null: no fault, or not followed).
+    deviation of the mean between noise seeds. `gradient_zeroed_share` and `gradient_zeroed_norm_share`: how much of the
+    gradient's elements and of its norm the faulty sites set to zero (null: no fault, or no backward pass).
     """
 
     condition: str
@@ -58,10 +59,10 @@ class LossStudyCondition(Artifact):
 class LossStudyComparison(Artifact):
     """Two conditions of a loss study, texts and noise seeds paired; differences in nats, treatment minus control.
 
-    The claim of families `noise` and `place` is a lower loss, that of `harm` a higher one. `p_value` and the interval
-    at 1 - alpha treat texts and noise seeds as crossed random effects; `p_holm` is adjusted over the family (null: not
-    tested, because a side is worse than guessing). `p_seed_t`: paired t-test over the means of noise seeds alone, which
-    holds for these very texts only.
+    The claim of the families `noise` and `place` is a lower loss, that of `harm` a higher one. `p_value` and the
+    interval at 1 - alpha treat texts and noise seeds as crossed random effects; `p_holm` is adjusted over the family
+    (null: not tested, because a side is worse than guessing). `p_seed_t`: paired t-test over the means of noise seeds
+    alone, which is valid for these texts only. `statements`: the numbers, then the conclusion.
     """
 
     comparison_id: str
@@ -78,15 +79,13 @@ class LossStudyComparison(Artifact):
     p_value: float
     p_holm: float | None
     p_seed_t: float | None
-    claim: str
-    claim_zh: str
+    claim: Statement
     verdict: ClaimVerdict
-    sentence: str
-    sentence_zh: str
+    statements: tuple[Statement, ...]
 
 
 class LossStudyFile(Artifact):
-    """results/loss_study/<model>/<name>.claims.json: what a loss study shows. `uniform` is ln|V|."""
+    """results/loss_study/<model>/<name>.claims.json: conditions and comparisons of a loss study. `uniform` is ln|V|."""
 
     name: str
     model: str

@@ -1,16 +1,17 @@
-"""What the audit of published figures found."""
+"""Artifact of the check of published figures."""
 
 from typing import Literal
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.comparisons import ClaimVerdict
+from aqnpipe.artifacts.statements import Statement
 
 
 class CheckedAccuracy(Artifact):
-    """A reported accuracy: is it possible at all, and how sure is it? Fractions; `printed` is percent as printed.
+    """A reported accuracy: is it possible at all, and how precise is it? Fractions; `printed` is percent as printed.
 
-    `arm`, `noise_level` and `step` tie it to a study's arm (null where it has none). `correct`: numbers of right
-    answers that print as reported (empty: impossible). `nearest`: the percentages next to it that are possible.
+    `arm`, `noise_level` and `step` tie it to a study's arm (null where it has none). `correct`: numbers of
+    correct answers that print as reported (empty: impossible). `nearest`: the possible percentages next to it.
     `possible_sizes`: numbers of questions that would make an impossible accuracy possible, the smallest one and those
     in common use. Interval: Wilson at 1 - alpha.
     """
@@ -31,7 +32,7 @@ class CheckedAccuracy(Artifact):
 
 
 class CheckedLoss(Artifact):
-    """A reported loss in nats per token; `uniform` is ln|V|, the loss of guessing uniformly (null: |V| unknown)."""
+    """A reported loss in nats per token; `uniform` is ln|V|, the loss of uniform guessing (null: |V| unknown)."""
 
     id: str
     label: str
@@ -45,14 +46,15 @@ class CheckedLoss(Artifact):
 
 
 class CheckedClaim(Artifact):
-    """A claim of the audited paper. Differences in `unit`: points (percent), nats, or ratio.
+    """A claim of the paper. Differences in `unit`: points (percent), nats, or ratio.
 
-    `p_run_to_run`: t-test of the difference against the standard deviation between identical runs (null where the file
-    states none, or the claim is not about arms); a claim about arms has to pass it too. `largest_discordance`: the
-    share of questions with different outcomes below which a paired test would have been significant (null where the
-    outcomes were not paired or it would not have been at any share). `p_paired_low`/`p_paired_high`: the range of a
-    paired t-test over all correlations between the sides, for losses. `differs`: where an earlier re-analysis or the
-    paper states other numbers.
+    `p_run_to_run`: t-test of the difference against the standard deviation between identical runs (null if the file
+    states none, or if the claim is not about arms); a claim about arms has to pass it too. `largest_discordance`: the
+    share of questions with different outcomes below which a paired test would have been significant (null if the
+    outcomes were not paired, or if it would not have been at any share). `p_paired_low`/`p_paired_high`: the range of a
+    paired t-test over all correlations between the sides, for losses. `statements`: the first has the numbers,
+    the others the conclusion and its reasons. `notes`: remarks on the figures. `deviations`: where the paper or an
+    earlier re-analysis states other numbers.
     """
 
     id: str
@@ -75,16 +77,15 @@ class CheckedClaim(Artifact):
     p_paired_low: float | None
     p_paired_high: float | None
     questions_needed: int | None
-    method: str
+    method: Statement
     verdict: ClaimVerdict
-    sentence: str
-    sentence_zh: str
-    notes: tuple[str, ...]
-    differs: tuple[str, ...]
+    statements: tuple[Statement, ...]
+    notes: tuple[Statement, ...]
+    deviations: tuple[Statement, ...]
 
 
 class CheckedSeries(Artifact):
-    """Reported accuracies of one checkpoint over noise levels; equal ones at every level are a red flag.
+    """Reported accuracies of one checkpoint over noise levels; equal values at every level are a red flag.
 
     `p_value`: chi-squared test of equal accuracies, as if every level had its own questions.
     """
@@ -97,17 +98,17 @@ class CheckedSeries(Artifact):
 
 
 class CheckedDetectable(Artifact):
-    """Smallest true paired difference (fraction) that McNemar's test finds at `num_questions`."""
+    """The smallest true paired difference (fraction) that McNemar's test finds at `num_questions`."""
 
     num_questions: int
     discordant_fraction: float
     asymptotic: float
     exact: float | None
-    differs: tuple[str, ...]
+    deviations: tuple[Statement, ...]
 
 
 class PublishedCheck(Artifact):
-    """results/published.json: what a paper's printed figures support, see `aqnpipe check-published`."""
+    """results/published.json: which claims a paper's printed figures support, see `aqnpipe check-published`."""
 
     title: str
     source: str

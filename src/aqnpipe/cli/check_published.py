@@ -1,15 +1,18 @@
-"""`aqnpipe check-published`: what the printed figures of a publication support, as tables or as JSON."""
+"""`aqnpipe check-published`: check the printed figures of a publication; prints tables or JSON."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, PublishedCheck
-from aqnpipe.report.wording import p_text
+if TYPE_CHECKING:
+    from aqnpipe.artifacts.published import CheckedAccuracy, PublishedCheck
+    from aqnpipe.report import tables
+    from aqnpipe.report.words import Words
 
 _STYLES = {"supported": "green", "refuted": "red", "not_shown": "yellow", "invalid": "magenta"}
 
@@ -20,130 +23,124 @@ def check_published(
 ) -> None:
     """Test published figures again: which are possible, how precise they are, and which claims they support."""
     from aqnpipe.published.check import check_published_file
+    from aqnpipe.report.words import load_words
 
     check = check_published_file(published)
     if json:
         typer.echo(check.model_dump_json(indent=2))
         return
-    # Colours and borders only where a person looks; a file or pipe gets text of a fixed width.
+    words = load_words("en")
+    # Colours and borders only in a terminal; a file or pipe gets text of a fixed width.
     console = Console() if Console().is_terminal else Console(width=160)
     console.print(f"{check.title}\n{check.source}\n", highlight=False, markup=False)
-    console.print(_accuracies(check))
-    if check.losses:
-        console.print(_losses(check))
-    if check.series:
-        console.print(_series(check))
-    console.print(_claims(check))
-    if check.detectable:
-        console.print(_detectable(check))
-    for line in _differences(check):
+    for table in _tables(check, words):
+        console.print(table)
+    for line in [*_remarks(check, words), _conclusion(check, words)]:
         console.print(line, highlight=False, markup=False)
-    console.print(_summary(check), highlight=False, markup=False)
 
 
-def _table(title: str, text_columns: list[str], number_columns: list[str], last: str | None = None) -> Table:
+def _tables(check: "PublishedCheck", words: "Words") -> list[Table]:
+    from aqnpipe.report import published
+
+    shown = [_accuracies(check, words)]
+    if check.losses:
+        shown.append(_as_rich(published.published_losses(check, words)))
+    if check.series:
+        shown.append(_as_rich(published.published_series(check, words)))
+    shown.append(_claims(check, words))
+    if check.detectable:
+        shown.append(_detectable(check, words))
+    return shown
+
+
+def _table(title: str, text_columns: Sequence[str], number_columns: Sequence[str], last: Sequence[str] = ()) -> Table:
     table = Table(title=escape(title), title_justify="left", title_style="bold")
     for name in text_columns:
         table.add_column(name)
     for name in number_columns:
         table.add_column(name, justify="right", no_wrap=True)
-    if last is not None:
-        table.add_column(last)
+    for name in last:
+        table.add_column(name)
     return table
 
 
-def _accuracies(check: PublishedCheck) -> Table:
-    columns = ["%", "of", "right answers", f"{100 * (1 - check.alpha):g} % interval"]
-    table = _table("Accuracies", ["figure"], columns, "possible?")
-    for one in check.accuracies:
-        interval = f"{100 * one.ci_low:.1f} to {100 * one.ci_high:.1f}"
-        table.add_row(escape(one.label), one.printed, str(one.num_questions), _counts(one), interval, _possibility(one))
+def _as_rich(found: "tables.Table") -> Table:
+    """Return a table of the report for the terminal; its last column is text."""
+    table = _table(found.caption, found.headers[:1], found.headers[1:-1], found.headers[-1:])
+    for row in found.rows:
+        table.add_row(*map(escape, row.cells))
     return table
 
 
-def _counts(one: CheckedAccuracy) -> str:
-    if not one.correct:
-        return "none"
-    return str(one.correct[0]) if len(one.correct) == 1 else f"{one.correct[0]}-{one.correct[-1]}"
+def _accuracies(check: "PublishedCheck", words: "Words") -> Table:
+    from aqnpipe.report import numbers
+    from aqnpipe.report.published import possibility
 
-
-def _possibility(one: CheckedAccuracy) -> str:
-    if one.possible:
-        return "yes"
-    sizes = ", ".join(map(str, one.possible_sizes))
-    return f"NO: between {one.nearest[0]:.2f} and {one.nearest[1]:.2f}; possible with {sizes} questions"
-
-
-def _losses(check: PublishedCheck) -> Table:
-    table = _table("Losses (nats per token)", ["figure"], ["mean", "SD", "runs", "ln|V|"], "remark")
-    for one in check.losses:
-        uniform = "" if one.uniform is None else f"{one.uniform:.2f}"
-        remark = "above ln|V|: worse than guessing" if one.above_uniform else ""
-        table.add_row(escape(one.label), f"{one.mean:.4f}", f"{one.std:.4f}", str(one.num_runs), uniform, remark)
+    interval = words("published.interval", level=1 - check.alpha)
+    columns = [words("column.published"), words("column.questions"), words("column.correct_answers"), interval]
+    table = _table(words("published.accuracies"), [words("column.figure")], columns, [words("column.possible")])
+    for accuracy in check.accuracies:
+        table.add_row(
+            escape(accuracy.label),
+            accuracy.printed,
+            numbers.count(accuracy.num_questions),
+            _counts(accuracy, words),
+            words.span(accuracy.ci_low, accuracy.ci_high, numbers.percent),
+            possibility(accuracy, words),
+        )
     return table
 
 
-def _series(check: PublishedCheck) -> Table:
-    table = _table("Accuracy over noise levels", ["checkpoint", "%"], ["p (equal)"], "remark")
-    for one in check.series:
-        remark = "the same at every level: check that the noise was there" if one.identical else ""
-        p_value = "" if one.p_value is None else p_text(one.p_value)
-        table.add_row(escape(one.label), " / ".join(one.printed), p_value, remark)
+def _counts(accuracy: "CheckedAccuracy", words: "Words") -> str:
+    if not accuracy.correct:
+        return words("published.no_count")
+    first, last = accuracy.correct[0], accuracy.correct[-1]
+    return str(first) if first == last else words("span", low=first, high=last)
+
+
+def _claims(check: "PublishedCheck", words: "Words") -> Table:
+    """Return the claims with the conclusion of each in words; its numbers have columns of their own."""
+    from aqnpipe.report.published import published_claims
+
+    found = published_claims(check, words)
+    table = _table(found.caption, found.headers[:2], found.headers[2:], [words("column.why")])
+    for claim, row in zip(check.claims, found.rows, strict=True):
+        text, verdict, *figures = map(escape, row.cells)
+        style = _STYLES[claim.verdict]
+        why = escape(words.all_of(claim.statements[1:]))
+        table.add_row(text, f"[{style}]{verdict}[/{style}]", *figures, why)
     return table
 
 
-def _claims(check: PublishedCheck) -> Table:
-    columns = ["difference", "interval", "p", "p, Holm", "p, run seed_variance"]
-    table = _table("Claims", ["claim", "verdict"], columns, "why")
-    for one in check.claims:
-        style = _STYLES[one.verdict]
-        numbers = [_number(one.difference, one), _interval(one), *map(_p, (one.p_value, one.p_holm, one.p_run_to_run))]
-        # The sentence starts with the numbers, which stand in their own columns.
-        why = one.sentence.partition("). ")[2]
-        table.add_row(escape(one.claim), f"[{style}]{one.verdict.replace('_', ' ')}[/{style}]", *numbers, escape(why))
+def _detectable(check: "PublishedCheck", words: "Words") -> Table:
+    from aqnpipe.report import numbers
+
+    columns = [words(f"column.{name}") for name in ("questions", "discordant", "asymptotic", "exact_mcnemar")]
+    table = _table(words("published.detectable", power=check.power), [], columns, [words("column.remark")])
+    for size in check.detectable:
+        table.add_row(
+            numbers.count(size.num_questions),
+            f"{100 * size.discordant_fraction:g}",
+            numbers.percent(size.asymptotic, 2),
+            numbers.percent(size.exact, 2),
+            words.all_of(size.deviations),
+        )
     return table
 
 
-def _interval(one: CheckedClaim) -> str:
-    if one.ci_low is None or one.ci_high is None:
-        return "unbounded" if one.unit == "ratio" else ""
-    return f"{_number(one.ci_low, one)} to {_number(one.ci_high, one)}"
+def _remarks(check: "PublishedCheck", words: "Words") -> list[str]:
+    remarks = [
+        f"- {claim.id}: {words.of(remark)}" for claim in check.claims for remark in (*claim.deviations, *claim.notes)
+    ]
+    return [words("published.remarks"), *remarks] if remarks else []
 
 
-def _number(value: float, one: CheckedClaim) -> str:
-    return f"{value:+.4f}" if one.unit == "nats" else f"{value:+.2f}"
+def _conclusion(check: "PublishedCheck", words: "Words") -> str:
+    from aqnpipe.report.verdicts import summary_line
 
-
-def _p(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0e}" if value < 0.001 else f"{value:.3f}"
-
-
-def _detectable(check: PublishedCheck) -> Table:
-    table = _table(
-        f"Smallest paired difference found with {100 * check.power:g} % power",
-        [],
-        ["questions", "discordant", "asymptotic", "exact McNemar"],
-        "remark",
+    impossible = words(
+        "published.num_impossible",
+        impossible=sum(not accuracy.possible for accuracy in check.accuracies),
+        accuracies=len(check.accuracies),
     )
-    for one in check.detectable:
-        exact = "" if one.exact is None else f"{100 * one.exact:.2f}"
-        share = f"{100 * one.discordant_fraction:g} %"
-        table.add_row(str(one.num_questions), share, f"{100 * one.asymptotic:.2f}", exact, "; ".join(one.differs))
-    return table
-
-
-def _differences(check: PublishedCheck) -> list[str]:
-    lines = [f"{one.id}: {text}" for one in check.claims for text in (*one.differs, *one.notes)]
-    return ["Where others state other numbers, and remarks:", *(f"- {line}" for line in lines)] if lines else []
-
-
-def _summary(check: PublishedCheck) -> str:
-    counts = {verdict: sum(one.verdict == verdict for one in check.claims) for verdict in _STYLES}
-    parts = [f"{number} {verdict.replace('_', ' ')}" for verdict, number in counts.items() if number]
-    impossible = sum(not one.possible for one in check.accuracies)
-    verdicts = f"{len(check.claims)} claims: {', '.join(parts)}." if parts else "No claims."
-    return (
-        f"{verdicts} {impossible} of {len(check.accuracies)} accuracies are impossible for their number of questions."
-    )
+    return words.paragraph([summary_line((claim.verdict for claim in check.claims), words), impossible])

@@ -1,1 +1,1 @@
-"""The compare stage: from evaluations to verdicts on the declared claims."""
+"""The compare stage: test the declared claims on the evaluations."""

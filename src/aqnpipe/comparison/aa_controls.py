@@ -1,4 +1,4 @@
-"""A/A comparisons: how often the tests reject between a sham arm and the arm that it imitates."""
+"""A/A comparisons: how often the tests reject between an A/A control and the arm that it repeats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from aqnpipe.statistics.crossed_effects import estimate_difference
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One A/A test: its p-value, and whether both sides answered every question alike."""
+    """An A/A test: its p-value, and whether both sides have equal outcomes on every question."""
 
     p_value: float
     identical: bool
@@ -25,49 +25,56 @@ _IDENTICAL = _Outcome(1.0, identical=True)
 
 
 def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate, ...]:
-    """Compare every sham arm of the study with its model at every noise level; empty where there is none.
+    """Compare every A/A control of the study with its arm at every noise level; empty if there is none.
 
     Equal weights on both sides, which other comparisons refuse, count as identical. Other refusals are left out.
     """
-    found = [one for one in _sham_contrasts(study, contrasts) if one.refusal is None or one.refusal.kind == "model"]
+    found = [
+        contrast
+        for contrast in _aa_contrasts(study, contrasts)
+        if contrast.refusal is None or contrast.refusal.kind == "model"
+    ]
     alpha = study.config.statistics.alpha
     across, single = [], []
-    for one in found:
-        if one.scores is None:
+    for contrast in found:
+        scores = contrast.scores
+        if scores is None:
             across.append(_IDENTICAL)
             single += [_IDENTICAL] * len(study.config.seeds)
             continue
-        if len(one.scores.seed_tables) > 1:
-            estimate = estimate_difference(one.scores.treatment, one.scores.control, one.scores.seed_variance)
+        if len(scores.seed_tables) > 1:
+            estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance)
             across.append(_Outcome(estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
         single += [
-            _Outcome(table.mcnemar_p, table.only_treatment + table.only_control == 0)
-            for table in one.scores.seed_tables
+            _Outcome(table.mcnemar_p, table.only_treatment + table.only_control == 0) for table in scores.seed_tables
         ]
     rates = (_rate("across_seeds", across, alpha), _rate("single_runs", single, alpha))
     return tuple(rate for rate in rates if rate.tests)
 
 
-def _sham_contrasts(study: Study, contrasts: Contrasts) -> list[Contrast]:
+def _aa_contrasts(study: Study, contrasts: Contrasts) -> list[Contrast]:
     pairs = [(name, arm.aa_control_of) for name, arm in study.arms.items() if arm.aa_control_of in study.arms]
     return [
         contrasts.of(
-            ArmComparison(treatment=sham, control=str(real), noise_level=level, expected="higher", claim="A/A"), "A/A"
+            ArmComparison(
+                treatment=aa_control, control=str(repeated), noise_level=level, expected="higher", claim="A/A"
+            ),
+            "A/A",
         )
-        for sham, real in pairs
+        for aa_control, repeated in pairs
         for level in study.config.evaluation.noise_levels
     ]
 
 
 def _rate(kind: Literal["across_seeds", "single_runs"], outcomes: Sequence[_Outcome], alpha: float) -> AAControlRate:
-    rejected = sum(one.p_value < alpha for one in outcomes)
+    rejected = sum(outcome.p_value < alpha for outcome in outcomes)
     low, high = proportion_confint(rejected, max(len(outcomes), 1), alpha=alpha, method="beta")
     return AAControlRate(
         kind=kind,
         alpha=alpha,
         tests=len(outcomes),
         rejected=rejected,
-        identical=sum(one.identical for one in outcomes),
+        identical=sum(outcome.identical for outcome in outcomes),
         ci_low=float(low),
         ci_high=float(high),
     )

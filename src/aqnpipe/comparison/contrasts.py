@@ -1,5 +1,6 @@
-"""From a comparison to two aligned score matrices, or to the reason why there can be none."""
+"""Resolve a comparison to two aligned score matrices, or to the reason why it cannot be made."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,9 +44,9 @@ class Refusal:
 class Scores:
     """Scores[seed, question] of both sides, averaged over samples and noise seeds.
 
-    Correctness in [0, 1]; in a degradation comparison what the noise level changes, in [-1, 1]. A control of one row
-    (the pretrained model) stands against every treatment seed. The accuracies are those at the sides' noise levels.
-    `seed_variance`: what all arms of the model tell about the seed_variance of training in this difference.
+    Correctness in [0, 1]; in a degradation comparison the change due to the noise level, in [-1, 1]. A control of one
+    row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
+    levels. `seed_variance`: variance of this difference due to training alone, pooled over all arms of the model.
     """
 
     treatment: FloatArray
@@ -58,7 +59,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A comparison with its data, or with why there are none: exactly one of `scores` and `refusal` is null."""
+    """A comparison with its data or with the reason of its refusal: exactly one of `scores` and `refusal` is null."""
 
     comparison_id: str
     comparison: Comparison
@@ -69,7 +70,7 @@ class Contrast:
 
 
 class RefusedError(Exception):
-    """A comparison cannot be made; it becomes the verdict `invalid`, never a traceback."""
+    """A comparison cannot be made; it gets the verdict `invalid`."""
 
     def __init__(self, kind: RefusalKind, reason: str) -> None:
         super().__init__(reason)
@@ -91,16 +92,18 @@ class Contrasts:
         self._seed_means: dict[tuple[str, float, bool], list[FloatArray]] = {}
 
     def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
-        """Return every comparison with its data; ids of equal sides are numbered."""
+        """Return every comparison with its data; comparisons of equal sides get numbered ids."""
         contrasts: list[Contrast] = []
+        counts: Counter[str] = Counter()
         for comparison in comparisons:
             wanted = _comparison_id(comparison)
-            number = sum(one.comparison_id.split("#")[0] == wanted for one in contrasts) + 1
+            counts[wanted] += 1
+            number = counts[wanted]
             contrasts.append(self.of(comparison, wanted if number == 1 else f"{wanted}#{number}"))
         return contrasts
 
     def of(self, comparison: Comparison, identifier: str) -> Contrast:
-        """Return one comparison with its data, or with the reason why there are none."""
+        """Return a comparison with its data or with the reason of its refusal."""
         treatment, control = self._sides(comparison)
         try:
             pairs = self._pairs(treatment, control)
@@ -113,7 +116,7 @@ class Contrasts:
         return Contrast(identifier, comparison, treatment, control, scores, None)
 
     def runs_of(self, model: str, arm: str) -> list[LoadedEvaluation]:
-        """Return the evaluations of the last step of every seed of an arm; RefusedError naming the missing ones."""
+        """Return the evaluations of the last step of every seed of an arm; RefusedError names missing ones."""
         wanted = [(model, arm, seed, self._last_step(arm)) for seed in self._seeds(arm)]
         self._refuse_missing(wanted)
         return [self._evaluations[key] for key in wanted]
@@ -138,7 +141,7 @@ class Contrasts:
         return first, second
 
     def _pairs(self, treatment: Side, control: Side) -> list[tuple[LoadedEvaluation, LoadedEvaluation]]:
-        """Pair runs of equal seed; the pretrained model, which has one, stands against every run of the other side."""
+        """Pair runs of equal seed; the single evaluation of the pretrained model is paired with every run."""
         if treatment.model != control.model:
             raise RefusedError(
                 "model", f"{treatment.arm} trains the model {treatment.model}, {control.arm} the model {control.model}"
@@ -168,21 +171,21 @@ class Contrasts:
         control: Side,
         comparison: Comparison,
     ) -> Scores:
-        one_control = control.arm == PRETRAINED and treatment.arm != PRETRAINED
+        has_single_control = control.arm == PRETRAINED and treatment.arm != PRETRAINED
         first = [pair[0] for pair in pairs]
-        second = [pair[1] for pair in (pairs[:1] if one_control else pairs)]
-        ours, theirs = _correctness(first, treatment.noise_level), _correctness(second, control.noise_level)
-        clean = comparison.kind == "degradation"
+        second = [pair[1] for pair in (pairs[:1] if has_single_control else pairs)]
+        treated, untreated = _correctness(first, treatment.noise_level), _correctness(second, control.noise_level)
+        is_degradation = comparison.kind == "degradation"
         return Scores(
-            treatment=ours - _correctness(first, 0.0) if clean else ours,
-            control=theirs - _correctness(second, 0.0) if clean else theirs,
-            treatment_accuracy=float(ours.mean()),
-            control_accuracy=float(theirs.mean()),
-            seed_variance=self._luck(treatment, control, comparison),
+            treatment=treated - _correctness(first, 0.0) if is_degradation else treated,
+            control=untreated - _correctness(second, 0.0) if is_degradation else untreated,
+            treatment_accuracy=float(treated.mean()),
+            control_accuracy=float(untreated.mean()),
+            seed_variance=self._seed_variance(treatment, control, comparison),
             seed_tables=self._seed_tables(pairs, treatment, control),
         )
 
-    def _luck(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
+    def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
         trained = [side for side in (treatment, control) if side.arm != PRETRAINED]
         if comparison.kind == "levels":
             trained = trained[:1]
@@ -193,8 +196,8 @@ class Contrasts:
         return pooled_seed_variance(self._seed_means[key], [len(self._seeds(side.arm)) for side in trained])
 
     def _means_of_arms(self, model: str, level: float, change: bool) -> Iterator[FloatArray]:
-        """Mean score of every seed, one vector per trained arm whose evaluations are all there and sound."""
-        for arm in (name for name, one in self._study.arms.items() if one.model == model):
+        """Yield the mean score of every seed, a vector per trained arm whose evaluations all exist and can be used."""
+        for arm in (name for name, settings in self._study.arms.items() if settings.model == model):
             try:
                 runs = self.runs_of(model, arm)
                 for run in runs:
@@ -208,12 +211,12 @@ class Contrasts:
         self, pairs: Sequence[tuple[LoadedEvaluation, LoadedEvaluation]], treatment: Side, control: Side
     ) -> tuple[SeedComparison, ...]:
         alpha = self._study.config.statistics.alpha
-        ours = np.stack([pair[0].levels[treatment.noise_level].first_correct for pair in pairs])
-        theirs = np.stack([pair[1].levels[control.noise_level].first_correct for pair in pairs])
-        intervals = self._resampler.interval_per_seed(ours.astype(np.float64) - theirs, 1 - alpha)
+        treated = np.stack([pair[0].levels[treatment.noise_level].first_correct for pair in pairs])
+        untreated = np.stack([pair[1].levels[control.noise_level].first_correct for pair in pairs])
+        intervals = self._resampler.interval_per_seed(treated.astype(np.float64) - untreated, 1 - alpha)
         tables = []
         for number, (first, second) in enumerate(pairs):
-            counts = paired_counts(ours[number], theirs[number])
+            counts = paired_counts(treated[number], untreated[number])
             low, high = newcombe_interval(counts, alpha)
             tables.append(
                 SeedComparison(
@@ -235,7 +238,7 @@ class Contrasts:
 
 
 def checkpoint_name(checkpoint: Checkpoint) -> str:
-    """What messages call an evaluated checkpoint."""
+    """Return the name of an evaluated checkpoint in messages."""
     model, arm, seed, step = checkpoint
     return f"{model}/{arm} seed {seed} step {step}"
 
@@ -254,38 +257,38 @@ def _refuse_bad_pair(
     for evaluation, side in ((first, treatment), (second, control)):
         levels = [0.0, side.noise_level] if comparison.kind == "degradation" else [side.noise_level]
         refuse_bad_evaluation(evaluation, levels)
-    ours, theirs = first.levels[treatment.noise_level], second.levels[control.noise_level]
-    if ours.question_ids != theirs.question_ids:
+    treated, untreated = first.levels[treatment.noise_level], second.levels[control.noise_level]
+    if treated.question_ids != untreated.question_ids:
         raise RefusedError("questions", f"{first.source.name} and {second.source.name} answered different questions")
-    if treatment.noise_level == control.noise_level and ours.noise_seeds != theirs.noise_seeds:
+    if treatment.noise_level == control.noise_level and treated.noise_seeds != untreated.noise_seeds:
         raise RefusedError(
             "noise_seeds",
-            f"noise seeds differ: {ours.noise_seeds} for {first.source.name}, "
-            f"{theirs.noise_seeds} for {second.source.name}",
+            f"noise seeds differ: {treated.noise_seeds} for {first.source.name}, "
+            f"{untreated.noise_seeds} for {second.source.name}",
         )
-    if ours.num_samples != theirs.num_samples:
+    if treated.num_samples != untreated.num_samples:
         raise RefusedError(
             "setting",
-            f"samples per question differ: {ours.num_samples} for {first.source.name}, "
-            f"{theirs.num_samples} for {second.source.name}",
+            f"samples per question differ: {treated.num_samples} for {first.source.name}, "
+            f"{untreated.num_samples} for {second.source.name}",
         )
     if treatment.arm != control.arm and first.weights is not None and first.weights == second.weights:
         raise RefusedError("model", f"{first.source.name} and {second.source.name} are the same weights")
 
 
 def refuse_bad_evaluation(evaluation: LoadedEvaluation, levels: Sequence[float]) -> None:
-    """Raise RefusedError where an evaluation cannot be used at `levels`."""
+    """Raise RefusedError if an evaluation cannot be used at `levels`."""
     for problem in evaluation.problems:
         raise RefusedError(problem.kind, problem.text)
     for level in levels:
         if level not in evaluation.levels:
             raise RefusedError("level", f"{evaluation.source.name}: noise level {level:g} was not evaluated")
-        twin = evaluation.levels[level].same_responses_as
-        if twin is not None:
-            without = "without noise" if twin == 0 else f"at noise level {twin:g}"
+        other = evaluation.levels[level].same_responses_as
+        if other is not None:
+            where = "without noise" if other == 0 else f"at noise level {other:g}"
             raise RefusedError(
                 "identical_outputs",
-                f"{evaluation.source.name}: every response at noise level {level:g} equals the response {without}, "
+                f"{evaluation.source.name}: every response at noise level {level:g} equals the response {where}, "
                 "so the noise was probably absent",
             )
 

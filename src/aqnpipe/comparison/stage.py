@@ -1,4 +1,4 @@
-"""The compare stage: every comparison of a study with its verdict, on whatever evaluations exist."""
+"""The compare stage: test every comparison of a study on the evaluations that exist, and give each a verdict."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from aqnpipe.artifacts.comparisons import AccuracyTable, Claim, ClaimsFile, Comp
 from aqnpipe.artifacts.files import write_csv, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.comparison.aa_controls import aa_control_rates
-from aqnpipe.comparison.claims import refusal_sentence, sentence_of
+from aqnpipe.comparison.claims import statements_of
 from aqnpipe.comparison.contrasts import (
     Checkpoint,
     Contrast,
@@ -27,12 +27,13 @@ from aqnpipe.comparison.contrasts import (
     refuse_bad_evaluation,
 )
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
-from aqnpipe.comparison.judgement import METHODS, Judgement, holm, interval_level_of, judge, p_value_of
+from aqnpipe.comparison.judgement import Judgement, judge, p_value_of
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference, variance_parts
+from aqnpipe.statistics.multiple_testing import holm_within_families, interval_level
 from aqnpipe.statistics.resampling import Resampler
 from aqnpipe.statistics.robustness import JOINT_METHOD, robustness_row, slope_seed_variance
 
@@ -43,7 +44,7 @@ __all__ = ["ComparisonOutputs", "EvaluationInput", "compare", "existing_evaluati
 
 @dataclass(frozen=True)
 class ComparisonOutputs:
-    """Files that the compare stage writes; each table also as CSV beside its parquet."""
+    """Files that the compare stage writes. Each table is also written as CSV beside its parquet file."""
 
     accuracy: Path
     comparisons: Path
@@ -52,7 +53,7 @@ class ComparisonOutputs:
 
     @classmethod
     def in_folder(cls, results: Path) -> "ComparisonOutputs":
-        """The standard places in a study's results."""
+        """Return the standard paths in a study's results folder."""
         return cls(
             accuracy=results / "accuracy.parquet",
             comparisons=results / "comparisons.parquet",
@@ -63,7 +64,7 @@ class ComparisonOutputs:
 
 @dataclass(frozen=True)
 class _Tested:
-    """A contrast that could be made, with its estimate and unadjusted p."""
+    """A tested contrast with its estimate and its p-value before Holm."""
 
     contrast: Contrast
     scores: Scores
@@ -72,9 +73,9 @@ class _Tested:
 
 
 def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
-    """Return the evaluations of a study of which table, receipt and record exist, with what speaks against them.
+    """Return the evaluations of a study whose table, receipt and record exist, each with its lineage problems.
 
-    Raises DataError where a file is damaged.
+    Raises DataError if a file is damaged.
     """
     files = zip(
         plan.evaluations(),
@@ -92,18 +93,21 @@ def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
 def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: ComparisonOutputs) -> None:
     """Test every comparison on the last steps; write accuracies of all checkpoints, comparisons, robustness and claims.
 
-    What must not be compared, or misses an evaluation, gets the verdict `invalid` with the reason. Raises DataError
-    where a file is malformed.
+    A comparison that is not meaningful, or whose evaluations do not all exist, gets the verdict `invalid` and the
+    reason. Raises DataError if a file is malformed.
     """
     settings = study.config.statistics
     scorer = study.config.evaluation.primary_scorer
     loaded = {
-        (one.model, one.arm, one.seed, one.step): load_evaluation(one, scorer, settings.alpha) for one in evaluations
+        (source.model, source.arm, source.seed, source.step): load_evaluation(source, scorer, settings.alpha)
+        for source in evaluations
     }
     resampler = Resampler(settings.seed, settings.bootstrap_samples)
     contrasts = Contrasts(study, loaded, resampler)
     rows, claims, families = judge_all(contrasts.of_all(study.comparisons()), settings, resampler, study)
-    accuracy = pl.concat([one.accuracy for one in loaded.values()]) if loaded else _table([], AccuracyTable)
+    accuracy = (
+        pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else _table([], AccuracyTable)
+    )
     _write(outputs.accuracy, accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable)
     _write(outputs.comparisons, _table(rows, ComparisonTable), ComparisonTable)
     _write(outputs.robustness, _table(_robustness_rows(study, contrasts), RobustnessTable), RobustnessTable)
@@ -125,25 +129,26 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
 
 
 def missing_evaluations(study: Study, present: set[Checkpoint]) -> tuple[str, ...]:
-    """Return the names of the evaluations that the study asks for and that are not there."""
+    """Return the names of the requested evaluations that are not in `present`."""
     return tuple(checkpoint_name(key) for key in StudyPlan(study).evaluations() if key not in present)
 
 
 def judge_all(
     contrasts: Sequence[Contrast], settings: StatisticsConfig, resampler: Resampler, study: Study
 ) -> tuple[list[dict[str, Any]], list[Claim], Mapping[str, int]]:
-    """Return rows of the comparison table, claims, and the number of tested comparisons per family."""
-    found = [_tested(one, settings.seed) for one in contrasts]
-    tested = {one.contrast.comparison_id: one for one in found if one is not None}
-    families = Counter(one.contrast.comparison.family for one in tested.values())
-    adjusted = _adjusted(list(tested.values()))
+    """Return the rows of the comparison table, the claims, and the number of tested comparisons per family."""
+    tested = [test for contrast in contrasts if (test := _tested(contrast, settings.seed)) is not None]
+    by_id = {test.contrast.comparison_id: test for test in tested}
+    tested_families = [test.contrast.comparison.family for test in tested]
+    families = Counter(tested_families)
+    adjusted = dict(zip(by_id, holm_within_families(tested_families, [test.p_value for test in tested]), strict=True))
     declared = bool(study.config.comparisons)
     rows, claims = [], []
     for contrast in contrasts:
         key = contrast.comparison_id
         if contrast.refusal is None:
             size = families[contrast.comparison.family]
-            row, claim = _judged(tested[key], adjusted[key], size, settings, resampler, declared)
+            row, claim = _judged(by_id[key], adjusted[key], size, settings, resampler, declared)
         else:
             row, claim = _refused(contrast, contrast.refusal, settings, declared)
         rows.append(row)
@@ -157,16 +162,6 @@ def _tested(contrast: Contrast, seed: int) -> _Tested | None:
     scores = contrast.scores
     estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance, seed)
     return _Tested(contrast, scores, estimate, p_value_of(contrast.comparison, estimate))
-
-
-def _adjusted(tested: Sequence[_Tested]) -> dict[str, float]:
-    """Holm-adjusted p by comparison id, each family by itself."""
-    adjusted: dict[str, float] = {}
-    for family in dict.fromkeys(one.contrast.comparison.family for one in tested):
-        members = [one for one in tested if one.contrast.comparison.family == family]
-        values = holm([one.p_value for one in members])
-        adjusted |= {one.contrast.comparison_id: p for one, p in zip(members, values, strict=True)}
-    return adjusted
 
 
 def _judged(
@@ -183,15 +178,14 @@ def _judged(
         contrast, estimate, variance_parts(differences, scores.seed_variance), p_holm, family_size, settings
     )
     bootstrap = resampler.interval(differences, judgement.interval_level)
-    sentence = sentence_of(contrast, scores, estimate, judgement, settings)
-    changes = contrast.comparison.kind == "degradation"
+    is_degradation = contrast.comparison.kind == "degradation"
     row = _identity(contrast) | {
         "num_seeds": estimate.num_seeds,
         "num_questions": estimate.num_questions,
         "treatment_accuracy": scores.treatment_accuracy,
         "control_accuracy": scores.control_accuracy,
-        "treatment_change": float(scores.treatment.mean()) if changes else None,
-        "control_change": float(scores.control.mean()) if changes else None,
+        "treatment_change": float(scores.treatment.mean()) if is_degradation else None,
+        "control_change": float(scores.control.mean()) if is_degradation else None,
         "difference": estimate.difference,
         "bootstrap_low": bootstrap[0],
         "bootstrap_high": bootstrap[1],
@@ -199,7 +193,7 @@ def _judged(
         "degrees_of_freedom": estimate.spread.degrees_of_freedom[0] if estimate.spread else None,
         "p_seed_t": estimate.p_seed_t,
         "p_permutation": estimate.p_permutation,
-        "method": METHODS[estimate.method],
+        "method": estimate.method,
         **_judgement_columns(judgement),
     }
     claim = Claim(
@@ -208,8 +202,7 @@ def _judged(
         claim_zh=contrast.comparison.claim_zh,
         declared=declared,
         verdict=judgement.verdict,
-        sentence=sentence.en,
-        sentence_zh=sentence.zh,
+        statements=statements_of(contrast, scores, estimate, judgement, settings),
         seeds=scores.seed_tables,
     )
     return row, claim
@@ -235,19 +228,16 @@ def _refused(
     row = _identity(contrast) | {
         "num_seeds": 0,
         "num_questions": 0,
-        "interval_level": interval_level_of(contrast.comparison, settings.alpha),
-        "method": "not compared",
+        "interval_level": interval_level(settings.alpha, one_sided=contrast.comparison.margin is not None),
+        "method": "not_compared",
         "verdict": "invalid",
     }
-    sentence = refusal_sentence(refusal)
     claim = Claim(
         comparison_id=contrast.comparison_id,
         claim=contrast.comparison.claim,
         claim_zh=contrast.comparison.claim_zh,
         declared=declared,
         verdict="invalid",
-        sentence=sentence.en,
-        sentence_zh=sentence.zh,
         seeds=(),
         invalid_kind=refusal.kind,
         invalid_reason=refusal.reason,
@@ -298,7 +288,7 @@ def _robustness_of_model(
             found[arm] = _outcomes(contrasts.runs_of(model, arm), levels)
         except RefusedError as error:
             problems[arm] = error.refusal.reason
-    seed_variance = slope_seed_variance(levels, [one for arm, one in found.items() if arm != PRETRAINED])
+    seed_variance = slope_seed_variance(levels, [outcomes for arm, outcomes in found.items() if arm != PRETRAINED])
     return [
         empty | {"arm": arm, "problem": problems[arm]}
         if arm in problems
@@ -308,7 +298,7 @@ def _robustness_of_model(
 
 
 def _outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> list[FloatArray]:
-    """Correctness [seed, noise seed, question] at every level; RefusedError where the runs do not go together."""
+    """Correctness [seed, noise seed, question] at every level; RefusedError if the runs cannot be compared."""
     for run in runs:
         refuse_bad_evaluation(run, levels)
     if len({run.levels[level].question_ids for run in runs for level in levels}) > 1:

@@ -1,1 +1,1 @@
-"""Loss of texts under simulated faults and hidden-state noise, without training."""
+"""Loss studies: the loss of texts under simulated faults and hidden-state noise, without training."""

@@ -1,7 +1,7 @@
-"""The compare_losses stage: what a loss study shows, paired over its texts and noise seeds.
+"""The compare_losses stage: compare the conditions of a loss study, paired over its texts and noise seeds.
 
-Losses are in nats per token. d[noise seed, text] is the treatment's loss minus the control's on the same text; a side
-without noise has one pass, which stands against every noise seed of the other.
+Losses are in nats per token. d[noise seed, text] is the treatment's loss minus the control's on the same text. A side
+without noise has one pass, which is paired with every noise seed of the other side.
 """
 
 import math
@@ -20,41 +20,18 @@ from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.lineage import record_problems
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile, LossStudyTable
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.comparison.judgement import METHODS, holm
+from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
-from aqnpipe.published import wording as audit_wording
-from aqnpipe.published.tests import Result
-from aqnpipe.report.wording import Text, joined, say
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
+from aqnpipe.statistics.multiple_testing import holm_within_families
 
 FloatArray = npt.NDArray[np.float64]
 
-_HARM = Text("A fault of magnitude {magnitude} raises the loss", "强度 {magnitude} 的故障使损失升高")
-_NOISE_ONLY = Text("Noise in all layers raises the loss of the healthy machine", "所有层的噪声使健康机器的损失升高")
-_NOISE = Text(
-    "Noise in {place} lowers the loss under a fault of magnitude {magnitude}{order}",
-    "强度 {magnitude} 的故障下，{place}的噪声降低损失{order}",
-)
-_PLACE = Text(
-    "Noise in the faulty layers gives a lower loss than noise in {place}, magnitude {magnitude}{order}",
-    "故障层的噪声比{place}的噪声损失更低，强度 {magnitude}{order}",
-)
-_PLACES = {
-    "global": Text("all layers", "所有层"),
-    "targeted": Text("the faulty layers", "故障层"),
-    "healthy_layers": Text("the healthy layers", "健康层"),
-    "wrong_layers": Text("as many layers far from the fault", "同样多的远离故障的层"),
-    "random_layers": Text("as many healthy layers drawn at random", "同样多的随机健康层"),
-}
-_ORDERS = {
-    None: Text("", ""),
-    "after_noise": Text(" (noise, then fault)", "（先噪声后故障）"),
-    "before_noise": Text(" (fault, then noise)", "（先故障后噪声）"),
-    "around_noise": Text(" (fault, noise, fault)", "（故障、噪声、故障）"),
-}
+_NOISY_CONDITIONS = ("global", "targeted", "healthy_layers", "wrong_layers", "random_layers")
+"""Conditions with a fault and with noise, named by the place of the noise."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class _Side:
-    """One condition: its losses [noise seed, text], and what identifies it."""
+    """One condition at one magnitude and order, with its losses [noise seed, text]."""
 
     condition: str
     magnitude: float
@@ -78,23 +55,23 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Contrast:
-    """A comparison of two sides, the claim it tests and the direction of that claim."""
+    """Two sides to compare, the claim about their losses and its direction."""
 
     family: Literal["harm", "noise", "place"]
     treatment: _Side
     control: _Side
     expected: Direction
-    claim: Text
+    claim: Statement
 
     @property
     def comparison_id(self) -> str:
-        """A short name that says all."""
+        """The conditions, magnitude and order in one name."""
         order = f"_{self.treatment.order}" if self.treatment.order else ""
         return f"{self.treatment.condition}_vs_{self.control.condition}_{self.treatment.magnitude:g}{order}"
 
 
 def existing_losses(plan: StudyPlan) -> list[tuple[LossInputs, Path]]:
-    """Return the loss studies of which table, receipt and record exist, each with the place of its comparisons."""
+    """Return the loss studies whose table, receipt and record exist, each with the path of its comparisons."""
     suffixes = ("parquet", "receipt.json", "run.json", "claims.json")
     files = zip(*(map(Path, plan.loss_study_files(suffix)) for suffix in suffixes), strict=True)
     return [(LossInputs(*paths), claims) for *paths, claims in files if all(path.is_file() for path in paths)]
@@ -103,7 +80,7 @@ def existing_losses(plan: StudyPlan) -> list[tuple[LossInputs, Path]]:
 def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path) -> None:
     """Test every comparison of a loss study and write a `LossStudyFile`.
 
-    Raises DataError where a file is malformed, a receipt is refused, or table and receipts are not of the same passes.
+    Raises DataError if a file is malformed, a receipt is refused, or table and receipts are not of the same passes.
     """
     table = read_table(inputs.table, LossStudyTable)
     receipts = read_json(inputs.receipt, LossStudyReceipts)
@@ -122,8 +99,11 @@ def loss_file(
     sides = _sides(table)
     uniform = math.log(receipts.vocabulary_size)
     contrasts = list(_contrasts(sides))
-    estimates = [estimate_difference(one.treatment.losses, one.control.losses, seed=settings.seed) for one in contrasts]
-    above = [_above_uniform(one, uniform) for one in contrasts]
+    estimates = [
+        estimate_difference(contrast.treatment.losses, contrast.control.losses, seed=settings.seed)
+        for contrast in contrasts
+    ]
+    above = [_above_uniform(contrast, uniform) for contrast in contrasts]
     adjusted = _adjusted(contrasts, estimates, above)
     families = Counter(contrasts[index].family for index in adjusted)
     return LossStudyFile(
@@ -160,69 +140,71 @@ def _sides(table: pl.DataFrame) -> list[_Side]:
 
 
 def _contrasts(sides: Sequence[_Side]) -> Iterator[_Contrast]:
-    """Yield what a loss study asks: does the fault hurt, does noise help, and does its place matter?"""
+    """Yield the comparisons of a loss study: does the fault hurt, does noise help, and does its place matter?"""
     known = {(side.condition, side.magnitude, side.order): side for side in sides}
     clean = known.get(("clean", 0.0, None))
     for side in sides:
-        magnitude = f"{side.magnitude:g}"
         if side.condition == "fault_only" and clean is not None:
-            yield _Contrast("harm", side, clean, "higher", say(_HARM, magnitude=magnitude))
+            claim = statement("loss_claim.fault_raises_loss", magnitude=side.magnitude)
+            yield _Contrast("harm", side, clean, "higher", claim)
         elif side.condition == "noise_only" and clean is not None:
-            yield _Contrast("harm", side, clean, "higher", _NOISE_ONLY)
-        elif side.condition in _PLACES:
-            values: dict[str, str | Text] = {"magnitude": magnitude, "order": _ORDERS[side.order]}
+            yield _Contrast("harm", side, clean, "higher", statement("loss_claim.noise_raises_loss"))
+        elif side.condition in _NOISY_CONDITIONS:
             alone = known.get(("fault_only", side.magnitude, None))
             if alone is not None:
-                claim = say(_NOISE, place=_PLACES[side.condition], **values)
-                yield _Contrast("noise", side, alone, "lower", claim)
+                yield _Contrast("noise", side, alone, "lower", _placed_claim("noise_lowers_loss", side, side.condition))
             for place in ("global", "wrong_layers") if side.condition == "targeted" else ():
                 other = known.get((place, side.magnitude, side.order if place == "global" else None))
                 if other is not None:
-                    yield _Contrast("place", side, other, "lower", say(_PLACE, place=_PLACES[place], **values))
+                    yield _Contrast("place", side, other, "lower", _placed_claim("place_matters", side, place))
 
 
-def _above_uniform(contrast: _Contrast, uniform: float) -> tuple[Text, ...]:
+def _placed_claim(name: Literal["noise_lowers_loss", "place_matters"], side: _Side, place: str) -> Statement:
+    """Return a claim about noise in `place`, at the magnitude and order of `side`."""
+    layers = statement(f"noise_place.{place}")
+    if side.order is None:
+        return statement(f"loss_claim.placed.{name}", place=layers, magnitude=side.magnitude)
+    order = statement(f"order.{side.order}")
+    return statement(f"loss_claim.placed_in_order.{name}", place=layers, magnitude=side.magnitude, order=order)
+
+
+def _above_uniform(contrast: _Contrast, uniform: float) -> tuple[Statement, ...]:
     return tuple(
-        audit_wording.above_uniform(side.condition, float(side.losses.mean()), uniform)
+        statement("reason.above_uniform", name=side.condition, loss=float(side.losses.mean()), uniform=uniform)
         for side in (contrast.treatment, contrast.control)
         if side.losses.mean() > uniform
     )
 
 
 def _adjusted(
-    contrasts: Sequence[_Contrast], estimates: Sequence[Estimate], above: Sequence[tuple[Text, ...]]
+    contrasts: Sequence[_Contrast], estimates: Sequence[Estimate], above: Sequence[tuple[Statement, ...]]
 ) -> dict[int, float]:
-    """Holm-adjusted p by position, each family by itself; sides worse than guessing are not tested."""
-    adjusted: dict[int, float] = {}
+    """Return Holm-adjusted p-values by position; contrasts with a side worse than guessing are not tested."""
     valid = [index for index, reasons in enumerate(above) if not reasons]
-    for family in dict.fromkeys(contrasts[index].family for index in valid):
-        members = [index for index in valid if contrasts[index].family == family]
-        values = holm([estimates[index].two_sided_p() for index in members])
-        adjusted |= dict(zip(members, values, strict=True))
-    return adjusted
+    families = [contrasts[index].family for index in valid]
+    p_values = [estimates[index].two_sided_p() for index in valid]
+    return dict(zip(valid, holm_within_families(families, p_values), strict=True))
 
 
 def _comparison(
-    contrast: _Contrast, estimate: Estimate, p_holm: float | None, above: tuple[Text, ...], alpha: float
+    contrast: _Contrast, estimate: Estimate, p_holm: float | None, above: tuple[Statement, ...], alpha: float
 ) -> LossStudyComparison:
     low, high = estimate.interval(1 - alpha)
-    result = Result(
-        treatment=contrast.treatment.condition,
-        control=contrast.control.condition,
-        unit="nats",
-        scale=1.0,
-        difference=estimate.difference,
-        ci_low=low,
-        ci_high=high,
-        p_value=estimate.two_sided_p(),
-        method=METHODS[estimate.method],
-    )
+    p_value = estimate.two_sided_p()
     verdict: ClaimVerdict = "invalid"
-    conclusion = audit_wording.invalid(above)
+    conclusion = statement("evidence.invalid", reasons=above)
+    p_values = statement("detail.p", p=p_value)
     if p_holm is not None:
         verdict = _verdict(contrast, estimate, p_holm, alpha)
-        conclusion = audit_wording.CONCLUSIONS[verdict]
-    sentence = joined([audit_wording.numbers(result, p_holm), conclusion])
+        conclusion = statement(f"conclusion.{verdict}")
+        p_values = statement("detail.p_and_holm", p=p_value, p_holm=p_holm)
+    numbers = statement(
+        "result.nats",
+        treatment=contrast.treatment.condition,
+        control=contrast.control.condition,
+        difference=estimate.difference,
+        details=(statement("detail.interval.nats", level=1 - alpha, low=low, high=high), p_values),
+    )
     return LossStudyComparison(
         comparison_id=contrast.comparison_id,
         family=contrast.family,
@@ -235,18 +217,18 @@ def _comparison(
         difference=estimate.difference,
         ci_low=low,
         ci_high=high,
-        p_value=estimate.two_sided_p(),
+        p_value=p_value,
         p_holm=p_holm,
         p_seed_t=estimate.p_seed_t,
-        claim=contrast.claim.en,
-        claim_zh=contrast.claim.zh,
+        claim=contrast.claim,
         verdict=verdict,
-        sentence=sentence.en,
-        sentence_zh=sentence.zh,
+        statements=(numbers, conclusion),
     )
 
 
-def _verdict(contrast: _Contrast, estimate: Estimate, p_holm: float, alpha: float) -> ClaimVerdict:
+def _verdict(
+    contrast: _Contrast, estimate: Estimate, p_holm: float, alpha: float
+) -> Literal["supported", "refuted", "not_shown"]:
     if p_holm >= alpha:
         return "not_shown"
     return "supported" if ("higher" if estimate.difference > 0 else "lower") == contrast.expected else "refuted"
@@ -258,8 +240,12 @@ def _condition(side: _Side, table: pl.DataFrame, receipts: LossStudyReceipts, un
         pl.col("magnitude") == side.magnitude,
         pl.col("order").eq_missing(pl.lit(side.order)),
     )
-    passes = [one for one in receipts.passes if _key(one)[:3] == (side.condition, side.magnitude, side.order)]
-    flows = [flow for one in passes for flow in one.receipt.gradient_flows]
+    passes = [
+        study_pass
+        for study_pass in receipts.passes
+        if _key(study_pass)[:3] == (side.condition, side.magnitude, side.order)
+    ]
+    flows = [flow for study_pass in passes for flow in study_pass.receipt.gradient_flows]
     seed_means = side.losses.mean(axis=1)
     return LossStudyCondition(
         condition=side.condition,
@@ -279,7 +265,7 @@ def _condition(side: _Side, table: pl.DataFrame, receipts: LossStudyReceipts, un
 
 
 def _survival(passes: Sequence[LossStudyPass]) -> float | None:
-    cells = [cell for one in passes for cell in one.receipt.fault_cells]
+    cells = [cell for study_pass in passes for cell in study_pass.receipt.fault_cells]
     elements = sum(cell.elements for cell in cells)
     return 1 - sum(cell.affected_elements for cell in cells) / elements if elements else None
 
@@ -288,14 +274,14 @@ def _share(part: Sequence[float], whole: Sequence[float], power: float = 1.0) ->
     return (sum(part) / sum(whole)) ** power if sum(whole) else None
 
 
-def _key(one: LossStudyPass) -> tuple[str, float, str | None, int]:
-    return one.condition, one.magnitude, one.order, one.noise_seed
+def _key(study_pass: LossStudyPass) -> tuple[str, float, str | None, int]:
+    return study_pass.condition, study_pass.magnitude, study_pass.order, study_pass.noise_seed
 
 
 def _mismatches(table: pl.DataFrame, receipts: LossStudyReceipts) -> list[str]:
     columns = ["condition", "magnitude", "order", "noise_seed"]
     in_table = set(table.select(columns).unique().iter_rows())
-    in_receipts = {_key(one) for one in receipts.passes}
+    in_receipts = {_key(study_pass) for study_pass in receipts.passes}
     problems = [f"no receipt for pass {key}" for key in sorted(in_table - in_receipts, key=str)]
     problems += [f"no rows for pass {key}" for key in sorted(in_receipts - in_table, key=str)]
     texts = table.group_by(columns).agg(pl.col("question_id").sort().str.join("\n"))["question_id"].n_unique()

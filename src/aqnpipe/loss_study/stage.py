@@ -1,4 +1,4 @@
-"""The loss_study stage: the loss of texts under simulated faults and hidden-state noise; nothing is trained."""
+"""The loss_study stage: the loss of texts under simulated faults and hidden-state noise, without training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
-from aqnpipe.models.layout import decoder_layers, rms_norms
+from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.models.loading import load_model, load_tokenizer, refuse_other_weights, sha256_of
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.control_layers import control_layers
@@ -52,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True)
 class LossPass:
-    """What one pass over the texts computes under; see `noise.fault_loss_receipt.LossStudyPass`."""
+    """Condition, fault and noise of one pass over the texts; its receipt is a `LossStudyPass`."""
 
     condition: LossCondition
     magnitude: float = 0.0
@@ -71,29 +71,29 @@ def loss_study(
 ) -> None:
     """Compute the loss of every text under every condition and write table, receipts and record.
 
-    Raises ReceiptError, before anything is written, when a pass had other noise or faults than its condition says;
+    Raises ReceiptError, before anything is written, if a pass had other noise or faults than its condition;
     DataError if there are too few texts.
     """
     settings = spec.settings
     torch.set_num_threads(settings.threads)
     device = resolve_device(spec.device)
     model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention, device=torch_device(device.kind))
-    # Gradients are wanted at the faulty sites only, so none of the weights needs one.
+    # Only the gradients at the faulty sites are used, so no weight needs one.
     model.requires_grad_(False)
     tokenizer = load_tokenizer(model_dir)
     texts = read_texts(test_problems, spec, tokenizer, choose_examples(spec.prompt, train_problems))
     tables, passes = [], []
-    for one in loss_passes(settings):
-        rows, receipt = run_pass(model, texts, one, spec)
+    for loss_pass in loss_passes(settings):
+        rows, receipt = run_pass(model, texts, loss_pass, spec)
         problems = receipt.problems()
         if problems:
             raise ReceiptError("receipt refused: " + "; ".join(problems))
         tables.append(rows)
         passes.append(receipt)
-        if one.noise_seed == settings.noise_seeds[-1] or not receipt.noised_layers:
-            order = f" {one.order}" if one.order else ""
+        if loss_pass.noise_seed == settings.noise_seeds[-1] or not receipt.noised_layers:
+            order = f" {loss_pass.order}" if loss_pass.order else ""
             mean = float(rows["loss"].to_numpy().mean())
-            say(f"{settings.name}: {one.condition} {one.magnitude:g}{order}: loss {mean:.4f}")
+            say(f"{settings.name}: {loss_pass.condition} {loss_pass.magnitude:g}{order}: loss {mean:.4f}")
     refuse_other_weights(model, model_dir, spec.dtype)
     receipts = LossStudyReceipts(
         vocabulary_size=model.get_input_embeddings().weight.shape[0],
@@ -111,10 +111,10 @@ def loss_study(
 
 
 def loss_passes(settings: LossStudyConfig) -> Iterator[LossPass]:
-    """Yield every pass once: conditions without noise need one seed, those without a fault no magnitude.
+    """Yield every pass once: conditions without noise need one seed, conditions without a fault no magnitude.
 
-    An order is needed only where there is noise on the output that the fault strikes. Gradients are followed through
-    the faults on the first noise seed.
+    The order matters only where the faulty output itself has noise. Passes of the first noise seed also run backward,
+    to measure gradients at the faults.
     """
     first = settings.noise_seeds[0]
     for condition in settings.conditions:
@@ -149,7 +149,7 @@ def read_texts(problems: Path, spec: LossStudySpec, tokenizer: Any, examples: Se
 
 
 def faulty_layers(spec: LossStudySpec) -> tuple[int, ...]:
-    """Return the layers that the machine's faults sit in."""
+    """Return the layers with a fault of the machine."""
     return tuple(sorted({fault.layer for fault in spec.faults}))
 
 
@@ -167,47 +167,49 @@ def noised_layers(condition: LossCondition, num_layers: int, faulty: tuple[int, 
             return tuple(control_layers(layers, faulty, condition, seed))
 
 
-def run_pass(model: Any, texts: list[Text], one: LossPass, spec: LossStudySpec) -> tuple[pl.DataFrame, LossStudyPass]:
+def run_pass(
+    model: Any, texts: list[Text], loss_pass: LossPass, spec: LossStudySpec
+) -> tuple[pl.DataFrame, LossStudyPass]:
     """Run every text alone, in order; return the rows of `artifacts.LossStudyTable` and the receipt.
 
-    The noise of a text is keyed by its number and the layer, so that conditions share it where they have it.
+    The noise of a text is keyed by its number and the layer, so conditions with noise in the same layer share it.
     """
     num_layers, settings = len(decoder_layers(model)), spec.settings
-    layers = noised_layers(one.condition, num_layers, faulty_layers(spec), settings.layer_seed)
-    aqn, factors = _noise(one.condition, layers, num_layers, settings)
-    phases: tuple[Phase, ...] = ("evaluation", "backward") if one.with_gradient else ("evaluation",)
-    noise = NoiseSpec(aqn=aqn, faults=_faults(spec, one))
+    layers = noised_layers(loss_pass.condition, num_layers, faulty_layers(spec), settings.layer_seed)
+    aqn, factors = _noise(loss_pass.condition, layers, num_layers, settings)
+    phases: tuple[Phase, ...] = ("evaluation", "backward") if loss_pass.with_gradient else ("evaluation",)
+    noise = NoiseSpec(aqn=aqn, faults=_faults(spec, loss_pass))
     recorder = ReceiptRecorder(
         noise,
         expected_phases=phases,
         num_layers=num_layers,
-        num_norms=len(rms_norms(model)),
+        num_norms=num_rms_norms(model),
         num_steps=1 if aqn else 0,
         num_epochs=1 if aqn else 0,
         layer_factors=factors,
     )
-    key = NoiseKey(seed=one.noise_seed, step=0)
+    key = NoiseKey(seed=loss_pass.noise_seed, step=0)
     targets = target_factors(model, aqn, factors) if aqn else {}
     rows = []
     with (
-        nullcontext() if one.with_gradient else torch.no_grad(),
+        nullcontext() if loss_pass.with_gradient else torch.no_grad(),
         noised_rollout(
-            model, aqn, targets, recorder, sigma=settings.gamma, seed=one.noise_seed, step=0
+            model, aqn, targets, recorder, sigma=settings.gamma, seed=loss_pass.noise_seed, step=0
         ) as hidden_sigmas,
         phase_noise(model, noise, "evaluation", key, recorder, hidden_sigmas=hidden_sigmas),
     ):
         for text in texts:
             elements, affected = recorder.fault_counts("evaluation")
-            losses = _token_losses(model, text, recorder if one.with_gradient else None)
+            losses = _token_losses(model, text, recorder if loss_pass.with_gradient else None)
             elements_after, affected_after = recorder.fault_counts("evaluation")
             seen = elements_after - elements
             rows.append(
                 {
                     "question_id": text.question_id,
-                    "condition": one.condition,
-                    "magnitude": one.magnitude,
-                    "order": one.order,
-                    "noise_seed": one.noise_seed,
+                    "condition": loss_pass.condition,
+                    "magnitude": loss_pass.magnitude,
+                    "order": loss_pass.order,
+                    "noise_seed": loss_pass.noise_seed,
                     "loss": losses[text.prompt_tokens - 1 :].mean().item(),
                     "text_loss": losses.mean().item(),
                     "scored_tokens": len(text.token_ids) - text.prompt_tokens,
@@ -216,10 +218,10 @@ def run_pass(model: Any, texts: list[Text], one: LossPass, spec: LossStudySpec) 
                 }
             )
     return pl.DataFrame(rows, schema_overrides={"order": pl.String}), LossStudyPass(
-        condition=one.condition,
-        magnitude=one.magnitude,
-        order=one.order,
-        noise_seed=one.noise_seed,
+        condition=loss_pass.condition,
+        magnitude=loss_pass.magnitude,
+        order=loss_pass.order,
+        noise_seed=loss_pass.noise_seed,
         noised_layers=layers,
         receipt=recorder.receipt(),
     )
@@ -228,7 +230,7 @@ def run_pass(model: Any, texts: list[Text], one: LossPass, spec: LossStudySpec) 
 def _token_losses(model: Any, text: Text, recorder: ReceiptRecorder | None) -> torch.Tensor:
     """Return the cross entropy in nats of every token but the first.
 
-    With a recorder the mean over the solution is also run back, so that gradients pass the faults.
+    With a recorder, the mean over the solution is also backpropagated, so that gradients pass the faults.
     """
     ids = torch.tensor([text.token_ids], device=model.device)
     if recorder is None:
@@ -246,7 +248,7 @@ def _token_losses(model: Any, text: Text, recorder: ReceiptRecorder | None) -> t
 def _noise(
     condition: LossCondition, layers: tuple[int, ...], num_layers: int, settings: LossStudyConfig
 ) -> tuple[AdaptiveNoise | None, dict[int, float] | None]:
-    """Return AQN for a condition with noise in `layers`, and the factor of every layer where not all are 1."""
+    """Return AQN for a condition with noise in `layers`, and the factor of every layer if not all are 1."""
     if not layers:
         return None, None
     schedule = ConstantSigma(sigma=settings.gamma)
@@ -263,11 +265,11 @@ def _noise(
             return AdaptiveNoise(schedule=schedule, targets="hidden_states"), None
 
 
-def _faults(spec: LossStudySpec, one: LossPass) -> tuple[Fault, ...]:
-    if one.magnitude == 0:
+def _faults(spec: LossStudySpec, loss_pass: LossPass) -> tuple[Fault, ...]:
+    if loss_pass.magnitude == 0:
         return ()
-    changes: dict[str, object] = {"magnitude": one.magnitude, "order": one.order or "after_noise"}
-    # Built anew rather than copied: a combination that no fault may have is refused.
+    changes: dict[str, object] = {"magnitude": loss_pass.magnitude, "order": loss_pass.order or "after_noise"}
+    # Validated again rather than copied, so that a combination which no fault may have is refused.
     return tuple(Fault.model_validate(fault.model_dump() | changes) for fault in spec.faults)
 
 

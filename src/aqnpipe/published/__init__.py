@@ -1,1 +1,1 @@
-"""Checks what the printed figures of a publication support."""
+"""Check published figures: which are possible, and which claims they support."""

@@ -1,7 +1,7 @@
-"""The audit of published figures: is each possible, how sure is it, and which claims do they support?"""
+"""Check published figures: is each possible, how precise is it, and which claims do they support?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from aqnpipe.artifacts.published import (
     CheckedSeries,
     PublishedCheck,
 )
-from aqnpipe.comparison.judgement import holm, interval_level_of
+from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import (
     AccuracyClaim,
@@ -31,13 +31,13 @@ from aqnpipe.config.published import (
     PublishedLoss,
     PublishedSeries,
     RatioClaim,
-    ReportedNumbers,
 )
-from aqnpipe.published import wording as words
-from aqnpipe.published.tests import (
+from aqnpipe.published import statements
+from aqnpipe.published.summary_tests import (
     Proportion,
     Result,
     accuracies_result,
+    confidence_of,
     differences_result,
     largest_discordance,
     losses_result,
@@ -45,35 +45,32 @@ from aqnpipe.published.tests import (
     ratio_result,
     run_to_run_p,
 )
-from aqnpipe.report.wording import Text, joined
 from aqnpipe.statistics.continuous import Summary
 from aqnpipe.statistics.grim import agrees, nearest_percentages, possible_counts, possible_sizes
+from aqnpipe.statistics.multiple_testing import holm_within_families
 from aqnpipe.statistics.paired import exact_minimum_detectable_difference, minimum_detectable_difference
-
-_ROUNDING_UNITS = 1.0
-"""Reported differences and intervals may be off by a unit of their last digit: they come from rounded figures."""
 
 
 @dataclass(frozen=True)
 class _Tested:
-    """A claim with its result, why it must not be tested, and what else speaks about it."""
+    """A claim with its result, the reasons why the comparison is not valid, and notes on its figures."""
 
     claim: PublishedClaim
     result: Result
-    invalid: tuple[Text, ...]
-    notes: tuple[str, ...]
+    invalid: tuple[Statement, ...]
+    notes: tuple[Statement, ...]
     p_run_to_run: float | None
 
 
 def check_published_file(path: Path) -> PublishedCheck:
-    """Read a file of published figures and audit it; DataError in one line where the file is broken."""
+    """Read a file of published figures and check it; DataError in one line if the file is broken."""
     return check_published_figures(read_users_yaml(path, PublishedFile))
 
 
 def check_published_figures(published: PublishedFile) -> PublishedCheck:
-    """Audit printed figures; Holm adjusts within each family over the claims that may be tested."""
-    accuracies = {one.id: _accuracy(one, published.alpha) for one in published.accuracies}
-    losses = {one.id: _loss(one) for one in published.losses}
+    """Check printed figures; Holm adjusts within each family over the valid claims."""
+    accuracies = {accuracy.id: _accuracy(accuracy, published.alpha) for accuracy in published.accuracies}
+    losses = {loss.id: _loss(loss) for loss in published.losses}
     tested = [_tested(claim, published, accuracies, losses) for claim in published.claims]
     adjusted = _adjusted(tested)
     return PublishedCheck(
@@ -86,54 +83,54 @@ def check_published_figures(published: PublishedFile) -> PublishedCheck:
         run_sd_runs=published.run_scatter.num_runs if published.run_scatter else None,
         accuracies=tuple(accuracies.values()),
         losses=tuple(losses.values()),
-        claims=tuple(_claim(one, adjusted.get(one.claim.id), published) for one in tested),
-        series=tuple(_series(one, published.accuracies) for one in published.series),
-        detectable=tuple(_detectable(one, published) for one in published.detectable),
+        claims=tuple(_claim(test, adjusted.get(test.claim.id), published) for test in tested),
+        series=tuple(_series(series, published.accuracies) for series in published.series),
+        detectable=tuple(_detectable(size, published) for size in published.detectable),
     )
 
 
-def _accuracy(one: PublishedAccuracy, alpha: float) -> CheckedAccuracy:
-    counts = possible_counts(one.percent, one.num_questions)
-    proportion = _proportion(one)
+def _accuracy(accuracy: PublishedAccuracy, alpha: float) -> CheckedAccuracy:
+    counts = possible_counts(accuracy.percent, accuracy.num_questions)
+    proportion = _proportion(accuracy)
     low, high = proportion_confint(
-        proportion.fraction * one.num_questions, one.num_questions, alpha=alpha, method="wilson"
+        proportion.fraction * accuracy.num_questions, accuracy.num_questions, alpha=alpha, method="wilson"
     )
     return CheckedAccuracy(
-        id=one.id,
-        label=one.label,
-        arm=one.arm,
-        noise_level=one.noise_level,
-        step=one.step,
-        printed=one.percent,
-        num_questions=one.num_questions,
+        id=accuracy.id,
+        label=accuracy.label,
+        arm=accuracy.arm,
+        noise_level=accuracy.noise_level,
+        step=accuracy.step,
+        printed=accuracy.percent,
+        num_questions=accuracy.num_questions,
         possible=bool(counts),
         correct=counts,
-        nearest=nearest_percentages(one.percent, one.num_questions) if not counts else (),
-        possible_sizes=possible_sizes(one.percent) if not counts else (),
+        nearest=nearest_percentages(accuracy.percent, accuracy.num_questions) if not counts else (),
+        possible_sizes=possible_sizes(accuracy.percent) if not counts else (),
         ci_low=float(low),
         ci_high=float(high),
     )
 
 
-def _proportion(one: PublishedAccuracy) -> Proportion:
-    """The fraction behind a printed percentage: k/n where one k alone prints so, else as printed."""
-    counts = possible_counts(one.percent, one.num_questions)
-    fraction = counts[0] / one.num_questions if len(counts) == 1 else float(one.percent) / 100
-    return Proportion(fraction, one.num_questions)
+def _proportion(accuracy: PublishedAccuracy) -> Proportion:
+    """Return the fraction behind a printed percentage: k/n if a single k prints so, else as printed."""
+    counts = possible_counts(accuracy.percent, accuracy.num_questions)
+    fraction = counts[0] / accuracy.num_questions if len(counts) == 1 else float(accuracy.percent) / 100
+    return Proportion(fraction, accuracy.num_questions)
 
 
-def _loss(one: PublishedLoss) -> CheckedLoss:
-    uniform = float(np.log(one.vocabulary_size)) if one.vocabulary_size else None
+def _loss(loss: PublishedLoss) -> CheckedLoss:
+    uniform = float(np.log(loss.vocabulary_size)) if loss.vocabulary_size else None
     return CheckedLoss(
-        id=one.id,
-        label=one.label,
-        arm=one.arm,
-        mean=one.mean,
-        std=one.std,
-        ddof=one.ddof,
-        num_runs=one.num_runs,
+        id=loss.id,
+        label=loss.label,
+        arm=loss.arm,
+        mean=loss.mean,
+        std=loss.std,
+        ddof=loss.ddof,
+        num_runs=loss.num_runs,
         uniform=uniform,
-        above_uniform=uniform is not None and one.mean > uniform,
+        above_uniform=uniform is not None and loss.mean > uniform,
     )
 
 
@@ -143,30 +140,50 @@ def _tested(
     accuracies: Mapping[str, CheckedAccuracy],
     losses: Mapping[str, CheckedLoss],
 ) -> _Tested:
-    invalid = [words.differs_in(claim.differs_in)] if claim.differs_in else []
-    notes: list[str] = []
+    tested = (
+        _tested_losses(claim, published, losses)
+        if isinstance(claim, LossClaim)
+        else _tested_accuracies(claim, published, accuracies)
+    )
+    if not claim.differs_in:
+        return tested
+    other_difference = statement("reason.other_difference", what="; ".join(claim.differs_in))
+    return replace(tested, invalid=(other_difference, *tested.invalid))
+
+
+def _tested_losses(claim: LossClaim, published: PublishedFile, losses: Mapping[str, CheckedLoss]) -> _Tested:
+    summaries = {loss.id: Summary(loss.mean, loss.std, loss.num_runs, loss.ddof) for loss in published.losses}
+    runs = {loss.id: np.array(loss.values) for loss in published.losses}
+    treatment, control = runs[claim.treatment], runs[claim.control]
+    values = (treatment, control) if len(treatment) == len(control) > 0 else None
+    sides = summaries[claim.treatment], summaries[claim.control]
+    above = tuple(
+        statement("reason.above_uniform", name=name, loss=losses[name].mean, uniform=uniform)
+        for name in (claim.treatment, claim.control)
+        if losses[name].above_uniform and (uniform := losses[name].uniform) is not None
+    )
+    result = losses_result(claim, *sides, published.alpha, values)
+    return _Tested(claim, result, above, tuple(statements.loss_notes(claim, *sides)), p_run_to_run=None)
+
+
+def _tested_accuracies(
+    claim: AccuracyClaim | DifferencesClaim | RatioClaim,
+    published: PublishedFile,
+    accuracies: Mapping[str, CheckedAccuracy],
+) -> _Tested:
+    proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
+    result = _accuracy_result(claim, proportions, published.alpha)
+    figures = [accuracies[name] for name in _names(claim)]
     p_run_to_run = None
-    if isinstance(claim, LossClaim):
-        sides = {one.id: Summary(one.mean, one.std, one.num_runs, one.ddof) for one in published.losses}
-        runs = {one.id: np.array(one.values) for one in published.losses}
-        treated, untreated = runs[claim.treatment], runs[claim.control]
-        values = (treated, untreated) if len(treated) == len(untreated) > 0 else None
-        result = losses_result(claim, sides[claim.treatment], sides[claim.control], published.alpha, values)
-        invalid += [
-            words.above_uniform(name, losses[name].mean, uniform)
-            for name in (claim.treatment, claim.control)
-            if losses[name].above_uniform and (uniform := losses[name].uniform) is not None
-        ]
-        notes += words.loss_notes(claim, sides[claim.treatment], sides[claim.control])
-    else:
-        proportions = {one.id: _proportion(one) for one in published.accuracies}
-        result = _accuracy_result(claim, proportions, published.alpha)
-        names = _names(claim)
-        invalid += [words.impossible(accuracies[name]) for name in names if not accuracies[name].possible]
-        notes += [words.count_note(accuracies[name]) for name in names if len(accuracies[name].correct) > 1]
-        if published.run_scatter and isinstance(claim, AccuracyClaim) and claim.between_runs:
-            p_run_to_run = run_to_run_p(claim, result.difference, published.run_scatter)
-    return _Tested(claim, result, tuple(invalid), tuple(notes), p_run_to_run)
+    if published.run_scatter and isinstance(claim, AccuracyClaim) and claim.between_runs:
+        p_run_to_run = run_to_run_p(claim, result.difference, published.run_scatter)
+    return _Tested(
+        claim,
+        result,
+        invalid=tuple(statements.impossible(figure) for figure in figures if not figure.possible),
+        notes=tuple(statements.ambiguous_count(figure) for figure in figures if len(figure.correct) > 1),
+        p_run_to_run=p_run_to_run,
+    )
 
 
 def _names(claim: AccuracyClaim | DifferencesClaim | RatioClaim) -> list[str]:
@@ -185,19 +202,17 @@ def _accuracy_result(
 
 
 def _adjusted(tested: Sequence[_Tested]) -> dict[str, float]:
-    valid = [one for one in tested if not one.invalid and one.result.p_value is not None]
-    adjusted: dict[str, float] = {}
-    for family in dict.fromkeys(one.claim.family for one in valid):
-        members = [one for one in valid if one.claim.family == family]
-        values = holm([float(one.result.p_value or 0.0) for one in members])
-        adjusted |= {one.claim.id: p for one, p in zip(members, values, strict=True)}
-    return adjusted
+    """Return the Holm-adjusted p-value of every valid claim by id."""
+    valid = {test.claim.id: test for test in tested if not test.invalid and test.result.p_value is not None}
+    families = [test.claim.family for test in valid.values()]
+    p_values = [float(test.result.p_value or 0.0) for test in valid.values()]
+    return dict(zip(valid, holm_within_families(families, p_values), strict=True))
 
 
 def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> CheckedClaim:
     claim, result = tested.claim, tested.result
     verdict = _verdict(tested, p_holm, published.alpha)
-    sentence = joined([words.numbers(result, p_holm), *_reasons(tested, p_holm, verdict, published)])
+    confidence = confidence_of(claim, published.alpha)
     paired = isinstance(claim, AccuracyClaim) and claim.paired and claim.test == "superiority"
     return CheckedClaim(
         id=claim.id,
@@ -212,7 +227,7 @@ def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> C
         difference=result.difference,
         ci_low=result.ci_low,
         ci_high=result.ci_high,
-        interval_level=interval_level_of(claim, published.alpha),
+        interval_level=confidence,
         p_value=result.p_value,
         p_holm=p_holm,
         p_run_to_run=tested.p_run_to_run,
@@ -222,10 +237,14 @@ def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> C
         questions_needed=questions_per_side(claim, result, published.alpha, published.power),
         method=result.method,
         verdict=verdict,
-        sentence=sentence.en,
-        sentence_zh=sentence.zh,
+        statements=(
+            statements.numbers(result, confidence, p_holm),
+            *_conclusion(tested, p_holm, verdict, published),
+        ),
         notes=tested.notes,
-        differs=tuple(text for reported in claim.reported for text in _differs(reported, result)),
+        deviations=tuple(
+            deviation for reported in claim.reported for deviation in statements.deviations(reported, result)
+        ),
     )
 
 
@@ -251,64 +270,48 @@ def _beyond_margin(claim: TestedClaim, result: Result) -> bool:
     return result.ci_high < -bound or (claim.test == "equivalence" and result.ci_low > bound)
 
 
-def _reasons(tested: _Tested, p_holm: float | None, verdict: ClaimVerdict, published: PublishedFile) -> list[Text]:
+def _conclusion(
+    tested: _Tested, p_holm: float | None, verdict: ClaimVerdict, published: PublishedFile
+) -> list[Statement]:
     if tested.invalid:
-        return [words.invalid(tested.invalid)]
-    reasons = [words.CONCLUSIONS[verdict]]
+        return [statements.invalid(tested.invalid)]
+    found = [statement(f"conclusion.{verdict}")]
     scatter = published.run_scatter
     if scatter is not None and tested.p_run_to_run is not None:
-        reasons.append(words.run_to_run(scatter, tested.p_run_to_run))
+        found.append(statements.run_to_run(scatter, tested.p_run_to_run))
     needed = questions_per_side(tested.claim, tested.result, published.alpha, published.power)
     if verdict == "not_shown" and needed is not None and p_holm is not None and p_holm >= published.alpha:
-        reasons.append(words.questions_needed(needed, published.power))
-    return reasons
+        found.append(statement("evidence.questions_needed", questions=needed, power=published.power))
+    return found
 
 
-def _differs(reported: ReportedNumbers, result: Result) -> list[str]:
-    """Where an earlier report states other numbers than the ones found here."""
-    checks = (
-        ("difference", reported.difference, result.difference, _ROUNDING_UNITS),
-        ("lower bound", reported.ci_low, result.ci_low, _ROUNDING_UNITS),
-        ("upper bound", reported.ci_high, result.ci_high, _ROUNDING_UNITS),
-        ("p", reported.p_value, result.p_value, 0.5),
-    )
-    return [
-        f"{name}: {reported.by} states {printed}, here {words.plain(value)}"
-        for name, printed, value, units in checks
-        if printed is not None and (value is None or not agrees(value, printed, units))
-    ]
-
-
-def _series(one: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) -> CheckedSeries:
+def _series(series: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) -> CheckedSeries:
     by_id = {accuracy.id: accuracy for accuracy in accuracies}
-    members = [by_id[name] for name in one.accuracies]
+    members = [by_id[name] for name in series.accuracies]
     proportions = [_proportion(member) for member in members]
     counts = np.array([proportion.fraction * proportion.num_questions for proportion in proportions])
     numbers = np.array([proportion.num_questions for proportion in proportions])
     identical = len({proportion.fraction for proportion in proportions}) == 1
     constant = counts.sum() in (0, numbers.sum())
     return CheckedSeries(
-        id=one.id,
-        label=one.label,
+        id=series.id,
+        label=series.label,
         printed=tuple(member.percent for member in members),
         identical=identical,
         p_value=None if constant else float(proportions_chisquare(counts, numbers)[1]),
     )
 
 
-def _detectable(one: Detectable, published: PublishedFile) -> CheckedDetectable:
-    sizes = (one.num_questions, one.discordant_fraction, published.alpha, published.power)
+def _detectable(size: Detectable, published: PublishedFile) -> CheckedDetectable:
+    sizes = (size.num_questions, size.discordant_fraction, published.alpha, published.power)
     asymptotic, exact = minimum_detectable_difference(*sizes), exact_minimum_detectable_difference(*sizes)
-    differs: tuple[str, ...] = ()
-    if one.reported is not None and not agrees(100 * asymptotic, one.reported):
-        differs = (
-            f"reported {one.reported} points, here {100 * asymptotic:.2f} by the asymptotic formula "
-            f"and {100 * exact:.2f} for the exact test",
-        )
+    deviations: tuple[Statement, ...] = ()
+    if size.reported is not None and not agrees(100 * asymptotic, size.reported):
+        deviations = (statement("deviation.detectable", printed=size.reported, asymptotic=asymptotic, exact=exact),)
     return CheckedDetectable(
-        num_questions=one.num_questions,
-        discordant_fraction=one.discordant_fraction,
+        num_questions=size.num_questions,
+        discordant_fraction=size.discordant_fraction,
         asymptotic=asymptotic,
         exact=exact,
-        differs=differs,
+        deviations=deviations,
     )

@@ -1,1 +1,1 @@
-"""Report: figures and one self-contained HTML page."""
+"""The report stage: one self-contained HTML page, a summary, and tables."""

@@ -1,4 +1,4 @@
-"""The figures of the report, each a set of small panels that wrap on narrow screens."""
+"""The figures of the report: sets of small panels that wrap on narrow screens."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ import altair as alt
 import polars as pl
 from markupsafe import Markup
 
-from aqnpipe.report.numbers import noise_level
 from aqnpipe.report.svg import CARD, CONTEXT, INK, MUTED, render_svg, series_colour, series_dash
 from aqnpipe.report.words import Words
 
@@ -31,37 +30,37 @@ class Panel:
 
 @dataclass(frozen=True)
 class SeriesKey:
-    """How a series is told apart: position in the palette, 0 for the neutral one."""
+    """The name of a series and its position in the palette; 0 is the neutral colour."""
 
     name: str
     index: int
 
 
 def accuracy_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
-    """Accuracy by arm, a panel per noise level: every seed with its interval, and the mean as a tick."""
+    """Return accuracy by arm, a panel per noise level: every seed with its interval, and the mean as a tick."""
     rows = _in_percent(accuracy)
     bounds = _bounds(rows)
     panels = []
     for level in sorted(rows["noise_level"].unique().to_list()):
-        title = words("noise.at", level=noise_level(level)) if level else words("noise.without")
+        title = words("noise.at", level=level) if level else words("noise.without")
         svg = _dot_rows(rows.filter(pl.col("noise_level") == level), keys, bounds, words("axis.accuracy"))
         panels.append(Panel(title, render_svg(svg, words("alt.accuracy", where=title))))
     return panels
 
 
 def published_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
-    """Published and measured accuracies by arm in two panels on one scale; `rows` as `published.side_by_side`."""
+    """Return published and measured accuracies by arm in two panels on one scale; `rows`: `published.side_by_side`."""
     bounds = _bounds(rows)
     panels = []
     for kind in ("published", "measured"):
-        title = words(f"published.{kind}")
+        title = words(f"published.panel.{kind}")
         chart = _dot_rows(rows.filter(pl.col("kind") == kind), keys, bounds, words("axis.accuracy"))
         panels.append(Panel(title, render_svg(chart, words("alt.accuracy", where=title))))
     return panels
 
 
 def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
-    """Wall time of every training run by arm, from zero; `rows` as `costs_view.cost_rows`."""
+    """Return the wall time of every training run by arm, from zero; `rows` as `costs_view.cost_rows`."""
     names = [key.name for key in keys if key.name in set(rows["arm"])]
     chart = (
         alt.Chart(rows, width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
@@ -78,7 +77,7 @@ def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> 
 
 
 def robustness_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
-    """Accuracy over evaluation noise, a panel per arm: its mean and seeds, the other arms' means behind it."""
+    """Return accuracy over evaluation noise, a panel per arm: its mean and seeds, other arms' means in grey."""
     rows = _in_percent(accuracy).with_columns(pl.col("noise_level") * 100)
     means = rows.group_by("arm", "noise_level").agg(pl.col("accuracy").mean()).sort("arm", "noise_level")
     levels = sorted(rows["noise_level"].unique().to_list())
@@ -101,9 +100,9 @@ def robustness_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: 
 
 
 def training_panels(metrics: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
-    """Reward, KL, validation accuracy and sigma over optimiser steps; one line per arm and seed.
+    """Return reward, KL, validation accuracy and sigma over optimiser steps; one line per arm and seed.
 
-    `metrics`: the runs' tables one below the other, with columns arm and seed.
+    `metrics`: the concatenated tables of the runs, with columns arm and seed.
     """
     lines = metrics.select("arm", "seed").n_unique()
     num_steps = int(metrics["step"].max())  # type: ignore[arg-type]
@@ -134,10 +133,10 @@ DEPTH_COLUMNS = ("instability", "gain", "kurtosis", "zero_share", "values_at_max
 def diagnosis_panels(
     layers: pl.DataFrame, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
 ) -> tuple[list[Panel], list[str]]:
-    """Layer metrics and sigmas over depth, a line per machine; simulated faults as vertical rules.
+    """Return layer metrics and sigmas by layer, a line per machine; simulated faults as vertical rules.
 
-    `layers`: the machines' tables one below the other, with columns machine and sigma. Returns the panels, and the
-    metrics that are the same at every layer of every machine, which need no picture, as `name: value`.
+    `layers`: the concatenated tables of the machines, with columns machine and sigma. Returns the panels, and the
+    metrics that are the same at every layer of every machine, which get no picture, as `name: value`.
     """
     panels, constant = [], []
     for column in DEPTH_COLUMNS:
@@ -252,13 +251,13 @@ def _base(table: pl.DataFrame) -> alt.Chart:
 
 
 def colour_scale(field: str, keys: Sequence[SeriesKey]) -> alt.Color:
-    """Colour by `field`, as the keys say."""
+    """Return the colour of `field` by the positions of `keys` in the palette."""
     scale = alt.Scale(domain=[key.name for key in keys], range=[series_colour(key.index) for key in keys])
     return alt.Color(f"{field}:N", legend=None).scale(scale)
 
 
 def dash_scale(field: str, keys: Sequence[SeriesKey]) -> alt.StrokeDash:
-    """Dash pattern by `field`, so that colour is never the only difference."""
+    """Return the dash pattern of `field`, so that colour is never the only difference."""
     scale = alt.Scale(domain=[key.name for key in keys], range=[series_dash(key.index) for key in keys])
     return alt.StrokeDash(f"{field}:N", legend=None).scale(scale)
 

@@ -1,7 +1,6 @@
-"""The answer of a study: claims with verdicts, and how sure it is. Everything follows from verdicts and numbers."""
+"""The claims of a study on one scale, each with its verdict, and how sure the verdicts are."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,23 +8,17 @@ from typing import Any
 import polars as pl
 
 from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
-from aqnpipe.artifacts.diagnoses import Verdict
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.inputs import Diagnosis, ReportData
+from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.verdicts import VERDICT_SYMBOLS
 from aqnpipe.report.words import Words
-
-VERDICTS = ("supported", "refuted", "not_shown", "invalid")
-VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "not_shown": "?", "invalid": "!"}
 
 _STRETCH = 2.5
 """How many times the largest difference the common scale reaches at most; wider intervals are cut, with an arrow."""
 _SMALLEST_REACH = 0.02
 _TICK_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-
-_SHARED_NAMES = {"noise": "noise_or_spike", "spike": "noise_or_spike"}
-"""Fault types that the published scans cannot tell apart, and their common name."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +31,10 @@ class Tick:
 
 @dataclass(frozen=True)
 class Strip:
-    """An interval as a line: positions in percent of the width that all strips share.
+    """An interval drawn as a line: positions in percent of the width that all strips share.
 
-    `band`: half width of the differences that would have been missed. `cut_low`, `cut_high`: the end lies outside.
+    `band`: half width of the differences that would probably have been missed. `cut_low`, `cut_high`: the end of the
+    interval is outside the scale.
     """
 
     low: float
@@ -69,8 +63,8 @@ class ClaimRow:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The first screen: verdicts on one scale, and how sure they are."""
+class ClaimsOverview:
+    """The first screen of the page: the claims on one scale, and `limits`, what the study cannot show."""
 
     rows: tuple[ClaimRow, ...]
     ticks: tuple[Tick, ...]
@@ -82,12 +76,12 @@ class Answer:
         return any(row.strip and row.strip.margins for row in self.rows)
 
 
-def answer(study: Study, data: ReportData, words: Words) -> Answer:
+def claims_overview(study: Study, data: ReportData, words: Words) -> ClaimsOverview:
     """Return the claims in the study's order, each with its interval on a common scale."""
     claims = data.claims
     by_id = {row["comparison_id"]: row for row in data.comparisons.iter_rows(named=True)}
     reach = _reach(list(by_id.values()))
-    return Answer(
+    return ClaimsOverview(
         rows=tuple(
             _claim_row(claim, by_id.get(claim.comparison_id, {}), reach, claims, words) for claim in claims.claims
         ),
@@ -97,29 +91,20 @@ def answer(study: Study, data: ReportData, words: Words) -> Answer:
 
 
 def claim_text(claim: Claim, words: Words) -> str:
-    """The claim in the language of the study, where the study gives it in that language."""
+    """Return the claim in the language of the study if the study gives it in that language."""
     return (words.language == "zh" and claim.claim_zh) or claim.claim
 
 
 def sentence_text(claim: Claim, words: Words) -> str:
-    """What the numbers say about the claim, in the language of the study."""
-    return claim.sentence_zh if words.language == "zh" else claim.sentence
-
-
-def summary(claims: ClaimsFile, words: Words) -> str:
-    """Return the count of verdicts in one line."""
-    counts = Counter(str(claim.verdict) for claim in claims.claims)
-    parts = [
-        words("summary.part", count=counts[verdict], verdict=words(f"verdict.{verdict}"))
-        for verdict in VERDICTS
-        if counts[verdict]
-    ]
-    return words("summary.line", count=len(claims.claims), parts=words("summary.separator").join(parts))
+    """Return what the comparison found, or why there was none."""
+    if claim.invalid_kind is not None:
+        return words(f"refused.{claim.invalid_kind}", reason=claim.invalid_reason)
+    return words.all_of(claim.statements)
 
 
 def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> list[str]:
     """Return what the study cannot show, from its sizes and verdicts."""
-    counts = Counter(str(claim.verdict) for claim in claims.claims)
+    verdicts = {claim.verdict for claim in claims.claims}
     settings, num_seeds = study.config.statistics, len(study.config.seeds)
     sentences = []
     if num_seeds == 1:
@@ -127,36 +112,30 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
     between = comparisons.filter((pl.col("kind") == "arms") & pl.col("minimum_detectable_difference").is_not_null())
     if num_seeds > 1 and not between.is_empty():
         found = between["minimum_detectable_difference"]
-        sentences.append(
-            words(
-                "sure.detectable",
-                seeds=num_seeds,
-                range=_range(float(found.min()), float(found.max()), words),  # type: ignore[arg-type]
-                power=numbers.confidence(settings.power),
-            )
-        )
-    if counts["not_shown"]:
+        detectable = _range(float(found.min()), float(found.max()), words)  # type: ignore[arg-type]
+        sentences.append(words("sure.detectable", seeds=num_seeds, range=detectable, power=settings.power))
+    if "not_shown" in verdicts:
         sentences.append(words("sure.not_shown"))
-    if counts["invalid"]:
+    if "invalid" in verdicts:
         sentences.append(words("sure.invalid"))
     if claims.family_size:
         families = ", ".join(f"{family.name} {family.size}" for family in claims.families)
-        sentences.append(words("sure.family", alpha=numbers.confidence(settings.alpha), families=families))
+        sentences.append(words("sure.family", alpha=settings.alpha, families=families))
     sentences += [
         words(
             f"sure.aa_control.{rate.kind}",
             rejected=rate.rejected,
             tests=rate.tests,
-            low=numbers.percent(rate.ci_low),
-            high=numbers.percent(rate.ci_high),
+            low=rate.ci_low,
+            high=rate.ci_high,
         )
         for rate in claims.aa_control_rates
     ]
     return sentences
 
 
-def paired_table(claim: Claim, level: str, words: Words) -> Table:
-    """The paired 2x2 table of every seed of one comparison."""
+def paired_table(claim: Claim, level: float, words: Words) -> Table:
+    """Return the paired 2x2 table of one comparison, a row per seed; intervals have confidence `level`."""
     rows = tuple(
         Row(
             (
@@ -167,7 +146,7 @@ def paired_table(claim: Claim, level: str, words: Words) -> Table:
                 numbers.count(seed.only_control),
                 numbers.count(seed.neither),
                 numbers.points(seed.difference),
-                numbers.span(seed.ci_low, seed.ci_high, words, numbers.points),
+                words.span(seed.ci_low, seed.ci_high, numbers.points),
                 numbers.p_value(seed.mcnemar_p),
             )
         )
@@ -189,43 +168,8 @@ def paired_table(claim: Claim, level: str, words: Words) -> Table:
     return Table(f"paired-{claim.comparison_id}", caption, headers, rows, 0)
 
 
-def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
-    """What the diagnosis said about every machine, against the fault that was simulated."""
-    rows = tuple(
-        Row(
-            (
-                one.machine,
-                _fault_text(one.verdict, words),
-                _finding_text(one.verdict, words),
-                words(f"judgement.{judgement(one.verdict)}"),
-                one.verdict.reason,
-                f"{one.verdict.forward_equivalents:,.0f}",
-            )
-        )
-        for one in diagnoses
-    )
-    headers = tuple(words(f"column.{name}") for name in ("machine", "fault", "found", "right", "reason", "forwards"))
-    return Table("diagnosis-verdicts", words("diagnosis.verdicts"), headers, rows, 5)
-
-
-def judgement(verdict: Verdict) -> str:
-    """Compare a verdict with the faults that were simulated; the result is a key of the catalogue."""
-    if verdict.verdict == "abstain":
-        return "abstained"
-    if not verdict.simulated_faults:
-        return "right" if verdict.verdict == "healthy" else "false_alarm"
-    if verdict.verdict == "healthy":
-        return "missed"
-    in_layer = [fault for fault in verdict.simulated_faults if fault.get("layer") == verdict.layer]
-    if not in_layer:
-        return "wrong_layer"
-    kinds = {str(fault.get("type")) for fault in in_layer}
-    return "right" if verdict.type in kinds | {_SHARED_NAMES.get(kind) for kind in kinds} else "wrong_type"
-
-
 def _claim_row(claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, words: Words) -> ClaimRow:
     compared = row.get("difference") is not None
-    level = numbers.confidence(1 - claims.alpha)
     return ClaimRow(
         comparison_id=claim.comparison_id,
         claim=claim_text(claim, words),
@@ -233,9 +177,9 @@ def _claim_row(claim: Claim, row: Mapping[str, Any], reach: float, claims: Claim
         symbol=VERDICT_SYMBOLS[claim.verdict],
         sentence=sentence_text(claim, words),
         difference=numbers.points(row["difference"]) if compared else numbers.MISSING,
-        interval=numbers.span(row["ci_low"], row["ci_high"], words, numbers.points) if compared else "",
+        interval=words.span(row["ci_low"], row["ci_high"], numbers.points) if compared else "",
         strip=_strip(row, reach, words) if compared and row["ci_low"] is not None else None,
-        paired=paired_table(claim, level, words) if claim.seeds else None,
+        paired=paired_table(claim, 1 - claims.alpha, words) if claim.seeds else None,
     )
 
 
@@ -254,15 +198,15 @@ def _strip(row: Mapping[str, Any], reach: float, words: Words) -> Strip:
         margins=() if margin is None else tuple(position(edge) for edge in (-margin, margin)),
         text=words(
             "strip",
-            difference=numbers.points(row["difference"]),
-            level=numbers.confidence(row["interval_level"]),
-            interval=numbers.span(row["ci_low"], row["ci_high"], words, numbers.points),
+            difference=row["difference"],
+            level=row["interval_level"],
+            interval=words.span(row["ci_low"], row["ci_high"], numbers.points),
         ),
     )
 
 
 def _reach(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Half the width of the common scale: all intervals where that is sensible, and all differences in any case."""
+    """Return half the width of the common scale: it covers all differences, and all intervals that are not too wide."""
     differences = [abs(row["difference"]) for row in rows if row["difference"] is not None]
     ends = [abs(row[end]) for row in rows for end in ("ci_low", "ci_high") if row[end] is not None]
     largest = max(differences, default=0.0)
@@ -282,32 +226,3 @@ def _ticks(reach: float) -> tuple[Tick, ...]:
 def _range(low: float, high: float, words: Words) -> str:
     first, second = (numbers.percent(value) if value < 1 else words("sure.over_100") for value in (low, high))
     return first if first == second else words("span", low=first, high=second)
-
-
-def _fault_text(verdict: Verdict, words: Words) -> str:
-    return "; ".join(_simulated_text(fault) for fault in verdict.simulated_faults) or words("fault.none")
-
-
-def _simulated_text(fault: Mapping[str, object]) -> str:
-    details = ", ".join(f"{key} {fault[key]}" for key in ("layer", "site", "magnitude", "sparsity") if key in fault)
-    return f"{str(fault.get('type', '')).replace('_', ' ')} ({details})"
-
-
-def _finding_text(verdict: Verdict, words: Words) -> str:
-    if verdict.layer is None:
-        return words(f"found.{verdict.verdict}")
-    if not verdict.faults:
-        return words("found.fault_in_layer", layer=verdict.layer, type=_plain(verdict.type))
-    return "; ".join(
-        words("found.fault_in_layer", layer=fault.layer, type=_plain(fault.type))
-        + (
-            words("found.where", site=_plain(fault.site), channels=numbers.count(fault.num_faulty_channels))
-            if fault.num_faulty_channels
-            else ""
-        )
-        for fault in verdict.faults
-    )
-
-
-def _plain(name: str | None) -> str:
-    return numbers.MISSING if name is None else name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""What jobs cost, from the benchmark files that Snakemake writes; they are no part of any artifact."""
+"""Cost of jobs, from the benchmark files that Snakemake writes. They are not part of any artifact."""
 
 import csv
 import math
@@ -18,7 +18,7 @@ class Cost:
 
 
 def read_cost(path: Path) -> Cost | None:
-    """Read a benchmark file of Snakemake, the last line of it; None where there is none. DataError if malformed."""
+    """Read the last line of a benchmark file of Snakemake; None if there is no file. DataError if malformed."""
     if not path.exists():
         return None
     with path.open(encoding="utf-8", newline="") as file:
@@ -31,7 +31,7 @@ def read_cost(path: Path) -> Cost | None:
 
 
 def _measured(text: str | None) -> float | None:
-    """A number; None for what Snakemake writes where it could not measure (`-`, `NA`, nothing)."""
+    """Return a number; None for what Snakemake writes if it could not measure (`-`, `NA`, nothing)."""
     if text in (None, "", "-", "NA"):
         return None
     value = float(str(text))

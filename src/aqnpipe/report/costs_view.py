@@ -1,4 +1,4 @@
-"""What each arm cost, from the measurements of its jobs."""
+"""Cost of each arm, from the measurements of its jobs."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -15,7 +15,7 @@ MINUTE = 60.0
 
 
 def cost_table(runs: Sequence[Run], evaluations: Sequence[Evaluated], words: Words) -> Table:
-    """One row per arm: means over its runs; the first arm with measurements is what the others are compared with."""
+    """Return one row per arm with means over its runs, relative to the first arm that has measurements."""
     arms = list(dict.fromkeys((run.model, run.arm) for run in runs if run.cost))
     first = _mean_seconds_per_step(runs, *arms[0]) if arms else None
     rows = tuple(Row(_cells(model, arm, runs, evaluations, first, words)) for model, arm in arms)
@@ -28,16 +28,16 @@ def cost_table(runs: Sequence[Run], evaluations: Sequence[Evaluated], words: Wor
 
 
 def cost_rows(runs: Sequence[Run]) -> pl.DataFrame:
-    """Columns arm, seed, minutes: wall time of every measured run."""
+    """Return the columns arm, seed, minutes: wall time of every measured run."""
     rows = [{"arm": run.arm, "seed": run.seed, "minutes": run.cost.seconds / MINUTE} for run in runs if run.cost]
     return pl.DataFrame(rows, schema={"arm": pl.String, "seed": pl.Int64, "minutes": pl.Float64})
 
 
 def total_minutes(runs: Sequence[Run], evaluations: Sequence[Evaluated]) -> tuple[float, float]:
-    """Wall minutes of all training runs and of all evaluations, one after the other."""
+    """Return the wall minutes of all training runs and of all evaluations, each summed over jobs."""
     trained = sum(run.cost.seconds for run in runs if run.cost)
-    evaluated = sum(one.cost.seconds for one in evaluations if one.cost)
-    return trained / MINUTE, evaluated / MINUTE
+    evaluation = sum(evaluated.cost.seconds for evaluated in evaluations if evaluated.cost)
+    return trained / MINUTE, evaluation / MINUTE
 
 
 def _cells(
@@ -46,8 +46,10 @@ def _cells(
     own = [run.cost for run in runs if (run.model, run.arm) == (model, arm) and run.cost]
     seconds = [cost.seconds for cost in own]
     per_step = _mean_seconds_per_step(runs, model, arm)
-    evaluated = [
-        one.cost.seconds for one in evaluations if (one.source.model, one.source.arm) == (model, arm) and one.cost
+    evaluation_seconds = [
+        evaluated.cost.seconds
+        for evaluated in evaluations
+        if (evaluated.source.model, evaluated.source.arm) == (model, arm) and evaluated.cost
     ]
     return (
         arm,
@@ -57,7 +59,7 @@ def _cells(
         f"{per_step / first:.2f}" if first else numbers.MISSING,
         _mean([cost.cpu_seconds for cost in own]),
         _largest(own),
-        f"{fmean(evaluated):.1f}" if evaluated else numbers.MISSING,
+        f"{fmean(evaluation_seconds):.1f}" if evaluation_seconds else numbers.MISSING,
     )
 
 

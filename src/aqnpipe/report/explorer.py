@@ -1,4 +1,4 @@
-"""Question by question: where two arms disagree, with the responses of both."""
+"""The questions on which two arms disagree, with the responses of both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ FLIP_COLUMNS = {
     "control_response": pl.String,
 }
 TEXT_COLUMNS = ("question", "gold_answer", "treatment_response", "control_response")
-"""Columns that hold text of a model or data set; they stay out of the CSV, where a spreadsheet could run them."""
+"""Columns with text of a model or data set, left out of the CSV: a spreadsheet could run them as formulas."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What one arm answered; `left_out` characters are cut off at the end."""
+    """The response of one arm; `left_out` characters are cut off at its end."""
 
     arm: str
     correct: bool
@@ -44,7 +44,7 @@ class Response:
 
 @dataclass(frozen=True)
 class FlippedQuestion:
-    """A question on which the two arms disagree in at least one seed; the responses are those of `seed`."""
+    """A question on which the two arms disagree in at least one seed, with the responses of `seed`."""
 
     question_id: str
     question: str
@@ -56,7 +56,7 @@ class FlippedQuestion:
 
 @dataclass(frozen=True)
 class FlipGroup:
-    """Questions that go the same way: the arm named `winner` alone answers them (more often, over the seeds)."""
+    """Questions that, in most seeds with a flip, only the arm `winner` answers correctly."""
 
     winner: str
     num_questions: int
@@ -65,7 +65,7 @@ class FlipGroup:
 
 @dataclass(frozen=True)
 class Explorer:
-    """A pair of arms at a noise level: how many questions flipped, and some of them in full."""
+    """A pair of arms at a noise level: the number of flipped questions, and some of them in full."""
 
     pair: ArmPair
     num_seeds: int
@@ -75,12 +75,12 @@ class Explorer:
 
     @property
     def num_both_ways(self) -> int:
-        """Questions that flip one way as often as the other, which are in no group."""
+        """The number of questions that flip equally often in both directions, which are in no group."""
         return self.num_flipped - sum(group.num_questions for group in self.groups)
 
 
 def explored_pair(study: Study, comparisons: pl.DataFrame) -> ArmPair | None:
-    """The pair that the study names, else its first comparison of arms that was made; None where there is none."""
+    """Return the pair that the study names, else that of its first valid comparison of arms; None if there is none."""
     if study.config.report.explore is not None:
         return study.config.report.explore
     between = comparisons.filter((pl.col("kind") == "arms") & (pl.col("verdict") != "invalid"))
@@ -91,24 +91,24 @@ def explored_pair(study: Study, comparisons: pl.DataFrame) -> ArmPair | None:
 
 
 def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, int, int]:
-    """Return (a row per seed and question that one arm alone answers, questions compared, seeds compared).
+    """Return (a row per seed and question that only one arm answers correctly, questions compared, seeds compared).
 
-    After the last step; of the first sample and, at noisy levels, the first noise seed. A pretrained model stands
-    against every seed.
+    After the last step; of the first sample and, at noisy levels, the first noise seed. A pretrained model is compared
+    with every seed.
     """
     model = next(study.arms[arm].model for arm in (pair.treatment, pair.control) if arm in study.arms)
-    own = [one for one in data.evaluations if one.source.model == model]
-    treatment, control = _last_by_seed(own, pair.treatment), _last_by_seed(own, pair.control)
+    evaluations = [evaluated for evaluated in data.evaluations if evaluated.source.model == model]
+    treatment, control = _last_by_seed(evaluations, pair.treatment), _last_by_seed(evaluations, pair.control)
     scorer = study.config.evaluation.primary_scorer
-    parts, requested = [], 0
+    parts, num_questions = [], 0
     for seed in sorted(seed for seed in {*treatment, *control} if seed is not None):
         first, second = treatment.get(seed, treatment.get(None)), control.get(seed, control.get(None))
         if first is None or second is None:
             continue
-        joined = _answers(first, pair.noise_level, scorer, "treatment").join(
-            _answers(second, pair.noise_level, scorer, "control"), on=["question_id", "noise_seed"], how="inner"
+        joined = _responses(first, pair.noise_level, scorer, "treatment").join(
+            _responses(second, pair.noise_level, scorer, "control"), on=["question_id", "noise_seed"], how="inner"
         )
-        requested = max(requested, len(joined))
+        num_questions = max(num_questions, len(joined))
         parts.append(joined.with_columns(seed=pl.lit(seed, pl.Int64)))
     if not parts:
         return no_flips()
@@ -117,16 +117,16 @@ def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, 
     named = flipped.join(questions, on="question_id", how="left").with_columns(
         treatment=pl.lit(pair.treatment), control=pl.lit(pair.control), noise_level=pl.lit(pair.noise_level)
     )
-    return named.select(*FLIP_COLUMNS).sort("seed", "question_id"), requested, len(parts)
+    return named.select(*FLIP_COLUMNS).sort("seed", "question_id"), num_questions, len(parts)
 
 
 def no_flips() -> tuple[pl.DataFrame, int, int]:
-    """What `flips` returns where nothing can be compared."""
+    """Return what `flips` returns if nothing can be compared."""
     return pl.DataFrame(schema=FLIP_COLUMNS), 0, 0
 
 
 def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds: int) -> Explorer:
-    """Group the flipped questions by who wins them, those that flip in most seeds first."""
+    """Group the flipped questions by the arm that answers them correctly, those that flip in most seeds first."""
     by_question = (
         flipped.with_columns(sign=pl.when(pl.col("treatment_correct")).then(1).otherwise(-1))
         .group_by("question_id")
@@ -139,7 +139,9 @@ def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds
     ):
         won = by_question.filter(wanted).sort(pl.col("net").abs(), "question_id", descending=[True, False])
         shown = won["question_id"].head(MAX_QUESTIONS_PER_GROUP).to_list()
-        groups.append(FlipGroup(winner, len(won), tuple(_question(flipped, one, column) for one in shown)))
+        groups.append(
+            FlipGroup(winner, len(won), tuple(_question(flipped, question_id, column) for question_id in shown))
+        )
     return Explorer(pair, num_seeds, num_questions, by_question.height, tuple(groups))
 
 
@@ -162,19 +164,19 @@ def _response(arm: str, row: dict[str, object], side: str) -> Response:
 
 
 def _last_by_seed(evaluations: Sequence[Evaluated], arm: str) -> dict[int | None, Evaluated]:
-    """The evaluation of the last step by seed; the pretrained model's under None, for it stands against every seed."""
+    """Return the evaluation of the last step by seed; that of the pretrained model, which has no seed, under None."""
     latest: dict[int | None, Evaluated] = {}
-    for one in evaluations:
-        if one.source.arm != arm:
+    for evaluated in evaluations:
+        if evaluated.source.arm != arm:
             continue
-        seed = None if arm == PRETRAINED else one.source.seed
-        if seed not in latest or latest[seed].source.step < one.source.step:
-            latest[seed] = one
+        seed = None if arm == PRETRAINED else evaluated.source.seed
+        if seed not in latest or latest[seed].source.step < evaluated.source.step:
+            latest[seed] = evaluated
     return latest
 
 
-def _answers(one: Evaluated, noise_level: float, scorer: str, side: str) -> pl.DataFrame:
-    rows = one.answers().filter(pl.col("noise_level") == noise_level)
+def _responses(evaluated: Evaluated, noise_level: float, scorer: str, side: str) -> pl.DataFrame:
+    rows = evaluated.responses().filter(pl.col("noise_level") == noise_level)
     return rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min(), pl.col("sample") == 0).select(
         "question_id",
         "noise_seed",

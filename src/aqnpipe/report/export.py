@@ -1,4 +1,4 @@
-"""The report's tables as files for other people's tools: parquet, and CSV without text of models."""
+"""The report's tables as files for other tools: parquet, and CSV without text of models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What simulated faults did: the loss studies, and survival and gradients at the faulty sites of every training run."""
+"""Effects of simulated faults: the loss studies, and survival and gradients at the faulty sites of training runs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import ReportData, Run
 from aqnpipe.report.svg import MUTED, render_svg
 from aqnpipe.report.tables import Figure, PanelGroup, Row, Table
+from aqnpipe.report.verdicts import counted_verdicts
 from aqnpipe.report.words import Words
 
 
 @dataclass(frozen=True)
 class LossSection:
-    """One loss study: what it shows in a sentence, and its figure with the tables behind it."""
+    """One loss study: a summary of its claims, and its figure with the tables of its numbers."""
 
     heading: str
     sentence: str
@@ -26,25 +27,25 @@ class LossSection:
 
 @dataclass(frozen=True)
 class FaultSection:
-    """All that the report says about simulated faults outside the diagnosis."""
+    """The section on simulated faults, apart from the diagnosis."""
 
     losses: tuple[LossSection, ...]
     training: Table | None
 
 
 def fault_section(data: ReportData, words: Words) -> FaultSection | None:
-    """Return loss studies and the faults of training runs; None where the study has neither."""
-    struck = [run for run in data.runs if run.receipt.faults]
-    if not data.loss_studies and not struck:
+    """Return loss studies and the faults of training runs; None if the study has neither."""
+    faulty = [run for run in data.runs if run.receipt.faults]
+    if not data.loss_studies and not faulty:
         return None
     return FaultSection(
-        losses=tuple(_loss_section(one, words) for one in data.loss_studies),
-        training=training_faults(struck, words) if struck else None,
+        losses=tuple(_loss_section(study, words) for study in data.loss_studies),
+        training=training_faults(faulty, words) if faulty else None,
     )
 
 
 def training_faults(runs: Sequence[Run], words: Words) -> Table:
-    """Survival rate by run, fault and phase, and what of the gradient the fault zeroed."""
+    """Return the survival rate by run, fault and phase, and the share of the gradient that the fault zeroed."""
     names = ("run", "fault", "phase", "calls", "survival", "gradient_share", "gradient_norm")
     return Table(
         "training-faults",
@@ -74,60 +75,61 @@ def _training_rows(runs: Sequence[Run], words: Words) -> Iterator[Row]:
 def _loss_section(study: LossStudyFile, words: Words) -> LossSection:
     keys = [
         SeriesKey(name, number)
-        for number, name in enumerate(dict.fromkeys(one.condition for one in _with_fault(study)), start=1)
+        for number, name in enumerate(dict.fromkeys(cell.condition for cell in _with_fault(study)), start=1)
     ]
     return LossSection(
         heading=words("losses.heading", name=study.name, model=study.model),
-        sentence=" ".join(_sentences(study, words)),
+        sentence=words.paragraph(list(_sentences(study, words))),
         figure=Figure(
             caption=words(
                 "losses.caption",
                 texts=study.num_texts,
-                gamma=f"{study.gamma:g}",
+                gamma=study.gamma,
                 layers=", ".join(map(str, study.faulty_layers)),
             ),
             groups=(PanelGroup(_panels(study, keys, words), legend=keys),),
-            tables=(_comparison_table(study, words), _condition_table(study, words)),
+            tables=(_comparison_table(study, words), _sentence_table(study, words), _condition_table(study, words)),
         ),
     )
 
 
 def _with_fault(study: LossStudyFile) -> list[LossStudyCondition]:
-    return [one for one in study.conditions if one.magnitude > 0]
+    return [cell for cell in study.conditions if cell.magnitude > 0]
 
 
 def _sentences(study: LossStudyFile, words: Words) -> Iterator[str]:
-    """How many claims came out how, what a weaker test would have said, and what is worse than guessing."""
+    """Yield the counts of verdicts, the findings of a weaker test, and the conditions worse than guessing."""
     for family in study.families:
-        found = [one.verdict for one in study.comparisons if one.family == family.name]
-        counts = {verdict: found.count(verdict) for verdict in ("supported", "refuted", "not_shown", "invalid")}
-        parts = words("summary.separator").join(
-            words("summary.part", count=count, verdict=words(f"verdict.{verdict}"))
-            for verdict, count in counts.items()
-            if count
-        )
-        yield words(f"losses.{family.name}", count=len(found), parts=parts)
-    naive = [one for one in study.comparisons if one.p_seed_t is not None and one.p_seed_t < study.alpha]
-    unshown = sum(one.verdict == "not_shown" for one in naive)
-    if unshown:
-        yield words("losses.naive", count=unshown, alpha=f"{study.alpha:g}")
-    above = [one for one in study.conditions if one.above_uniform]
-    yield words("losses.above" if above else "losses.none_above", count=len(above), uniform=f"{study.uniform:.2f}")
+        verdicts = [comparison.verdict for comparison in study.comparisons if comparison.family == family.name]
+        yield words(f"losses.tested.{family.name}", count=len(verdicts), parts=counted_verdicts(verdicts, words))
+    significant = [
+        comparison
+        for comparison in study.comparisons
+        if comparison.p_seed_t is not None and comparison.p_seed_t < study.alpha
+    ]
+    not_shown = sum(comparison.verdict == "not_shown" for comparison in significant)
+    if not_shown:
+        yield words("losses.naive", count=not_shown, alpha=study.alpha)
+    above = sum(cell.above_uniform for cell in study.conditions)
+    if above:
+        yield words("losses.above", count=above, uniform=study.uniform)
+    else:
+        yield words("losses.none_above", uniform=study.uniform)
 
 
 def _panels(study: LossStudyFile, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
-    """Loss over magnitude, a line per condition, a panel per order; ln|V| and the clean loss as rules."""
+    """Return loss over magnitude, a line per condition, a panel per order; ln|V| and the clean loss as rules."""
     conditions = _with_fault(study)
-    orders: list[str | None] = [*dict.fromkeys(one.order for one in conditions if one.order)] or [None]
-    clean = [one.mean_loss for one in study.conditions if one.condition == "clean"]
+    orders: list[str | None] = [*dict.fromkeys(cell.order for cell in conditions if cell.order)] or [None]
+    clean = [cell.mean_loss for cell in study.conditions if cell.condition == "clean"]
     rules = pl.DataFrame({"loss": [study.uniform, *clean]})
     panels = []
     for order in orders:
         rows = pl.DataFrame(
             [
-                {"condition": one.condition, "magnitude": one.magnitude, "loss": one.mean_loss}
-                for one in conditions
-                if one.order in (order, None)
+                {"condition": cell.condition, "magnitude": cell.magnitude, "loss": cell.mean_loss}
+                for cell in conditions
+                if cell.order in (order, None)
             ]
         )
         x = alt.X("magnitude:Q").title(words("axis.magnitude")).scale(type="log").axis(grid=False)
@@ -150,25 +152,33 @@ def _comparison_table(study: LossStudyFile, words: Words) -> Table:
         "loss-comparisons",
         words("losses.comparisons"),
         tuple(words(f"column.{name}") for name in names),
-        tuple(_comparison_row(one, words) for one in study.comparisons),
+        tuple(_comparison_row(comparison, words) for comparison in study.comparisons),
         2,
         words("losses.note"),
     )
 
 
-def _comparison_row(one: LossStudyComparison, words: Words) -> Row:
+def _comparison_row(comparison: LossStudyComparison, words: Words) -> Row:
     return Row(
         (
-            one.claim_zh if words.language == "zh" else one.claim,
-            words(f"verdict.{one.verdict}"),
-            _nats(one.difference, sign=True),
-            words("span", low=_nats(one.ci_low, sign=True), high=_nats(one.ci_high, sign=True)),
-            numbers.p_value(one.p_value),
-            numbers.p_value(one.p_holm),
-            numbers.p_value(one.p_seed_t),
+            words.of(comparison.claim),
+            words(f"verdict.{comparison.verdict}"),
+            numbers.signed(comparison.difference, 4),
+            words("span", low=numbers.signed(comparison.ci_low, 4), high=numbers.signed(comparison.ci_high, 4)),
+            numbers.p_value(comparison.p_value),
+            numbers.p_value(comparison.p_holm),
+            numbers.p_value(comparison.p_seed_t),
         ),
-        alert=one.verdict == "invalid",
+        alert=comparison.verdict == "invalid",
     )
+
+
+def _sentence_table(study: LossStudyFile, words: Words) -> Table:
+    rows = tuple(
+        Row((words.of(comparison.claim), words.all_of(comparison.statements))) for comparison in study.comparisons
+    )
+    headers = (words("column.claim"), words("column.in_words"))
+    return Table("loss-sentences", words("losses.sentences"), headers, rows, 2)
 
 
 def _condition_table(study: LossStudyFile, words: Words) -> Table:
@@ -183,24 +193,20 @@ def _condition_table(study: LossStudyFile, words: Words) -> Table:
         tuple(
             Row(
                 (
-                    one.condition,
-                    f"{one.magnitude:g}" if one.magnitude else numbers.MISSING,
-                    words(f"order.{one.order}") if one.order else numbers.MISSING,
-                    ", ".join(map(str, one.noised_layers)) or numbers.MISSING,
-                    _nats(one.mean_loss),
-                    numbers.MISSING if one.seed_sd is None else _nats(one.seed_sd),
-                    numbers.percent(one.survival_rate),
-                    numbers.percent(one.gradient_zeroed_share),
-                    numbers.percent(one.gradient_zeroed_norm_share),
-                    words("published.worse" if one.above_uniform else "published.better"),
+                    cell.condition,
+                    f"{cell.magnitude:g}" if cell.magnitude else numbers.MISSING,
+                    words(f"order.{cell.order}") if cell.order else numbers.MISSING,
+                    ", ".join(map(str, cell.noised_layers)) or numbers.MISSING,
+                    f"{cell.mean_loss:.4f}",
+                    numbers.MISSING if cell.seed_sd is None else f"{cell.seed_sd:.4f}",
+                    numbers.percent(cell.survival_rate),
+                    numbers.percent(cell.gradient_zeroed_share),
+                    numbers.percent(cell.gradient_zeroed_norm_share),
+                    words("published.worse" if cell.above_uniform else "published.better"),
                 ),
-                alert=one.above_uniform,
+                alert=cell.above_uniform,
             )
-            for one in study.conditions
+            for cell in study.conditions
         ),
         4,
     )
-
-
-def _nats(value: float, sign: bool = False) -> str:
-    return f"{round(value, 4) + 0.0:{'+' if sign else ''}.4f}".replace("-", "−")

@@ -116,7 +116,7 @@ class Evaluated:
     record: RunRecord
     cost: Cost | None
 
-    def answers(self) -> pl.DataFrame:
+    def responses(self) -> pl.DataFrame:
         """Every response to every question; DataError for a malformed file."""
         return read_table(self.source.table, EvaluationTable)
 

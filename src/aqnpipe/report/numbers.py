@@ -1,9 +1,7 @@
-"""How numbers read: percent, points, p-values, scales, counts, times. A missing number is an en dash."""
+"""How numbers are shown: percent, points, p-values, scales, counts. A missing number is an en dash."""
 
 import math
-from collections.abc import Callable
-
-from aqnpipe.report.words import Words
+from collections.abc import Callable, Mapping
 
 MISSING = "–"
 NBSP = "\u00a0"
@@ -16,14 +14,12 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 
 def points(fraction: float | None, digits: int = 1) -> str:
     """Format a difference of fractions as signed percentage points: 0.0243 -> +2.4."""
-    if fraction is None:
-        return MISSING
-    return f"{_no_negative_zero(100 * fraction, digits):+.{digits}f}".replace("-", "−")
+    return MISSING if fraction is None else signed(100 * fraction, digits)
 
 
-def span(low: float | None, high: float | None, words: Words, form: Callable[[float | None], str]) -> str:
-    """Format an interval, both ends by `form`: +8.3 to +16.1."""
-    return MISSING if low is None or high is None else words("span", low=form(low), high=form(high))
+def signed(value: float, digits: int) -> str:
+    """Format a difference with its sign, a true minus: -0.0123 -> −0.012."""
+    return _true_minus(f"{_no_negative_zero(value, digits):+.{digits}f}")
 
 
 def p_value(value: float | None) -> str:
@@ -40,7 +36,7 @@ def scale(value: float | None) -> str:
 
 def metric(value: float | None) -> str:
     """Format a measured quantity of unknown size with four significant digits."""
-    return MISSING if value is None or math.isnan(value) else f"{value:.4g}".replace("-", "−")
+    return MISSING if value is None or math.isnan(value) else _true_minus(f"{value:.4g}")
 
 
 def count(value: int | None) -> str:
@@ -48,15 +44,59 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
-def noise_level(level: float) -> str:
-    """Format an evaluation noise level as percent: 0.05 -> 5 %."""
-    return f"{100 * level:.3g}{NBSP}%"
+def level(fraction: float) -> str:
+    """Format a noise level, a confidence or a power as percent with its sign: 0.05 -> 5 %."""
+    return f"{100 * fraction:.3g}{NBSP}%"
 
 
-def confidence(level: float) -> str:
-    """Format the confidence of an interval as percent: 0.95 -> 95 %."""
-    return f"{100 * level:.3g}{NBSP}%"
+def _percent_with_sign(fraction: float) -> str:
+    return f"{percent(fraction)}{NBSP}%"
+
+
+def _p_with_relation(value: float) -> str:
+    return f"p{NBSP}{p_value(value)}" if value < 0.001 else f"p{NBSP}={NBSP}{p_value(value)}"
+
+
+FORMATS: Mapping[str, Callable[[float], str]] = {
+    "percent": _percent_with_sign,
+    "level": level,
+    "points": percent,
+    "points_2": lambda value: percent(value, 2),
+    "signed_points": points,
+    "signed_nats": lambda value: signed(value, 4),
+    "signed_2": lambda value: signed(value, 2),
+    "p": _p_with_relation,
+}
+"""Forms of the placeholders in the catalogue of words; fractions become percent and points.
+
+Besides, `count` with thousands separators, `count question|questions` with the noun, and Python's own (`.2f`).
+"""
+
+
+def formatted(value: object, form: str) -> str:
+    """Return `value` in the form that a placeholder of the catalogue names; text stays as it is.
+
+    >>> formatted(0.0243, "signed_points"), formatted(1, "count seed|seeds"), formatted(1319, "count seed|seeds")
+    ('+2.4', '1 seed', '1,319 seeds')
+    """
+    if isinstance(value, str):
+        return format(value, form)
+    if isinstance(value, float | int) and form in FORMATS:
+        return FORMATS[form](value)
+    name, _, nouns = form.partition(" ")
+    if isinstance(value, int) and name == "count":
+        return f"{count(value)} {_noun(value, nouns)}".rstrip()
+    return _true_minus(format(value, form))
+
+
+def _noun(number: int, nouns: str) -> str:
+    singular, _, plural = nouns.partition("|")
+    return singular if number == 1 else plural
 
 
 def _no_negative_zero(value: float, digits: int) -> float:
     return round(value, digits) + 0.0
+
+
+def _true_minus(text: str) -> str:
+    return text.replace("-", "−")

@@ -1,4 +1,4 @@
-"""What stands on the page: sections with their figures and tables, put together from the artifacts."""
+"""The sections of the page with their figures and tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ import polars as pl
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import charts, claims_view, costs_view, numbers, published, sigmas_view, tables
+from aqnpipe.report import charts, costs_view, diagnosis_view, published, sigmas_view, tables
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.inputs import Diagnosis, ReportData, Run
 from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
 from aqnpipe.report.words import Words
 
 ARMS_PER_PICTURE = 8
-"""Lines of more arms than this in one picture cannot be told apart, so training curves are split."""
+"""Lines of more arms than this in one picture cannot be distinguished, so training curves are split."""
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The figures of one model role; None where there is nothing to show."""
+    """The figures of one model role; None if there is nothing to show."""
 
     heading: str
     accuracy: Figure | None
@@ -32,7 +32,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class PublishedSection:
-    """What others published beside what was measured."""
+    """The published results beside the measured ones."""
 
     caption: str
     figure: Figure
@@ -47,7 +47,7 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
     last = last_steps(accuracy)
     runs = [run for run in data.runs if run.model == model]
     keys = _arm_keys(study, {*accuracy["arm"], *(run.arm for run in runs)})
-    diagnoses = [one for one in data.diagnoses if one.model == model]
+    diagnoses = [diagnosis for diagnosis in data.diagnoses if diagnosis.model == model]
     source = study.config.models[model].source if model in study.config.models else ""
     return ModelSection(
         heading=words("model.heading", model=model, source=source),
@@ -55,12 +55,12 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
         robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, keys, words),
         training=_training_figure(runs, keys, words) if runs else None,
         diagnosis=_diagnosis_figure(diagnoses, words) if diagnoses else None,
-        diagnosis_verdicts=claims_view.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
+        diagnosis_verdicts=diagnosis_view.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
     )
 
 
 def last_steps(accuracy: pl.DataFrame) -> pl.DataFrame:
-    """The rows of the last step of every run."""
+    """Return the rows of the last step of every run."""
     return accuracy.filter(pl.col("step") == pl.col("step").max().over("model", "arm", "seed"))
 
 
@@ -87,20 +87,20 @@ def published_section(study: Study, check: PublishedCheck, accuracy: pl.DataFram
 
 
 def cost_figure(study: Study, data: ReportData, words: Words) -> Figure | None:
-    """Return what the arms cost; None where no job left a measurement."""
+    """Return the cost of the arms; None if no job recorded its cost."""
     rows = costs_view.cost_rows(data.runs)
     if rows.is_empty():
         return None
     training, evaluation = costs_view.total_minutes(data.runs, data.evaluations)
     return Figure(
-        caption=words("costs.caption", training=f"{training:.1f}", evaluation=f"{evaluation:.1f}"),
+        caption=words("costs.caption", training=training, evaluation=evaluation),
         groups=(PanelGroup(charts.cost_panels(rows, _arm_keys(study, set(rows["arm"])), words)),),
         tables=(costs_view.cost_table(data.runs, data.evaluations, words),),
     )
 
 
 def training_table(runs: Sequence[Run]) -> pl.DataFrame:
-    """The metrics of all runs one below the other, with columns model, arm and seed first."""
+    """Concatenate the metrics of all runs, with columns model, arm and seed first."""
     identified = [
         run.metrics.select(
             pl.lit(run.model).alias("model"),
@@ -114,17 +114,17 @@ def training_table(runs: Sequence[Run]) -> pl.DataFrame:
 
 
 def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
-    """The layer metrics of all machines one below the other, with columns model and machine first and sigma last."""
+    """Concatenate the layer metrics of all machines, with columns model and machine first and sigma last."""
     identified = [
-        one.layers.select(
-            pl.lit(one.model).alias("model"),
-            pl.lit(one.machine).alias("machine"),
+        diagnosis.layers.select(
+            pl.lit(diagnosis.model).alias("model"),
+            pl.lit(diagnosis.machine).alias("machine"),
             pl.all(),
             pl.col("layer")
-            .replace_strict(one.sigmas.aqn.layer_sigmas, default=None, return_dtype=pl.Float64)
+            .replace_strict(diagnosis.sigmas.aqn.layer_sigmas, default=None, return_dtype=pl.Float64)
             .alias("sigma"),
         )
-        for one in diagnoses
+        for diagnosis in diagnoses
     ]
     return pl.concat(identified) if identified else pl.DataFrame()
 
@@ -140,8 +140,8 @@ def _accuracy_figure(
     return Figure(
         caption=words(
             "accuracy.caption",
-            level=numbers.confidence(1 - study.config.statistics.alpha),
-            questions=numbers.count(int(last["num_questions"].max())),  # type: ignore[arg-type]
+            level=1 - study.config.statistics.alpha,
+            questions=int(last["num_questions"].max()),  # type: ignore[arg-type]
         ),
         groups=(PanelGroup(charts.accuracy_panels(last, keys, words)),),
         tables=(tables.accuracy_table(accuracy, words, run_link),),
@@ -151,7 +151,7 @@ def _accuracy_figure(
 def _robustness_figure(
     study: Study, last: pl.DataFrame, robustness: pl.DataFrame, keys: Sequence[SeriesKey], words: Words
 ) -> Figure:
-    level = numbers.confidence(1 - study.config.statistics.alpha)
+    level = 1 - study.config.statistics.alpha
     slopes = () if robustness.is_empty() else (tables.robustness_table(robustness, level, words),)
     return Figure(
         caption=words("robustness.caption"),
@@ -178,8 +178,8 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Word
 
 
 def _diagnosis_figure(diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
-    keys = [SeriesKey(one.machine, number) for number, one in enumerate(diagnoses, start=1)]
-    faults = [fault for one in diagnoses for fault in one.verdict.simulated_faults]
+    keys = [SeriesKey(diagnosis.machine, number) for number, diagnosis in enumerate(diagnoses, start=1)]
+    faults = [fault for diagnosis in diagnoses for fault in diagnosis.verdict.simulated_faults]
     fault_layers = [layer for fault in faults if isinstance(layer := fault.get("layer"), int)]
     panels, constant = charts.diagnosis_panels(layer_table(diagnoses), keys, fault_layers, words)
     caption = [words("diagnosis.caption")]
@@ -187,13 +187,13 @@ def _diagnosis_figure(diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
     caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []
     strategies, reasons = sigmas_view.strategy_group(diagnoses, words), sigmas_view.strategy_table(diagnoses, words)
     return Figure(
-        caption=" ".join(caption),
+        caption=words.paragraph(caption),
         groups=(PanelGroup(panels, legend=keys), *([strategies] if strategies else [])),
         tables=(tables.diagnosis_table(diagnoses, words), *([reasons] if reasons else [])),
     )
 
 
 def _arm_keys(study: Study, present: set[str]) -> list[SeriesKey]:
-    """Pretrained first and neutral, then the arms in the study's order: the same colour for an arm everywhere."""
+    """Return the keys of the pretrained model (neutral) and of the arms present, so that an arm keeps its colour."""
     neutral = [SeriesKey(PRETRAINED, 0)] if PRETRAINED in present else []
     return neutral + [SeriesKey(arm, n) for n, arm in enumerate(study.config.arms, start=1) if arm in present]

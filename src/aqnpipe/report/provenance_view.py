@@ -1,4 +1,4 @@
-"""Where the report's numbers come from: runs, code, versions, devices and the study itself."""
+"""Provenance of the report's numbers: runs, code, versions, devices and the study itself."""
 
 import json
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ SHORT_DIGEST = 12
 
 
 def run_links(runs: Sequence[Run]) -> RunLink:
-    """Return the function from (model, arm, seed) to the anchor of the run in the table of provenance; "" if none."""
+    """Return the function from (model, arm, seed) to the anchor of the run in the provenance table; "" if none."""
     anchors = {(run.model, run.arm, run.seed): f"run-{number}" for number, run in enumerate(runs, start=1)}
     return lambda model, arm, seed: anchors.get((model, arm, seed), "")
 
 
 def run_table(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
-    """One row per training run."""
+    """Return one row per training run."""
     rows = tuple(
         Row(
             (str(run.source.record), *_record_cells(run.record)),
@@ -31,20 +31,20 @@ def run_table(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
 
 
 def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
-    """One row per evaluated checkpoint; each leads to the run that trained it."""
+    """Return one row per evaluated checkpoint; each links to the run that trained it."""
     rows = tuple(
         Row(
-            (str(one.source.record), *_record_cells(one.record)),
-            link=run_link(one.source.model, one.source.arm, one.source.seed),
+            (str(evaluated.source.record), *_record_cells(evaluated.record)),
+            link=run_link(evaluated.source.model, evaluated.source.arm, evaluated.source.seed),
         )
-        for one in evaluations
+        for evaluated in evaluations
     )
     return Table("provenance-evaluations", words("provenance.evaluations"), _headers(words), rows, 4)
 
 
 def version_table(data: ReportData, words: Words) -> Table:
-    """Versions of the libraries; more than one per cell where jobs differ."""
-    records = [*(run.record for run in data.runs), *(one.record for one in data.evaluations)]
+    """Return the versions of the libraries; several in a cell if jobs differ."""
+    records = [*(run.record for run in data.runs), *(evaluated.record for evaluated in data.evaluations)]
     names = sorted({name for record in records for name in record.versions})
     rows = tuple(
         Row((name, ", ".join(sorted({record.versions.get(name, words("provenance.unknown")) for record in records}))))
@@ -55,7 +55,7 @@ def version_table(data: ReportData, words: Words) -> Table:
 
 
 def study_text(study: Study) -> str:
-    """The resolved study with its arms, as indented JSON."""
+    """Return the resolved study with its arms as indented JSON."""
     return json.dumps(study.model_dump(mode="json"), indent=1, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""What others published, beside what this study measured: the check's figures and claims as tables and a picture."""
+"""Published figures and claims, checked again, as tables; and published beside measured accuracies for a picture."""
 
 from collections.abc import Mapping
 
@@ -14,50 +14,57 @@ Means = Mapping[tuple[str, float], float]
 
 
 def means_of(last: pl.DataFrame) -> Means:
-    """Mean accuracy over the seeds by arm and noise level."""
+    """Return the mean accuracy over the seeds by arm and noise level."""
     means = last.group_by("arm", "noise_level").agg(pl.col("accuracy").mean())
     return {(row["arm"], row["noise_level"]): row["accuracy"] for row in means.iter_rows(named=True)}
 
 
 def published_accuracies(check: PublishedCheck, means: Means, words: Words) -> Table:
-    """Every published accuracy, whether it is possible at all, and what this study measured for the same arm."""
+    """Return every published accuracy, whether it is possible, and what this study measured for the same arm."""
     rows = tuple(
         Row(
             (
-                one.label,
-                one.printed,
-                numbers.count(one.num_questions),
-                numbers.span(one.ci_low, one.ci_high, words, numbers.percent),
-                numbers.percent(_measured(one, means)),
-                words("published.possible") if one.possible else _why_impossible(one, words),
+                accuracy.label,
+                accuracy.printed,
+                numbers.count(accuracy.num_questions),
+                words.span(accuracy.ci_low, accuracy.ci_high, numbers.percent),
+                numbers.percent(_measured(accuracy, means)),
+                possibility(accuracy, words),
             ),
-            alert=not one.possible,
+            alert=not accuracy.possible,
         )
-        for one in check.accuracies
+        for accuracy in check.accuracies
     )
     names = ("figure", "published", "questions", "interval", "measured_here", "possible")
     headers = tuple(words(f"column.{name}") for name in names)
     return Table("published-accuracies", words("published.accuracies"), headers, rows)
 
 
+def possibility(accuracy: CheckedAccuracy, words: Words) -> str:
+    """Return whether an accuracy is possible; if not, the possible ones next to it and numbers of questions."""
+    if accuracy.possible:
+        return words("yes")
+    below, above = accuracy.nearest
+    sizes = ", ".join(numbers.count(size) for size in accuracy.possible_sizes)
+    return words("published.impossible", below=below, above=above, sizes=sizes)
+
+
 def published_claims(check: PublishedCheck, words: Words) -> Table:
-    """Every published claim, re-tested from the printed figures alone."""
+    """Return every published claim, tested again from the printed figures alone."""
     rows = tuple(
         Row(
             (
-                _claim(one, words),
-                words(f"verdict.{one.verdict}"),
-                _amount(one, one.difference),
-                numbers.MISSING
-                if one.ci_low is None or one.ci_high is None
-                else words("span", low=_amount(one, one.ci_low), high=_amount(one, one.ci_high)),
-                numbers.p_value(one.p_value),
-                numbers.p_value(one.p_holm),
-                numbers.p_value(one.p_run_to_run),
+                claim_text(claim, words),
+                words(f"verdict.{claim.verdict}"),
+                _amount(claim, claim.difference),
+                _interval(claim, words),
+                numbers.p_value(claim.p_value),
+                numbers.p_value(claim.p_holm),
+                numbers.p_value(claim.p_run_to_run),
             ),
-            alert=one.verdict == "invalid",
+            alert=claim.verdict == "invalid",
         )
-        for one in check.claims
+        for claim in check.claims
     )
     names = ("claim", "verdict", "difference_in_unit", "interval", "p", "p_holm", "p_run_to_run")
     headers = tuple(words(f"column.{name}") for name in names)
@@ -65,47 +72,48 @@ def published_claims(check: PublishedCheck, words: Words) -> Table:
 
 
 def published_sentences(check: PublishedCheck, words: Words) -> Table:
-    """What the printed figures say about every published claim, in words."""
+    """Return what the printed figures show about every published claim, in words, and the method."""
     rows = tuple(
-        Row((_claim(one, words), one.sentence_zh if words.language == "zh" else one.sentence)) for one in check.claims
+        Row((claim_text(claim, words), words.all_of(claim.statements), words.of(claim.method)))
+        for claim in check.claims
     )
-    headers = (words("column.claim"), words("column.in_words"))
-    return Table("published-sentences", words("published.sentences"), headers, rows, 2)
+    headers = tuple(words(f"column.{name}") for name in ("claim", "in_words", "method"))
+    return Table("published-sentences", words("published.sentences"), headers, rows, 3)
 
 
 def published_series(check: PublishedCheck, words: Words) -> Table:
-    """Published accuracies of one checkpoint over noise levels; equal ones at every level are a red flag."""
+    """Return published accuracies of one checkpoint over noise levels; equal values at every level are a red flag."""
     rows = tuple(
         Row(
             (
-                one.label,
-                " / ".join(one.printed),
-                words("published.identical" if one.identical else "published.not_identical"),
-                numbers.p_value(one.p_value),
+                series.label,
+                " / ".join(series.printed),
+                words("published.identical" if series.identical else "published.not_identical"),
+                numbers.p_value(series.p_value),
             ),
-            alert=one.identical,
+            alert=series.identical,
         )
-        for one in check.series
+        for series in check.series
     )
     headers = tuple(words(f"column.{name}") for name in ("figure", "published", "identical", "same_p"))
     return Table("published-series", words("published.series"), headers, rows)
 
 
 def published_losses(check: PublishedCheck, words: Words) -> Table:
-    """Published losses against uniform guessing."""
+    """Return published losses against uniform guessing."""
     rows = tuple(
         Row(
             (
-                one.label,
-                f"{one.mean:.4f}",
-                f"{one.std:.4f}",
-                str(one.num_runs),
-                numbers.MISSING if one.uniform is None else f"{one.uniform:.2f}",
-                words("published.worse" if one.above_uniform else "published.better"),
+                loss.label,
+                f"{loss.mean:.4f}",
+                f"{loss.std:.4f}",
+                str(loss.num_runs),
+                numbers.MISSING if loss.uniform is None else f"{loss.uniform:.2f}",
+                words("published.worse" if loss.above_uniform else "published.better"),
             ),
-            alert=one.above_uniform,
+            alert=loss.above_uniform,
         )
-        for one in check.losses
+        for loss in check.losses
     )
     names = ("figure", "loss", "loss_std", "runs", "uniform", "against_uniform")
     headers = tuple(words(f"column.{name}") for name in names)
@@ -113,7 +121,7 @@ def published_losses(check: PublishedCheck, words: Words) -> Table:
 
 
 def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
-    """Accuracies of arms that have both a published figure without noise and a measured one, in percent.
+    """Return the accuracies of arms that have both a published figure without noise and a measured one, in percent.
 
     Columns: arm, kind (published or measured), seed (-1: published), accuracy, ci_low, ci_high.
     """
@@ -126,11 +134,11 @@ def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
                 "arm": arm,
                 "kind": "published",
                 "seed": -1,
-                "accuracy": float(one.printed),
-                "ci_low": 100 * one.ci_low,
-                "ci_high": 100 * one.ci_high,
+                "accuracy": float(accuracy.printed),
+                "ci_low": 100 * accuracy.ci_low,
+                "ci_high": 100 * accuracy.ci_high,
             }
-            for arm, one in _final(check).items()
+            for arm, accuracy in _final(check).items()
         ],
         schema=measured.schema,
     )
@@ -139,33 +147,33 @@ def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
 
 
 def _final(check: PublishedCheck) -> dict[str, CheckedAccuracy]:
-    """The published accuracy of every arm after its last step; a robustness table counts where there is no other."""
+    """Return the published accuracy of every arm after its last step; of a robustness table if there is no other."""
     final: dict[str, CheckedAccuracy] = {}
-    for one in check.accuracies:
-        if one.arm is None or one.noise_level:
+    for accuracy in check.accuracies:
+        if accuracy.arm is None or accuracy.noise_level:
             continue
-        rank = (one.step or 0, one.noise_level is None)
-        known = final.get(one.arm)
+        rank = (accuracy.step or 0, accuracy.noise_level is None)
+        known = final.get(accuracy.arm)
         if known is None or rank > (known.step or 0, known.noise_level is None):
-            final[one.arm] = one
+            final[accuracy.arm] = accuracy
     return final
 
 
-def _measured(one: CheckedAccuracy, means: Means) -> float | None:
-    return None if one.arm is None else means.get((one.arm, one.noise_level or 0.0))
+def _measured(accuracy: CheckedAccuracy, means: Means) -> float | None:
+    return None if accuracy.arm is None else means.get((accuracy.arm, accuracy.noise_level or 0.0))
 
 
-def _why_impossible(one: CheckedAccuracy, words: Words) -> str:
-    nearest = ", ".join(f"{value:g}" for value in one.nearest)
-    sizes = ", ".join(numbers.count(size) for size in one.possible_sizes)
-    return words("published.impossible", questions=numbers.count(one.num_questions), nearest=nearest, sizes=sizes)
+def claim_text(claim: CheckedClaim, words: Words) -> str:
+    """Return the claim in the language of the study if the file gives it in that language."""
+    return (words.language == "zh" and claim.claim_zh) or claim.claim
 
 
-def _claim(one: CheckedClaim, words: Words) -> str:
-    return (words.language == "zh" and one.claim_zh) or one.claim
+def _interval(claim: CheckedClaim, words: Words) -> str:
+    if claim.ci_low is None or claim.ci_high is None:
+        return words("published.unbounded") if claim.unit == "ratio" else numbers.MISSING
+    return words("span", low=_amount(claim, claim.ci_low), high=_amount(claim, claim.ci_high))
 
 
-def _amount(one: CheckedClaim, value: float) -> str:
-    digits = 2 if one.unit == "points" else 4
-    text = f"{value:.{digits}f}" if one.unit == "ratio" else f"{value:+.{digits}f}"
-    return text.replace("-", "−")
+def _amount(claim: CheckedClaim, value: float) -> str:
+    digits = 2 if claim.unit == "points" else 4
+    return f"{value:.{digits}f}".replace("-", "−") if claim.unit == "ratio" else numbers.signed(value, digits)

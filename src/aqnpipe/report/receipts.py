@@ -1,4 +1,4 @@
-"""Receipts as the report shows them: requested against measured, per run and phase, and what was refused."""
+"""Receipts as the report shows them: requested and measured noise per run and phase, and the reasons of refusals."""
 
 import math
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from aqnpipe.report.tables import Row, RunLink, Table
 from aqnpipe.report.words import Words
 
 _SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in get_args(ScaledError))
-"""Errors whose measured size should equal the one requested; the others round, within a bound."""
+"""Error models whose measured size should equal the requested one; the others round, within a bound."""
 
 
 @dataclass(frozen=True)
 class RunReceipt:
-    """One run's receipt: its phases and weight syncs in words, and its problems."""
+    """The receipt of one run: its phases as a table, its weight syncs in words, and its problems."""
 
     name: str
     phases: Table
@@ -36,12 +36,12 @@ class RunReceipt:
 
 
 def run_receipts(runs: Sequence[Run], words: Words) -> list[RunReceipt]:
-    """Return what the receipt of every run says, phase by phase."""
+    """Return the receipt of every run, phase by phase."""
     return [_run_receipt(run, words) for run in runs]
 
 
 def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
-    """One row per run: operator noise and AQN, requested and measured."""
+    """Return one row per run: operator noise and AQN, requested and measured."""
     names = (
         *("run", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements"),
         *("syncs", "sigma_requested", "sigma_ratio", "restored"),
@@ -51,16 +51,20 @@ def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
 
 
 def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
-    """One row per evaluated checkpoint and noise level, noise seeds pooled."""
+    """Return one row per evaluated checkpoint and noise level, noise seeds pooled."""
     names = ("checkpoint", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements")
-    rows = tuple(row for one in evaluations for row in _evaluation_rows(one, words, run_link))
+    rows = tuple(row for evaluated in evaluations for row in _evaluation_rows(evaluated, words, run_link))
     headers = tuple(words(f"column.{name}") for name in names)
     return Table("evaluation-receipts", words("receipts.evaluations"), headers, rows, 2)
 
 
 def evaluation_problems(evaluations: Sequence[Evaluated], words: Words) -> list[str]:
-    """Return every problem of every evaluation receipt, named."""
-    return [f"{_checkpoint(one, words)}: {problem}" for one in evaluations for problem in one.receipts.problems()]
+    """Return every problem of every evaluation receipt, with the checkpoint."""
+    return [
+        f"{_checkpoint(evaluated, words)}: {problem}"
+        for evaluated in evaluations
+        for problem in evaluated.receipts.problems()
+    ]
 
 
 def _run_receipt(run: Run, words: Words) -> RunReceipt:
@@ -72,23 +76,25 @@ def _run_receipt(run: Run, words: Words) -> RunReceipt:
     )
 
 
-def _checkpoint(one: Evaluated, words: Words) -> str:
-    return words("checkpoint.name", arm=one.source.arm, seed=one.source.seed, step=one.source.step)
+def _checkpoint(evaluated: Evaluated, words: Words) -> str:
+    source = evaluated.source
+    return words("checkpoint.name", arm=source.arm, seed=source.seed, step=source.step)
 
 
-def _evaluation_rows(one: Evaluated, words: Words, run_link: RunLink) -> list[Row]:
+def _evaluation_rows(evaluated: Evaluated, words: Words, run_link: RunLink) -> list[Row]:
+    source, all_passes = evaluated.source, evaluated.receipts.passes
     rows = []
-    for level in sorted({each.noise_level for each in one.receipts.passes}):
-        passes = [each for each in one.receipts.passes if each.noise_level == level]
-        problems = [problem for each in passes for problem in each.problems()]
-        pooled = [each.receipt for each in passes]
+    for level in sorted({noise_pass.noise_level for noise_pass in all_passes}):
+        passes = [noise_pass for noise_pass in all_passes if noise_pass.noise_level == level]
+        problems = [problem for noise_pass in passes for problem in noise_pass.problems()]
+        pooled = [noise_pass.receipt for noise_pass in passes]
         cells = (
-            _checkpoint(one, words),
+            _checkpoint(evaluated, words),
             _state(problems, words),
-            _asked_text([passes[0].receipt.operator_noise], words),
+            _requested_text([passes[0].receipt.operator_noise], words),
             *_measured_cells([cell for receipt in pooled for cell in receipt.cells], pooled, words),
         )
-        link = run_link(one.source.model, one.source.arm, one.source.seed)
+        link = run_link(source.model, source.arm, source.seed)
         rows.append(Row(cells, alert=bool(problems), link=link))
     return rows
 
@@ -101,7 +107,7 @@ def _overview_row(run: Run, words: Words, run_link: RunLink) -> Row:
     cells = (
         words("run.name", arm=run.arm, seed=run.seed),
         _state(problems, words),
-        _asked_text([receipt.operator_noise, receipt.module_noise], words),
+        _requested_text([receipt.operator_noise, receipt.module_noise], words),
         *_measured_cells(receipt.cells, [receipt], words),
         str(len(syncs)) if syncs else words("receipts.none"),
         words("span", low=f"{min(sigmas):.3g}", high=f"{max(sigmas):.3g}") if syncs else numbers.MISSING,
@@ -122,35 +128,31 @@ def _phase_table(receipt: Receipt, words: Words) -> Table:
 
 
 def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> Row:
-    requested = _asked_in(receipt, record.phase)
+    requested = _requested_in(receipt, record.phase)
     measured = [cell for cell in receipt.cells if cell.phase == record.phase]
-    key, seen = (
+    key, value = (
         ("scale", record.reference_check_scale) if requested else ("difference", record.reference_check_difference)
     )
-    difference = words(
-        f"receipts.reference_check.{key}",
-        value=f"{seen:.4g}",
-        elements=numbers.count(record.reference_checked_elements),
-    )
+    reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.reference_checked_elements)
     cells = (
         record.phase.replace("_", " "),
-        _asked_text(requested, words),
+        _requested_text(requested, words),
         *_measured_cells(measured, [], words),
         numbers.count(record.noised_calls),
         numbers.percent(record.noised_share),
-        difference if record.reference_checked_elements else numbers.MISSING,
+        reference_check if record.reference_checked_elements else numbers.MISSING,
     )
-    unasked = not requested and bool(record.noised_calls)
-    return Row(cells, alert=bool(record.escaped) or unasked or bool(requested and not measured))
+    unrequested = not requested and bool(record.noised_calls)
+    return Row(cells, alert=bool(record.escaped) or unrequested or bool(requested and not measured))
 
 
-def _asked_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNoise]:
+def _requested_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNoise]:
     noises = (receipt.operator_noise, receipt.module_noise)
     return [noise for noise in noises if noise and noise.is_active and phase in noise.phases]
 
 
-def _asked_text(noises: Sequence[OperatorNoise | ModuleNoise | None], words: Words) -> str:
-    """The errors requested: a bare number is a relative scale, everything else is named."""
+def _requested_text(noises: Sequence[OperatorNoise | ModuleNoise | None], words: Words) -> str:
+    """Return the requested errors: a relative scale as a number, every other error with its name."""
     return ", ".join(_error_text(noise) for noise in noises if noise and noise.is_active) or words("receipts.none")
 
 
@@ -169,9 +171,9 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
 
 
 def _measured_cells(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Words) -> tuple[str, ...]:
-    """(size measured, off by %, sampling error %, elements); operators and modules are pooled apart where both are.
+    """Return size measured, its deviation in %, standard error in %, elements; operators and modules pooled apart.
 
-    Where nothing was noised, the receipts of `compared` say how far outputs differ from bare torch.
+    Where nothing was noised, the first cell is the difference of the outputs from plain torch in `compared`.
     """
     parts = [
         [cell for cell in cells if cell.is_module == module and cell.measured_elements] for module in (False, True)
@@ -192,7 +194,7 @@ def _measured_cells(cells: Sequence[NoiseCell], compared: Sequence[Receipt], wor
 
 
 def _root_mean_square(cells: Sequence[NoiseCell], *, relative: bool) -> float:
-    """Root mean square of what was measured, over all elements; `relative` to what was requested of each cell."""
+    """Return the root mean square of the measured sizes over all elements; `relative`: of measured / requested."""
     squares = sum(
         ((cell.measured or 0.0) / (cell.requested if relative else 1.0)) ** 2 * cell.measured_elements for cell in cells
     )
@@ -211,15 +213,15 @@ def _sync_text(receipt: Receipt, words: Words) -> str:
     restored = sum(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
     parts = [words("receipts.syncs", syncs=len(syncs), targets=syncs[0].targets, noisy=len(noisy))]
     if noisy:
-        # The most deviant sync, in standard errors of the mean square of its elements (2/n for Gaussian noise).
-        worst = max(abs(sync.squared_error_ratio - 1) / math.sqrt(2 / sync.elements) for sync in noisy)
-        parts.append(words("receipts.sync_ratio", ratio=_sync_ratio(receipt), worst=f"{worst:.1f}"))
+        # In standard errors of the mean square over the elements of a sync; its variance is 2/n for Gaussian noise.
+        worst = max(abs(sync.squared_error_ratio - sync.expected_ratio) / sync.ratio_error for sync in noisy)
+        parts.append(words("receipts.sync_ratio", ratio=_sync_ratio(receipt), worst=worst))
     parts.append(words("receipts.restored", restored=restored, syncs=len(syncs)))
-    return " ".join(parts)
+    return words.paragraph(parts)
 
 
 def _sync_ratio(receipt: Receipt) -> str:
-    """Root mean square of measured/requested over all elements of all noisy syncs."""
+    """Return the root mean square of measured/requested over all elements of all noisy syncs."""
     noisy = [sync for sync in receipt.weight_syncs if sync.sigma_requested > 0]
     elements = sum(sync.elements for sync in noisy)
     if not elements:
@@ -228,5 +230,7 @@ def _sync_ratio(receipt: Receipt) -> str:
 
 
 def _reference_check_text(receipts: Sequence[Receipt], words: Words) -> str:
-    difference = max((record.reference_check_difference for one in receipts for record in one.phases), default=0.0)
-    return words("receipts.exactly_none") if difference == 0 else words("receipts.differs", value=f"{difference:.3g}")
+    difference = max(
+        (record.reference_check_difference for receipt in receipts for record in receipt.phases), default=0.0
+    )
+    return words("receipts.exactly_none") if difference == 0 else words("receipts.differs", value=difference)

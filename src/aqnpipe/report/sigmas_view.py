@@ -1,4 +1,4 @@
-"""How the study's arms turned a diagnosis into sigmas: one line per strategy over depth, and the reasons."""
+"""Sigmas that the arms derive from a diagnosis: a line per strategy over the layers, and the reasons."""
 
 from collections.abc import Sequence
 
@@ -14,21 +14,21 @@ from aqnpipe.report.words import Words
 
 
 def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup | None:
-    """Sigma over depth, a panel per machine and a line per strategy; None where all arms used the published rule."""
-    compared = [one for one in diagnoses if len(one.strategies) > 1]
+    """Return a panel per machine with a line per strategy over layers; None if all arms use the published rule."""
+    compared = [diagnosis for diagnosis in diagnoses if len(diagnosis.strategies) > 1]
     if not compared:
         return None
-    names = list(dict.fromkeys(name for one in compared for name in one.strategies))
+    names = list(dict.fromkeys(name for diagnosis in compared for name in diagnosis.strategies))
     keys = [SeriesKey(name, number) for number, name in enumerate(names, start=1)]
-    return PanelGroup([_panel(one, keys, words) for one in compared], legend=keys)
+    return PanelGroup([_panel(diagnosis, keys, words) for diagnosis in compared], legend=keys)
 
 
 def strategy_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table | None:
-    """Sigma, its multiple of the base and the reason, per machine, strategy and layer; None as in `strategy_group`."""
+    """Return sigma, its multiple of the base and the reason by strategy and layer; None as in `strategy_group`."""
     rows = tuple(
         Row(
             (
-                one.machine,
+                diagnosis.machine,
                 strategy.replace("_", " "),
                 str(layer),
                 numbers.scale(sigma),
@@ -36,9 +36,9 @@ def strategy_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table | None
                 file.reasons.get(layer, numbers.MISSING),
             )
         )
-        for one in diagnoses
-        if len(one.strategies) > 1
-        for strategy, file in one.strategies.items()
+        for diagnosis in diagnoses
+        if len(diagnosis.strategies) > 1
+        for strategy, file in diagnosis.strategies.items()
         for layer, sigma in sorted(file.aqn.layer_sigmas.items())
     )
     names = ("machine", "strategy", "layer", "sigma", "multiplier", "why")
@@ -46,11 +46,11 @@ def strategy_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table | None
     return Table("sigma-strategies", words("diagnosis.strategies"), headers, rows, 2) if rows else None
 
 
-def _panel(one: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Panel:
+def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Panel:
     table = pl.DataFrame(
         [
             {"strategy": strategy, "layer": layer, "sigma": sigma}
-            for strategy, file in one.strategies.items()
+            for strategy, file in diagnosis.strategies.items()
             for layer, sigma in sorted(file.aqn.layer_sigmas.items())
         ]
     )
@@ -62,5 +62,5 @@ def _panel(one: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Panel:
         base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=dash_scale("strategy", keys)),
         base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour),
     )
-    title = words("diagnosis.strategies_of", machine=one.machine)
+    title = words("diagnosis.strategies_of", machine=diagnosis.machine)
     return Panel(title, render_svg(chart, words("alt.depth", what=words("depth.sigma"))))

@@ -27,6 +27,7 @@ from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.readme import readme
 from aqnpipe.report.summary import render_summary
 from aqnpipe.report.text import visible
+from aqnpipe.report.verdicts import summary_line
 from aqnpipe.report.words import Words, load_words
 
 __all__ = ["ReportOutputs", "build_report"]
@@ -34,7 +35,7 @@ __all__ = ["ReportOutputs", "build_report"]
 
 @dataclass(frozen=True)
 class ReportOutputs:
-    """What the stage writes. `tables` is the folder of training, layers and flips, each as .parquet and .csv."""
+    """Files that the stage writes. `tables` is the folder of training, layers and flips, each as .parquet and .csv."""
 
     html: Path
     summary: Path
@@ -42,39 +43,43 @@ class ReportOutputs:
 
     @property
     def readme(self) -> Path:
-        """What the folder of results holds."""
+        """The description of the results folder."""
         return self.tables / "README.md"
 
     @classmethod
     def in_folder(cls, results: Path) -> Self:
-        """The places that the pipeline uses."""
+        """Return the paths that the pipeline uses."""
         return cls(results / "report.html", results / "summary.md", results)
 
 
 def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> None:
     """Write page, summary and tables from what exists of `inputs`; the same files give the same bytes.
 
-    What does not exist is named on the page. DataError for malformed artifacts; then nothing is written.
+    The page names the files that do not exist. Raises DataError for malformed artifacts; then nothing is written.
     """
     data = read_inputs(inputs)
     words = load_words(study.config.report.language)
     pair = explorer.explored_pair(study, data.comparisons)
     flipped, num_questions, num_seeds = explorer.flips(pair, study, data) if pair else explorer.no_flips()
     explored = explorer.explorer(pair, flipped, num_questions, num_seeds) if pair and num_seeds else None
-    answer = claims_view.answer(study, data, words)
-    html = _render(study, data, words, answer, explored)
-    write_text(outputs.readme, readme(study))
+    overview = claims_view.claims_overview(study, data, words)
+    html = _render(study, data, words, overview, explored)
+    write_text(outputs.readme, readme(study, words))
     write_text(outputs.html, html)
-    write_text(outputs.summary, render_summary(study, data, answer, page.last_steps(data.accuracy), words))
+    write_text(outputs.summary, render_summary(study, data, overview, page.last_steps(data.accuracy), words))
     export.write_pair(outputs.tables, "training", page.training_table(data.runs))
     export.write_pair(outputs.tables, "layers", page.layer_table(data.diagnoses))
     export.write_pair(outputs.tables, "flips", flipped, left_out=explorer.TEXT_COLUMNS)
 
 
 def _render(
-    study: Study, data: ReportData, words: Words, answer: claims_view.Answer, explored: explorer.Explorer | None
+    study: Study,
+    data: ReportData,
+    words: Words,
+    overview: claims_view.ClaimsOverview,
+    explored: explorer.Explorer | None,
 ) -> str:
-    """Return the page as HTML. All text is made visible and escaped; only the SVGs of `svg.py` are markup."""
+    """Return the page as HTML. All text is made visible and escaped; only the SVGs of `svg.py` stay markup."""
     environment = Environment(
         loader=PackageLoader("aqnpipe.report"),
         autoescape=True,
@@ -86,7 +91,7 @@ def _render(
     run_link = provenance_view.run_links(data.runs)
     css = (environment.loader.get_source(environment, "report.css")[0] if environment.loader else "").strip()
     models = sorted(
-        {*data.accuracy["model"], *(run.model for run in data.runs), *(one.model for one in data.diagnoses)}
+        {*data.accuracy["model"], *(run.model for run in data.runs), *(diagnosis.model for diagnosis in data.diagnoses)}
     )
     return environment.get_template("report.html.jinja").render(
         w=words,
@@ -95,10 +100,10 @@ def _render(
         study=study.config,
         arms=study.arms,
         facts=_facts(study, data, words),
-        power=numbers.confidence(study.config.statistics.power),
+        power=study.config.statistics.power,
         missing=_missing(data),
-        answer=answer,
-        summary=claims_view.summary(data.claims, words) if answer.rows else words("summary.none"),
+        overview=overview,
+        summary=summary_line((row.verdict for row in overview.rows), words),
         sections=[page.model_section(study, data, model, words, run_link) for model in models],
         published=page.published_section(study, data.published, data.accuracy, words) if data.published else None,
         faults=faults_view.fault_section(data, words),
@@ -131,7 +136,7 @@ def _facts(study: Study, data: ReportData, words: Words) -> str:
         "page.facts",
         arms=len(config.arms),
         seeds=len(config.seeds),
-        steps=numbers.count(study.num_steps),
+        steps=study.num_steps,
         questions=numbers.count(data.accuracy["num_questions"].max()),  # type: ignore[arg-type]
         levels=len(config.evaluation.noise_levels),
     )
@@ -139,11 +144,11 @@ def _facts(study: Study, data: ReportData, words: Words) -> str:
 
 def _where(explored: explorer.Explorer, words: Words) -> str:
     level = explored.pair.noise_level
-    return words("noise.at", level=numbers.noise_level(level)) if level else words("noise.without")
+    return words("noise.at", level=level) if level else words("noise.without")
 
 
 def _missing(data: ReportData) -> dict[str, Any] | None:
-    """The values of the note on what is missing; None where nothing is."""
+    """Return the values of the note on missing files; None if there are none."""
     if not data.missing:
         return None
     return {

@@ -1,4 +1,4 @@
-"""The study in a screenful of Markdown, for pasting into a pull request."""
+"""A short summary of the study in Markdown, for a pull request."""
 
 import re
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ import polars as pl
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import claims_view, numbers
-from aqnpipe.report.claims_view import Answer
+from aqnpipe.report import numbers
+from aqnpipe.report.claims_view import ClaimsOverview
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.provenance_view import SHORT_DIGEST
 from aqnpipe.report.tables import mean_accuracy
 from aqnpipe.report.text import visible
+from aqnpipe.report.verdicts import summary_line
 from aqnpipe.report.words import Words
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|^[-+=]|^\d+(?=[.)]))")
@@ -25,9 +26,9 @@ def markdown(text: str) -> str:
     return _MENTION.sub("@<!-- -->", _SPECIAL.sub(r"\\\1", flat))
 
 
-def render_summary(study: Study, data: ReportData, answer: Answer, last: pl.DataFrame, words: Words) -> str:
-    """Return the question, the verdicts with their numbers, how sure they are, and accuracy by arm."""
-    claims = claims_view.summary(data.claims, words) if answer.rows else words("summary.none")
+def render_summary(study: Study, data: ReportData, overview: ClaimsOverview, last: pl.DataFrame, words: Words) -> str:
+    """Return the question, the verdicts with their numbers, what the study cannot show, and accuracy by arm."""
+    claims = summary_line((row.verdict for row in overview.rows), words)
     incomplete = [f"> {words('incomplete.title')}", ""] if data.missing else []
     parts = [
         f"### {markdown(study.config.report.title)}",
@@ -37,8 +38,8 @@ def render_summary(study: Study, data: ReportData, answer: Answer, last: pl.Data
         *incomplete,
         f"**{claims}**",
         "",
-        *_claim_lines(answer, words),
-        *(f"- {markdown(limit)}" for limit in answer.limits),
+        *_claim_lines(overview, words),
+        *(f"- {markdown(limit)}" for limit in overview.limits),
         "",
         *_accuracy_lines(study, last, words),
         _provenance(study, data, words),
@@ -46,15 +47,15 @@ def render_summary(study: Study, data: ReportData, answer: Answer, last: pl.Data
     return "\n".join(parts) + "\n"
 
 
-def _claim_lines(answer: Answer, words: Words) -> list[str]:
-    if not answer.rows:
+def _claim_lines(overview: ClaimsOverview, words: Words) -> list[str]:
+    if not overview.rows:
         return []
     header = [words("column.verdict"), words("column.claim"), words("summary.difference"), words("column.interval")]
     return _table(
         header,
         [
             [words(f"verdict.{row.verdict}"), markdown(row.claim), row.difference, row.interval or numbers.MISSING]
-            for row in answer.rows
+            for row in overview.rows
         ],
     )
 
@@ -69,15 +70,15 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]
         for row in means.iter_rows(named=True)
     }
     order = {arm: number for number, arm in enumerate((PRETRAINED, *study.config.arms))}
-    arms = sorted({(model, arm) for model, arm, _ in cells}, key=lambda one: (one[0], order[one[1]]))
-    header = [words("column.arm"), *(numbers.noise_level(level) for level in levels)]
+    arms = sorted({(model, arm) for model, arm, _ in cells}, key=lambda pair: (pair[0], order[pair[1]]))
+    header = [words("column.arm"), *(numbers.level(level) for level in levels)]
     rows = [
         [markdown(arm), *(cells.get((model, arm, level), numbers.MISSING) for level in levels)] for model, arm in arms
     ]
     unanswered = words(
         "summary.unanswered",
-        truncated=numbers.percent(float(max(means["truncated_fraction"]))),
-        no_answer=numbers.percent(float(max(means["parse_failure_fraction"]))),
+        truncated=float(max(means["truncated_fraction"])),
+        no_answer=float(max(means["parse_failure_fraction"])),
     )
     return [words("summary.accuracy"), "", *_table(header, rows), unanswered, ""]
 
@@ -86,7 +87,7 @@ def _mean_and_range(row: dict[str, float], words: Words) -> str:
     mean = numbers.percent(row["mean"])
     if row["num_seeds"] == 1:
         return mean
-    return f"{mean} ({numbers.span(row['lowest'], row['highest'], words, numbers.percent)})"
+    return f"{mean} ({words.span(row['lowest'], row['highest'], numbers.percent)})"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Altair charts as inline SVG that follows the page: its colours in light and dark, its font, its width."""
+"""Altair charts as inline SVG that takes on the page's colours (light and dark), font and width."""
 
 import re
 from typing import Any
@@ -25,12 +25,12 @@ _EMPTY_PATHS = re.compile(r'<path d="(?:M0,0h0v0h0Z)?"[^>]*/>')
 
 
 def palette_position(index: int) -> int:
-    """Return the number of the page's colour for series `index`; 0 is the neutral one of the pretrained model."""
+    """Return the number of the page's colour for series `index`; 0 is the neutral colour of the pretrained model."""
     return (index - 1) % NUM_SERIES + 1 if index else 0
 
 
 def series_colour(index: int) -> str:
-    """Return the stand-in for the page's colour of series `index`."""
+    """Return the placeholder colour of series `index`, which `render_svg` replaces with the page's colour."""
     return f"#fe01{palette_position(index):02x}"
 
 
@@ -41,10 +41,10 @@ def series_dash(index: int) -> list[int]:
 
 
 def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
-    """Render `chart` as an inline SVG element named `label`; the same chart gives the same bytes."""
-    # The renderer cannot take every character (it aborts on NUL), so texts are made visible before it sees them.
-    # Altair's own check against the schema would take a fifth of the time; the renderer refuses a wrong chart too.
-    # It also refuses more than 5,000 rows, for fear of large notebooks.
+    """Render `chart` as an inline SVG element labelled `label`; the same chart gives the same bytes."""
+    # The renderer aborts on some characters (NUL), so invisible characters are replaced before rendering.
+    # Altair's validation against its schema would take a fifth of the time; the renderer rejects a wrong chart as well.
+    # Altair's limit of 5,000 rows is meant for notebooks.
     with alt.data_transformers.disable_max_rows():
         spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
     spec["config"] = _config()
@@ -60,7 +60,7 @@ def _visible_texts(part: Any) -> Any:
 
 
 def _fit_for_page(svg: str, label: str) -> Markup:
-    """Name the picture, drop what a page does not need, and swap stand-in colours; texts stay as they are."""
+    """Label the picture, drop needless markup, and replace placeholder colours; texts stay as they are."""
     view_box = _ROOT.search(svg)
     if view_box is None:
         raise ValueError("the renderer returned no SVG element with a viewBox")

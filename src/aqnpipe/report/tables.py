@@ -1,4 +1,4 @@
-"""Tables of the report as plain text cells; the template only lays them out."""
+"""Tables of the report with cells of plain text; the template only lays them out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ MAX_CURVE_ROWS = 60
 
 @dataclass(frozen=True)
 class Row:
-    """Cells of one line; `alert` marks what went wrong, `link` is where the first cell leads, `anchor` its own name."""
+    """Cells of one row. `alert` marks a problem, `link` is the target of the first cell, `anchor` names the row."""
 
     cells: tuple[str, ...]
     alert: bool = False
@@ -26,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the first `num_text_columns` columns are text, the rest numbers. `name` tells tests which one it is."""
+    """A table: the first `num_text_columns` columns are text, the rest numbers. Tests find a table by its `name`."""
 
     name: str
     caption: str
@@ -46,7 +46,7 @@ class PanelGroup:
 
 @dataclass(frozen=True)
 class Figure:
-    """What a set of panels shows, and the numbers behind it."""
+    """A set of panels with a caption, and the tables of its numbers."""
 
     caption: str
     groups: tuple[PanelGroup, ...]
@@ -54,10 +54,10 @@ class Figure:
 
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
-"""Key of the header in the catalogue, and the cell of a row of the artifact."""
+"""Key of the header in the catalogue, and the function from a row of the artifact to the cell."""
 
 RunLink = Callable[[str, str, int], str]
-"""(model, arm, seed) -> the anchor of the run that a number comes from."""
+"""(model, arm, seed) -> anchor of the run that a number comes from."""
 
 
 def table_of(
@@ -80,14 +80,14 @@ def table_of(
 
 
 def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> Table:
-    """Every evaluated checkpoint at every level."""
+    """Return the accuracy of every checkpoint at every level."""
     columns: list[Column] = [
         ("arm", lambda row: row["arm"]),
         ("seed", lambda row: str(row["seed"])),
         ("step", lambda row: str(row["step"])),
-        ("noise", lambda row: numbers.noise_level(row["noise_level"])),
+        ("noise", lambda row: numbers.level(row["noise_level"])),
         ("accuracy", lambda row: numbers.percent(row["accuracy"])),
-        ("interval", lambda row: numbers.span(row["ci_low"], row["ci_high"], words, numbers.percent)),
+        ("interval", lambda row: words.span(row["ci_low"], row["ci_high"], numbers.percent)),
         ("strict", lambda row: numbers.percent(row["accuracy_strict"])),
         ("last_number", lambda row: numbers.percent(row["accuracy_last_number"])),
         ("truncated", lambda row: numbers.percent(row["truncated_fraction"])),
@@ -107,9 +107,9 @@ def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> T
 
 
 def mean_accuracy(last: pl.DataFrame) -> pl.DataFrame:
-    """Mean, lowest and highest accuracy over the seeds of every arm and level, in the order of `last`.
+    """Return mean, lowest and highest accuracy over the seeds of every arm and level, in the order of `last`.
 
-    With the mean shares of responses that were cut off and of those without an answer.
+    Further columns: the mean shares of responses that were cut off and of responses without an answer.
     """
     return last.group_by("model", "arm", "noise_level", maintain_order=True).agg(
         pl.col("accuracy").mean().alias("mean"),
@@ -122,10 +122,10 @@ def mean_accuracy(last: pl.DataFrame) -> pl.DataFrame:
 
 
 def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
-    """Accuracy of every arm at every level, over its seeds."""
+    """Return the accuracy of every arm at every level, over its seeds."""
     columns: list[Column] = [
         ("arm", lambda row: row["arm"]),
-        ("noise", lambda row: numbers.noise_level(row["noise_level"])),
+        ("noise", lambda row: numbers.level(row["noise_level"])),
         ("mean", lambda row: numbers.percent(row["mean"])),
         ("lowest", lambda row: numbers.percent(row["lowest"])),
         ("highest", lambda row: numbers.percent(row["highest"])),
@@ -136,12 +136,12 @@ def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
     return table_of("robustness-means", words("robustness.means"), columns, mean_accuracy(last), words)
 
 
-def robustness_table(robustness: pl.DataFrame, level: str, words: Words) -> Table:
-    """Slope over noise and joint test over levels, by arm."""
+def robustness_table(robustness: pl.DataFrame, level: float, words: Words) -> Table:
+    """Return the slope over noise and the joint test over levels, by arm."""
     columns: list[Column] = [
         ("arm", lambda row: row["arm"]),
         ("slope", lambda row: numbers.points(row["slope"])),
-        ("interval", lambda row: numbers.span(row["slope_ci_low"], row["slope_ci_high"], words, numbers.points)),
+        ("interval", lambda row: words.span(row["slope_ci_low"], row["slope_ci_high"], numbers.points)),
         ("slope_p", lambda row: numbers.p_value(row["slope_p"])),
         ("joint_p", lambda row: numbers.p_value(row["joint_p"])),
         ("cochran_p", lambda row: numbers.p_value(row["cochran_q_p"])),
@@ -155,7 +155,7 @@ def robustness_table(robustness: pl.DataFrame, level: str, words: Words) -> Tabl
 
 
 def comparison_table(comparisons: pl.DataFrame, words: Words) -> Table:
-    """All comparisons with what their verdicts rest on."""
+    """Return all comparisons with the numbers behind their verdicts."""
     columns: list[Column] = [
         ("comparison", lambda row: row["comparison_id"]),
         ("verdict", lambda row: words(f"verdict.{row['verdict']}")),
@@ -182,7 +182,7 @@ def comparison_table(comparisons: pl.DataFrame, words: Words) -> Table:
 
 
 def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
-    """Other analyses of the comparisons, and what more it would take; methods are named below the table."""
+    """Return other analyses of the comparisons and the sizes needed; a note below the table lists the methods."""
     methods = list(dict.fromkeys(comparisons["method"]))
     columns: list[Column] = [
         ("comparison", lambda row: row["comparison_id"]),
@@ -192,10 +192,12 @@ def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
         ("p_permutation", lambda row: numbers.p_value(row["p_permutation"])),
         ("seeds_needed", lambda row: numbers.count(row["seeds_needed"])),
         ("questions_needed", lambda row: numbers.count(row["questions_needed"])),
-        ("interval_level", lambda row: numbers.confidence(row["interval_level"])),
+        ("interval_level", lambda row: numbers.level(row["interval_level"])),
         ("method", lambda row: str(methods.index(row["method"]) + 1)),
     ]
-    note = "; ".join(f"{number}: {method}" for number, method in enumerate(methods, start=1))
+    note = words("list.separator").join(
+        f"{number}: {words(f'analysis.{method}')}" for number, method in enumerate(methods, start=1)
+    )
     return table_of(
         "checks",
         words("comparisons.checks"),
@@ -208,13 +210,13 @@ def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
 
 
 def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:
-    """Training metrics, one table per metric: a row per step, a column per run."""
+    """Return the training metrics, one table per metric: a row per step, a column per run."""
     names = ("reward_mean", "kl", "validation_accuracy", "sigma_requested", "sigma_measured")
     return tuple(_curve_table(runs, name, words) for name in names)
 
 
 def diagnosis_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
-    """Layer metrics and sigmas of every machine."""
+    """Return layer metrics and sigmas of every machine."""
     columns: list[tuple[str, str]] = [
         ("instability", "instability"),
         ("jump_z", "instability_jump_z"),
@@ -229,16 +231,16 @@ def diagnosis_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
     rows = tuple(
         Row(
             (
-                one.machine,
+                diagnosis.machine,
                 str(row["layer"]),
                 *(numbers.metric(row[column]) for _, column in columns),
-                numbers.scale(one.sigmas.aqn.layer_sigmas.get(row["layer"])),
+                numbers.scale(diagnosis.sigmas.aqn.layer_sigmas.get(row["layer"])),
                 row["role"].replace("_", " "),
-                one.sigmas.reasons.get(row["layer"], numbers.MISSING),
+                diagnosis.sigmas.reasons.get(row["layer"], numbers.MISSING),
             )
         )
-        for one in diagnoses
-        for row in one.layers.iter_rows(named=True)
+        for diagnosis in diagnoses
+        for row in diagnosis.layers.iter_rows(named=True)
     )
     names = ("machine", "layer", *(name for name, _ in columns), "sigma", "role", "why")
     headers = tuple(words(f"column.{name}") for name in names)
@@ -250,24 +252,24 @@ def _curve_table(runs: Sequence[Run], column: str, words: Words) -> Table:
     stride = curve_stride(len(steps), len(runs))
     values = [dict(run.metrics.select("step", column).iter_rows()) for run in runs]
     rows = tuple(
-        Row((str(step), *(numbers.metric(column_of.get(step)) for column_of in values))) for step in steps[::stride]
+        Row((str(step), *(numbers.metric(value_at.get(step)) for value_at in values))) for step in steps[::stride]
     )
     headers = (
         words("column.step"),
         *(words("run.name", arm=run.arm, seed=run.seed) for run in runs),
     )
     note = words("training.stride", stride=stride) if stride > 1 else ""
-    return Table(f"curve-{column}", words(f"training.{column}"), headers, rows, num_text_columns=0, note=note)
+    return Table(f"curve-{column}", words(f"curve.{column}"), headers, rows, num_text_columns=0, note=note)
 
 
 def curve_stride(num_steps: int, num_runs: int) -> int:
-    """Every how many steps a table of curves has a row, so that it stays readable."""
+    """Return the number of steps between rows of a table of curves, which keeps long tables readable."""
     max_rows = min(MAX_CURVE_ROWS, max(MAX_CURVE_CELLS // max(num_runs, 1), 5))
     return max(-(-num_steps // max_rows), 1)
 
 
 def _interval(row: Mapping[str, Any], name: str, words: Words) -> str:
-    return numbers.span(row[f"{name}_low"], row[f"{name}_high"], words, numbers.points)
+    return words.span(row[f"{name}_low"], row[f"{name}_high"], numbers.points)
 
 
 def _test(row: Mapping[str, Any], words: Words) -> str:

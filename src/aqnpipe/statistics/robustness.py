@@ -12,7 +12,7 @@ from aqnpipe.statistics.crossed_effects import SeedVariance, estimate_difference
 
 FloatArray = npt.NDArray[np.float64]
 
-JOINT_METHOD = "Hotelling's T2, questions as clusters"
+JOINT_METHOD = "hotelling_t2"
 SLOPE_UNIT = 0.1
 """Slopes are per this difference in relative noise scale."""
 

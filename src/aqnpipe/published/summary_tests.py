@@ -1,6 +1,6 @@
 """Tests of printed summaries: accuracies with their numbers of questions, losses with mean and standard deviation.
 
-A paper seldom says which questions were answered, so its accuracies are compared as independent samples. Where both
+A paper seldom states which questions were answered, so its accuracies are compared as independent samples. Where both
 sides answered the same questions this is conservative; `largest_discordance` says what pairing could have done.
 """
 
@@ -12,10 +12,11 @@ from typing import Literal
 from scipy import stats
 from statsmodels.stats.proportion import confint_proportions_2indep, test_proportions_2indep
 
-from aqnpipe.comparison.judgement import interval_level_of
+from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import AccuracyClaim, DifferencesClaim, LossClaim, Pair, RatioClaim, RunScatter
 from aqnpipe.statistics.continuous import FloatArray, Summary, paired_p_range, paired_t, welch_t
+from aqnpipe.statistics.multiple_testing import interval_level
 
 Unit = Literal["points", "nats", "ratio"]
 _POINTS = 100.0
@@ -23,14 +24,14 @@ _POINTS = 100.0
 
 @dataclass(frozen=True)
 class Proportion:
-    """A fraction of right answers among a number of questions."""
+    """The fraction of correct answers to a number of questions."""
 
     fraction: float
     num_questions: int
 
     @property
     def correct(self) -> float:
-        """Number of right answers; no whole number where the printed figure is impossible."""
+        """Number of correct answers; not a whole number if the printed figure is impossible."""
         return self.fraction * self.num_questions
 
     @property
@@ -41,9 +42,9 @@ class Proportion:
 
 @dataclass(frozen=True)
 class Result:
-    """A comparison of printed figures in `unit`; `scale` turns fractions (margins) into it.
+    """A comparison of printed figures in `unit`; `scale` converts fractions (margins) into it.
 
-    `first` and `second` describe the sides; proportions are kept where there are just two.
+    `treatment` and `control` name the sides; `sides` has their proportions where each side is a single one.
     """
 
     treatment: str
@@ -54,19 +55,24 @@ class Result:
     ci_low: float | None
     ci_high: float | None
     p_value: float | None
-    method: str
+    method: Statement
     sides: tuple[Proportion, Proportion] | None = None
     p_paired_low: float | None = None
     p_paired_high: float | None = None
 
 
+def confidence_of(claim: TestedClaim, alpha: float) -> float:
+    """Return the confidence of the interval that decides like the test of the claim."""
+    return interval_level(alpha, one_sided=claim.margin is not None)
+
+
 def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Proportion, alpha: float) -> Result:
-    """Compare two accuracies as independent samples: Wald z, Agresti and Caffo's where a side is all right or wrong."""
+    """Compare two accuracies as independent samples: Wald z, or Agresti and Caffo's method if a side is 0 or 100 %."""
     extreme = any(side.fraction in (0.0, 1.0) for side in (treatment, control))
     method = "agresti-caffo" if extreme else "wald"
     counts = (treatment.correct, treatment.num_questions, control.correct, control.num_questions)
     low, high = confint_proportions_2indep(
-        *counts, compare="diff", method=method, alpha=1 - interval_level_of(claim, alpha)
+        *counts, compare="diff", method=method, alpha=1 - confidence_of(claim, alpha)
     )
 
     def p_value(value: float, alternative: str) -> float:
@@ -89,7 +95,7 @@ def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Prop
         ci_low=_POINTS * float(low),
         ci_high=_POINTS * float(high),
         p_value=found,
-        method=f"two independent proportions, {'Agresti and Caffo' if extreme else 'Wald z'}",
+        method=statement("method.agresti_caffo" if extreme else "method.wald"),
         sides=(treatment, control),
     )
 
@@ -99,7 +105,7 @@ def differences_result(claim: DifferencesClaim, proportions: Mapping[str, Propor
     first, second = _difference(claim.first, proportions), _difference(claim.second, proportions)
     variance, difference = _variance(claim.first, claim.second, proportions, 1.0), first - second
     error = math.sqrt(variance)
-    half = float(stats.norm.ppf((1 + interval_level_of(claim, alpha)) / 2)) * error
+    half = float(stats.norm.ppf((1 + confidence_of(claim, alpha)) / 2)) * error
     return Result(
         treatment=f"{claim.first.treatment} − {claim.first.control}",
         control=f"{claim.second.treatment} − {claim.second.control}",
@@ -109,12 +115,12 @@ def differences_result(claim: DifferencesClaim, proportions: Mapping[str, Propor
         ci_low=_POINTS * (difference - half),
         ci_high=_POINTS * (difference + half),
         p_value=_normal_p(claim, difference, error),
-        method="difference of two differences of independent proportions, z",
+        method=statement("method.two_differences"),
     )
 
 
 def ratio_result(claim: RatioClaim, proportions: Mapping[str, Proportion], alpha: float) -> Result:
-    """Compare two differences by their ratio: Fieller's interval, which is unbounded where the divisor may be 0.
+    """Compare two differences by their ratio: Fieller's interval, which is unbounded if the divisor may be 0.
 
     The p-value is that of "the two differences are equal", a ratio of 1.
     """
@@ -130,16 +136,16 @@ def ratio_result(claim: RatioClaim, proportions: Mapping[str, Proportion], alpha
         ci_low=low,
         ci_high=high,
         p_value=_normal_p(claim, first - second, error),
-        method="ratio of two differences, Fieller's interval; p for equal differences",
+        method=statement("method.fieller"),
     )
 
 
 def losses_result(
     claim: LossClaim, treatment: Summary, control: Summary, alpha: float, values: tuple[FloatArray, FloatArray] | None
 ) -> Result:
-    """Compare two losses: paired t over `values`[run] of both sides, else Welch's t from means and deviations.
+    """Compare two losses: paired t over `values`[run] of both sides, else Welch's t from means and standard deviations.
 
-    Without values the paired test is known only as a range of p-values.
+    Without values only the range of the paired test's p-value is known.
     """
     difference = treatment.mean - control.mean
     if treatment.std == control.std == 0:
@@ -152,9 +158,9 @@ def losses_result(
             ci_low=None,
             ci_high=None,
             p_value=None,
-            method="no test: neither side varies",
+            method=statement("method.no_test"),
         )
-    width = 1 - interval_level_of(claim, alpha)
+    width = 1 - confidence_of(claim, alpha)
     test = paired_t(*values, width) if values else welch_t(treatment, control, width)
     margin, freedom = claim.margin, test.degrees_of_freedom
     p_value = test.p_value
@@ -164,7 +170,7 @@ def losses_result(
             p_value = max(p_value, float(stats.t.sf((margin - difference) / test.standard_error, freedom)))
     same_runs = treatment.num == control.num and margin is None
     low, high = paired_p_range(treatment, control) if same_runs and not values else (None, None)
-    name = "paired t" if values else "Welch's t"
+    test_name = "paired" if values else "welch"
     return Result(
         treatment=claim.treatment,
         control=claim.control,
@@ -174,14 +180,14 @@ def losses_result(
         ci_low=test.ci_low,
         ci_high=test.ci_high,
         p_value=p_value,
-        method=f"{name}, {freedom:.1f} degrees of freedom (standard deviations taken with ddof {treatment.ddof})",
+        method=statement(f"method.t_test.{test_name}", degrees_of_freedom=freedom, ddof=treatment.ddof),
         p_paired_low=low,
         p_paired_high=high,
     )
 
 
 def run_to_run_p(claim: AccuracyClaim, difference: float, scatter: RunScatter) -> float:
-    """p of a difference (points) between single runs against the scatter of identical runs: t with their df."""
+    """Return p of a difference (points) between single runs against the scatter of identical runs: t with its df."""
     error, freedom = scatter.points * math.sqrt(2), scatter.num_runs - 1
     if claim.margin is None:
         return float(2 * stats.t.sf(abs(difference) / error, freedom))
@@ -192,7 +198,7 @@ def run_to_run_p(claim: AccuracyClaim, difference: float, scatter: RunScatter) -
 
 
 def largest_discordance(result: Result, alpha: float) -> float | None:
-    """Share of questions with different outcomes up to which McNemar's (asymptotic) test would reject; None: never.
+    """Return the discordant share of questions up to which the asymptotic McNemar test would reject; None: never.
 
     The test has z = d*sqrt(n)/sqrt(psi - d^2), so it rejects for psi up to n*d^2/z_alpha^2 + d^2. psi is at least |d|.
     """
@@ -204,7 +210,7 @@ def largest_discordance(result: Result, alpha: float) -> float | None:
 
 
 def questions_per_side(claim: TestedClaim, result: Result, alpha: float, power: float) -> int | None:
-    """Questions that each side needs to show the observed difference, unpaired; None for other than two accuracies."""
+    """Return the questions per side that would show the observed difference, unpaired; None unless two accuracies."""
     if result.sides is None:
         return None
     difference = result.difference / result.scale
@@ -225,7 +231,7 @@ def _difference(pair: Pair, proportions: Mapping[str, Proportion]) -> float:
 
 
 def _variance(first: Pair, second: Pair, proportions: Mapping[str, Proportion], factor: float) -> float:
-    """Variance of first - factor*second; an accuracy that stands in both counts once with its summed weight."""
+    """Return the variance of first - factor*second; an accuracy in both pairs counts once, its weights added."""
     weights: dict[str, float] = {}
     for name, weight in (
         (first.treatment, 1.0),
