@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from random_models import ARCHITECTURES, random_mixture_of, random_model_of
+from random_models import (
+    ARCHITECTURES,
+    LAYER_NORM_ARCHITECTURES,
+    random_layer_norm_model_of,
+    random_mixture_of,
+    random_model_of,
+)
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, NoiseSpec, OperatorNoise, RelativeGaussian
+from aqnpipe.errors import ModelError
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.measure_arm import measure_arm
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -58,3 +65,43 @@ def test_noise_reaches_every_product_of_a_mixture_of_experts(architecture):
         "matmul",
         "grouped_mm",
     }
+
+
+@pytest.mark.parametrize("architecture", LAYER_NORM_ARCHITECTURES)
+def test_an_arm_without_aqn_needs_no_rms_norm(architecture):
+    model = random_layer_norm_model_of(architecture)
+    receipt = measure_arm(model, OPERATOR_NOISE, prompt_tokens=16).check()
+    shares = {record.phase: record.noised_share for record in receipt.phases if record.noised_calls}
+    assert shares == {"rollout": 1.0, "reference": 1.0, "actor_forward": 1.0, "backward": None}
+
+
+def test_aqn_on_a_model_without_rms_norm_is_refused_in_one_line():
+    with pytest.raises(ModelError, match="no RMSNorm matches"):
+        measure_arm(random_layer_norm_model_of("gpt_neox"), NOISE_AND_AQN, prompt_tokens=16)
+
+
+def test_a_sum_with_a_product_gets_its_noise_on_the_product_alone():
+    """addmm(b, x, w, beta, alpha) with an exact product of 0: the sum that is added carries no noise."""
+    model = random_layer_norm_model_of("gpt2")
+    spec = NoiseSpec(operator_noise=OPERATOR_NOISE.operator_noise)
+    recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=NUM_LAYERS, num_norms=0)
+    seen = {}
+
+    class Probe(torch.nn.Module):
+        def forward(self, x):
+            added, zeros = torch.full((4, 5), 3.0), torch.zeros(4, 6)
+            seen["sum"] = torch.addmm(added, zeros, torch.ones(6, 5), beta=2, alpha=7)
+            seen["named"] = torch.baddbmm(added[None], batch1=zeros[None], batch2=torch.ones(1, 6, 5), beta=0.5)
+            seen["product"] = torch.addmm(added, torch.ones(4, 6), torch.ones(6, 5), alpha=10)
+            return x
+
+    model.transformer.h[0].attn.register_module("probe", Probe())
+    attention = model.transformer.h[0].attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: (attention.probe(args[0]), forward(*args, **kwargs))[1]
+    with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=0, step=0), recorder):
+        model(input_ids=torch.arange(12).reshape(2, 6))
+    assert torch.equal(seen["sum"], torch.full((4, 5), 6.0))
+    assert torch.equal(seen["named"], torch.full((1, 4, 5), 1.5))
+    relative = (seen["product"] - 3) / 60 - 1
+    assert 0.02 < relative.std() < 0.1

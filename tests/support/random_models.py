@@ -3,20 +3,30 @@
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
     DeepseekV3Config,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
     GraniteMoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
+    MptConfig,
     OlmoeConfig,
+    OPTConfig,
+    PhiConfig,
+    PhimoeConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 ARCHITECTURES = {
@@ -82,6 +92,40 @@ def random_mixture_of(architecture: str, **overrides):
         "pad_token_id": 0,
         **own,
         **overrides,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(make_config(**settings), attn_implementation="eager").eval()
+
+
+_LAYER_NORM_MODELS = {
+    "gpt_neox": (GPTNeoXConfig, {}),
+    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "phi": (PhiConfig, {}),
+    "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "stablelm": (StableLmConfig, {}),
+    "starcoder2": (Starcoder2Config, {}),
+    "cohere": (CohereConfig, {}),
+    "phimoe": (PhimoeConfig, {"num_local_experts": 4}),
+    "bloom": (BloomConfig, {"n_layer": 2, "n_head": 4}),
+    "mpt": (MptConfig, {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+}
+LAYER_NORM_ARCHITECTURES = tuple(_LAYER_NORM_MODELS)
+
+
+def random_layer_norm_model_of(architecture: str):
+    """Two layers of 32 channels, four heads."""
+    make_config, own = _LAYER_NORM_MODELS[architecture]
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        **own,
     }
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ from aqnpipe.config.noise import NoiseSpec, Phase
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
-from aqnpipe.models.layout import decoder_layers, norms_sha256, rms_norms
+from aqnpipe.models.layout import decoder_layers, norms_sha256, num_rms_norms
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.phase_state import NoiseKey
@@ -143,7 +143,7 @@ class TransformersPasses:
         """Start a pass under `noise`."""
         self._noise = noise
         self._faults = noise.active_faults()
-        self._recorder = noise.recorder(len(decoder_layers(self._model)), len(rms_norms(self._model)))
+        self._recorder = noise.recorder(len(decoder_layers(self._model)), num_rms_norms(self._model))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey) -> list[Completion]:
         """Return one completion per prompt, in order."""
@@ -164,7 +164,7 @@ class TransformersPasses:
         if self._norms not in (None, norms):
             raise ReceiptError("receipt refused: the norm weights changed between two passes over the questions")
         self._norms = norms
-        return PassMeasurements(len(decoder_layers(self._model)), len(rms_norms(self._model)), (recorder.state(),))
+        return PassMeasurements(len(decoder_layers(self._model)), num_rms_norms(self._model), (recorder.state(),))
 
     def close(self) -> None:
         """Do nothing: the model is the only resource."""

@@ -16,15 +16,20 @@ _EXPERT_MARKS = ("experts", "shared_expert", "num_experts", "expert_")
 """Parts of module names that occur only in mixtures of experts. Not plain "gate", which also matches `gate_proj`."""
 
 _SAMPLED_VALUES = 64
-_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER_LISTS = ("layers", "h", "blocks")
+"""Names of the list of decoder layers: of most families; of GPT-2, Falcon and BLOOM; of MPT."""
+
+_LAYER_NUMBER = re.compile(rf"(?:^|\.)(?:{'|'.join(_LAYER_LISTS)})\.(\d+)\.")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers of `model`; ModelError if none are found."""
     for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] == "layers" and isinstance(module, nn.ModuleList) and len(module):
+        if name.rsplit(".", 1)[-1] in _LAYER_LISTS and isinstance(module, nn.ModuleList) and len(module):
             return module
-    raise ModelError(f"{type(model).__name__}: no decoder layers found (expected a module list named 'layers')")
+    raise ModelError(
+        f"{type(model).__name__}: no decoder layers found (expected a module list named {', '.join(_LAYER_LISTS)})"
+    )
 
 
 def output_projection(model: nn.Module) -> nn.Module:
@@ -65,10 +70,22 @@ def rms_norms(
     return norms
 
 
+def num_rms_norms(model: nn.Module) -> int:
+    """Return the number of norms that AQN targets by default; 0 for a model with LayerNorm."""
+    return len(rms_norms(model)) if any(map(is_rms_norm, model.modules())) else 0
+
+
 def norms_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of the names and weights of all RMSNorms of `model`."""
+    """Return the SHA-256 of the names and weights of all RMSNorms of `model`, or of all LayerNorms if it has none."""
     digest = hashlib.sha256()
-    for name, norm in rms_norms(model, "all_norms").items():
+    norms = {name: module for name, module in model.named_modules() if is_rms_norm(module)}
+    if not norms:
+        norms = {
+            name: module
+            for name, module in model.named_modules()
+            if "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
+        }
+    for name, norm in norms.items():
         digest.update(name.encode())
         digest.update(weight_of(norm).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

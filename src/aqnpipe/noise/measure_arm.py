@@ -5,7 +5,7 @@ from torch import nn
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, NoiseSpec, Phase
-from aqnpipe.models.layout import decoder_layers, rms_norms
+from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -33,7 +33,7 @@ def measure_arm(
         spec,
         expected_phases=("rollout", "reference", "actor_forward", "backward", "validation"),
         num_layers=len(decoder_layers(model)),
-        num_norms=len(rms_norms(model)),
+        num_norms=num_rms_norms(model),
         num_steps=1,
         num_epochs=1,
     )

@@ -11,7 +11,7 @@ from aqnpipe.config.noise import TRAINING_PHASES, NoiseSpec, Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
-from aqnpipe.models.layout import decoder_layers, rms_norms
+from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -56,7 +56,7 @@ def build_noise_plan(
         noise,
         expected_phases=_expected_phases(spec.training),
         num_layers=len(decoder_layers(model)),
-        num_norms=len(rms_norms(model)),
+        num_norms=num_rms_norms(model),
         num_steps=spec.num_steps,
         num_epochs=spec.training.epochs,
         steps_per_rollout=spec.training.steps_per_rollout,

@@ -63,7 +63,7 @@ def test_every_spelling_of_a_matrix_product_is_seen(call, operator):
 
 
 def test_all_holds_matmul_and_the_activations():
-    assert set(noised_functions(MATMUL).values()) == {"linear", "matmul", "bmm", "grouped_mm"}
+    assert set(noised_functions(MATMUL).values()) == {"linear", "matmul", "bmm", "addmm", "baddbmm", "grouped_mm"}
     extra = set(noised_functions(ALL).values()) - set(noised_functions(MATMUL).values())
     assert extra == {"softmax", "silu", "gelu", "layer_norm"}
 

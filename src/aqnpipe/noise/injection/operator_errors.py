@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import FakeQuantization, OutputErrorModel
-from aqnpipe.noise.injection.operators import KEEPS_ITS_OUTPUT, GradientError, TorchFunction, renormalise
+from aqnpipe.noise.injection.operators import (
+    KEEPS_ITS_OUTPUT,
+    PRODUCT_OF_SUM,
+    GradientError,
+    TorchFunction,
+    renormalise,
+)
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.kernels.quantization import fake_quantize
 from aqnpipe.noise.kernels.stream import NoiseStream
@@ -77,6 +83,12 @@ class OperatorErrors:
             # The error belongs to the product, so the bias is added after it.
             inputs, weight, bias = _linear_arguments(*args, **kwargs)
             args, kwargs = (inputs, weight), {}
+        elif function is not PRODUCT_OF_SUM.get(operator, function):
+            # First the product with its error, by a call of this method; then the sum.
+            added, first, second, beta, alpha = _sum_arguments(*args, **kwargs)
+            product = self._noised_call(PRODUCT_OF_SUM[operator], operator, error, (first, second), {})
+            product = product if alpha == 1 else product * alpha
+            return torch.add(product, added, alpha=beta) if beta else product
         if self._noises_gradients and torch.is_grad_enabled():
             args = self._wrap_operands(operator, args)
         output = function(*args, **kwargs)
@@ -153,6 +165,14 @@ def _linear_arguments(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
+
+
+def _sum_arguments(
+    input: Tensor, *products: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
+) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    """Return (added, first factor, second factor, beta, alpha); the factors may be named, in their order."""
+    first, second = (*products, *named.values())
+    return input, first, second, beta, alpha
 
 
 def _needs_gradient(operand: Any) -> bool:

@@ -22,9 +22,13 @@ _PRODUCTS: dict[TorchFunction, str] = {
     Tensor.mm: "matmul",
     torch.einsum: "matmul",
     torch.bmm: "bmm",
+    Tensor.bmm: "bmm",
+    torch.addmm: "addmm",
+    Tensor.addmm: "addmm",
+    torch.baddbmm: "baddbmm",
+    Tensor.baddbmm: "baddbmm",
     F.grouped_mm: "grouped_mm",
     torch._grouped_mm: "grouped_mm",
-    Tensor.bmm: "bmm",
 }
 _ELEMENTWISE: dict[TorchFunction, str] = {
     F.silu: "silu",
@@ -35,12 +39,8 @@ _ELEMENTWISE: dict[TorchFunction, str] = {
     Tensor.softmax: "softmax",
 }
 _ATTENTION: dict[TorchFunction, str] = {F.scaled_dot_product_attention: "scaled_dot_product_attention"}
-_FUSED_SUMS: dict[TorchFunction, str] = {
-    torch.addmm: "addmm",
-    Tensor.addmm: "addmm",
-    torch.baddbmm: "baddbmm",
-    Tensor.baddbmm: "baddbmm",
-}
+PRODUCT_OF_SUM: dict[str, TorchFunction] = {"addmm": torch.mm, "baddbmm": torch.bmm}
+"""The product inside operators that add a tensor to it. The noise belongs to the product alone."""
 
 KEEPS_ITS_OUTPUT = frozenset({"softmax", "scaled_dot_product_attention"})
 """Operators whose backward pass uses their own output. It must stay unchanged, so the noise is added to a copy."""
@@ -61,7 +61,7 @@ def noised_functions(noise: OperatorNoise) -> dict[TorchFunction, str]:
 
 def escaping_functions(noise: OperatorNoise) -> dict[TorchFunction, str]:
     """Return fused functions with a matrix product inside, where `noise` cannot be put on the product alone."""
-    return _FUSED_SUMS if noise.attention == "fused" else {**_FUSED_SUMS, **_ATTENTION}
+    return {} if noise.attention == "fused" else _ATTENTION
 
 
 def renormalise(probabilities: Tensor, dim: int) -> Tensor:

@@ -102,9 +102,9 @@ def _operator_kinds(noise: OperatorNoise) -> list[set[str]]:
     """Return groups of operators. Every noised layer must have noise on at least one operator of each group."""
     if isinstance(noise.error, FakeQuantization):
         return [{"linear"}]
-    attention = {"scaled_dot_product_attention"} if noise.attention == "fused" else {"matmul", "bmm"}
+    attention = {"scaled_dot_product_attention"} if noise.attention == "fused" else {"matmul", "bmm", "baddbmm"}
     return [
-        {"linear"},
+        {"linear", "addmm"},
         attention,
         *([{"rms_norm", "layer_norm"}, {"silu", "gelu"}] if noise.operators == "all" else []),
     ]
