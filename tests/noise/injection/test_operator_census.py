@@ -109,6 +109,8 @@ HARMLESS = {
     "noised product": lambda x, w: x @ w,
     "cast": lambda x, w: F.linear(x.double(), w.double()).float(),
     "selected rows": lambda x, w: F.linear(x, w[torch.arange(32)]),
+    "dropout": lambda x, w: F.dropout(x, 0.5),
+    "dropout by hand": lambda x, w: x * torch.empty_like(x).bernoulli_(0.5),
     "gated": lambda x, w: F.silu(x) * x,
     "normalised": lambda x, w: F.layer_norm(x, (32,)),
 }
