@@ -94,8 +94,8 @@ def new_checkout(folder: Path, python: WarmPython | None = None) -> Checkout:
     for name in ("config", "workflow", "profiles"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "Snakefile", folder / "Snakefile")
-    package = folder / "src" / "aqnpipe"
-    shutil.copytree(Path(aqnpipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    package = python.source / "aqnpipe" if python else Path(aqnpipe.__file__).parent
+    shutil.copytree(package, folder / "src" / "aqnpipe", ignore=shutil.ignore_patterns("__pycache__"))
     return Checkout(folder, python)
 
 
@@ -237,7 +237,7 @@ def test_editing_a_module_re_runs_the_stages_that_use_it(copy_of):
     module = copy_of.folder / "src" / "aqnpipe" / "statistics" / "paired.py"
     module.write_text(module.read_text() + "\n# edited\n")
     assert copy_of.planned() == {"compare": 1, "report": 1}
-    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "operators.py"
+    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "injection" / "operators.py"
     module.write_text(module.read_text() + "\n# edited\n")
     planned = copy_of.planned()
     assert (planned["train"], planned["evaluate"]) == (2, 5)
@@ -284,7 +284,7 @@ def test_the_same_study_gives_the_same_bytes(finished, finished_cold):
 def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     """What fooled the original experiments: noise is logged, but never added."""
     copy_of = copy_of.cold()
-    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "error_models.py"
+    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "kernels" / "error_models.py"
     source = module.read_text()
     sabotaged = source.replace("return add_relative_gaussian_(tensor, error.scale, source)", "return tensor", 1)
     assert sabotaged != source

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import aqnpipe
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tests" / "cluster" / "slurm_on_one_machine.py"
-SNAKEMAKE = Path(sys.executable).with_name("snakemake")
+SNAKEMAKE = ROOT / "tests" / "support" / "prompt_snakemake.py"
 RESULTS = Path("results/cluster")
 SECONDS = 900
 """Longest wait for anything; a loaded machine takes minutes for what an idle one does in seconds."""
@@ -83,8 +84,8 @@ class Run:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [
-                    *(SNAKEMAKE, "--profile", self.profile, "--configfile", "study.yaml"),
-                    *("--slurm-init-seconds-before-status-checks", "3", "--latency-wait", "10", *arguments),
+                    *(sys.executable, SNAKEMAKE, "--profile", self.profile, "--configfile", "study.yaml"),
+                    *("--slurm-init-seconds-before-status-checks", "1", "--latency-wait", "10", *arguments),
                 ],
                 cwd=self.folder,
                 env={**os.environ, "PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"},
@@ -161,14 +162,15 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def slurm_here():
-    """Slurm with two GPU nodes and an NPU node, for the tests of this file."""
+def slurm_here(shared_folder):
+    """Slurm with two GPU nodes and an NPU node, for the tests of this file; one test process at a time has it."""
     reason = cluster("why-not")
     if reason:
         pytest.skip(f"no Slurm on this machine: {reason}")
-    cluster("start")
-    yield
-    cluster("stop")
+    with FileLock(shared_folder / "slurm.lock"):
+        cluster("start")
+        yield
+        cluster("stop")
 
 
 @pytest.fixture(scope="module")
