@@ -178,22 +178,25 @@ class PublishedFile(FrozenModel):
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
+        # Messages contain ids as repr: pydantic cannot encode half a surrogate pair.
         for kind, entries in (("accuracies", self.accuracies), ("losses", self.losses), ("claims", self.claims)):
             names = [entry.id for entry in entries]
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
-                raise ValueError(f"{kind}: id {repeated[0]} is used twice")
+                raise ValueError(f"{kind}: id {repeated[0]!r} is used twice")
         accuracies, losses = {entry.id for entry in self.accuracies}, {entry.id for entry in self.losses}
         for where, name, known in self._references(accuracies, losses):
             if name not in known:
-                raise ValueError(f"{where}: unknown id {name!r}, the file has {', '.join(sorted(known)) or 'none'}")
+                raise ValueError(
+                    f"{where}: unknown id {name!r}, the file has {', '.join(map(repr, sorted(known))) or 'none'}"
+                )
         return self
 
     def _references(self, accuracies: set[str], losses: set[str]) -> Iterator[tuple[str, str, set[str]]]:
         for series in self.series:
-            yield from ((f"series {series.id}", name, accuracies) for name in series.accuracies)
+            yield from ((f"series {series.id!r}", name, accuracies) for name in series.accuracies)
         for claim in self.claims:
-            where = f"claim {claim.id}"
+            where = f"claim {claim.id!r}"
             if isinstance(claim, AccuracyClaim | LossClaim):
                 known = accuracies if isinstance(claim, AccuracyClaim) else losses
                 yield from ((where, name, known) for name in (claim.treatment, claim.control))
