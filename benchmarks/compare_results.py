@@ -3,7 +3,8 @@
     python benchmarks/compare_results.py BEFORE AFTER
 
 BEFORE and AFTER are results folders. Values are compared exactly and in order, whatever their columns and keys are
-called; a receipt may hold further values. Digests, checksums, versions and sentences are left out: they follow the source and the wording, not the results.
+called; a receipt of AFTER may hold further values. Digests, checksums, versions and sentences are left out: they follow
+the source and the wording, not the results.
 Prints one line per file that differs or is missing, and exits with 1 if there is one.
 """
 

@@ -1,4 +1,4 @@
-"""The import rules: which room may import which. What decides a byte of a result imports nothing that merely runs it."""
+"""Import rules: which room may import which. What decides a byte of a result imports nothing that runs it."""
 
 import ast
 import graphlib

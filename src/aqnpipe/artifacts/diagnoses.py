@@ -8,7 +8,6 @@ from pydantic import Field
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.config.diagnosis import DiagnosisMethod
 
-
 FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
 """Type of a detected fault: the simulated types, and gain, stuck and other, which only occur on real devices."""
 

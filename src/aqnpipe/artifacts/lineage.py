@@ -52,7 +52,7 @@ def has_digest(path: Path, digest: str | None) -> bool:
 
 
 def first_difference(found: object, expected: object, where: str = "") -> str | None:
-    """Return the first key at which two configurations (plain data) differ, with both values; None if they are equal."""
+    """Return the first key at which two configurations (plain data) differ, with both values; None if equal."""
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         for key in sorted({*found, *expected}):
             place = f"{where}.{key}" if where else str(key)

@@ -105,10 +105,10 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, a
             pl.col("noise_seed").n_unique().cast(pl.Int64).alias("num_noise_seeds"),
             pl.col("sample").n_unique().cast(pl.Int64).alias("num_samples"),
             pl.col(f"correct_{scorer}").mean().alias("accuracy"),
-            *(pl.col(f"correct_{one}").mean().alias(f"accuracy_{one}") for one in SCORERS),
+            *(pl.col(f"correct_{name}").mean().alias(f"accuracy_{name}") for name in SCORERS),
             (pl.col("finish_reason") == "length").mean().alias("truncated_fraction"),
             pl.col(f"answer_{scorer}").is_null().mean().alias("parse_failure_fraction"),
-            *(pl.col(f"answer_{one}").is_null().mean().alias(f"parse_failure_{one}") for one in SCORERS),
+            *(pl.col(f"answer_{name}").is_null().mean().alias(f"parse_failure_{name}") for name in SCORERS),
         )
         .sort("noise_level")
     )
@@ -121,12 +121,12 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, a
         "num_noise_seeds",
         "num_samples",
         "accuracy",
-        *(f"accuracy_{one}" for one in SCORERS),
+        *(f"accuracy_{name}" for name in SCORERS),
         pl.Series("ci_low", np.clip(low, 0, 1)),
         pl.Series("ci_high", np.clip(high, 0, 1)),
         "truncated_fraction",
         "parse_failure_fraction",
-        *(f"parse_failure_{one}" for one in SCORERS),
+        *(f"parse_failure_{name}" for name in SCORERS),
     ).with_columns(pl.col("seed", "step").cast(pl.Int64))
 
 
@@ -169,10 +169,10 @@ def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
     twins = _identical_levels(rows)
     levels = {}
     for (level,), part in requested.group_by("noise_level", maintain_order=True):
-        passes = {seed: one for (seed,), one in part.group_by("noise_seed", maintain_order=True)}
+        passes = {seed: rows for (seed,), rows in part.group_by("noise_seed", maintain_order=True)}
         first = next(iter(passes.values()))
         whole = part["sample"].n_unique() == 1 and all(
-            one["question_id"].equals(first["question_id"]) for one in passes.values()
+            answers["question_id"].equals(first["question_id"]) for answers in passes.values()
         )
         shown = part if whole else part.clear()
         levels[float(level)] = LevelScores(
@@ -216,7 +216,7 @@ def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:
 
 def _pass_problems(rows: pl.DataFrame, receipts: EvaluationReceipts) -> list[str]:
     in_table = set(rows.select("noise_level", "noise_seed").unique().iter_rows())
-    in_receipts = {(one.noise_level, one.noise_seed) for one in receipts.passes}
+    in_receipts = {(entry.noise_level, entry.noise_seed) for entry in receipts.passes}
     missing = [f"no receipt for level {level:g}, noise seed {seed}" for level, seed in sorted(in_table - in_receipts)]
     extra = [f"no rows for level {level:g}, noise seed {seed}" for level, seed in sorted(in_receipts - in_table)]
     return missing + extra

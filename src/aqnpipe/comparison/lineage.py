@@ -29,7 +29,7 @@ from aqnpipe.noise.receipts.receipt import Receipt
 Checkpoint = tuple[str, str, int, int]
 """(model role, arm, seed, step), step 0 for the pretrained model."""
 
-_SCORED_COLUMNS = [f"{part}_{one}" for one in SCORERS for part in ("answer", "correct")]
+_SCORED_COLUMNS = [f"{part}_{scorer}" for scorer in SCORERS for part in ("answer", "correct")]
 
 
 def lineage_problems(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
@@ -146,8 +146,8 @@ class _Lineage:
                 requested.aqn,
             ):
                 problems.append("the receipt is of other noise than the arm asks for")
-            problems += [f"receipt refused: {one}" for one in receipt.problems()]
-        return [f"training: {one}" for one in problems], record.outputs_sha256
+            problems += [f"receipt refused: {problem}" for problem in receipt.problems()]
+        return [f"training: {problem}" for problem in problems], record.outputs_sha256
 
     def _answer_problems(self, path: Path) -> list[str]:
         """Return the problems of a table that lacks or repeats a requested response, or has one with another grade."""
@@ -165,9 +165,9 @@ class _Lineage:
         found = list(rows.select("question_id", "noise_level", "noise_seed", "sample").iter_rows())
         problems = []
         if missing := len(requested.difference(found)):
-            problems.append(f"{missing} of {len(requested)} answers that the study asks for are not in the table")
+            problems.append(f"{missing} of {len(requested)} responses that the study requests are not in the table")
         if extra := len(set(found).difference(requested)) + len(found) - len(set(found)):
-            problems.append(f"{extra} answers in the table were not requested, or are there twice")
+            problems.append(f"{extra} responses in the table were not requested, or occur twice")
         if wrong := self._wrongly_scored(rows):
             problems.append(f"{wrong} stored responses have another grade than their text gets")
         return problems
@@ -181,7 +181,7 @@ class _Lineage:
                 continue
             if (response, gold) not in known:
                 grades = [grade(response, gold, scorer) for scorer in SCORERS]
-                known[response, gold] = tuple(part for one in grades for part in (one.answer, one.correct))
+                known[response, gold] = tuple(part for graded in grades for part in (graded.answer, graded.correct))
             wrong += tuple(stored) != known[response, gold]
         return wrong
 

@@ -189,6 +189,4 @@ def _comparative_findings(findings: Sequence[Finding]) -> str:
     if not compared:
         return ". The published scans flag no layer."
     flags = ", ".join(f"{finding.scan} layer {finding.layer} (z {finding.z:.3g})" for finding in compared)
-    return (
-        f". Scans that compare layers flag {flags}; they do not decide, as healthy models exceed the thresholds too."
-    )
+    return f". Scans that compare layers flag {flags}; they do not decide, as healthy models exceed the thresholds too."

@@ -197,8 +197,8 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
         published=results / "published.json" if plan.study.config.statistics.published else None,
         test_problems=results / "data" / "test.parquet",
         runs=tuple(run_input(*run) for run in plan.runs()),
-        evaluations=tuple(evaluated_input(*one) for one in plan.evaluations()),
-        diagnoses=tuple(diagnosis_input(*one) for one in plan.diagnoses()),
+        evaluations=tuple(evaluated_input(*checkpoint) for checkpoint in plan.evaluations()),
+        diagnoses=tuple(diagnosis_input(*names) for names in plan.diagnoses()),
         loss_studies=tuple(root / path for path in plan.loss_study_files("claims.json")),
     )
 
@@ -206,7 +206,7 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
 def read_inputs(inputs: ReportInputs) -> ReportData:
     """Read and validate every artifact that exists.
 
-    DataError names the first one that is malformed, not what its record or the claims speak of, or of another job.
+    DataError names the first one that is malformed, does not match its record or the claims, or is from another job.
     """
     missing: list[Path] = []
 
@@ -222,14 +222,17 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     def json(path: Path, model: type[Json]) -> Json | None:
         return read([path], lambda: read_json(path, model))
 
-    runs = [(one, read([one.metrics, one.receipt, one.record], partial(_read_run, one))) for one in inputs.runs]
-    validate_tables({one.metrics: run.metrics for one, run in runs if run}, TrainingMetrics)
+    runs = [
+        (files, read([files.metrics, files.receipt, files.record], partial(_read_run, files))) for files in inputs.runs
+    ]
+    validate_tables({files.metrics: run.metrics for files, run in runs if run}, TrainingMetrics)
     evaluations = [
-        (one, read([one.table, one.receipt, one.record], partial(_read_evaluated, one))) for one in inputs.evaluations
+        (files, read([files.table, files.receipt, files.record], partial(_read_evaluated, files)))
+        for files in inputs.evaluations
     ]
     diagnoses = [
-        (one, read([one.layers, one.verdict, *one.strategies.values()], partial(_read_diagnosis, one)))
-        for one in inputs.diagnoses
+        (files, read([files.layers, files.verdict, *files.strategies.values()], partial(_read_diagnosis, files)))
+        for files in inputs.diagnoses
     ]
     loss_studies = [json(path, LossStudyFile) for path in inputs.loss_studies]
     claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
@@ -249,10 +252,10 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         evaluations=tuple(evaluated for _, evaluated in evaluations if evaluated),
         diagnoses=tuple(diagnosis for _, diagnosis in diagnoses if diagnosis),
         missing=tuple(missing),
-        missing_runs=tuple(one for one, run in runs if not run),
-        missing_evaluations=tuple(one for one, evaluated in evaluations if not evaluated),
-        missing_diagnoses=tuple(one for one, diagnosis in diagnoses if not diagnosis),
-        loss_studies=tuple(one for one in loss_studies if one),
+        missing_runs=tuple(files for files, run in runs if not run),
+        missing_evaluations=tuple(files for files, evaluated in evaluations if not evaluated),
+        missing_diagnoses=tuple(files for files, diagnosis in diagnoses if not diagnosis),
+        loss_studies=tuple(study for study in loss_studies if study),
     )
 
 
@@ -291,28 +294,28 @@ def _refuse_foreign(path: Path, identity: Mapping[str, str | int], *outputs: Pat
         raise DataError(f"{path}: {problem}")
 
 
-def _read_evaluated(one: EvaluatedInput) -> Evaluated:
-    _refuse_foreign(one.record, one.identity)
+def _read_evaluated(files: EvaluatedInput) -> Evaluated:
+    _refuse_foreign(files.record, files.identity)
     return Evaluated(
-        source=one,
-        receipts=read_json(one.receipt, EvaluationReceipts),
-        record=read_json(one.record, RunRecord),
-        cost=read_cost(one.benchmark),
+        source=files,
+        receipts=read_json(files.receipt, EvaluationReceipts),
+        record=read_json(files.record, RunRecord),
+        cost=read_cost(files.benchmark),
     )
 
 
-def _read_diagnosis(one: DiagnosisInput) -> Diagnosis:
-    verdict = read_json(one.verdict, Verdict)
+def _read_diagnosis(files: DiagnosisInput) -> Diagnosis:
+    verdict = read_json(files.verdict, Verdict)
     origin = verdict.origin
-    if origin is not None and (origin.model, origin.machine) != (one.model, one.machine):
+    if origin is not None and (origin.model, origin.machine) != (files.model, files.machine):
         raise DataError(
-            f"{one.verdict}: this is of model {origin.model} on machine {origin.machine}, expected model {one.model} "
-            f"on machine {one.machine}"
+            f"{files.verdict}: this is the diagnosis of model {origin.model} on machine {origin.machine}, expected model "
+            f"{files.model} on machine {files.machine}"
         )
     return Diagnosis(
-        model=one.model,
-        machine=one.machine,
-        layers=read_table(one.layers, LayerTable),
+        model=files.model,
+        machine=files.machine,
+        layers=read_table(files.layers, LayerTable),
         verdict=verdict,
-        strategies={name: read_yaml(path, SigmaFile) for name, path in one.strategies.items()},
+        strategies={name: read_yaml(path, SigmaFile) for name, path in files.strategies.items()},
     )
