@@ -1,4 +1,4 @@
-"""What is told of errors that other libraries raise."""
+"""How errors of other libraries are shown."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The estimate of a study's cost, worked out by hand on a model of 100 parameters."""
+"""The cost estimate of a study, compared with hand calculations for a model of 100 parameters."""
 
 import json
 import re

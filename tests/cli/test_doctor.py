@@ -1,4 +1,4 @@
-"""`aqnpipe doctor`: what fits, what does not, and whether a profile can run."""
+"""`aqnpipe doctor`: checks of versions, devices and profiles."""
 
 import json
 from pathlib import Path

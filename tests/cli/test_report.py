@@ -18,8 +18,8 @@ PUBLISHED = Path(__file__).parents[2] / "config" / "published.yaml"
 
 
 @pytest.fixture
-def vouched_for(monkeypatch):
-    """The stages before would have left what the made-up evaluations do not have."""
+def with_lineage(monkeypatch):
+    """Skip the lineage check, because synthetic evaluations have no earlier stages."""
     monkeypatch.setattr(stage, "lineage_problems", lambda plan: dict.fromkeys(plan.evaluations(), ()))
 
 
@@ -35,14 +35,14 @@ def unfinished(tmp_path, monkeypatch):
     Path("arms.yaml").write_text(yaml.safe_dump({"arms": synthetic.ARMS}))
 
 
-def test_evaluations_without_what_they_come_from_prove_nothing(unfinished):
+def test_evaluations_without_lineage_are_invalid(unfinished):
     CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
     claims = read_json(Path("results/claims.json"), ClaimsFile).claims
     assert {claim.verdict for claim in claims} == {"invalid"}
     assert any("is not what the stage of the record wrote" in (claim.invalid_reason or "") for claim in claims)
 
 
-def test_what_exists_is_reported_and_what_misses_is_named(unfinished, vouched_for):
+def test_existing_evaluations_are_reported_and_missing_ones_named(unfinished, with_lineage):
     result = CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
     assert result.stdout.splitlines() == ["compare: 8 of 9 evaluations exist", "report: results/report.html"]
     claims = read_json(Path("results/claims.json"), ClaimsFile)

@@ -1,4 +1,4 @@
-"""`aqnpipe score`: counts by hand, disagreements, evaluations of a study, and every bad line named."""
+"""`aqnpipe score`: counts, disagreements, evaluations of a study, and errors that name the line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A study that asks for vLLM is told before it starts what vLLM cannot compute."""
+"""A study for vLLM is refused before it starts if vLLM cannot compute it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Machines of arms and loss studies: what they lead to in the plan, and mistakes in one line."""
+"""Machines of arms and loss studies: their parameters in the plan, and mistakes in one line."""
 
 from pathlib import Path
 

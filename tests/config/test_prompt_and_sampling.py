@@ -1,4 +1,4 @@
-"""Examples and samples as keys of a study: what the jobs get, and what is refused in one line."""
+"""Examples and samples in a study file: the parameters of the jobs, and mistakes in one line."""
 
 from pathlib import Path
 

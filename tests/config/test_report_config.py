@@ -1,4 +1,4 @@
-"""What a study may say about its report."""
+"""Settings of the report in a study file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Studies and arms: what ships parses, and every mistake is one line that names file, key, found and expected."""
+"""Studies and arms: shipped files are valid, and every mistake is one line with file, key, found and expected."""
 
 from pathlib import Path
 

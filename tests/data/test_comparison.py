@@ -1,4 +1,4 @@
-"""The second generated task: every answer re-derived from the text of its question alone."""
+"""The second generated task: every answer is derived again from the text of its question."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Prompts with examples: which ones, how they stand there, held to lm-evaluation-harness's own prompts."""
+"""Prompts with examples: their choice and format, compared with the prompts of lm-evaluation-harness."""
 
 import os
 from pathlib import Path

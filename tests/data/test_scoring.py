@@ -1,4 +1,4 @@
-"""Scorers by hand, and held to lm-evaluation-harness's own filters and metric on the same responses."""
+"""Scorers: hand-made cases, and comparison with the filters and metric of lm-evaluation-harness."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The scans on the trained models that ship with the package: what the random models of the other tests cannot show."""
+"""The scans on the trained models of the package, whose activations differ from those of random models."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Error rates by simulation at the sizes that studies have; bounds are quantiles of the binomial number of errors.
+"""Error rates by simulation at realistic sizes; bounds are quantiles of the binomial number of errors.
 
-A bigger table, with the methods that were not chosen, is in benchmarks/README.md.
+A larger table, which includes the methods that were not chosen, is in benchmarks/README.md.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from aqnpipe.statistics.robustness import joint_test
 
 STUDIES = 1000
 MOST_ERRORS = stats.binom.ppf(0.9999, STUDIES, 0.05)
-"""More of 1,000 would happen by chance once in 10,000 runs of a nominal method."""
+"""A nominal method makes more errors in 1,000 studies only once in 10,000 runs."""
 
 
 @pytest.fixture(scope="module")
