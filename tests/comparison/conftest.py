@@ -1,4 +1,4 @@
-"""Made-up evaluations, for tests that look at the whole stage."""
+"""Synthetic evaluations for tests of the whole stage."""
 
 import pytest
 import synthetic_evaluations
@@ -6,5 +6,5 @@ import synthetic_evaluations
 
 @pytest.fixture(scope="session")
 def synthetic():
-    """The module that makes up studies and their evaluations."""
+    """The module that generates studies and their evaluations."""
     return synthetic_evaluations

@@ -66,7 +66,7 @@ def test_clear_differences_are_supported_or_refuted_by_their_direction():
     assert judged(worse, better, expected="lower")[0].verdict == "supported"
 
 
-def test_holm_and_not_the_single_p_decides():
+def test_the_holm_adjusted_p_decides():
     assert judged(answers(4, 0.8, 1), answers(4, 0.5, 2), p_holm=0.05)[0].verdict == "not_shown"
 
 
@@ -86,7 +86,7 @@ def test_a_single_run_can_show_what_noise_does_to_it():
 
 
 def test_non_inferiority_is_decided_by_its_margin():
-    """1 point lower with a standard error of about 1 point: not worse than by 5 points, but maybe than by 2."""
+    """1 point lower with a standard error of about 1 point: not worse by 5 points, but perhaps by 2."""
     control = answers(5, 0.7, 1, questions=2000)
     treatment = control.copy()
     treatment[:, :20] = 0.0
@@ -117,7 +117,7 @@ def test_equivalence_needs_both_sides():
 @given(st.floats(-0.03, 0.03), st.sampled_from([0.02, 0.05]))
 @settings(max_examples=30, deadline=None)
 def test_margins_are_decided_as_the_interval_says(shift, margin):
-    """Before Holm, TOST at alpha supports where the 1 - 2*alpha interval lies inside the margins, and nowhere else."""
+    """Before Holm, TOST at alpha supports the claim if and only if the 1 - 2*alpha interval is inside the margins."""
     control = answers(3, 0.7, 1)
     treatment = control + shift + np.random.default_rng(5).normal(0, 0.2, control.shape)
     judgement, _ = judged(treatment, control, test="equivalence", margin=margin)
@@ -127,7 +127,7 @@ def test_margins_are_decided_as_the_interval_says(shift, margin):
     assert (judgement.verdict == "supported") == (judgement.ci_low > -margin)
 
 
-def test_a_larger_family_asks_for_more():
+def test_a_larger_family_needs_more_data():
     small, large = (judged(answers(3, 0.62, 1), answers(3, 0.6, 2), family_size=n)[0] for n in (1, 20))
     assert large.minimum_detectable > small.minimum_detectable
     parts = VarianceParts(seed=0.0, question=0.2, residual=0.1)
@@ -150,7 +150,7 @@ def test_the_sentence_carries_the_numbers():
     assert "3 个种子，300 道题" in sentence.zh
 
 
-def test_degradation_is_told_as_two_costs():
+def test_the_sentence_of_a_degradation_has_both_costs():
     control = answers(3, 0.7, 1) * 0.0
     treatment = control - 0.1
     treatment[:, 0] = -0.2
@@ -158,7 +158,7 @@ def test_degradation_is_told_as_two_costs():
     assert "From no noise to 10\u00a0% noise, E5b changes by −10.0 points and E5 by +0.0" in sentence.en
 
 
-def test_identical_sides_are_said_to_be_identical():
+def test_the_sentence_of_identical_sides():
     same = answers(2, 0.6, 1)
     judgement, sentence = judged(same, same)
     assert judgement.verdict == "not_shown"
@@ -179,7 +179,7 @@ def test_statements_survive_their_file():
         assert Statement.model_validate_json(found.model_dump_json()) == found
 
 
-def test_every_refusal_has_words():
+def test_every_refusal_has_a_text():
     for kind in RefusalKind.__args__:
         claim = Claim(
             comparison_id="id", claim="", verdict="invalid", seeds=(), invalid_kind=kind, invalid_reason="why"

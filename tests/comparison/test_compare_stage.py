@@ -87,7 +87,7 @@ def test_numbers_follow_from_the_rows(artifacts, run):
     shown = accuracy.filter(pl.col("arm") == "E5b", pl.col("seed") == 1, pl.col("noise_level") == 0)
     assert shown["accuracy"].item() == pytest.approx(right[1])
     assert shown["parse_failure_fraction"].item() == pytest.approx(1 - right[1])
-    claim = next(one for one in claims.claims if one.comparison_id == "E5b-vs-E5@0")
+    claim = next(claim for claim in claims.claims if claim.comparison_id == "E5b-vs-E5@0")
     assert [seed.difference for seed in claim.seeds] == pytest.approx([right[0] - right[2], right[1] - right[3]])
     assert sum((claim.seeds[0].both_correct, claim.seeds[0].only_treatment)) == right[0] * 200
 
@@ -99,7 +99,7 @@ def test_noise_seeds_are_averaged_per_question(artifacts, run):
     row = comparisons.row(by_predicate=pl.col("comparison_id") == "baseline@0.1-vs-0", named=True)
     assert row["treatment_accuracy"] == pytest.approx(noisy["correct_strict"].mean())
     assert noisy["noise_seed"].n_unique() == 2
-    claim = next(one for one in claims.claims if one.comparison_id == "baseline@0.1-vs-0")
+    claim = next(claim for claim in claims.claims if claim.comparison_id == "baseline@0.1-vs-0")
     assert claim.seeds[0].both_correct + claim.seeds[0].neither <= 200
 
 
@@ -196,7 +196,10 @@ def test_a_failed_receipt_is_not_compared(synthetic, artifacts, run):
     source = find(artifacts, "E5")
     receipts = read_json(source.receipt, EvaluationReceipts)
     clean = evaluation_receipt(0.0)
-    broken = [one.model_copy(update={"receipt": clean}) if one.noise_level else one for one in receipts.passes]
+    broken = [
+        noise_pass.model_copy(update={"receipt": clean}) if noise_pass.noise_level else noise_pass
+        for noise_pass in receipts.passes
+    ]
     write_json(source.receipt, receipts.model_copy(update={"passes": tuple(broken)}))
     _, _, claims = run(artifacts.study, artifacts.evaluations)
     assert "receipt refused: pass at level 0.05" in reason(claims, "E5b-vs-E5@0")
@@ -216,12 +219,14 @@ def test_a_run_without_its_last_step_is_not_compared(artifacts, run):
     old = read_json(source.record, RunRecord)
     identity = {"model": "base", "arm": "E5", "seed": 0, "step": 30}
     write_json(source.record, old.model_copy(update={"identity": identity}))
-    _, _, claims = run(artifacts.study, [early if one is source else one for one in artifacts.evaluations])
+    _, _, claims = run(
+        artifacts.study, [early if evaluation is source else evaluation for evaluation in artifacts.evaluations]
+    )
     assert reason(claims, "E5b-vs-E5@0") == "missing evaluations: base/E5 seed 0 step 60"
 
 
 def test_missing_seeds_are_not_compared(artifacts, run):
-    present = [one for one in artifacts.evaluations if (one.arm, one.seed) != ("E5", 1)]
+    present = [evaluation for evaluation in artifacts.evaluations if (evaluation.arm, evaluation.seed) != ("E5", 1)]
     _, _, claims = run(artifacts.study, present)
     assert reason(claims, "E5b-vs-E5@0") == "missing evaluations: base/E5 seed 1 step 60"
     assert claims.missing == ("base/E5 seed 1 step 60",)
@@ -240,7 +245,7 @@ def changed(artifacts, **changes):
     return artifacts.study.model_validate({"config": config, "arms": artifacts.study.arms})
 
 
-def test_tables_stand_as_csv_beside_the_parquet(artifacts, run, tmp_path):
+def test_tables_are_written_as_csv_too(artifacts, run, tmp_path):
     _, comparisons, _ = run(artifacts.study, artifacts.evaluations)
     written = pl.read_csv(tmp_path / "comparisons.csv", schema=comparisons.schema)
     assert written.equals(comparisons)
@@ -263,7 +268,7 @@ def test_robustness_of_every_arm(artifacts, run, tmp_path):
 
 def mean_accuracy(artifacts, arm, level):
     tables = [pl.read_parquet(find(artifacts, arm, seed).table) for seed in (0, 1)]
-    return np.mean([one.filter(pl.col("noise_level") == level)["correct_strict"].mean() for one in tables])
+    return np.mean([table.filter(pl.col("noise_level") == level)["correct_strict"].mean() for table in tables])
 
 
 def test_margins_families_and_degradation(synthetic, artifacts, run):
@@ -294,7 +299,7 @@ def test_margins_families_and_degradation(synthetic, artifacts, run):
     assert third["verdict"] in ("refuted", "not_shown")
 
 
-def test_a_study_without_comparisons_gets_the_usual_ones(artifacts, run):
+def test_a_study_without_comparisons_gets_the_default_ones(artifacts, run):
     study = changed(artifacts, comparisons=[])
     _, comparisons, claims = run(study, artifacts.evaluations)
     assert set(comparisons["kind"]) == {"arms", "levels", "degradation"}
@@ -309,7 +314,7 @@ def test_run_to_run_variance_is_pooled_over_arms(artifacts, run):
     assert freedom["E5b-vs-E5@0"] == 4  # four arms of two seeds
 
 
-def test_the_same_weights_are_not_two_arms(artifacts, run):
+def test_equal_weights_of_two_arms_are_not_compared(artifacts, run):
     first, second = (read_json(find(artifacts, arm).record, RunRecord) for arm in ("E5", "E5b"))
     write_json(find(artifacts, "E5b").record, second.model_copy(update={"inputs_sha256": first.inputs_sha256}))
     _, _, claims = run(artifacts.study, artifacts.evaluations)
@@ -338,7 +343,7 @@ def test_an_unfinished_study_is_compared_as_far_as_it_goes(artifacts, run, tmp_p
     assert len(existing_evaluations(plan)) == len(artifacts.evaluations) == plan.num_evaluations
     find(artifacts, "srdd_guided").receipt.unlink()
     # Behind made-up evaluations there are no runs.
-    found = [dataclasses.replace(one, lineage_problems=()) for one in existing_evaluations(plan)]
+    found = [dataclasses.replace(evaluation, lineage_problems=()) for evaluation in existing_evaluations(plan)]
     accuracy, comparisons, claims = run(artifacts.study, found)
     assert verdicts(claims)["srdd_guided-vs-E5b@0.1"] == "invalid"
     assert comparisons.filter(pl.col("verdict") == "invalid").height == 1

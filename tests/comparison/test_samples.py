@@ -1,4 +1,4 @@
-"""Several samples per question: averaged within questions, which stay the units of every test; numbers by hand."""
+"""Several samples per question: they are averaged within questions, the units of every test; numbers by hand."""
 
 import polars as pl
 import pytest
@@ -76,7 +76,7 @@ def test_the_order_of_rows_does_not_matter(tmp_path):
     assert loaded.levels[0.1].first_correct.tolist() == [True, False]
 
 
-def test_questions_with_unequal_samples_are_no_whole_pass(tmp_path):
+def test_passes_with_unequal_samples_are_incomplete(tmp_path):
     loaded = load_evaluation(write(tmp_path, ROWS[:-1]), "strict", 0.05)
     assert [problem.text for problem in loaded.problems] == [
         "base/E5 seed 0 step 10: noise level 0.1: passes hold different questions"
@@ -124,20 +124,20 @@ def add_sample(source, change=lambda table: table):
 
 
 def test_a_sample_that_repeats_the_first_changes_nothing_but_its_count(artifacts, tmp_path):
-    one = compared(artifacts, tmp_path / "one")
+    once = compared(artifacts, tmp_path / "once")
     for source in artifacts.evaluations:
         add_sample(source)
     two = compared(artifacts, tmp_path / "two")
     assert set(two[0]["num_samples"]) == {2}
-    assert two[0].drop("num_samples").equals(one[0].drop("num_samples"))
-    assert two[1].equals(one[1])
-    assert two[2].equals(one[2])
-    assert two[3].model_copy(update={"tables_sha256": one[3].tables_sha256}) == one[3]
+    assert two[0].drop("num_samples").equals(once[0].drop("num_samples"))
+    assert two[1].equals(once[1])
+    assert two[2].equals(once[2])
+    assert two[3].model_copy(update={"tables_sha256": once[3].tables_sha256}) == once[3]
 
 
 def test_a_second_sample_enters_comparisons_by_half(artifacts, tmp_path):
-    """E5b's second sample is wrong throughout: that halves its accuracy, and there are still 200 questions."""
-    before = compared(artifacts, tmp_path / "one")[1]
+    """Every second sample of E5b is wrong: its accuracy is halved, and the number of questions is still 200."""
+    before = compared(artifacts, tmp_path / "once")[1]
     for source in artifacts.evaluations:
         wrong = source.arm == "E5b"
         add_sample(source, (lambda table: table.with_columns(correct_strict=pl.lit(False))) if wrong else lambda t: t)
@@ -151,8 +151,8 @@ def test_a_second_sample_enters_comparisons_by_half(artifacts, tmp_path):
     assert row(after)["difference"] == pytest.approx(
         row(before)["treatment_accuracy"] / 2 - row(before)["control_accuracy"]
     )
-    claim = next(one for one in claims.claims if one.comparison_id == "E5b-vs-E5@0")
-    assert [sum((one.both_correct, one.only_treatment, one.only_control, one.neither)) for one in claim.seeds] == [
+    claim = next(claim for claim in claims.claims if claim.comparison_id == "E5b-vs-E5@0")
+    assert [sum((seed.both_correct, seed.only_treatment, seed.only_control, seed.neither)) for seed in claim.seeds] == [
         200
     ] * 2
     assert robustness.filter(arm="E5b")["cochran_q_p"].item() is None
@@ -162,6 +162,6 @@ def test_arms_with_unequal_numbers_of_samples_are_not_compared(artifacts, tmp_pa
     for seed in (0, 1):
         add_sample(artifacts.find("E5b", seed))
     _, _, _, claims = compared(artifacts, tmp_path / "out")
-    reasons = {one.comparison_id: one.invalid_reason for one in claims.claims}
+    reasons = {claim.comparison_id: claim.invalid_reason for claim in claims.claims}
     assert "samples per question differ: 2 for" in reasons["E5b-vs-E5@0"]
     assert reasons["E5b@0.1-vs-0"] is None

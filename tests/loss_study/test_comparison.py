@@ -1,4 +1,4 @@
-"""What a loss study shows: effects put into made-up losses are found, and nothing is found where there is none."""
+"""Comparisons of a loss study: effects put into synthetic losses are found, and none is found without an effect."""
 
 import math
 
@@ -26,7 +26,7 @@ MEANS = {"clean": 0.1, "fault_only": 0.5, "global": 0.5, "targeted": 0.45, "wron
 
 
 def receipt_of(condition):
-    """A receipt without a problem, as a pass of that condition would leave it."""
+    """A receipt without problems, like that of a pass of this condition."""
     fault = Fault(type="dead_zone", layer=1, magnitude=MAGNITUDE)
     faulty, layers = condition != "clean", LAYERS[condition]
     phases = ("evaluation", "backward") if faulty else ("evaluation",)
@@ -96,7 +96,7 @@ def receipt_of(condition):
 
 
 def write_losses(folder, means=MEANS, seed=0):
-    """Losses with a common scatter of texts (0.2), one of noise seeds (0.002) and one of their pairs (0.01)."""
+    """Write losses with SD 0.2 between texts, 0.002 between noise seeds and 0.01 between pairs of the two."""
     rng = np.random.default_rng(seed)
     by_text = rng.normal(0, 0.2, NUM_TEXTS)
     rows, passes = [], []
@@ -142,12 +142,12 @@ def write_losses(folder, means=MEANS, seed=0):
         stage="loss_study", identity=identity, config={}, code_digest="", inputs_sha256={}, versions={}, device="cpu"
     )
     write_json(inputs.record, record)
-    vouch(inputs)
+    record_digests(inputs)
     return inputs
 
 
-def vouch(inputs):
-    """Let the record speak of table and receipt as they are now."""
+def record_digests(inputs):
+    """Write the digests of table and receipt as they are now into the record."""
     record = read_json(inputs.record, RunRecord)
     written = digests_of_outputs({"table": inputs.table, "receipt": inputs.receipt})
     write_json(inputs.record, record.model_copy(update={"outputs_sha256": written}))
@@ -164,11 +164,11 @@ def found(tmp_path_factory):
 
 
 def by_id(file):
-    return {one.comparison_id: one for one in file.comparisons}
+    return {comparison.comparison_id: comparison for comparison in file.comparisons}
 
 
 def test_effects_that_are_there_are_found_and_others_are_not(found):
-    verdicts = {name: one.verdict for name, one in by_id(found).items()}
+    verdicts = {name: comparison.verdict for name, comparison in by_id(found).items()}
     assert verdicts == {
         "fault_only_vs_clean_0.3": "supported",
         "global_vs_fault_only_0.3_after_noise": "not_shown",
@@ -201,19 +201,19 @@ def test_differences_intervals_and_the_published_test_are_computed_from_the_tabl
         rows = table.filter(pl.col("condition") == condition).sort("noise_seed", "question_id")
         return rows["loss"].to_numpy().reshape(-1, NUM_TEXTS)
 
-    one = by_id(found)["targeted_vs_global_0.3_after_noise"]
+    comparison = by_id(found)["targeted_vs_global_0.3_after_noise"]
     difference = losses("targeted") - losses("global")
-    assert one.difference == pytest.approx(difference.mean())
-    assert one.ci_low < difference.mean() < one.ci_high
+    assert comparison.difference == pytest.approx(difference.mean())
+    assert comparison.ci_low < difference.mean() < comparison.ci_high
     reference = stats.ttest_rel(losses("targeted").mean(axis=1), losses("global").mean(axis=1))
-    assert one.p_seed_t == pytest.approx(reference.pvalue)
+    assert comparison.p_seed_t == pytest.approx(reference.pvalue)
     harm = by_id(found)["fault_only_vs_clean_0.3"]
     assert harm.num_seeds == 1
     assert harm.difference == pytest.approx(0.4)
 
 
 def test_conditions_carry_survival_and_gradient_flow(found):
-    conditions = {one.condition: one for one in found.conditions}
+    conditions = {condition.condition: condition for condition in found.conditions}
     assert conditions["clean"].survival_rate is None
     assert conditions["targeted"].survival_rate == 0.75
     assert conditions["targeted"].gradient_zeroed_share == 0.25
@@ -226,10 +226,10 @@ def test_conditions_carry_survival_and_gradient_flow(found):
 
 def test_an_effect_against_the_claim_refutes_it(tmp_path):
     worse = compared(tmp_path, means={**MEANS, "targeted": 0.6})
-    one = by_id(worse)["targeted_vs_fault_only_0.3_after_noise"]
-    assert one.verdict == "refuted"
-    numbers, conclusion = one.statements
-    assert numbers.values["difference"] == one.difference
+    comparison = by_id(worse)["targeted_vs_fault_only_0.3_after_noise"]
+    assert comparison.verdict == "refuted"
+    numbers, conclusion = comparison.statements
+    assert numbers.values["difference"] == comparison.difference
     assert numbers.key == "result.nats"
     assert conclusion.key == "conclusion.refuted"
 
@@ -237,7 +237,7 @@ def test_an_effect_against_the_claim_refutes_it(tmp_path):
 def test_losses_worse_than_guessing_are_not_compared(tmp_path):
     """The published dead-zone study compared losses above ln|V|."""
     broken = compared(tmp_path, means={**MEANS, "fault_only": 5.0, "global": 5.0, "targeted": 4.0})
-    verdicts = {name: one.verdict for name, one in by_id(broken).items()}
+    verdicts = {name: comparison.verdict for name, comparison in by_id(broken).items()}
     assert verdicts["targeted_vs_fault_only_0.3_after_noise"] == "invalid"
     assert verdicts["targeted_vs_global_0.3_after_noise"] == "invalid"
     assert by_id(broken)["targeted_vs_global_0.3_after_noise"].p_holm is None
@@ -246,17 +246,21 @@ def test_losses_worse_than_guessing_are_not_compared(tmp_path):
     assert {reason.key for reason in conclusion.values["reasons"]} == {"reason.above_uniform"}
     assert [reason.values["name"] for reason in conclusion.values["reasons"]] == ["targeted", "global"]
     assert "worse than guessing uniformly" in load_words("en").of(conclusion)
-    assert {one.condition for one in broken.conditions if one.above_uniform} == {"fault_only", "global", "targeted"}
+    assert {condition.condition for condition in broken.conditions if condition.above_uniform} == {
+        "fault_only",
+        "global",
+        "targeted",
+    }
 
 
 def test_false_alarms_without_any_effect_stay_at_alpha(tmp_path):
-    """Two comparisons of noise in each of 60 made-up studies; with 5 % each, at most 14 of 120 (five SD)."""
+    """Two comparisons of noise in each of 60 synthetic studies: at 5 % each, at most 14 of 120 (five SD)."""
     equal = dict.fromkeys(("fault_only", "global", "targeted"), 0.5)
     p_values = [
-        one.p_value
+        comparison.p_value
         for seed in range(60)
-        for one in compared(tmp_path / str(seed), means=equal, seed=seed).comparisons
-        if one.family == "noise"
+        for comparison in compared(tmp_path / str(seed), means=equal, seed=seed).comparisons
+        if comparison.family == "noise"
     ]
     assert len(p_values) == 120
     assert sum(p < 0.05 for p in p_values) <= 6 + 5 * (120 * 0.05 * 0.95) ** 0.5
@@ -266,7 +270,7 @@ def test_rows_without_a_receipt_are_refused(tmp_path):
     inputs = write_losses(tmp_path)
     receipts = read_json(inputs.receipt, LossStudyReceipts)
     write_json(inputs.receipt, receipts.model_copy(update={"passes": receipts.passes[:-1]}))
-    vouch(inputs)
+    record_digests(inputs)
     with pytest.raises(DataError, match="no receipt for pass"):
         compare_losses(inputs, StatisticsConfig(), tmp_path / "claims.json")
 
@@ -276,6 +280,6 @@ def test_a_pass_whose_noise_went_elsewhere_is_refused(tmp_path):
     receipts = read_json(inputs.receipt, LossStudyReceipts)
     wrong = receipts.passes[-1].model_copy(update={"noised_layers": (0,)})
     write_json(inputs.receipt, receipts.model_copy(update={"passes": (*receipts.passes[:-1], wrong)}))
-    vouch(inputs)
+    record_digests(inputs)
     with pytest.raises(DataError, match=r"noise was measured in layers \[3\]"):
         compare_losses(inputs, StatisticsConfig(), tmp_path / "claims.json")

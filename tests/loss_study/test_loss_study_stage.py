@@ -98,7 +98,7 @@ def test_every_condition_has_every_text_once_per_pass(finished):
         "clean": NUM_TEXTS,
         "noise_only": 2 * NUM_TEXTS,
         "fault_only": 2 * NUM_TEXTS,
-        # Only these have noise where the fault strikes, so that the order of the two matters.
+        # Only these have noise in a faulty layer, where the order of noise and fault matters.
         **dict.fromkeys(("global", "targeted"), 2 * noisy),
         **dict.fromkeys(("healthy_layers", "wrong_layers", "random_layers"), noisy),
     }
@@ -106,7 +106,7 @@ def test_every_condition_has_every_text_once_per_pass(finished):
 
 
 def test_losses_are_those_of_a_plain_forward_pass(finished, model_dir, problems):
-    """Clean, and with the dead zone written out by hand."""
+    """Without a fault, and with the dead zone computed by hand."""
     model, tokenizer = load_model(model_dir, dtype="float32", attention="eager"), build_tokenizer()
     table = read_table(problems, ProblemTable)
 
@@ -136,24 +136,26 @@ def test_survival_falls_with_the_threshold_and_is_one_without_a_fault(finished):
     assert 1.0 > rates[0.05] > rates[0.3] > 0.0
 
 
-def test_receipts_prove_fault_noise_and_gradient_of_every_pass(finished):
+def test_receipts_record_fault_noise_and_gradient_of_every_pass(finished):
     receipts = read_json(outputs(finished).receipt, LossStudyReceipts)
     assert receipts.problems() == []
     assert (receipts.num_layers, receipts.faulty_layers) == (4, (1,))
     assert receipts.vocabulary_size == len(build_tokenizer())
-    layers = {one.condition: one.noised_layers for one in receipts.passes}
+    layers = {loss_pass.condition: loss_pass.noised_layers for loss_pass in receipts.passes}
     assert layers["targeted"] == (1,)
     assert layers["healthy_layers"] == (0, 2, 3)
     assert layers["wrong_layers"] == (3,)
     assert len(layers["random_layers"]) == 1
     assert 1 not in layers["random_layers"]
-    for one in receipts.passes:
-        assert bool(one.receipt.gradient_flows) == (one.magnitude > 0 and one.noise_seed == 0)
-        assert {cell.phase for cell in one.receipt.fault_cells} == ({"evaluation"} if one.magnitude else set())
+    for loss_pass in receipts.passes:
+        assert bool(loss_pass.receipt.gradient_flows) == (loss_pass.magnitude > 0 and loss_pass.noise_seed == 0)
+        assert {cell.phase for cell in loss_pass.receipt.fault_cells} == (
+            {"evaluation"} if loss_pass.magnitude else set()
+        )
 
 
-def test_noise_is_common_to_the_conditions_that_have_it(model_dir, problems, tmp_path):
-    """With the fault so mild and the noise in one layer only, a one-layer machine makes global and targeted agree."""
+def test_conditions_share_the_noise_of_a_layer(model_dir, problems, tmp_path):
+    """On a machine with faults in all layers, global and targeted noise are the same."""
     table = run(
         tmp_path,
         model_dir,
@@ -187,14 +189,14 @@ def test_the_same_study_gives_the_same_bytes(finished, model_dir, problems, tmp_
         assert sha256_of_file(getattr(outputs(tmp_path), name)) == sha256_of_file(getattr(outputs(finished), name))
 
 
-def test_a_fault_that_never_strikes_is_refused_and_nothing_is_written(model_dir, problems, tmp_path, monkeypatch):
+def test_a_fault_that_changes_nothing_is_refused_and_nothing_is_written(model_dir, problems, tmp_path, monkeypatch):
     monkeypatch.setattr("aqnpipe.noise.injection.faults.dead_zone", lambda hidden, m, top: hidden)
     with pytest.raises(ReceiptError, match=r"fault_only at magnitude 0\.05.*changed none of"):
         run(tmp_path, model_dir, problems, conditions=("fault_only",))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_noise_that_never_comes_is_refused(model_dir, problems, tmp_path, monkeypatch):
+def test_missing_noise_is_refused(model_dir, problems, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "aqnpipe.noise.kernels.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor
     )
@@ -219,5 +221,5 @@ def test_passes_are_counted_by_hand():
     passes = list(loss_passes(settings))
     # 1 clean, 2 noise only, 3 fault only; 3 magnitudes x 2 noise seeds for 2 conditions in 2 orders and 3 in one
     assert len(passes) == len(set(passes)) == 1 + 2 + 3 + 2 * 12 + 3 * 6
-    assert sum(one.with_gradient for one in passes) == 3 + 2 * 6 + 3 * 3
-    assert math.isclose(sum(one.magnitude for one in passes), 0.6 * (1 + 2 * 4 + 3 * 2))
+    assert sum(loss_pass.with_gradient for loss_pass in passes) == 3 + 2 * 6 + 3 * 3
+    assert math.isclose(sum(loss_pass.magnitude for loss_pass in passes), 0.6 * (1 + 2 * 4 + 3 * 2))

@@ -1,4 +1,4 @@
-"""Builds the report of the made-up study once; finds a browser."""
+"""Fixtures: the report of the synthetic study, built once, and a browser."""
 
 import os
 import shutil
@@ -21,13 +21,13 @@ from aqnpipe.report.stage import ReportOutputs, build_report
 
 @pytest.fixture(scope="session")
 def synthetic():
-    """The module that makes up studies and their artifacts."""
+    """The module that generates studies and their artifacts."""
     return synthetic_study
 
 
 @dataclass(frozen=True)
 class Built:
-    """A made-up study with its artifacts, and the page made from them."""
+    """A synthetic study with its artifacts and its report."""
 
     study: object
     made: object
@@ -35,7 +35,7 @@ class Built:
 
     @property
     def page(self) -> Path:
-        """The page."""
+        """The path of the page."""
         return self.folder / "report.html"
 
     @property
@@ -67,7 +67,7 @@ def make_report(synthetic):
 
 @pytest.fixture(scope="session")
 def built(synthetic, tmp_path_factory):
-    """The report of the made-up study. Tests must not change its folder."""
+    """The report of the synthetic study. Tests must not change its folder."""
     return make(synthetic, tmp_path_factory.mktemp("report"), synthetic.study())
 
 
@@ -81,7 +81,7 @@ HOSTILE = (
 
 @pytest.fixture(scope="session")
 def hostile(synthetic, tmp_path_factory):
-    """A report in which every text that the report did not write itself is hostile, responses very long as well."""
+    """A report in which every text from outside the catalogue is hostile, and responses are very long."""
     folder = tmp_path_factory.mktemp("hostile")
     built = make(synthetic, folder, synthetic.study(arms=["baseline", "E5"], seeds=[0], comparisons=[]), 60)
     claims = read_json(folder / "claims.json", ClaimsFile)
@@ -91,15 +91,15 @@ def hostile(synthetic, tmp_path_factory):
     _overwrite(folder / "comparisons.parquet", family=HOSTILE)
     _overwrite(folder / "robustness.parquet", problem=HOSTILE)
     _overwrite(built.made.test_problems, question=HOSTILE * 30, gold_answer=HOSTILE)
-    for one in built.made.evaluations:
-        _overwrite(one.table, response=HOSTILE + "x" * 100_000)
+    for evaluation in built.made.evaluations:
+        _overwrite(evaluation.table, response=HOSTILE + "x" * 100_000)
     for run in built.made.runs:
         record = read_json(run.record, RunRecord)
         update = {"device": HOSTILE, "versions": {HOSTILE: HOSTILE}, "inputs_sha256": {HOSTILE: HOSTILE}}
         write_json(run.record, record.model_copy(update=update))
-    for one in built.made.diagnoses:
-        verdict = read_json(one.verdict, Verdict)
-        write_json(one.verdict, verdict.model_copy(update={"reason": HOSTILE}))
+    for diagnosis in built.made.diagnoses:
+        verdict = read_json(diagnosis.verdict, Verdict)
+        write_json(diagnosis.verdict, verdict.model_copy(update={"reason": HOSTILE}))
     content = built.study.model_dump()
     content["config"]["report"] |= {"title": HOSTILE, "question": HOSTILE}
     content["arms"]["E5"]["description"] = HOSTILE
@@ -113,7 +113,7 @@ def _overwrite(path, **texts):
 
 @pytest.fixture(scope="session")
 def browser():
-    """Chromium without a window; skips where there is none."""
+    """Headless Chromium; skips the test if it is not installed."""
     playwright = pytest.importorskip("playwright.sync_api")
     executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if executable is None:

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it loads, shows, and lets a keyboard, a phone, a printer and a screen reader do."""
+"""The page in a real browser: requests, numbers, and use by keyboard, phone, printer and screen reader."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ AXE = "axe_playwright_python"
 
 
 class Visit:
-    """A page opened in the browser, with everything that it said or requested."""
+    """A page opened in the browser, with its console messages and requests."""
 
     def __init__(self, browser, path, **options):
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
@@ -25,7 +25,7 @@ class Visit:
         self.page.goto(Path(path).as_uri())
 
     def open_all(self):
-        self.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+        self.page.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true })")
 
     def rows(self, table):
         """Cells of the body of a table, as shown."""
@@ -47,8 +47,8 @@ def visit(browser):
         return visits[-1]
 
     yield open_page
-    for one in visits:
-        one.context.close()
+    for opened in visits:
+        opened.context.close()
 
 
 def number(text):
@@ -61,7 +61,7 @@ def interval(text):
 
 
 def shows(text, fraction, digits=1):
-    """Whether `text` is 100 * fraction rounded to `digits`, or a dash where there is none."""
+    """Whether `text` is 100 * fraction rounded to `digits`, or a dash if there is no fraction."""
     if fraction is None:
         return text == "–"
     return abs(number(text) - 100 * fraction) <= 0.5 * 10**-digits + 1e-9
@@ -76,7 +76,7 @@ def shows_p(text, p):
 @pytest.mark.parametrize(
     "options", [{"color_scheme": "light"}, {"color_scheme": "dark"}, {"java_script_enabled": False}]
 )
-def test_the_page_says_nothing_and_asks_for_nothing(visit, built, options):
+def test_the_page_logs_nothing_and_requests_nothing(visit, built, options):
     seen = visit(built.page, **options)
     assert seen.messages == []
     assert seen.requests == [built.page.as_uri()]
@@ -108,7 +108,11 @@ def test_axe_finds_nothing_serious(visit, built, scheme, rules):
     seen.page.evaluate(Path(script, "axe.min.js").read_text(encoding="utf-8"))
     options = {"resultTypes": ["violations"]} | ({"runOnly": rules} if rules else {})
     found = seen.page.evaluate("options => axe.run(options).then(result => result.violations)", options)
-    grave = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
+    grave = [
+        (violation["id"], violation["nodes"][0]["html"])
+        for violation in found
+        if violation["impact"] in ("serious", "critical")
+    ]
     assert grave == []
 
 
@@ -129,7 +133,7 @@ def test_the_keyboard_reaches_everything_in_order(visit, built):
     page = seen.page
     seen.open_all()
     expected = page.eval_on_selector_all(
-        "a[href], summary, [tabindex='0']", "all => all.map((one, n) => (one.dataset.n = n))"
+        "a[href], summary, [tabindex='0']", "all => all.map((element, n) => (element.dataset.n = n))"
     )
     reached = []
     for _ in expected:
@@ -143,9 +147,10 @@ def test_parts_that_scroll_sideways_can_be_reached(visit, built):
     seen = visit(built.page, viewport={"width": 360, "height": 740})
     seen.open_all()
     stuck = seen.page.evaluate(
-        """() => [...document.querySelectorAll('body *')].filter(one => one.scrollWidth > one.clientWidth + 1
-        && ['auto', 'scroll'].includes(getComputedStyle(one).overflowX)
-        && one.tabIndex < 0 && !one.querySelector('a[href]')).map(one => one.outerHTML.slice(0, 80))"""
+        """() => [...document.querySelectorAll('body *')].filter(element =>
+        element.scrollWidth > element.clientWidth + 1
+        && ['auto', 'scroll'].includes(getComputedStyle(element).overflowX)
+        && element.tabIndex < 0 && !element.querySelector('a[href]')).map(element => element.outerHTML.slice(0, 80))"""
     )
     assert stuck == []
 
@@ -215,8 +220,8 @@ def test_accuracy_dots_are_drawn_to_the_scale_of_their_axis(visit, built):
     for panel, level in enumerate((0.0, 0.05, 0.1)):
         texts, dots = panels.nth(panel).evaluate(
             """div => {
-                const middle = one => { const box = one.getBoundingClientRect(); return box.x + box.width / 2 }
-                const circles = [...div.querySelectorAll('path')].filter(one => /A/.test(one.getAttribute('d')))
+                const middle = element => { const box = element.getBoundingClientRect(); return box.x + box.width / 2 }
+                const circles = [...div.querySelectorAll('path')].filter(element => /A/.test(element.getAttribute('d')))
                 return [[...div.querySelectorAll('text')].map(t => [t.textContent, middle(t)]), circles.map(middle)]
             }"""
         )
@@ -305,7 +310,7 @@ def test_curves_have_the_numbers_of_the_runs(visit, built):
                     assert number(shown[step][position]) == pytest.approx(value, rel=6e-4, abs=1e-12)
 
 
-def test_numbers_lead_to_their_runs(visit, built):
+def test_numbers_link_to_their_runs(visit, built):
     seen = visit(built.page)
     seen.open_all()
     links = seen.page.eval_on_selector_all(

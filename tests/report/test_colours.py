@@ -1,4 +1,4 @@
-"""Colours are told apart by everyone: contrast on the page, and confusable ones never share a dash pattern."""
+"""Colours are accessible: enough contrast, and colours that can be confused never share a dash pattern."""
 
 import itertools
 import re
@@ -46,7 +46,7 @@ def lab(rgb):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_lines_and_words_stand_out_from_the_card(scheme):
+def test_lines_and_text_have_enough_contrast(scheme):
     found = colours(scheme)
     for name in (f"c{n}" for n in range(NUM_SERIES + 1)):
         assert contrast(found[name], found["card"]) >= 3, name

@@ -20,7 +20,7 @@ def test_what_was_not_measured_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", HEADER, "x\ty\n1\t2\n", HEADER + "fast\n"])
-def test_another_file_is_refused(tmp_path, text):
+def test_a_file_of_another_kind_is_refused(tmp_path, text):
     path = tmp_path / "job.tsv"
     path.write_text(text)
     with pytest.raises(DataError, match=r"job\.tsv: not a benchmark file of Snakemake"):
@@ -28,7 +28,7 @@ def test_another_file_is_refused(tmp_path, text):
 
 
 def test_arms_are_compared_by_their_jobs(built):
-    """Made-up jobs: 60 + seed seconds for the baseline, 90 + seed for the others, 60 steps each."""
+    """Synthetic jobs: 60 + seed seconds for the baseline, 90 + seed for the others, 60 steps each."""
     text = built.html.split('data-table="costs"')[1].split("</table>")[0]
     rows = [[cell.split("<")[0].strip() for cell in row.split("<td>")[1:]] for row in text.split("<tr>")[2:]]
     assert rows[0] == ["baseline", "2", "60.5 (60.0 to 61.0)", "1.01", "1.00", "54.5", "812", "12.5"]

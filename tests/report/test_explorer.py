@@ -31,7 +31,7 @@ def test_the_first_comparison_of_arms_is_explored_unless_the_study_names_a_pair(
 
 @pytest.mark.parametrize("level", [0.0, 0.1])
 def test_flips_are_those_of_the_paired_tables(built, data, level):
-    """Counts per seed are the discordant cells of the paired tables that the statistics made on their own."""
+    """Counts per seed equal the discordant cells of the paired tables, which the compare stage computed by itself."""
     pair = ArmPair(treatment="srdd_guided", control="E5b", noise_level=level)
     flipped, num_questions, num_seeds = flips(pair, built.study, data)
     assert (num_questions, num_seeds) == (200, 2)
@@ -39,7 +39,7 @@ def test_flips_are_those_of_the_paired_tables(built, data, level):
     claim = claims.get(f"srdd_guided-vs-E5b@{level:g}")
     counted = flipped.group_by("seed").agg(pl.col("treatment_correct").sum(), pl.col("control_correct").sum())
     if claim:
-        expected = {(one.seed, one.only_treatment, one.only_control) for one in claim.seeds}
+        expected = {(seed.seed, seed.only_treatment, seed.only_control) for seed in claim.seeds}
         assert set(counted.iter_rows()) == expected
     assert flipped["treatment_correct"].ne(flipped["control_correct"]).all()
     assert flipped["treatment_response"].str.starts_with("srdd_guided").all()
@@ -47,7 +47,7 @@ def test_flips_are_those_of_the_paired_tables(built, data, level):
     assert flipped["question"].str.starts_with("What is ").all()
 
 
-def test_a_pretrained_model_stands_against_every_seed(built, data):
+def test_a_pretrained_model_is_compared_with_every_seed(built, data):
     flipped, _, num_seeds = flips(ArmPair(treatment="baseline", control="pretrained"), built.study, data)
     assert num_seeds == 2
     assert set(flipped["seed"]) == {0, 1}
@@ -58,15 +58,15 @@ def test_only_the_first_sample_is_shown(built, data):
     pair = ArmPair(treatment="srdd_guided", control="E5b", noise_level=0.1)
 
     class Sampled:
-        """An evaluation with a second sample of everything, in which every answer is right."""
+        """An evaluation with a second sample of every response, which is always correct."""
 
-        def __init__(self, one):
-            self.source = one.source
-            first = one.responses()
+        def __init__(self, evaluated):
+            self.source = evaluated.source
+            first = evaluated.responses()
             second = first.with_columns(sample=pl.lit(1, pl.Int64), correct_strict=pl.lit(value=True))
             self.responses = lambda: pl.concat([second, first])
 
-    sampled = replace(data, evaluations=[Sampled(one) for one in data.evaluations])
+    sampled = replace(data, evaluations=[Sampled(evaluated) for evaluated in data.evaluations])
     assert flips(pair, built.study, sampled)[0].equals(flips(pair, built.study, data)[0])
 
 
@@ -96,11 +96,11 @@ def test_questions_that_flip_in_most_seeds_come_first():
         *(flip("q5", 0, True), flip("q5", 1, False)),
     ]
     found = explorer(ArmPair(treatment="A", control="B"), pl.DataFrame([r for r in rows if isinstance(r, dict)]), 10, 3)
-    assert [one.question_id for one in found.groups[0].shown] == ["q3", "q1", "q2"]
-    assert [one.num_flips for one in found.groups[0].shown] == [3, 2, 2]
-    assert [one.seed for one in found.groups[0].shown] == [0, 1, 0]
-    assert [one.question_id for one in found.groups[1].shown] == ["q4"]
-    assert [one.correct for one in found.groups[1].shown[0].responses] == [False, True]
+    assert [question.question_id for question in found.groups[0].shown] == ["q3", "q1", "q2"]
+    assert [question.num_flips for question in found.groups[0].shown] == [3, 2, 2]
+    assert [question.seed for question in found.groups[0].shown] == [0, 1, 0]
+    assert [question.question_id for question in found.groups[1].shown] == ["q4"]
+    assert [response.correct for response in found.groups[1].shown[0].responses] == [False, True]
     assert (found.num_flipped, found.num_both_ways, found.num_questions) == (5, 1, 10)
 
 

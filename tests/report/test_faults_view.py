@@ -1,4 +1,4 @@
-"""The section on simulated faults: loss studies and what passed the faults in training."""
+"""The section on simulated faults: loss studies, and survival and gradients in training."""
 
 import dataclasses
 import re
@@ -80,7 +80,7 @@ def losses():
 
 @pytest.fixture(scope="module")
 def page(synthetic, built, tmp_path_factory):
-    """The made-up study with a loss study and a fault in one run's receipt; everything else as it was."""
+    """The synthetic study with a loss study and a fault in the receipt of one run."""
     folder = tmp_path_factory.mktemp("faults")
     write_json(folder / "claims.json", losses())
     inputs = built.made.report_inputs(built.folder)
@@ -113,7 +113,7 @@ def cells_of(html, name):
     return [re.findall(r"<td[^>]*>([^<\n]*)", row) for row in table.split("<tr")[2:]]
 
 
-def test_comparisons_and_conditions_stand_in_tables(page):
+def test_tables_of_comparisons_and_conditions(page):
     rows = cells_of(page["en"], "loss-comparisons")
     assert rows[1] == [
         "A fault of magnitude 2 raises the loss",
@@ -144,7 +144,7 @@ def test_there_is_one_picture_per_order(page):
     assert labels[0].endswith("noise, then fault")
 
 
-def test_what_passed_the_faults_in_training_is_shown(page):
+def test_survival_and_gradients_in_training_are_shown(page):
     rows = cells_of(page["en"], "training-faults")
     assert [row[2:] for row in rows] == [
         ["rollout", "7", "75.0", "–", "–"],
@@ -152,7 +152,7 @@ def test_what_passed_the_faults_in_training_is_shown(page):
     ]
 
 
-def test_chinese_pages_say_it_in_chinese(page):
+def test_loss_studies_on_a_chinese_page(page):
     assert cells_of(page["zh"], "loss-comparisons")[0][0] == "强度 1 的故障使损失升高"
     assert "检验 2 次" in page["zh"]
 

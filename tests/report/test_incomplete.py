@@ -1,4 +1,4 @@
-"""A study that is not finished gives a report too, and the report says what it lacks."""
+"""An unfinished study has a report too, which names the missing files."""
 
 import shutil
 
@@ -14,7 +14,7 @@ from aqnpipe.report.inputs import inputs_of, read_inputs
 
 @pytest.fixture
 def half(make_report, synthetic, tmp_path):
-    """Two arms; of E5, the second seed never ran, and nothing was diagnosed on the machine `target`."""
+    """Two arms; the second seed of E5 never ran, and the machine `target` was not diagnosed."""
     study = synthetic.study(
         arms=["baseline", "E5"],
         comparisons=[
@@ -25,12 +25,12 @@ def half(make_report, synthetic, tmp_path):
     built = make_report(tmp_path, study, 60)
     for folder in ("runs/E5/seed1", "eval/E5/seed1", "srdd/target"):
         shutil.rmtree(tmp_path / folder)
-    left = [one for one in built.made.evaluations if one.table.exists()]
+    left = [evaluation for evaluation in built.made.evaluations if evaluation.table.exists()]
     compare(study, left, ComparisonOutputs.in_folder(tmp_path))
     return built
 
 
-def test_what_is_missing_is_said_and_the_rest_is_shown(half):
+def test_missing_files_are_named_and_the_rest_is_shown(half):
     html = half.build().html
     assert "This study is incomplete." in html
     assert "Missing: 1 of 4 training runs, 1 of 5 evaluations, 1 of 2 diagnoses." in html
@@ -60,7 +60,7 @@ def test_nothing_but_the_study_still_gives_a_page(half):
     assert pl.read_parquet(half.folder / "flips.parquet").is_empty()
 
 
-def test_a_complete_study_says_nothing_of_the_kind(built):
+def test_a_complete_study_has_no_note_on_missing_files(built):
     assert "incomplete" not in built.html.split("<main>")[1].split("<section")[0]
 
 

@@ -1,4 +1,4 @@
-"""What others published, beside what was measured."""
+"""Published figures beside the measured ones."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ def rows(html, table):
     return [[cell.split(">", 1)[1].strip() for cell in row.split("<td")[1:]] for row in body.split("<tr")[1:]]
 
 
-def test_published_stands_beside_measured(with_check, built):
+def test_published_and_measured_are_side_by_side(with_check, built):
     shown = rows(with_check.html, "published-accuracies")
     measured = pl.read_parquet(built.folder / "accuracy.parquet")
 
@@ -154,6 +154,6 @@ def test_without_a_check_there_is_no_such_section(built):
     assert "#published" not in built.html
 
 
-def test_the_plan_asks_for_it_where_the_study_names_a_file(synthetic, tmp_path):
+def test_published_figures_are_an_input_if_the_study_names_a_file(synthetic, tmp_path):
     study = synthetic.study(statistics={"published": "config/published.yaml"})
     assert inputs_of(StudyPlan(study), tmp_path).published == tmp_path / "results" / "published.json"

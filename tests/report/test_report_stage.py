@@ -1,4 +1,4 @@
-"""The page as text: what it holds, what it never does, and what it makes of odd inputs."""
+"""The page as text: its content, what it must never do, and odd inputs."""
 
 import base64
 import hashlib
@@ -98,7 +98,7 @@ def test_same_artifacts_same_bytes(built, tmp_path):
     assert all((again.folder / name).read_bytes() == (built.folder / name).read_bytes() for name in names)
 
 
-def test_links_lead_somewhere_and_names_are_unique(page):
+def test_links_have_targets_and_names_are_unique(page):
     ids = [value for _, name, value in page.attributes if name == "id"]
     links = {value[1:] for _, name, value in page.attributes if name == "href"}
     assert links
@@ -150,7 +150,7 @@ def test_a_refused_receipt_is_shown_as_refused(make_report, synthetic, tmp_path)
     assert "noise was requested but never reached layers" in page.whole_text
 
 
-def test_one_seed_is_said_to_show_nothing_about_arms(make_report, synthetic, tmp_path):
+def test_one_seed_cannot_show_effects_of_arms(make_report, synthetic, tmp_path):
     study = synthetic.study(seeds=[0], machines={"device": {}}, arms=["baseline", "E5"], comparisons=[])
     text = Page(make_report(tmp_path, study).html).whole_text
     assert "One training run per arm" in text
@@ -210,7 +210,7 @@ def test_long_training_is_thinned_and_keeps_its_last_step():
 
 @pytest.mark.parametrize(("peak", "labels"), [(0.9, False), (90.0, True)])
 def test_kl_gets_decades_where_a_peak_would_hide_the_rest(peak, labels):
-    """KL 0.1 to 0.5, 0 at the start, and a peak that the mean of 5 steps makes 0.2 times as high."""
+    """KL 0.1 to 0.5, 0 at the start, and a peak that the mean over 5 steps reduces to a fifth."""
     rows = pl.DataFrame({"step": range(1, 41), "kl": [0.0] * 5 + [0.1, 0.2, 0.5] * 10 + [0.1] * 4 + [peak]})
     runs = rows.with_columns(
         arm=pl.lit("E5"),

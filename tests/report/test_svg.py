@@ -1,4 +1,4 @@
-"""Charts as SVG: what no picture of a page shows."""
+"""Charts as SVG beyond the page: sizes that no synthetic study has."""
 
 import altair as alt
 import polars as pl

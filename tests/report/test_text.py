@@ -17,12 +17,12 @@ from aqnpipe.report.text import clipped, visible
         ("\u00ad\U000e0041", "⟨U+00AD⟩⟨U+E0041⟩"),
     ],
 )
-def test_what_cannot_be_seen_is_shown(text, shown):
+def test_invisible_characters_are_shown_as_codes(text, shown):
     assert visible(text) == shown
 
 
 @given(st.text(st.characters(codec=None)))
-def test_nothing_unseen_is_left_and_a_second_time_changes_nothing(text):
+def test_no_invisible_character_is_left_and_repeating_changes_nothing(text):
     shown = visible(text)
     unseen = [c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")]
     assert set(unseen) <= {"\n", "\t"}

@@ -52,7 +52,7 @@ ENGLISH_BANNED = {
 
 @dataclass(frozen=True)
 class Use:
-    """A call that names a key of the catalogue: a pattern of the key, and the values that it gives."""
+    """A call with a key of the catalogue: a pattern of the key, and the names of the values passed."""
 
     where: str
     pattern: re.Pattern[str]
@@ -65,12 +65,12 @@ class Use:
 
 
 def pattern_of(parts):
-    """Return the pattern of a key whose parts are text, or None where the code puts something in."""
+    """Return the pattern of a key from its parts: text, or None for a part that the code computes."""
     return re.compile("".join("([^.]+)" if part is None else re.escape(part) for part in parts))
 
 
 def keys_in(node):
-    """Yield the parts of every key that an expression may be."""
+    """Yield the parts of every key that an expression can give."""
     if isinstance(node, ast.IfExp):
         yield from keys_in(node.body)
         yield from keys_in(node.orelse)
@@ -88,7 +88,7 @@ def uses_in_code():
                 continue
             if node.func.id not in ("words", "statement"):
                 continue
-            assert all(word.arg for word in node.keywords), f"{path}:{node.lineno}: values are named one by one"
+            assert all(word.arg for word in node.keywords), f"{path}:{node.lineno}: values are keywords"
             for parts in keys_in(node.args[0]):
                 yield Use(
                     f"{path.relative_to(PACKAGE)}:{node.lineno}",
@@ -175,7 +175,7 @@ def test_every_key_that_is_used_exists_and_gets_its_values(uses):
 
 
 def test_every_key_is_used(uses):
-    """A key is used whole, or the part that the code puts in is a text in the code, or a variable holds the key."""
+    """A key is used whole; or its computed part is a string in the code; or the code holds the whole key as data."""
     for key in CATALOGUE:
         matches = [(use, use.pattern.fullmatch(key)) for use in uses]
         used = any(match and all(part in CONSTANTS for part in match.groups()) for _, match in matches)
@@ -183,7 +183,7 @@ def test_every_key_is_used(uses):
 
 
 def test_texts_for_people_are_in_the_catalogue_alone():
-    """Default claims are part of the configuration, where a study's own claims stand too."""
+    """Except for the default claims, which belong to the configuration like the claims of a study."""
     chinese = re.compile("[\u4e00-\u9fff]")
     for path, tree in TREES.items():
         if path.name == "default_comparisons.py":

@@ -202,7 +202,7 @@ def _root_mean_square(cells: Sequence[NoiseCell], *, relative: bool) -> float:
 
 
 def _state(problems: Sequence[str], words: Words) -> str:
-    return words("receipts.refused" if problems else "receipts.in_order")
+    return words("receipts.refused" if problems else "receipts.accepted")
 
 
 def _sync_text(receipt: Receipt, words: Words) -> str:
