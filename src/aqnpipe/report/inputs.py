@@ -309,8 +309,8 @@ def _read_diagnosis(files: DiagnosisInput) -> Diagnosis:
     origin = verdict.origin
     if origin is not None and (origin.model, origin.machine) != (files.model, files.machine):
         raise DataError(
-            f"{files.verdict}: this is the diagnosis of model {origin.model} on machine {origin.machine}, expected model "
-            f"{files.model} on machine {files.machine}"
+            f"{files.verdict}: this is the diagnosis of model {origin.model} on machine {origin.machine}, "
+            f"expected model {files.model} on machine {files.machine}"
         )
     return Diagnosis(
         model=files.model,
