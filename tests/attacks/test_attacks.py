@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from attack_list import ACCEPTED, ONLY_IN_THE_TABLE, SABOTAGES, TEN_WAYS
-from micro_study import finished_study
+from micro_study import MicroStudy, finished_study
 from sabotage import attempt, untouched
 
 TRIED = [sabotage for sabotage in SABOTAGES if sabotage.name not in ONLY_IN_THE_TABLE]
@@ -24,10 +24,10 @@ STAGES = {
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
+def finished(made_once):
     """The study, run once from nothing."""
     torch.set_num_threads(1)
-    return finished_study(tmp_path_factory.mktemp("attacks") / "study")
+    return MicroStudy(made_once("attacked study", finished_study))
 
 
 def test_names_are_unique_and_the_ten_ways_are_among_them():
@@ -46,8 +46,10 @@ def test_the_same_jobs_without_sabotage_are_green(finished, tmp_path, jobs):
     assert not outcome.is_caught, outcome
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sabotage", TRIED, ids=lambda sabotage: sabotage.name)
+@pytest.mark.parametrize(
+    "sabotage",
+    [pytest.param(sabotage, id=sabotage.name, marks=[] if sabotage.facts else pytest.mark.slow) for sabotage in TRIED],
+)
 def test_sabotage_is_caught(finished, tmp_path, sabotage):
     outcome = attempt(finished.copied(tmp_path / "study"), sabotage)
     assert outcome.is_caught == (sabotage.name not in ACCEPTED), outcome

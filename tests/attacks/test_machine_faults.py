@@ -10,6 +10,8 @@ import time
 import pytest
 from faulted_study import FaultedStudy, WarmPython, differences
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
