@@ -129,7 +129,7 @@ def test_published_claims_carry_their_verdict(with_check):
         *("AQN helps", "not shown", "+2.43", "−1.09 to +5.94", "0.18", "0.90", "0.32"),
     ]
     assert rows(with_check.html, "published-sentences") == [
-        ["AQN helps", "The figures do not show it.", "two independent proportions, Wald z"]
+        ["AQN helps", "The figures do not show it. Method: two independent proportions, Wald z."]
     ]
     assert '<a href="#published">' in with_check.html
 

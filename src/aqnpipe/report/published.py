@@ -72,13 +72,14 @@ def published_claims(check: PublishedCheck, words: Words) -> Table:
 
 
 def published_sentences(check: PublishedCheck, words: Words) -> Table:
-    """Return what the printed figures show about every published claim, in words, and the method."""
-    rows = tuple(
-        Row((claim_text(claim, words), words.all_of(claim.statements), words.of(claim.method)))
-        for claim in check.claims
-    )
-    headers = tuple(words(f"column.{name}") for name in ("claim", "in_words", "method"))
-    return Table("published-sentences", words("published.sentences"), headers, rows, 3)
+    """Return what the printed figures show about every published claim, in words, with the method."""
+    rows = tuple(Row((claim_text(claim, words), _sentence(claim, words))) for claim in check.claims)
+    headers = (words("column.claim"), words("column.in_words"))
+    return Table("published-sentences", words("published.sentences"), headers, rows, 2)
+
+
+def _sentence(claim: CheckedClaim, words: Words) -> str:
+    return words.paragraph([words.all_of(claim.statements), words("published.method", method=claim.method)])
 
 
 def published_series(check: PublishedCheck, words: Words) -> Table:
