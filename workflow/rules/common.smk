@@ -25,7 +25,7 @@ validate(config, "../../config/schema.json", set_default=False)
 PLAN = StudyPlan(STUDY)
 RESULTS = PLAN.results
 
-# Before Snakemake reads its locks and file times: a killed Snakemake left its locks behind.
+# This must run before Snakemake reads its locks and file times, because a killed Snakemake leaves its locks behind.
 if workflow.is_main_process and not workflow.output_settings.dryrun:
     try:
         WORKING = recover_study(RESULTS)
@@ -36,7 +36,7 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
         print(WORKING, file=sys.stderr)
 
 
-# Snakemake does not take its locks atomically, so two that start together may both get here.
+# Snakemake does not acquire its locks atomically, so two processes that start together may both get here.
 onstart:
     if workflow.is_main_process:
         try:
@@ -46,7 +46,7 @@ onstart:
             sys.exit(EXIT_USER_ERROR)
 
 
-# Once, before a large study and in its dry run: every job reads this file again, and prints nothing.
+# Printed once, before a large study and in its dry run. Every job reads this file again and must print nothing.
 if workflow.is_main_process and (COST := announcement(PLAN)):
     print(f"{STUDY_FILE}: {COST}", file=sys.stderr)
 

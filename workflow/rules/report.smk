@@ -1,4 +1,4 @@
-"""Compare arms and noise levels, test published figures again, and write the report.
+"""Compare arms and noise levels, check published figures, and write the report.
 
 Input: every evaluation of the study, its runs and its diagnoses. For an unfinished study use
 `aqnpipe report STUDY.yaml`.
@@ -41,7 +41,7 @@ rule compare:
 
 
 rule check_published:
-    """Test the published figures that the study names again: which are possible, and which claims they support."""
+    """Check the published figures named by the study: which are possible, and which claims they support."""
     input:
         STUDY.config.statistics.published or [],
     output:

@@ -2,7 +2,7 @@
 
 The digest is stored inside the file: one rename publishes both, and a copy keeps both. It is computed over the file
 with zeros in place of the digest. A checksum detects accidents and edits by other tools. It is not a signature, because
-anyone who runs this package can write one. The digests in the run records are what ties the files of a study together.
+anyone who runs this package can write one. The digests in the run records tie the files of a study together.
 """
 
 import hashlib

@@ -23,7 +23,7 @@ _JSON_END = "\n}"
 _JSON_CHECKSUM = ',\n  "checksum": "'
 
 _FILE = "aqnpipe_file"
-"""Column that tells the rows of several tables apart while they are validated together."""
+"""Column that marks the table of each row while several tables are validated together."""
 
 Model = TypeVar("Model", bound=BaseModel)
 

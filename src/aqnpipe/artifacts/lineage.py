@@ -1,7 +1,6 @@
-"""Verify files against their run record: whose they are, what they were made from, and every byte as it was written.
+"""Verify files against their run record: the identity of the run, the digests of its inputs and of its outputs.
 
-The one place where the identity and the digests of a record are judged; the comparison, the loss study and the report
-call it.
+Only this module checks the identity and the digests of a record. The comparison, the loss study and the report use it.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ def record_problems(
 ) -> list[str]:
     """Return the mismatches between `record` and the files on the disk; an empty list if there are none.
 
-    `identity`: what the record must say that it is of. `outputs` and `inputs`: files by the names that the record uses;
+    `identity`: the identity that the record must have. `outputs` and `inputs`: files by the names that the record uses;
     a missing file is a mismatch.
     """
     problems = [

@@ -1,4 +1,4 @@
-"""What a tested comparison shows, as statements: its numbers, the conclusion, and what it would take to show more."""
+"""Statements about a tested comparison: its numbers, the conclusion, and the sizes that would show more."""
 
 from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.comparison.contrasts import Contrast, Scores

@@ -59,7 +59,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A comparison with its data or with the reason of its refusal: exactly one of `scores` and `refusal` is null."""
+    """A comparison with its data or with the reason for its refusal: exactly one of `scores` and `refusal` is null."""
 
     comparison_id: str
     comparison: Comparison
@@ -103,7 +103,7 @@ class Contrasts:
         return contrasts
 
     def of(self, comparison: Comparison, identifier: str) -> Contrast:
-        """Return a comparison with its data or with the reason of its refusal."""
+        """Return a comparison with its data or with the reason for its refusal."""
         treatment, control = self._sides(comparison)
         try:
             pairs = self._pairs(treatment, control)
@@ -196,7 +196,7 @@ class Contrasts:
         return pooled_seed_variance(self._seed_means[key], [len(self._seeds(side.arm)) for side in trained])
 
     def _means_of_arms(self, model: str, level: float, change: bool) -> Iterator[FloatArray]:
-        """Yield the mean score of every seed, a vector per trained arm whose evaluations all exist and can be used."""
+        """Yield the mean score of every seed: a vector per trained arm whose evaluations all exist and are usable."""
         for arm in (name for name, settings in self._study.arms.items() if settings.model == model):
             try:
                 runs = self.runs_of(model, arm)

@@ -1,4 +1,4 @@
-"""Evaluations as the comparisons need them: correctness per noise level, and every reason not to use one."""
+"""Evaluations prepared for comparison: correctness per noise level, and every reason not to use an evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
 
 @dataclass(frozen=True)
 class EvaluationInput(EvaluationFiles):
-    """One evaluation as the comparison takes it.
+    """The files of one evaluation, and the problems of its lineage.
 
     `lineage_problems`: why these files are not what the study requested, see `comparison.lineage`.
     """
@@ -41,8 +41,8 @@ class EvaluationInput(EvaluationFiles):
 class LevelScores:
     """Correctness at one noise level: correct[noise seed, question], the share of right samples; question ids sorted.
 
-    `first_correct`[question]: of the first sample under the first noise seed, yes or no. `same_responses_as`: a lower
-    level at which every response is the same, in every noise seed; null: none.
+    `first_correct`[question]: whether the first sample under the first noise seed is right. `same_responses_as`: a
+    lower level at which every response is the same, in every noise seed; None: there is no such level.
     """
 
     question_ids: tuple[str, ...]
@@ -63,7 +63,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class LoadedEvaluation:
-    """An evaluation in memory. `setting` is how it was made, `weights` the digest of what was evaluated."""
+    """An evaluation in memory. `setting`: its settings and conditions. `weights`: digest of the evaluated weights."""
 
     source: EvaluationInput
     levels: Mapping[float, LevelScores]
@@ -131,7 +131,7 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, a
 
 
 def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation) -> str | None:
-    """Return the first way in which two evaluations were made differently, in words; None if there is none."""
+    """Return the first difference between the settings of two evaluations, in words; None if there is none."""
     for key in sorted({*first.setting, *second.setting}):
         ours, theirs = first.setting.get(key, "absent"), second.setting.get(key, "absent")
         if ours != theirs:
@@ -152,9 +152,10 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
 
 
 def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
-    """Split the rows by noise level. Passes with other questions than the first leave an empty level, see problems.
+    """Split the rows by noise level.
 
-    So do passes in which the questions do not have the same samples.
+    A level is left empty if its passes have different questions, or if its questions have different samples. The
+    problems of the evaluation name such levels.
     """
     requested = (
         rows.sort(ROW_KEYS)
@@ -187,7 +188,7 @@ def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
 
 
 def _identical_levels(rows: pl.DataFrame) -> dict[float, float]:
-    """Return levels whose every pass holds the same responses as every pass of a lower level, with that level."""
+    """Return the levels at which every pass has the same responses as every pass of a lower level, with that level."""
     digests = (
         rows.group_by("noise_level", "noise_seed")
         .agg(pl.struct("question_id", "sample", "response").hash(seed=0).bitwise_xor().alias("digest"))

@@ -39,7 +39,7 @@ def p_value_of(claim: TestedClaim, estimate: Estimate) -> float:
 
 
 def needs_several_seeds(contrast: Contrast) -> bool:
-    """Whether the claim is about arms: a single run cannot support it. A level claim is about given weights."""
+    """Whether the claim is about arms, which a single run cannot support. A level claim is about given weights."""
     return contrast.treatment.arm != contrast.control.arm
 
 

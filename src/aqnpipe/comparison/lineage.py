@@ -1,4 +1,4 @@
-"""The lineage of a study, from its questions to its numbers: is every evaluation what the study requested?
+"""Check the lineage of a study, from its questions to its numbers: every evaluation must be what the study requested.
 
 For every evaluated checkpoint: its settings are those of the study; table and receipt are the ones that were written
 with its record; questions, weights and, for a trained model, the whole run behind it match the records of the earlier
@@ -87,7 +87,7 @@ class _Lineage:
         ]
 
     def equal_weights(self) -> dict[tuple[str, str, int, str], list[Checkpoint]]:
-        """Return trained checkpoints of one arm and step that have the same weights, several each."""
+        """Return the groups of two or more trained checkpoints of one arm and step that have the same weights."""
         same: dict[tuple[str, str, int, str], list[Checkpoint]] = defaultdict(list)
         for checkpoint, digest in self._weights.items():
             model, arm, _, step = checkpoint
@@ -150,11 +150,11 @@ class _Lineage:
         return [f"training: {problem}" for problem in problems], record.outputs_sha256
 
     def _answer_problems(self, path: Path) -> list[str]:
-        """Return the problems of a table that lacks or repeats a requested response, or has one with another grade."""
+        """Return the problems of an evaluation table: missing, unrequested, repeated and wrongly graded responses."""
         rows = read_unchecked_table(path)
         needed = {"question_id", "response", *_SCORED_COLUMNS}
         if not self._data("test").is_file() or not needed <= {*rows.columns}:
-            return []  # Refused for that elsewhere.
+            return []  # Other checks refuse the evaluation for this.
         config = self._plan.study.config.evaluation
         requested = {
             (question, float(level), noise_seed, sample)

@@ -142,7 +142,7 @@ def read_arms(path: Path) -> dict[str, Arm]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys, of which YAML would silently drop the first."""
+    """YAML loader that refuses duplicate keys; plain YAML would silently drop the first one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

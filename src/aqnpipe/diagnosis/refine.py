@@ -1,4 +1,4 @@
-"""Refinement of a detected fault: whether its threshold follows the call, and its magnitude more precisely."""
+"""Refines a detected fault: determines whether its threshold is dynamic or cached, and narrows its magnitude."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,10 +19,10 @@ _WITH_REFERENCE = ("dead_zone", "saturation", "bias", "noise")
 def refine_fault(
     fault: LocatedFault, evidence: Sequence[Check], prober: LayerProber, inputs: ProbeInputs
 ) -> LocatedFault:
-    """Return `fault` with `threshold`, which a second call with a smaller maximum and the same small values reveals.
+    """Return `fault` with its `threshold`, found by a second call with a smaller maximum and the same small values.
 
-    If the level follows the maximum, the threshold is dynamic, else cached. The magnitude of a dynamic dead zone is
-    narrowed from a power of two to 2 %. The magnitude of a cached fault is removed, because it refers to an earlier,
+    If the level decreases with the maximum, the threshold is dynamic, else cached. The magnitude of a dynamic dead zone
+    is narrowed from a power of two to 2 %. The magnitude of a cached fault is removed, because it refers to an earlier,
     unknown call. A noise or spike that is the same in every call is changed to type other.
     """
     drive = _drive(fault.site, prober)

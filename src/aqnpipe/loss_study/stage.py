@@ -269,7 +269,7 @@ def _faults(spec: LossStudySpec, loss_pass: LossPass) -> tuple[Fault, ...]:
     if loss_pass.magnitude == 0:
         return ()
     changes: dict[str, object] = {"magnitude": loss_pass.magnitude, "order": loss_pass.order or "after_noise"}
-    # Validated again rather than copied, so that a combination which no fault may have is refused.
+    # Validated again rather than copied, so that an invalid combination of settings is refused.
     return tuple(Fault.model_validate(fault.model_dump() | changes) for fault in spec.faults)
 
 

@@ -20,7 +20,7 @@ from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spac
 from aqnpipe.seeding import derive_seed
 
 _RARE_EVENTS = 2.5
-"""So many changed elements more or less are within one standard error, whatever the expected number."""
+"""The standard error of a sum covers at least this number of additional or missing changed elements."""
 
 
 def target_factors(
@@ -161,7 +161,7 @@ def _root_mean(squares: list[float]) -> float:
 
 
 def _expected_sums(clean: Tensor, sigma: float) -> tuple[float, float]:
-    """Return what the squares of N(0, sigma^2) on `clean` should sum to in its number format, and the variance."""
+    """Return the expected sum of squares of N(0, sigma^2) added to `clean` in its number format, and its variance."""
     if clean.dtype not in ROUNDED_DTYPES:
         return clean.numel() * sigma**2, 2 * clean.numel() * sigma**4
     mean, variance = noised_moments(clean.flatten(), np.full(clean.numel(), sigma))

@@ -39,12 +39,12 @@ def _p_values(p_value: float | None, p_holm: float | None) -> list[Statement]:
 
 
 def invalid(reasons: Sequence[Statement]) -> Statement:
-    """Return that a comparison is not valid, with the reasons."""
+    """Return the statement that a comparison is not valid, with the reasons."""
     return statement("evidence.invalid", reasons=tuple(reasons))
 
 
 def impossible(accuracy: CheckedAccuracy) -> Statement:
-    """Return that no count of correct answers gives an accuracy, and the possible percentages next to it."""
+    """Return the statement that no count of correct answers gives an accuracy, with the nearest possible ones."""
     below, above = accuracy.nearest
     return statement(
         "reason.impossible",
@@ -57,7 +57,7 @@ def impossible(accuracy: CheckedAccuracy) -> Statement:
 
 
 def ambiguous_count(accuracy: CheckedAccuracy) -> Statement:
-    """Return that several counts of correct answers print as the same percentage."""
+    """Return the statement that several counts of correct answers print as the same percentage."""
     return statement("note.ambiguous_count", name=accuracy.id, first=accuracy.correct[0], last=accuracy.correct[-1])
 
 
@@ -81,7 +81,7 @@ def loss_notes(claim: LossClaim, treatment: Summary, control: Summary) -> list[S
 
 
 def deviations(reported: ReportedNumbers, result: Result) -> list[Statement]:
-    """Return where `reported` and the result differ by more than rounding."""
+    """Return the statements on figures in `reported` that differ from the result by more than rounding."""
     checks = (
         ("difference", reported.difference, result.difference, _ROUNDING_UNITS),
         ("ci_low", reported.ci_low, result.ci_low, _ROUNDING_UNITS),

@@ -16,7 +16,7 @@ from aqnpipe.report.verdicts import VERDICT_SYMBOLS
 from aqnpipe.report.words import Words
 
 _STRETCH = 2.5
-"""How many times the largest difference the common scale reaches at most; wider intervals are cut, with an arrow."""
+"""Upper limit of the common scale in multiples of the largest difference; wider intervals are cut, with an arrow."""
 _SMALLEST_REACH = 0.02
 _TICK_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 

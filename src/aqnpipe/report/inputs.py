@@ -1,4 +1,4 @@
-"""What the report is made of: paths of artifacts, and the same artifacts read and validated as far as they exist."""
+"""Inputs of the report: the paths of all artifacts, and the content of those that exist, read and validated."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class RunInput:
 
 @dataclass(frozen=True)
 class EvaluatedInput(EvaluationFiles):
-    """Files of one evaluated checkpoint, with what its job cost."""
+    """Files of one evaluated checkpoint, and the benchmark file with the cost of its job."""
 
     benchmark: Path
 
@@ -64,7 +64,7 @@ class DiagnosisInput:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Every artifact that the report shows; what does not exist is reported as missing.
+    """Paths of all artifacts that the report shows; the report lists those that do not exist.
 
     `published` is None where the study names no published figures.
     """
@@ -83,7 +83,7 @@ class ReportInputs:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, read. `cost` is None where its job left no measurement."""
+    """The content of one training run. `cost` is None if its job left no measurement."""
 
     source: RunInput
     metrics: pl.DataFrame
@@ -109,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The receipts and the record of one evaluated checkpoint, read; its table stays on disk until it is needed."""
+    """The receipts and the record of one evaluated checkpoint; its table is read only when it is needed."""
 
     source: EvaluatedInput
     receipts: EvaluationReceipts
@@ -123,7 +123,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One model on one machine, read."""
+    """The diagnosis of one model on one machine."""
 
     model: str
     machine: str
@@ -141,8 +141,8 @@ class Diagnosis:
 class ReportData:
     """Every artifact that exists, read and validated; tables and claims that do not exist are empty.
 
-    `missing` holds the files that a complete study has and this one has not; `missing_runs`, `missing_evaluations` and
-    `missing_diagnoses` are what they belong to.
+    `missing` contains the files of a complete study that do not exist; `missing_runs`, `missing_evaluations` and
+    `missing_diagnoses` are the runs, evaluations and diagnoses that these files belong to.
     """
 
     accuracy: pl.DataFrame
@@ -275,7 +275,7 @@ def _empty(schema: type[pa.DataFrameModel]) -> pl.DataFrame:
 
 
 def _read_run(run: RunInput) -> Run:
-    """Read what a run left; its metrics are still to be validated."""
+    """Read the files of a run without validating its metrics: `read_inputs` validates those of all runs together."""
     _refuse_foreign(run.record, {"model": run.model, "arm": run.arm, "seed": run.seed}, run.metrics, run.receipt)
     return Run(
         source=run,
@@ -287,7 +287,7 @@ def _read_run(run: RunInput) -> Run:
 
 
 def _refuse_foreign(path: Path, identity: Mapping[str, str | int], *outputs: Path) -> None:
-    """Raise DataError if a record is not of `identity`, or a file that it names is not what was written with it."""
+    """Raise DataError if a record has another identity, or if an output does not match its digest in the record."""
     record = read_json(path, RunRecord)
     written = {output.name: output for output in outputs if output.name in record.outputs_sha256}
     for problem in record_problems(record, identity=identity, outputs=written):

@@ -53,7 +53,7 @@ class ReportOutputs:
 
 
 def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> None:
-    """Write page, summary and tables from what exists of `inputs`; the same files give the same bytes.
+    """Write page, summary and tables from those files of `inputs` that exist; the same files give the same bytes.
 
     The page names the files that do not exist. Raises DataError for malformed artifacts; then nothing is written.
     """

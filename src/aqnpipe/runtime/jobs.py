@@ -63,7 +63,7 @@ def _opened(log: Path) -> TextIO:
 
 @contextmanager
 def logged_device_job(log: Path, requested: RequestedDevice, num_leases: int = 0) -> Iterator[Say]:
-    """Do the same as `logged_job` for a job that computes on a device; the log names the devices given and used.
+    """Like `logged_job`, for a job that computes on a device; the log names the devices given and used.
 
     num_leases: how many devices to lease on a machine without a scheduler. Import the stage in the body, because stages
     import torch, which may query the devices at once. A missing device ends the job.

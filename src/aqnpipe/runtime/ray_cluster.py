@@ -2,7 +2,7 @@
 
 A private cluster runs on this machine or on the nodes of the Slurm job. It has no dashboard, sends no usage statistics,
 and admits only processes with its token. On a single machine it listens only on the loopback interface. All its
-processes end when the launch ends, also when the launching process is killed: the kernel ends the children of a killed
+processes end when the launch ends, even when the launching process is killed: the kernel ends the children of a killed
 process, and Slurm ends the steps of a finished job.
 """
 

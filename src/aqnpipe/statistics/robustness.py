@@ -37,7 +37,7 @@ def robustness_row(
     slopes = slope_per_question(levels, means)
     estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance)
     low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
-    # With several samples per question, outcomes are shares and not yes or no.
+    # With several samples per question, outcomes are shares instead of yes or no.
     binary = all(scores.shape[:2] == (1, 1) and np.isin(scores, (0.0, 1.0)).all() for scores in outcomes)
     return {
         "num_seeds": means.shape[1],

@@ -12,7 +12,7 @@ from aqnpipe.config.training import ReportTo
 from aqnpipe.errors import ConfigError
 
 _PACKAGES: dict[ReportTo, tuple[str, ...]] = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
-"""For each tracker the packages of which one must be installed."""
+"""The packages that provide each tracker; one of them must be installed."""
 
 
 def prepare_reporting(report_to: Sequence[ReportTo], folder: Path, run_name: str) -> None:

@@ -1,4 +1,4 @@
-"""The folder in which a run works until it is complete. It is no output of a rule, so Snakemake does not delete it.
+"""The folder of an unfinished run. It is not the output of a rule, so Snakemake does not delete it.
 
 <scratch>/lock          locked while a process works here (runtime.run_lock)
 <scratch>/<key>/        one workspace; the key is a digest of everything that decides the run's bytes

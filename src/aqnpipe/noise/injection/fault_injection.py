@@ -78,7 +78,7 @@ class FaultInjection:
     def _through(self, site: _Site, hidden: Tensor) -> Tensor:
         """Return the output of a site after its faults before AQN's noise, the noise, and its faults after the noise.
 
-        Without noise there is no before, so every fault is applied once.
+        Without noise the order has no meaning, so every fault is applied once.
         """
         before, after = [], list(site.faults)
         if site.sigma > 0:

@@ -1,16 +1,17 @@
-"""A closed world of operations: what a noised layer computes is noised, known to be no product, or refused.
+"""Classifies every operation of a noised layer, so that no matrix product can escape the noise unnoticed.
 
-Noise reaches operators by name (torch functions) and by module. A layer may multiply in a way that has neither name:
-a new kernel for experts, a convolution, an operator called through `torch.ops`, a product written as a sum. So in the
-first forwards of a phase every operation is taken from torch's dispatcher, below all of these, and classified:
+Noise is applied to torch functions by name and to modules. A layer may compute a product in another way: a new kernel
+for experts, a convolution, an operator called through `torch.ops`, a product written as a sum. All of these pass
+torch's dispatcher. In the first forwards of a phase, every operation that reaches the dispatcher is therefore
+classified:
 
-- it runs inside a noised call, or one that is already counted as escaped;
-- it is known to be no product: views, element-wise operations, reductions, copies, indexing;
-- anything else is an escape, which the receipt refuses by operation and module. A product that torch gets in future
-  versions is unknown here and so refused; it is never counted as nothing.
+- It runs inside a noised call, or inside a call that is already counted as escaped.
+- It is known not to be a product: views, element-wise operations, reductions, copies, indexing.
+- Anything else is an escape. The receipt refuses it and names the operation and the module. This includes unknown
+  operations, so a product that a future version of torch introduces is refused and not ignored.
 
-Element-wise operations can spell a product too, as in `(x * W).sum(-1)`. So a matrix parameter of a noised layer may
-only enter noised calls; views, copies and selections of it are followed.
+Element-wise operations can also form a product, as in `(x * W).sum(-1)`. A matrix parameter of a noised layer may
+therefore be used only in noised calls. Views, copies and selections of the parameter count as the parameter.
 """
 
 import sys
@@ -125,7 +126,7 @@ _NO_PRODUCTS = frozenset(
         "_unique2",
     }
 )
-"""Operations of `torch.ops.aten` that multiply no matrices, beside views, element-wise operations and reductions."""
+"""Operations of `torch.ops.aten` that multiply no matrices, besides views, element-wise operations and reductions."""
 
 _KEEPS_THE_PARAMETER = frozenset(
     {
@@ -141,7 +142,7 @@ _KEEPS_THE_PARAMETER = frozenset(
         "repeat_interleave",
     }
 )
-"""Operations whose output holds the values of a parameter, beside views."""
+"""Operations whose output contains the values of a parameter, besides views."""
 
 _ADDITIONS = frozenset({"add", "add_", "sub", "sub_"})
 
@@ -149,8 +150,8 @@ _ADDITIONS = frozenset({"add", "add_", "sub", "sub_"})
 class OperatorCensus(TorchDispatchMode):
     """Classifies the operations of noised layers while it is active, and counts floating-point operations.
 
-    `escapes` maps "operation in module" to a number of calls. `total` are the operations of all matrix products and
-    attentions, noised or not.
+    `escapes` maps "operation in module" to a number of calls. `total` is the number of floating-point operations of
+    all matrix products and attentions, noised or not.
     """
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class OperatorCensus(TorchDispatchMode):
         self._parameters: dict[int, Tensor] = {}
 
     def enter_layer(self, layer: nn.Module, name: str) -> None:
-        """Begin to classify: the operations up to `leave_layer` belong to the noised layer `name`."""
+        """Start classifying: the operations until `leave_layer` belong to the noised layer `name`."""
         self._layer = layer, name
         self._parameters = {_storage(parameter): parameter for parameter in layer.parameters() if parameter.ndim > 1}
 
@@ -174,7 +175,7 @@ class OperatorCensus(TorchDispatchMode):
 
     @contextmanager
     def accounted(self) -> Iterator[None]:
-        """Let the body run operations that are noised, or recorded as escaped, by whoever calls this."""
+        """Do not classify the operations of the body: the caller applies noise to them or records them as escaped."""
         self._accounted += 1
         try:
             yield
@@ -182,7 +183,7 @@ class OperatorCensus(TorchDispatchMode):
             self._accounted -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, add its operations and classify it."""
+        """Run `func`, add its floating-point operations to the total and classify it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         self.total += operations_of(func, args, kwargs, output)
@@ -197,7 +198,7 @@ class OperatorCensus(TorchDispatchMode):
         takes_matrix = any(_storage(value) in self._parameters for value in inputs)
         if func.is_view or (func.namespace == "aten" and name in _KEEPS_THE_PARAMETER):
             if takes_matrix:
-                # Kept alive, so that no other tensor gets its storage's number while the layer computes.
+                # Kept alive, so that no other tensor can get the same storage number while the layer computes.
                 self._parameters |= {
                     _storage(value): value for value in tree_leaves(output) if isinstance(value, Tensor)
                 }
@@ -211,9 +212,10 @@ class OperatorCensus(TorchDispatchMode):
             self.escapes[place] = self.escapes.get(place, 0) + 1
 
     def _is_harmless_on_a_parameter(self, name: str, inputs: list[Tensor], output: Any) -> bool:
-        """Whether an element-wise use of a matrix parameter is no product: looked up, or added as a bias is.
+        """Whether an operation on a matrix parameter is not part of a product: an embedding lookup, or a bias.
 
-        A sum that is larger than what is added to is the first half of a distance, which is a product in disguise.
+        If the sum has more elements than the other operand, that operand was broadcast against the matrix. Distances
+        such as `((x - W)**2).sum(-1)`, which contain a product, begin in this way.
         """
         if name == "embedding":
             return True

@@ -174,7 +174,7 @@ class _Injection:
             state.recorder.add_census(state.phase, self._kind_of_forward(), census.num_classified, census.escapes)
 
     def _census_is_due(self) -> bool:
-        """Whether the operations of this forward are to be classified: of each kind, the first of a run or pass."""
+        """Whether to classify the operations of this forward: it is the first of its kind in a run or pass."""
         state = self.state
         return (
             self.operator_noise is not None

@@ -78,7 +78,7 @@ class PhaseState:
         """Whether calls that repeat in every forward pass are measured in this one.
 
         The first pass of either kind is measured, and every 16th pass. The offset depends on the step, so that over
-        time all passes are.
+        time no pass is left out.
         """
         offset = self.key.step + self.key.micro_step
         return self.is_first_of_kind or not (self.forward_index + offset) % _MEASURE_STRIDE

@@ -96,8 +96,8 @@ def _without_bias(products: Tensor, used: Tensor, bias: Tensor, error: ErrorMode
 
     All have the same flat shape. The bias is added after the noise, so it must not dilute the relative error. If a
     product is much smaller than its bias, few of its digits remain in the sum, and their rounding could pass for
-    relative noise. Such products are left out. The sum was rounded to the number format of `used`, whatever that of
-    the bias.
+    relative noise. Such products are left out. The sum was rounded to the number format of `used`, even if
+    the bias has another format.
     """
     rounds_to_16_bits = used.dtype in ROUNDED_DTYPES
     epsilon = torch.finfo(used.dtype).eps

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> int:
     """Return the operations of one call of an operator: of matrix products, convolutions and attentions; else 0.
 
-    By torch's own formulas, and ours for grouped products, which torch does not count.
+    Uses the formulas of torch, and our own for grouped products, which torch does not count.
     """
     packet = func.overloadpacket
     if packet is torch.ops.aten._grouped_mm:

@@ -18,7 +18,7 @@ SAMPLING_SIGMAS = 5.0
 """Width of an acceptance band in standard errors of the measurement: below one false alarm in a million cells."""
 
 _LOST_IN_ROUNDING = 0.5
-"""Noise of which rounding leaves less than this share is not what was requested."""
+"""Noise is refused if rounding leaves less than this share of it, because it is then not what was requested."""
 
 _EXACT = 1e-3
 """Relative band of an error that is not random: the effect of float32 rounding on a small bias."""
@@ -72,11 +72,11 @@ class NoiseCell(ReceiptModel):
 
     @property
     def expected(self) -> float:
-        """What `measured` should be: the requested size, after rounding to a 16-bit number format."""
+        """Expected value of `measured`: the requested size, after rounding to a 16-bit number format."""
         return self.rounded.expected if self.rounded is not None else self.requested
 
     def standard_error(self) -> float:
-        """Return the relative standard error of `measured` for Gaussian noise: 1/sqrt(2n), or as rounding leaves it."""
+        """Return the relative standard error of `measured` for Gaussian noise: 1/sqrt(2n), or that of rounded noise."""
         if self.rounded is not None:
             return self.rounded.standard_error
         return 1 / math.sqrt(2 * self.measured_elements) if self.measured_elements else math.inf
@@ -127,10 +127,10 @@ class PhaseRecord(ReceiptModel):
     """Counts and measurements of one phase, noised or clean.
 
     The reference check recomputes outputs of linear modules in plain torch, with every torch hook bypassed, and
-    compares them with the values that the model used, whatever installed these. `reference_check_difference` is the
+    compares them with the values that the model used, whichever code changed these. `reference_check_difference` is the
     largest absolute difference: exactly 0 where no noise was requested. `reference_check_scale` is the root mean square
-    relative difference. Both are over `reference_checked_elements`. These leave out products so small that the rounding
-    of their sum with a bias could pass for noise.
+    relative difference. Both are over `reference_checked_elements`, which exclude products so small that the rounding
+    of their sum with a bias could be taken for noise.
     """
 
     phase: Phase

@@ -19,8 +19,8 @@ _STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 class RatioSums:
     """Running sums of errors, in the unit of their `Quantity`.
 
-    `rounded_count` of the errors are of 16-bit tensors: their squares should sum to `expected_squares`, with a variance
-    of `expected_variance` (see `rounding`).
+    `rounded_count` of the errors are of 16-bit tensors: the expected sum of their squares is `expected_squares`, with
+    the variance `expected_variance` (see `rounding`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -37,8 +37,8 @@ class RatioSums:
     def add(self, before: Tensor, after: Tensor, scale: float | None = None, added: Tensor | None = None) -> None:
         """Add the errors of `after` relative to `before` (same shapes).
 
-        `scale`: of the Gaussian noise that the error should be. `added`: what was added after the noise and taken away
-        again from `after`, in the number format of `before`.
+        `scale`: the scale of the Gaussian noise that the error is expected to be. `added`: values (such as a bias)
+        that were added after the noise and then subtracted again from `after`, in the number format of `before`.
         """
         # In numpy: on short samples its calls cost a fraction of torch's.
         clean, used = (values.double().cpu().numpy() for values in (before, after))
@@ -60,7 +60,7 @@ class RatioSums:
             self._expect(before, clean, scale, added)
 
     def _expect(self, before: Tensor, clean: FloatArray, scale: float, added: Tensor | None) -> None:
-        """Add what the squares of a 16-bit tensor should be: the noise and the rounding of its result."""
+        """Add the expected squares of the errors of a 16-bit tensor: the noise and the rounding of the result."""
         relative = self.quantity == "relative"
         mean, variance = noised_moments(before, scale * np.abs(clean) if relative else np.full(clean.shape, scale))
         if added is not None:
@@ -75,7 +75,7 @@ class RatioSums:
         self.expected_variance += float(variance.sum())
 
     def expected_sums(self, scale: float) -> tuple[float, float]:
-        """Return what `squares` should be for Gaussian noise of `scale`, and its variance."""
+        """Return the expected value of `squares` for Gaussian noise of `scale`, and its variance."""
         exact = self.count - self.rounded_count
         return self.expected_squares + exact * scale**2, self.expected_variance + 2 * exact * scale**4
 
@@ -167,8 +167,8 @@ class GradientSums:
 class FactorSums:
     """AQN noise in one layer: sum of (added noise / scheduled sigma)^2 over its elements.
 
-    `drawn_squares`: what the sum should be before the result is rounded to the number format of the tensor;
-    `expected_squares` and `expected_variance`: after it, and its variance.
+    `drawn_squares`: the expected sum before the result is rounded to the number format of the tensor.
+    `expected_squares` and `expected_variance`: the expected sum after rounding, and its variance.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

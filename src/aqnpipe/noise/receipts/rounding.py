@@ -1,9 +1,10 @@
-"""What rounding to a number format leaves of Gaussian noise.
+"""Expected size of Gaussian noise after rounding to a number format.
 
-A 16-bit tensor holds y + noise rounded to its format, so the error that can be measured is not the error that was
-drawn: its mean square is larger by about spacing^2/12, and where the noise is smaller than the spacing most elements
-do not change at all. Both are known exactly, because y itself lies on the grid. A receipt that compared with the
-drawn error would refuse honest long runs: its band shrinks with the number of elements, rounding does not.
+A 16-bit tensor contains y + noise, rounded to its format. The measured error is therefore not the error that was drawn:
+its mean square is larger by about spacing^2/12, and where the noise is smaller than the spacing, most elements do not
+change at all. Both effects can be computed exactly, because y itself is a number of the format. A receipt that ignored
+rounding would refuse correct long runs: its acceptance band shrinks with the number of elements, but the effect of
+rounding does not.
 """
 
 import math
@@ -17,17 +18,17 @@ from torch import Tensor
 FloatArray = npt.NDArray[np.float64]
 
 ROUNDED_DTYPES = frozenset({torch.bfloat16, torch.float16})
-"""Number formats whose rounding shows in measured noise. That of float32 is below every band."""
+"""Number formats whose rounding is visible in measured noise. The effect of float32 is below every acceptance band."""
 
 _WIDE = 2.0
-"""From this many grid steps of standard deviation on, rounding is independent of the noise to within 1e-17."""
+"""If sigma is at least this multiple of the spacing, rounding is independent of the noise to within 1e-17."""
 _STEPS = np.arange(1, 20, dtype=np.float64)
 
 
 def spacing_of(tensor: Tensor) -> tuple[FloatArray, FloatArray]:
     """Return the distances of each element of a flat tensor from the next number away from 0 and toward it.
 
-    They differ at powers of two alone, where the grid of the number format becomes twice as fine toward 0.
+    They differ only at powers of two, where the spacing of the number format halves toward 0.
     """
     limits = torch.finfo(tensor.dtype)
     mantissa, exponent = np.frexp(np.abs(tensor.double().cpu().numpy()))
