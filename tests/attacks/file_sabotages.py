@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from checksum_files import write_parquet_with_checksum
 from micro_study import LAST_STEP, STUDY, MicroStudy, write_study
 from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, edited, patched, replace_file, update_digests
 from safetensors.torch import load_file, save_file
-from sealed_files import write_sealed_parquet
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json, write_json
@@ -28,7 +28,7 @@ def _with_table(
     def edit(study: MicroStudy) -> None:
         for seed in seeds:
             path = study.evaluation_file(arm, seed, "parquet")
-            write_sealed_parquet(path, change(pl.read_parquet(path)))
+            write_parquet_with_checksum(path, change(pl.read_parquet(path)))
             if forged:
                 update_digests(study, arm, seed)
 
@@ -65,7 +65,7 @@ def _no_first_question(table: pl.DataFrame) -> pl.DataFrame:
 def _everywhere_forged(study: MicroStudy) -> None:
     for _, arm, seed, step in study.plan.evaluations():
         path = study.evaluation_file(arm, seed, "parquet", step)
-        write_sealed_parquet(path, _no_first_question(pl.read_parquet(path)))
+        write_parquet_with_checksum(path, _no_first_question(pl.read_parquet(path)))
         update_digests(study, arm, seed, step)
 
 
@@ -120,7 +120,7 @@ def _polished_receipt(study: MicroStudy) -> None:
 def _edited_numbers(name: str, column: str) -> Callable[[MicroStudy], None]:
     def edit(study: MicroStudy) -> None:
         path = study.results / name
-        write_sealed_parquet(path, pl.read_parquet(path).with_columns(pl.lit(0.5).alias(column)))
+        write_parquet_with_checksum(path, pl.read_parquet(path).with_columns(pl.lit(0.5).alias(column)))
 
     return edit
 
@@ -135,13 +135,15 @@ def _edited_verdict(study: MicroStudy) -> None:
 def _leak(study: MicroStudy) -> None:
     train, test = (pl.read_parquet(study.results / "data" / f"{name}.parquet") for name in ("train", "test"))
     leaked = test.head(1).with_columns(question_id=pl.lit(train["question_id"][-1]))
-    write_sealed_parquet(study.results / "data" / "train.parquet", pl.concat([train.head(len(train) - 1), leaked]))
+    write_parquet_with_checksum(
+        study.results / "data" / "train.parquet", pl.concat([train.head(len(train) - 1), leaked])
+    )
 
 
 def _other_questions(study: MicroStudy) -> None:
     path = study.results / "data" / "test.parquet"
     table = pl.read_parquet(path)
-    write_sealed_parquet(path, table.with_columns(gold_answer=pl.lit("7")))
+    write_parquet_with_checksum(path, table.with_columns(gold_answer=pl.lit("7")))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import synthetic_study
-from sealed_files import write_sealed_parquet
+from checksum_files import write_parquet_with_checksum
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.diagnoses import Verdict
@@ -108,7 +108,7 @@ def hostile(synthetic, tmp_path_factory):
 
 def _overwrite(path, **texts):
     table = pl.read_parquet(path)
-    write_sealed_parquet(path, table.with_columns(pl.lit(text).alias(name) for name, text in texts.items()))
+    write_parquet_with_checksum(path, table.with_columns(pl.lit(text).alias(name) for name, text in texts.items()))
 
 
 @pytest.fixture(scope="session")

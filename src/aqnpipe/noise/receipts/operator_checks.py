@@ -86,9 +86,9 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
     if unwanted:
         problems.append(f"layers {unwanted} were noised, which was not requested")
     for kinds in _operator_kinds(noise):
-        without = sorted(layer for layer in wanted & reached.keys() if not kinds & reached[layer])
+        without = sorted(layer for layer in wanted & reached.keys() if reached[layer].isdisjoint(kinds))
         if without:
-            problems.append(f"no {' or '.join(sorted(kinds))} was noised in layers {without}")
+            problems.append(f"no {' or '.join(kinds)} was noised in layers {without}")
     head = noise.error_in(None) is not None
     if head != (None in reached):
         problems.append(f"lm_head was {'not noised although requested' if head else 'noised although excluded'}")
@@ -98,15 +98,15 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
     return [f"{record.phase}: {problem}" for problem in problems]
 
 
-def _operator_kinds(noise: OperatorNoise) -> list[set[str]]:
+def _operator_kinds(noise: OperatorNoise) -> list[tuple[str, ...]]:
     """Return groups of operators. Every noised layer must have noise on at least one operator of each group."""
     if isinstance(noise.error, FakeQuantization):
-        return [{"linear"}]
-    attention = {"scaled_dot_product_attention"} if noise.attention == "fused" else {"matmul", "bmm", "baddbmm"}
+        return [("linear",)]
+    attention = ("scaled_dot_product_attention",) if noise.attention == "fused" else ("matmul", "bmm", "baddbmm")
     return [
-        {"linear", "addmm"},
+        ("linear", "addmm"),
         attention,
-        *([{"rms_norm", "layer_norm"}, {"silu", "gelu"}] if noise.operators == "all" else []),
+        *([("rms_norm", "layer_norm"), ("silu", "gelu")] if noise.operators == "all" else []),
     ]
 
 

@@ -15,21 +15,13 @@ from aqnpipe.config.noise import (
     Phase,
     RelativeGaussian,
     quantity_of,
-    requested_size,
 )
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import matrices_sha256, norms_sha256
+from aqnpipe.noise.receipts.assembly import fault_cell, gradient_flow, noise_cell, phase_record, place_of, weight_cell
 from aqnpipe.noise.receipts.mismatches import mismatches
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import (
-    FaultCell,
-    GradientFlow,
-    NoiseCell,
-    PhaseRecord,
-    RoundedNoise,
-    WeightCell,
-    WeightSync,
-)
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder_state import (
     CellSums,
     FactorSums,
@@ -324,62 +316,17 @@ class ReceiptRecorder:
             module_noise=self._requested.module_noise,
             aqn=self._requested.aqn,
             expected_phases=self._expected_phases,
-            phases=tuple(
-                PhaseRecord(
-                    phase=phase,
-                    forwards=sums.forwards,
-                    noised_calls=sums.noised_calls,
-                    reference_checked_elements=sums.reference_checked_elements,
-                    reference_check_difference=sums.reference_check.largest_difference,
-                    reference_check_scale=sums.reference_check.root_mean_square,
-                    reference_check_rounded=_rounded(sums.reference_check, self._reference_scale()),
-                    escaped=dict(sums.escaped),
-                    forward_flops=sums.flops or 0,
-                    noised_flops=sums.noised_flops,
-                    modules_noised=len(sums.modules),
-                    norms_checked=sums.norms_checked,
-                    norms_noised=sums.norms_noised,
-                )
-                for phase, sums in self._phases.items()
-            ),
-            cells=tuple(
-                NoiseCell(
-                    phase=phase,
-                    operator=operator,
-                    layer=layer,
-                    calls=cell.calls,
-                    elements=cell.elements,
-                    error=cell.error.kind,
-                    requested=requested_size(cell.error),
-                    measured=cell.ratios.root_mean_square if cell.ratios.count else None,
-                    mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
-                    measured_elements=cell.ratios.count,
-                    rounded=_rounded(cell.ratios, requested_size(cell.error)),
-                )
-                for (phase, operator, layer), cell in sorted(
-                    self._cells.items(), key=lambda item: (item[0][0], item[0][2] is None, item[0][2] or 0, item[0][1])
-                )
-            ),
+            phases=tuple(phase_record(sums, self._reference_scale()) for sums in self._phases.values()),
+            cells=tuple(noise_cell(cell) for cell in sorted(self._cells.values(), key=place_of)),
             faults=self._requested.faults,
-            fault_cells=tuple(_fault_cell(sums) for _, sums in sorted(self._faults.items(), key=lambda item: item[0])),
+            fault_cells=tuple(fault_cell(sums) for _, sums in sorted(self._faults.items(), key=lambda item: item[0])),
             gradient_flows=tuple(
-                _flow(number, sums) for number, sums in sorted(self._gradients.items(), key=lambda item: item[0])
+                gradient_flow(sums) for _, sums in sorted(self._gradients.items(), key=lambda item: item[0])
             ),
             foreign_faults=tuple(sorted(self._foreign_faults)),
             mismatches=tuple(sorted(self._mismatches)),
             weight_syncs=tuple(self._weight_syncs),
-            weight_cells=tuple(
-                WeightCell(
-                    layer=layer,
-                    measured_factor=(sums.squares / sums.elements) ** 0.5,
-                    elements=sums.elements,
-                    rounding_factor=(sums.expected_squares / sums.drawn_squares) ** 0.5,
-                    standard_error=sums.expected_variance**0.5 / (2 * sums.expected_squares)
-                    if sums.expected_squares
-                    else 0.0,
-                )
-                for layer, sums in self._weight_factors.items()
-            ),
+            weight_cells=tuple(weight_cell(sums) for sums in self._weight_factors.values()),
             layer_factors=self._layer_factors,
             num_steps=self._num_steps,
             num_epochs=self._num_epochs,
@@ -400,33 +347,3 @@ class ReceiptRecorder:
         if sums is None:
             sums = self._phases[phase] = PhaseSums(phase)
         return sums
-
-
-def _rounded(ratios: RatioSums, scale: float) -> RoundedNoise | None:
-    expectation = ratios.expectation(scale)
-    return RoundedNoise(expected=expectation[0], standard_error=expectation[1]) if expectation else None
-
-
-def _fault_cell(sums: FaultSums) -> FaultCell:
-    return FaultCell(
-        fault=sums.fault,
-        phase=sums.phase,
-        calls=sums.calls,
-        elements=sums.elements,
-        affected_elements=sums.affected_elements,
-        num_channels=sums.num_channels,
-        num_faulty_channels=sums.num_faulty_channels,
-    )
-
-
-def _flow(number: int, sums: GradientSums) -> GradientFlow:
-    carried, zeroed, leaked, squares, zeroed_squares = sums.totals
-    return GradientFlow(
-        fault=number,
-        calls=sums.calls,
-        elements=int(carried),
-        zeroed_elements=int(zeroed),
-        leaked_elements=int(leaked),
-        norm=squares**0.5,
-        zeroed_norm=zeroed_squares**0.5,
-    )

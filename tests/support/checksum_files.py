@@ -8,7 +8,7 @@ import polars as pl
 from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, with_checksum
 
 
-def write_sealed_parquet(path: Path, table: pl.DataFrame) -> None:
+def write_parquet_with_checksum(path: Path, table: pl.DataFrame) -> None:
     """Write any table as a with_checksum parquet file, in place of what is there."""
     buffer = io.BytesIO()
     table.write_parquet(buffer, metadata={"checksum": CHECKSUM_PLACEHOLDER})

@@ -1,0 +1,104 @@
+"""Turns the running sums of a recorder into the parts of a receipt."""
+
+from aqnpipe.config.noise import requested_size
+from aqnpipe.noise.receipts.receipt_content import (
+    FaultCell,
+    GradientFlow,
+    NoiseCell,
+    PhaseRecord,
+    RoundedNoise,
+    WeightCell,
+)
+from aqnpipe.noise.receipts.recorder_state import (
+    CellSums,
+    FactorSums,
+    FaultSums,
+    GradientSums,
+    PhaseSums,
+    RatioSums,
+)
+
+
+def phase_record(sums: PhaseSums, reference_scale: float) -> PhaseRecord:
+    """Return the record of one phase; `reference_scale` is the scale that the reference check should find."""
+    return PhaseRecord(
+        phase=sums.phase,
+        forwards=sums.forwards,
+        noised_calls=sums.noised_calls,
+        reference_checked_elements=sums.reference_checked_elements,
+        reference_check_difference=sums.reference_check.largest_difference,
+        reference_check_scale=sums.reference_check.root_mean_square,
+        reference_check_rounded=_rounded(sums.reference_check, reference_scale),
+        escaped=dict(sums.escaped),
+        forward_flops=sums.flops or 0,
+        noised_flops=sums.noised_flops,
+        modules_noised=len(sums.modules),
+        norms_checked=sums.norms_checked,
+        norms_noised=sums.norms_noised,
+    )
+
+
+def place_of(cell: CellSums) -> tuple[str, bool, int, str]:
+    """Return the sort key of a cell: phase, layer (outside the layers last), operator."""
+    return cell.phase, cell.layer is None, cell.layer or 0, cell.operator
+
+
+def noise_cell(cell: CellSums) -> NoiseCell:
+    """Return the cell of one operator, or kind of module, of one layer in one phase."""
+    return NoiseCell(
+        phase=cell.phase,
+        operator=cell.operator,
+        layer=cell.layer,
+        calls=cell.calls,
+        elements=cell.elements,
+        error=cell.error.kind,
+        requested=requested_size(cell.error),
+        measured=cell.ratios.root_mean_square if cell.ratios.count else None,
+        mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
+        measured_elements=cell.ratios.count,
+        rounded=_rounded(cell.ratios, requested_size(cell.error)),
+    )
+
+
+def weight_cell(sums: FactorSums) -> WeightCell:
+    """Return the cell of AQN's noise in one layer."""
+    expected = sums.expected_squares
+    return WeightCell(
+        layer=sums.layer,
+        measured_factor=(sums.squares / sums.elements) ** 0.5,
+        elements=sums.elements,
+        rounding_factor=(expected / sums.drawn_squares) ** 0.5,
+        standard_error=sums.expected_variance**0.5 / (2 * expected) if expected else 0.0,
+    )
+
+
+def fault_cell(sums: FaultSums) -> FaultCell:
+    """Return the cell of one simulated fault in one phase."""
+    return FaultCell(
+        fault=sums.fault,
+        phase=sums.phase,
+        calls=sums.calls,
+        elements=sums.elements,
+        affected_elements=sums.affected_elements,
+        num_channels=sums.num_channels,
+        num_faulty_channels=sums.num_faulty_channels,
+    )
+
+
+def gradient_flow(sums: GradientSums) -> GradientFlow:
+    """Return the gradients at one simulated fault."""
+    carried, zeroed, leaked, squares, zeroed_squares = sums.totals
+    return GradientFlow(
+        fault=sums.fault,
+        calls=sums.calls,
+        elements=int(carried),
+        zeroed_elements=int(zeroed),
+        leaked_elements=int(leaked),
+        norm=squares**0.5,
+        zeroed_norm=zeroed_squares**0.5,
+    )
+
+
+def _rounded(ratios: RatioSums, scale: float) -> RoundedNoise | None:
+    expectation = ratios.expectation(scale)
+    return RoundedNoise(expected=expectation[0], standard_error=expectation[1]) if expectation else None
