@@ -362,7 +362,7 @@ def test_a_study_with_nothing_yet(artifacts, run):
 
 
 def test_aa_controls_give_a_false_positive_rate(synthetic, run, tmp_path):
-    study = synthetic.study(arms=["baseline", "E5", "E5b", "E5b_again"], comparisons=[])
+    study = synthetic.study(arms=["baseline", "E5", "E5b", "E5b_sham"], comparisons=[])
     made = synthetic.write_evaluations(tmp_path, study)
     _, _, claims = run(study, made.evaluations)
     across, single = claims.aa_control_rates
@@ -370,8 +370,8 @@ def test_aa_controls_give_a_false_positive_rate(synthetic, run, tmp_path):
     assert (single.kind, single.tests) == ("single_runs", 6)
     assert 0 <= across.ci_low <= across.rejected / across.tests <= across.ci_high <= 1
     for seed in (0, 1):
-        real, sham = (read_json(made.find(arm, seed).record, RunRecord) for arm in ("E5b", "E5b_again"))
-        write_json(made.find("E5b_again", seed).record, sham.model_copy(update={"inputs_sha256": real.inputs_sha256}))
+        real, sham = (read_json(made.find(arm, seed).record, RunRecord) for arm in ("E5b", "E5b_sham"))
+        write_json(made.find("E5b_sham", seed).record, sham.model_copy(update={"inputs_sha256": real.inputs_sha256}))
     _, _, claims = run(study, made.evaluations)
     assert claims.aa_control_rates[0].identical == 3
     assert claims.aa_control_rates[0].rejected == 0

@@ -1,4 +1,4 @@
-"""Files with a valid seal and any content, as someone who runs the package could make them."""
+"""Files with a valid checksum and any content, as someone who runs the package could make them."""
 
 import io
 from pathlib import Path
@@ -9,7 +9,7 @@ from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, with_checksum
 
 
 def write_parquet_with_checksum(path: Path, table: pl.DataFrame) -> None:
-    """Write any table as a with_checksum parquet file, in place of what is there."""
+    """Write any table as a parquet file with its checksum, in place of what is there."""
     buffer = io.BytesIO()
     table.write_parquet(buffer, metadata={"checksum": CHECKSUM_PLACEHOLDER})
     path.unlink(missing_ok=True)
