@@ -253,6 +253,7 @@ def test_losses_worse_than_guessing_are_not_compared(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_false_alarms_without_any_effect_stay_at_alpha(tmp_path):
     """Two comparisons of noise in each of 60 synthetic studies: at 5 % each, at most 14 of 120 (five SD)."""
     equal = dict.fromkeys(("fault_only", "global", "targeted"), 0.5)

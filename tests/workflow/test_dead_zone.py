@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")
 
@@ -27,6 +29,7 @@ def planned(folder, *targets):
     return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", run.stdout, re.MULTILINE)}
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_study_and_of_its_loss_study(tmp_path):
     for name in ("config", "workflow", "profiles"):
         shutil.copytree(ROOT / name, tmp_path / name)
