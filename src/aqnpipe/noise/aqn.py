@@ -99,7 +99,7 @@ def _noised_norm_weights(
                 if norm_sigma > 0:
                     mean, variance = _expected_sums(clean[name], norm_sigma)
                     drawn = weight.numel() * norm_sigma**2
-                    ratios = _sum_of(ratios, _scaled(None, added, weight.numel(), drawn, mean, variance, norm_sigma))
+                    ratios.add(_scaled(None, added, weight.numel(), drawn, mean, variance, norm_sigma))
                     recorder.measure_sigma_factor(
                         _scaled(layer_of(name), added, weight.numel(), drawn, mean, variance, sigma)
                     )
@@ -138,7 +138,7 @@ def _noised_hidden_states(
             expected = errors.expected_sums(sigmas[layer])
             drawn = errors.count * sigmas[layer] ** 2
             recorder.measure_sigma_factor(_scaled(layer, errors.squares, errors.count, drawn, *expected, sigma))
-            ratios = _sum_of(ratios, _scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
+            ratios.add(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
         recorder.add_weight_sync(
             WeightSync(
                 step=step,
@@ -176,17 +176,6 @@ def _scaled(
 ) -> FactorSums:
     """Return sums of squared noise in units of sigma^2."""
     return FactorSums(layer, squares / sigma**2, elements, drawn / sigma**2, mean / sigma**2, variance / sigma**4)
-
-
-def _sum_of(first: FactorSums, second: FactorSums) -> FactorSums:
-    return FactorSums(
-        first.layer,
-        first.squares + second.squares,
-        first.elements + second.elements,
-        first.drawn_squares + second.drawn_squares,
-        first.expected_squares + second.expected_squares,
-        first.expected_variance + second.expected_variance,
-    )
 
 
 def _ratio_of(ratios: FactorSums) -> dict[str, Any]:

@@ -227,14 +227,10 @@ def _merged_gradient(gradients: list[GradientSums]) -> GradientSums:
 
 
 def _merged_factor(factors: list[FactorSums]) -> FactorSums:
-    return FactorSums(
-        layer=factors[0].layer,
-        squares=sum(factor.squares for factor in factors),
-        elements=sum(factor.elements for factor in factors),
-        drawn_squares=sum(factor.drawn_squares for factor in factors),
-        expected_squares=sum(factor.expected_squares for factor in factors),
-        expected_variance=sum(factor.expected_variance for factor in factors),
-    )
+    merged = FactorSums(factors[0].layer)
+    for factor in factors:
+        merged.add(factor)
+    return merged
 
 
 def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:

@@ -249,12 +249,7 @@ class ReceiptRecorder:
 
     def measure_sigma_factor(self, measured: FactorSums) -> None:
         """Add the sums of (added noise / scheduled sigma)^2 over the elements of one target."""
-        sums = self._weight_factors.setdefault(measured.layer, FactorSums(measured.layer))
-        sums.squares += measured.squares
-        sums.elements += measured.elements
-        sums.drawn_squares += measured.drawn_squares
-        sums.expected_squares += measured.expected_squares
-        sums.expected_variance += measured.expected_variance
+        self._weight_factors.setdefault(measured.layer, FactorSums(measured.layer)).add(measured)
 
     def settle(self) -> None:
         """Sum the kept samples, so that memory stays constant over a long run."""

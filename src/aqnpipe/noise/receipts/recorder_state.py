@@ -180,6 +180,14 @@ class FactorSums:
     expected_squares: float = 0.0
     expected_variance: float = 0.0
 
+    def add(self, other: "FactorSums") -> None:
+        """Add the sums of other elements."""
+        self.squares += other.squares
+        self.elements += other.elements
+        self.drawn_squares += other.drawn_squares
+        self.expected_squares += other.expected_squares
+        self.expected_variance += other.expected_variance
+
 
 @dataclass
 class RecorderState:
