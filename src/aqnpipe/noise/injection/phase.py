@@ -96,7 +96,6 @@ class _Injection:
         hidden_sigmas: Mapping[int, float],
     ) -> None:
         self.state = state
-        self._names = {module: name for name, module in state.model.named_modules()}
         self.operator_noise = spec.operator_noise_in(state.phase)
         modules = spec.module_noise_in(state.phase)
         noises_gradients = backward and self.operator_noise and "backward" in self.operator_noise.phases
@@ -182,6 +181,10 @@ class _Injection:
             and state.recorder.wants_census(state.phase, self._kind_of_forward())
         )
 
+    def _name_of(self, module: nn.Module) -> str:
+        """Return the qualified name of a layer. Searched for, because only the few forwards with a census need it."""
+        return next(name for name, other in self.state.model.named_modules() if other is module)
+
     def _kind_of_forward(self) -> str:
         return "one token" if self.state.reads_one_token else "several tokens"
 
@@ -193,7 +196,7 @@ class _Injection:
         if error is not None and self.watch is not None:
             self.watch.enter_layer(index)
             if state.census is not None:
-                state.census.enter_layer(module, self._names.get(module, type(module).__name__))
+                state.census.enter_layer(module, self._name_of(module))
 
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.watch is not None:
