@@ -1,5 +1,7 @@
 """Low-rank adapters: trained weights, noise on adapters, reference, checkpoints and resume points."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,11 +13,14 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError
+from aqnpipe.models.adapted import ADAPTERS_FILE
+from aqnpipe.models.adapters import adapter_weights, adapters_off, has_adapters, merged_weights
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.models.loading import load_model
+from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.callbacks import ProgressCallback
-from aqnpipe.training.policy import BaseWeights, adapters_off, has_adapters, load_policy, merged_weights
+from aqnpipe.training.policy import BaseWeights, load_policy
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 
 LORA = {"rank": 4, "alpha": 8}
@@ -46,6 +51,12 @@ def policy(inputs):
 def logits(model):
     with torch.no_grad():
         return model(TOKENS, use_cache=False).logits
+
+
+def beside_its_base(folder, inputs):
+    """Return a folder for runs, beside the model that they train: a checkpoint of adapters finds its base there."""
+    shutil.copytree(inputs.model, folder / "models" / "base")
+    return folder / "runs"
 
 
 def test_only_adapters_are_trained_and_they_are_keyed_by_the_runs_seed(inputs):
@@ -90,8 +101,9 @@ def test_merged_weights_are_the_formulas(policy):
     assert not has_adapters(policy.model.norm)
 
 
-def test_a_run_trains_adapters_under_noise_and_leaves_models_that_open_like_any_other(inputs, tmp_path):
-    folder = run(training_spec(NOISE, AQN, lora=LORA, learning_rate=1e-2), inputs, tmp_path / "run")
+def test_a_run_trains_adapters_under_noise_and_leaves_only_them(inputs, tmp_path):
+    runs = beside_its_base(tmp_path, inputs)
+    folder = run(training_spec(NOISE, AQN, lora=LORA, learning_rate=1e-2), inputs, runs / "run")
     receipt = read_json(folder / "receipt.json", Receipt).check()
     linears = {(cell.phase, cell.layer): cell.calls for cell in receipt.cells if cell.operator == "linear"}
     forwards = {record.phase: record.forwards for record in receipt.phases}
@@ -100,12 +112,15 @@ def test_a_run_trains_adapters_under_noise_and_leaves_models_that_open_like_any_
         assert linears["actor_forward", layer] == 21 * forwards["actor_forward"]
         assert linears["rollout", layer] == 21 * forwards["rollout"]
         assert linears["reference", layer] == 7 * forwards["reference"]
-    files = {path.name for path in (folder / "checkpoints" / "step2").iterdir()}
-    assert not any("adapter" in name for name in files)
-    start, end = (
-        load_model(path, dtype="float32", attention="eager").state_dict()
-        for path in (inputs.model, folder / "checkpoints" / "step2")
-    )
+    checkpoint = folder / "checkpoints" / "step2"
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == [ADAPTERS_FILE]
+    start = load_model(inputs.model, dtype="float32", attention="eager").state_dict()
+    adapted = load_model(checkpoint, dtype="float32", attention="eager")
+    end = merged_weights(adapted)
+    weights = sum(weight.numel() for weight in adapter_weights(adapted).values())
+    header_bytes = (checkpoint / ADAPTERS_FILE).stat().st_size - 4 * weights
+    assert 0 < header_bytes < 4096
+    assert read_prepared_model(checkpoint).num_parameters == weights
     changed = {name for name in start if not torch.equal(start[name], end[name])}
     assert changed == {name for name in start if name.endswith("_proj.weight")}
     for name in changed:
@@ -141,7 +156,7 @@ def test_checkpointing_and_dropout_combine_with_adapters(inputs, tmp_path):
     for name, training in (("kept", {}), ("again", {"gradient_checkpointing": True})):
         lora = {**LORA, "dropout": 0.1}
         run(training_spec(NOISE, AQN, lora=lora, **training), inputs, tmp_path / name)
-    files = [tmp_path / name / "checkpoints" / "step2" / "model.safetensors" for name in ("kept", "again")]
+    files = [tmp_path / name / "checkpoints" / "step2" / ADAPTERS_FILE for name in ("kept", "again")]
     assert sha256_of_file(files[0]) == sha256_of_file(files[1])
 
 
@@ -161,7 +176,8 @@ def test_a_run_with_adapters_and_mini_batches_goes_on_to_the_same_bytes(inputs, 
     said = []
     run(spec, inputs, tmp_path / "stopped", said.append)
     assert any("resuming after step 2" in line for line in said)
-    for file in ("checkpoints/step3/model.safetensors", "checkpoints/step4/model.safetensors", "metrics.parquet"):
+    files = [f"checkpoints/step{step}/{name}" for step in (3, 4) for name in (ADAPTERS_FILE, PREPARED_MODEL_FILE)]
+    for file in (*files, "metrics.parquet"):
         assert sha256_of_file(undisturbed / file) == sha256_of_file(tmp_path / "stopped" / file), file
     receipts = [read_json(folder / "receipt.json", Receipt) for folder in (undisturbed, tmp_path / "stopped")]
     assert receipts[0] == receipts[1]
@@ -171,9 +187,12 @@ def test_the_weights_below_stay_in_the_models_format(inputs, tmp_path):
     policy = load_policy(training_spec(lora=LORA, dtype="bfloat16"), inputs.model)
     formats = {(weight.dtype, weight.requires_grad) for weight in policy.parameters()}
     assert formats == {(torch.bfloat16, False), (torch.float32, True)}
-    folder = run(training_spec(NOISE, lora=LORA, dtype="bfloat16", num_steps=1), inputs, tmp_path / "run")
-    weights = load_file(folder / "checkpoints" / "step1" / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    runs = beside_its_base(tmp_path, inputs)
+    folder = run(training_spec(NOISE, lora=LORA, dtype="bfloat16", num_steps=1), inputs, runs / "run")
+    checkpoint = folder / "checkpoints" / "step1"
+    assert {tensor.dtype for tensor in load_file(checkpoint / ADAPTERS_FILE).values()} == {torch.float32}
+    loaded = load_model(checkpoint, dtype="bfloat16", attention="eager")
+    assert formats == {(weight.dtype, weight.requires_grad) for weight in loaded.parameters()}
 
 
 def test_targets_that_are_not_there_are_refused(inputs):

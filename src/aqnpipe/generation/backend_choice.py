@@ -10,7 +10,8 @@ from aqnpipe.device import Device, torch_device
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.models.loading import load_model, refuse_damaged, refuse_other_weights
+from aqnpipe.models.loading import load_model, refuse_damaged
+from aqnpipe.models.verification import refuse_other_weights
 
 
 def chosen_backend(requested: GenerationConfig, attention: Attention, device: Device) -> str:

@@ -24,7 +24,8 @@ from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
-from aqnpipe.models.loading import load_model, load_tokenizer, refuse_other_weights, sha256_of
+from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.models.verification import refuse_other_weights
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.control_layers import control_layers
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise

@@ -22,6 +22,7 @@ from aqnpipe.config.model import (
     source_kind,
 )
 from aqnpipe.errors import ModelError, first_line
+from aqnpipe.models.adapted import find_base, has_only_adapters
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
-_CONFIG = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 """Exceptions that transformers raises for malformed files."""
@@ -76,7 +77,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_WEIGHTS, *_TOKENIZER, *_CONFIG]
+    patterns = [*_WEIGHTS, *_TOKENIZER, *CONFIG_FILES]
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -94,6 +95,10 @@ def _model_files(folder: Path) -> list[Path]:
     for name, content in (("config.json", model_config), ("tokenizer_config.json", tokenizer_config)):
         if "auto_map" in content:
             raise ModelError(f"{folder / name}: auto_map asks for code from the model, which is never run")
+    if has_only_adapters(folder):
+        raise ModelError(
+            f"model {str(folder)!r}: a checkpoint that holds only the adapters of another model, expected a whole model"
+        )
     weights = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
     if not any(path.suffix == ".safetensors" for path in weights):
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
@@ -103,7 +108,7 @@ def _model_files(folder: Path) -> list[Path]:
         _refuse_paths_outside(index)
     if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
         raise ModelError(f"model {str(folder)!r}: found no tokenizer, expected tokenizer.json")
-    others = [folder / name for name in (*_CONFIG, *_TOKENIZER) if (folder / name).is_file()]
+    others = [folder / name for name in (*CONFIG_FILES, *_TOKENIZER) if (folder / name).is_file()]
     return weights + others
 
 
@@ -154,7 +159,7 @@ def _described(
 def _digests(folder: Path) -> dict[str, str]:
     """Return the digests of a model folder's files, by their field names in the record."""
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
-    config = [folder / name for name in _CONFIG if (folder / name).is_file()]
+    config = [folder / name for name in CONFIG_FILES if (folder / name).is_file()]
     return {
         "weights_sha256": sha256_of(sorted(folder.glob("*.safetensors"))),
         "tokenizer_sha256": sha256_of(sorted(tokenizer)),
@@ -173,31 +178,6 @@ def refuse_damaged(folder: Path) -> None:
                 f"model {str(folder)!r}: its {name.split('_')[0]} files changed after they were written (SHA-256 "
                 "differs): damaged, edited or of another model; prepare it again"
             )
-
-
-def refuse_other_weights(model: "PreTrainedModel", folder: Path, dtype: Dtype) -> None:
-    """Raise ModelError unless every weight in memory equals the weight in `folder` bit for bit, in the dtype `dtype`.
-
-    Weights that the loader renames or fuses are not compared; at least one must be comparable.
-    """
-    import torch
-    from safetensors import safe_open
-
-    own, wanted, compared = model.state_dict(), getattr(torch, dtype), 0
-    mixed = bool(getattr(model, "_keep_in_fp32_modules", None))
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if name not in own:
-                    continue
-                compared += 1
-                mine = own[name]
-                if mine.dtype != wanted and not mixed:
-                    raise ModelError(f"model {str(folder)!r}: {name} is in {mine.dtype}, requested {wanted}")
-                if not torch.equal(mine, tensors.get_tensor(name).to(mine)):
-                    raise ModelError(f"model {str(folder)!r}: {name} in memory is not the weight of this checkpoint")
-    if not compared:
-        raise ModelError(f"model {str(folder)!r}: none of its weights is in memory under its name")
 
 
 def _count_parameters(path: Path) -> int:
@@ -236,14 +216,32 @@ def load_model(
 ) -> "PreTrainedModel":
     """Return the causal language model in `folder`, in evaluation mode, with every weight from its safetensors files.
 
-    Raises ModelError if the folder is not a model, or if a weight is missing, unexpected or of another shape.
-    Transformers alone would only warn, and fill such weights with random numbers.
+    A checkpoint of adapters is its base (see `find_base`) with the adapters applied. A checkpoint must compute what the
+    trainer's model computed. Raises ModelError if it does not, if the folder is not a model, or if a weight is missing,
+    unexpected or of another shape.
     """
+    from aqnpipe.models.probe import refuse_other_outputs
+
+    read_model_config(folder)
+    refuse_damaged(folder)
+    if has_only_adapters(folder):
+        from aqnpipe.models.adapters import load_adapters
+
+        model = _load_whole(find_base(folder), dtype, attention)
+        load_adapters(model, folder)
+    else:
+        model = _load_whole(folder, dtype, attention)
+    model = model.to(device).eval()
+    refuse_other_outputs(model, folder)
+    return model
+
+
+def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrainedModel":
+    """Return the model whose weights are all in `folder`; transformers alone would fill gaps with random numbers."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    read_model_config(folder)
     refuse_damaged(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -263,7 +261,7 @@ def load_model(
             raise ModelError(
                 f"model {str(folder)!r}: {problem.replace('_', ' ')} in its weights: {', '.join(names[:3])}"
             )
-    return model.to(device).eval()
+    return model
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":

@@ -11,12 +11,10 @@ from aqnpipe.data.prompts import end_of_response
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
-from aqnpipe.models.loading import describe_model
-from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.training.checkpoints import CheckpointWriter
 from aqnpipe.training.noise_plan import NoisePlan
-from aqnpipe.training.policy import has_adapters, merged_weights
 from aqnpipe.training.ranks import gathered, rank_and_size
 
 _SECONDS_BETWEEN_REPORTS = 60.0
@@ -38,26 +36,22 @@ class CleanWeightsCallback(TrainerCallback):
 
 
 class CheckpointCallback(TrainerCallback):
-    """Saves weights and tokenizer as `<folder>/step<N>` after the declared steps, adapters merged into the weights.
+    """Saves the model as `<folder>/step<N>` after the declared steps; `label` names the run in its record.
 
-    A record beside them describes the model and contains the digests of its files; `label` names the run in it. All
-    workers have the same weights, so only the first one saves them.
+    All workers have the same weights, so only the first one saves them.
     """
 
-    def __init__(self, folder: Path, steps: Sequence[int], tokenizer: Any, label: str) -> None:
+    def __init__(self, folder: Path, steps: Sequence[int], writer: CheckpointWriter, label: str) -> None:
         self._folder = folder
         self._label = label
         self._steps = frozenset(steps)
-        self._tokenizer = tokenizer
+        self._writer = writer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save if this step is declared."""
         if state.global_step in self._steps and state.is_world_process_zero:
             target = self._folder / f"step{state.global_step}"
-            model = kwargs["model"]
-            model.save_pretrained(target, state_dict=merged_weights(model) if has_adapters(model) else None)
-            self._tokenizer.save_pretrained(target)
-            write_prepared_model(target, describe_model(target, f"{self._label} step {state.global_step}"))
+            self._writer.write(kwargs["model"], target, f"{self._label} step {state.global_step}")
 
 
 class ValidationCallback(TrainerCallback):

@@ -15,7 +15,7 @@ from aqnpipe.generation.backend_choice import chosen_backend, open_engine
 from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine, VllmRolloutEngine
 from aqnpipe.generation.vllm.launch import vllm_version
 from aqnpipe.generation.vllm.requirements import check_vllm
-from aqnpipe.training.policy import merged_weights
+from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.training.ranks import rank_and_size
 
 
@@ -28,6 +28,12 @@ def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
         return {"backend": "transformers"}
     check_vllm(resolve_device(spec.device).kind)
     return {"backend": "vllm", "vllm": vllm_version(), "enforce_eager": True}
+
+
+def merges_adapters(spec: TrainingSpec) -> bool:
+    """Return whether vLLM draws the rollouts or the evaluations of `spec`: it receives weights with adapters merged."""
+    evaluating = chosen_backend(spec.generation, spec.attention, resolve_device(spec.device))
+    return spec.training.lora is not None and "vllm" in (_backend(spec), evaluating)
 
 
 def open_rollouts(
@@ -55,7 +61,7 @@ def open_rollouts(
     return VllmRolloutEngine(
         engine,
         scratch / f"weights{rank}",
-        weights=merged_weights,
+        weights=MergedForEngine(getattr(torch, spec.dtype)),
         dtype=getattr(torch, spec.dtype),
         sleeps=spec.generation.rollout_sleep,
     )

@@ -33,12 +33,13 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
+from aqnpipe.training.checkpoints import CheckpointWriter
 from aqnpipe.training.metrics import metrics_table
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.ranks import rank_and_size
 from aqnpipe.training.resume import ResumeCallback
-from aqnpipe.training.rollout_backend import open_rollouts
+from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 from aqnpipe.training.workspace import Workspace
 
@@ -162,7 +163,7 @@ def _build_trainer(
             CheckpointCallback(
                 workspace.run / "checkpoints",
                 spec.training.checkpoint_steps(spec.num_steps),
-                tokenizer,
+                CheckpointWriter(spec, inputs.model, tokenizer, merges=merges_adapters(spec)),
                 run_label(spec),
             ),
             validation,

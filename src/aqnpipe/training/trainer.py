@@ -21,11 +21,12 @@ from aqnpipe.config.noise import Phase
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
+from aqnpipe.models.adapters import adapters_off, has_adapters
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.noise_plan import NoisePlan
-from aqnpipe.training.policy import BaseWeights, adapters_off, has_adapters
+from aqnpipe.training.policy import BaseWeights
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_weights, save_rank_state, save_weights
 from aqnpipe.training.sampler import PromptSampler
 from aqnpipe.training.sampler_distance import SamplerDistance

@@ -1,0 +1,243 @@
+"""A fixed input whose logits a trainer stores with each checkpoint, and every later load computes again.
+
+The digests of a checkpoint's files prove that the weights are those that were written. They do not prove that the model
+in memory computes what the trainer's model computed: that depends on buffers (rope), configuration (tied head,
+scaling), code, and on whether adapters are applied, and with which factor. So 16 fixed tokens are computed in both
+places and compared.
+
+The comparison must see an update of 1e-6, far below the rounding of bfloat16. Therefore weights are first rounded to
+the checkpoint's number format, which changes nothing where they were loaded in it, and everything is computed in double
+precision, one decoder layer at a time. What remains is float32 rounding in places where models ask for it (norms,
+softmax). The output that each adapter adds is compared by itself.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from aqnpipe.config.model import Dtype
+from aqnpipe.errors import ModelError
+from aqnpipe.models.adapters import adapted_modules
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.prepared import PREPARED_MODEL_FILE, AdapterEffect, Probe, read_prepared_model
+from aqnpipe.seeding import keyed_generator
+
+_NUM_TOKENS = 16
+_POSITIONS = 2
+_TOP = 4
+
+_TOLERANCE = 1e-4
+"""Accepted difference, relative to the largest logit or to the effect of the adapters.
+
+Machines differ by about 1e-6, through float32 inside norms and softmax.
+"""
+_COARSE_STEPS = 16
+"""Accepted difference in units of the number format, where a model was loaded in a coarser one than its checkpoint."""
+
+_Saved = list[tuple[dict[str, Any], str, Tensor]]
+_Effects = dict[str, AdapterEffect]
+
+
+def take_probe(model: PreTrainedModel, dtype: Dtype) -> Probe:
+    """Return what `model` computes for 16 fixed random tokens with its weights in `dtype`.
+
+    Nothing about the model changes. Noise must not be installed.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = keyed_generator("cpu", 0, "probe of a checkpoint")
+    token_ids = torch.randint(vocabulary, (_NUM_TOKENS,), generator=generator).tolist()
+    logits, effects = _compute(model, dtype, token_ids)
+    top = logits[-_POSITIONS:].topk(min(_TOP, logits.shape[-1]))
+    return Probe(
+        dtype=dtype,
+        token_ids=tuple(token_ids),
+        top_tokens=tuple(map(tuple, top.indices.tolist())),
+        top_logits=tuple(map(tuple, top.values.float().tolist())),
+        logits_sha256=_sha256(logits),
+        adapter_effects=effects,
+    )
+
+
+def refuse_other_outputs(model: PreTrainedModel, folder: Path) -> None:
+    """Raise ModelError unless `model` computes what the trainer's model computed when it saved `folder`.
+
+    Folders without a probe in their record pass: they are no checkpoints of this package.
+    """
+    if not (folder / PREPARED_MODEL_FILE).is_file():
+        return
+    stored = read_prepared_model(folder).probe
+    problem = probe_problem(model, stored) if stored is not None else None
+    if problem is not None:
+        raise ModelError(f"model {str(folder)!r}: {problem}")
+
+
+def probe_problem(model: PreTrainedModel, stored: Probe) -> str | None:
+    """Return how the outputs of `model` differ from the stored ones, in one line; None if they are equal."""
+    tolerance = _tolerance(model, stored.dtype)
+    logits, effects = _compute(model, stored.dtype, stored.token_ids)
+    problem = _effects_problem(effects, stored.adapter_effects, tolerance)
+    if problem is not None or _sha256(logits) == stored.logits_sha256:
+        return problem
+    return _logits_problem(logits, stored, tolerance)
+
+
+def _compute(model: PreTrainedModel, dtype: Dtype, token_ids: Sequence[int]) -> tuple[Tensor, _Effects]:
+    """Return the logits [tokens, vocabulary] in double precision, and the effects of adapters."""
+    with ExitStack() as stack:
+        effects = _watch_adapters(model, stack)
+        device = stack.enter_context(_double_precision(model, getattr(torch, dtype)))
+        stack.enter_context(torch.no_grad())
+        output = model(torch.tensor([token_ids], device=device), use_cache=False)
+        return output.logits[0].double().cpu(), effects()
+
+
+def _sha256(logits: Tensor) -> str:
+    return hashlib.sha256(logits.float().numpy().tobytes()).hexdigest()
+
+
+def _effects_problem(found: _Effects, stored: _Effects, tolerance: float) -> str | None:
+    """Compare the effects of adapters, relative to their own size."""
+    for name in sorted({*found, *stored}):
+        ours, theirs = (effects.get(name, AdapterEffect(norm=0.0, projection=0.0)) for effects in (found, stored))
+        margin = tolerance * theirs.norm
+        if abs(ours.norm - theirs.norm) <= margin and abs(ours.projection - theirs.projection) <= margin:
+            continue
+        if ours.norm == 0.0:
+            return f"adapters not applied to {name} (switched off, removed or merged with loss)"
+        ratio = ours.norm / theirs.norm if theirs.norm else float("inf")
+        if theirs.norm and abs(ours.projection - ratio * theirs.projection) <= 10 * tolerance * ours.norm:
+            return f"adapters scaled: those of {name} have {ratio:.4g} times the effect that they had in training"
+        return f"the adapters of {name} have another effect than in training: of another step, run or base"
+    return None
+
+
+def _logits_problem(logits: Tensor, stored: Probe, tolerance: float) -> str | None:
+    expected = torch.tensor(stored.top_logits, dtype=torch.float64)
+    found = logits[-len(stored.top_tokens) :].gather(-1, torch.tensor(stored.top_tokens))
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if difference <= tolerance:
+        return None
+    return (
+        f"it does not compute what the trainer's model computed: logits of fixed tokens differ by {difference:.2g} of "
+        f"the largest one, {tolerance:.2g} would be rounding; adapters or weights not applied, scaled or merged with "
+        "loss, or another configuration or other code"
+    )
+
+
+def _tolerance(model: nn.Module, dtype: Dtype) -> float:
+    """Return the accepted relative difference of a model whose weights were probed in `dtype`."""
+    held, probed = torch.finfo(next(model.parameters()).dtype), torch.finfo(getattr(torch, dtype))
+    keeps_every_bit = held.eps <= probed.eps and held.smallest_normal <= probed.smallest_normal
+    return _TOLERANCE if keeps_every_bit else _COARSE_STEPS * held.eps
+
+
+def _watch_adapters(model: nn.Module, stack: ExitStack) -> Callable[[], _Effects]:
+    """Measure what each adapter adds to the output of the module below it; the result is called after the forward."""
+    squares: dict[str, float] = {}
+    projections: dict[str, float] = {}
+    below: dict[str, Tensor] = {}
+
+    def add(kind: str, name: str, output: Tensor) -> None:
+        added = (output - below.pop(name)).double().cpu()
+        generator = keyed_generator("cpu", 0, f"probe of {name}")
+        signs = torch.randint(0, 2, added.shape, generator=generator) * 2 - 1
+        squares[kind] = squares.get(kind, 0.0) + float(added.square().sum())
+        projections[kind] = projections.get(kind, 0.0) + float((added * signs).sum())
+
+    for name, module in adapted_modules(model).items():
+        kind = name.rsplit(".", 1)[-1]
+        # The clone stays what it is if the adapter is added in place.
+        keep = module.get_base_layer().register_forward_hook(
+            lambda _module, _args, output, name=name: below.update({name: output.clone()})
+        )
+        measure = module.register_forward_hook(
+            lambda _module, _args, output, kind=kind, name=name: add(kind, name, output)
+        )
+        stack.callback(keep.remove)
+        stack.callback(measure.remove)
+    return lambda: {
+        kind: AdapterEffect(norm=squares[kind] ** 0.5, projection=projections[kind]) for kind in sorted(squares)
+    }
+
+
+@contextmanager
+def _double_precision(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[torch.device]:
+    """Make `model` compute in double precision, in evaluation mode; yields the device of its inputs.
+
+    Every decoder layer, and every module outside the layers, gets copies of its weights while it computes. The weights
+    themselves are not touched: data parallelism has hooks on them. Devices without double precision leave the
+    computation to the CPU.
+    """
+    own = next(model.parameters()).device
+    device = own if own.type in ("cpu", "cuda") else torch.device("cpu")
+    layers = list(decoder_layers(model))
+    inside = {module for layer in layers for module in layer.modules()}
+    training = [module for module in model.modules() if module.training]
+    experts = model.config._experts_implementation
+    with ExitStack() as stack:
+        stack.callback(_set_training, training)
+        model.eval()
+        if experts is not None:
+            # The grouped product of experts has no double precision.
+            stack.callback(setattr, model.config, "_experts_implementation", experts)
+            model.config._experts_implementation = "eager"
+        for layer in layers:
+            _with_copies(layer, list(layer.modules()), device, dtype, stack)
+        for module in model.modules():
+            if module not in inside and (module._parameters or module._buffers):
+                _with_copies(module, [module], device, dtype, stack)
+        yield device
+
+
+def _set_training(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        module.training = True
+
+
+def _with_copies(
+    module: nn.Module, owners: Sequence[nn.Module], device: torch.device, dtype: torch.dtype, stack: ExitStack
+) -> None:
+    """Replace the weights of `owners` by copies in double precision while `module` computes."""
+    saved: _Saved = []
+    adapters = {part for owner in owners if hasattr(owner, "lora_A") for part in _adapter_parts(owner)}
+
+    def enter(*_: object) -> None:
+        for owner in owners:
+            # Adapters are stored with every bit, other weights in the checkpoint's number format.
+            rounded = None if owner in adapters else dtype
+            saved.extend(_replace(owner, device, rounded))
+
+    def leave(*_: object) -> None:
+        for holder, name, tensor in saved:
+            holder[name] = tensor
+        saved.clear()
+
+    stack.callback(leave)
+    stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+    stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+
+def _adapter_parts(owner: nn.Module) -> Iterator[nn.Module]:
+    for part in (owner.lora_A, owner.lora_B):
+        yield from part.modules()  # type: ignore[union-attr] # a ModuleDict
+
+
+def _replace(owner: nn.Module, device: torch.device, rounded: torch.dtype | None) -> _Saved:
+    """Replace the floating-point weights and buffers of `owner` itself; return what was there."""
+    saved: _Saved = []
+    for name, weight in owner._parameters.items():
+        if weight is not None and weight.is_floating_point():
+            copy = weight.detach().to(rounded or weight.dtype).to(device, torch.float64)
+            saved.append((owner._parameters, name, weight))
+            owner._parameters[name] = nn.Parameter(copy, requires_grad=False)
+    for name, buffer in owner._buffers.items():
+        if buffer is not None:
+            saved.append((owner._buffers, name, buffer))
+            owner._buffers[name] = buffer.to(device)
+    return saved
