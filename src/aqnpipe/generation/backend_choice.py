@@ -1,5 +1,6 @@
 """Chooses the generation backend of a study and opens it on a model folder."""
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from aqnpipe.device import Device, torch_device
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.models.loading import load_model, refuse_damaged
+from aqnpipe.models.loading import load_model
+from aqnpipe.models.merging import whole_weights
 from aqnpipe.models.verification import refuse_other_weights
 
 
@@ -46,17 +48,21 @@ def open_generator(
     if chosen_backend(requested, attention, device) == "transformers":
         model = load_model(folder, dtype=dtype, attention=attention, device=torch_device(device.kind))
         return TransformersPasses(model, tokenizer, partial(refuse_other_weights, model, folder, dtype))
-    refuse_damaged(folder)
-    return open_engine(
-        requested,
-        folder,
-        tokenizer,
-        dtype=dtype,
-        device=device,
-        max_tokens=max_tokens,
-        batch_size=batch_size,
-        threads=threads,
-    )
+    with ExitStack() as files:
+        whole = files.enter_context(whole_weights(folder, dtype))
+        engine = open_engine(
+            requested,
+            whole,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            max_tokens=max_tokens,
+            batch_size=batch_size,
+            threads=threads,
+        )
+        # Its workers read the tokenizer in the folder when they need it.
+        engine.when_closed(files.pop_all().close)
+    return engine
 
 
 def open_engine(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -66,6 +67,7 @@ class VllmEngine:
         self._folder, self._end_token = folder, end_token
         self._stops: dict[str, StopText] = {}
         self._noise: PassNoise | None = None
+        self._at_end = ExitStack()
         self._min_forwards = 0
         arguments: dict[str, Any] = {
             "model": str(folder),
@@ -217,6 +219,11 @@ class VllmEngine:
     def close(self) -> None:
         """End the processes of the engine."""
         self._llm.llm_engine.engine_core.shutdown()
+        self._at_end.close()
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the engine's processes have ended."""
+        self._at_end.callback(callback)
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, share_prefix: bool) -> list[Completion]:
         from vllm import SamplingParams
