@@ -72,7 +72,10 @@ def test_settings_that_cost_or_save_passes(config):
     assert costs(config)["backward"].flops == 1.5 * plain
     config["training"]["lora"] = {"rank": 4, "alpha": 8}
     assert costs(config)["backward"].flops == plain
-    assert estimate_study(plan_of(config), GIVEN).working_gigabytes == 0
+    adapted = estimate_study(plan_of(config), GIVEN)
+    assert adapted.working_gigabytes == 0
+    # The size of this model is given, its shape is not.
+    assert adapted.checkpoint_gigabytes == 0
     config["training"].update(kl_coefficient=0.0, steps_per_rollout=2)
     found = costs(config)
     assert "reference" not in found
@@ -86,6 +89,8 @@ def test_what_is_not_given_is_counted_or_said_to_be_assumed(config):
     assert re.match(r"prompts of \d\d tokens, counted in the generated questions", estimate.assumed[0])
     assert "upper bound" in estimate.assumed[1]
     real = estimate_study(StudyPlan(load_study_file(Path("config/qwen2.5-7b.yaml"))), Assumptions())
+    # Three arms and three seeds with two checkpoints of adapters: 161 million values in float32.
+    assert real.checkpoint_gigabytes == pytest.approx(3 * 3 * 2 * 0.646, rel=1e-3)
     assert real.rates == A100
     assert real.assumed[0] == "prompts of 150 tokens, assumed (--prompt-tokens)"
 

@@ -27,6 +27,8 @@ def test_parameters_and_operations_by_hand():
     # Three tokens, one of which needs logits; each attends to two positions in 2 layers with 4 heads of 2.
     assert SMALL.forward_flops(3, 1, 2) == 3 * 2 * 1152 + 3 * (4 * 2 * 8 * 2) + 2 * 80
     assert ParameterCount(num_parameters=100).forward_flops(3, 1, 2) == 600
+    # Of rank 3 on q (8 to 8) and k (8 to 4) and down (16 to 8), in two layers.
+    assert SMALL.adapter_parameters(3, ("q_proj", "k_proj", "down_proj")) == 2 * 3 * (16 + 12 + 24)
 
 
 @pytest.mark.parametrize("name", BUILTIN_MODELS)

@@ -56,3 +56,8 @@ class RunRecord(Artifact):
         default_factory=dict,
         description="generation backend of the evaluation or of the rollouts: name, version and how it executes",
     )
+    merge_losses: dict[str, float] = Field(
+        default_factory=dict,
+        description="with adapters: the fraction of their update that rounding would lose if they were merged into "
+        "weights of the model's dtype, by checkpoint",
+    )

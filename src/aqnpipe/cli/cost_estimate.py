@@ -16,6 +16,7 @@ from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.model import BUILTIN_MODELS
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, ParameterCount, shape_of
 
@@ -236,17 +237,28 @@ def _summed(costs: list[PhaseCost]) -> tuple[PhaseCost, ...]:
 
 
 def _checkpoint_bytes(plan: StudyPlan, sizes: Mapping[str, Size]) -> float:
-    kept = len(plan.checkpoint_steps)
-    return sum(kept * sizes[role].num_parameters * _bytes_per_weight(plan, role) for role, _, _ in plan.runs())
+    """Return the size of all checkpoints: of whole weights, or of adapters, which are stored in float32."""
+    kept, lora = len(plan.checkpoint_steps), plan.study.config.training.lora
+    stored = {
+        role: size.num_parameters * _bytes_per_weight(plan) if lora is None else _adapter_bytes(size, lora)
+        for role, size in sizes.items()
+    }
+    return sum(kept * stored[role] for role, _, _ in plan.runs())
+
+
+def _adapter_bytes(size: Size, lora: LoraConfig) -> float:
+    """Return the bytes of the adapters of a model; 0 if its shape is not known."""
+    if not isinstance(size, ModelShape):
+        return 0.0
+    return _BYTES["float32"] * size.adapter_parameters(lora.rank, lora.target_modules)
 
 
 def _working_bytes(plan: StudyPlan, role: str, size: Size) -> float:
     """Return the size of the resume points of a run: trained weights and both moments of Adam."""
     if plan.study.config.training.lora:
         return 0.0
-    return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * _bytes_per_weight(plan, role)
+    return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * _bytes_per_weight(plan)
 
 
-def _bytes_per_weight(plan: StudyPlan, role: str) -> int:
-    training = plan.study.config.training
-    return _BYTES[plan.study.config.models[role].dtype if training.lora else training.weights_dtype]
+def _bytes_per_weight(plan: StudyPlan) -> int:
+    return _BYTES[plan.study.config.training.weights_dtype]

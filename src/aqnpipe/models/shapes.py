@@ -1,5 +1,6 @@
 """The shape of a decoder-only model, and its number of parameters and floating-point operations per token."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ class ModelShape(FrozenModel):
         norms_and_biases = self.num_layers * (2 * self.hidden_size + biases) + self.hidden_size
         embeddings = self.head_matmul_parameters * (1 if self.tied_embeddings else 2)
         return self.body_matmul_parameters + norms_and_biases + embeddings
+
+    def adapter_parameters(self, rank: int, target_modules: Iterable[str]) -> int:
+        """Return the number of weights of low-rank adapters on the linears with these names in all layers."""
+        attention, keys = self.head_dim * self.num_heads, self.head_dim * self.num_kv_heads
+        sides = {
+            "q_proj": self.hidden_size + attention,
+            "k_proj": self.hidden_size + keys,
+            "v_proj": self.hidden_size + keys,
+            "o_proj": self.hidden_size + attention,
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden_size + self.intermediate_size),
+        }
+        return self.num_layers * rank * sum(sides.get(name, 0) for name in target_modules)
 
     def forward_flops(self, num_tokens: float, num_logits: float, context: float) -> float:
         """Return the operations of a forward pass over `num_tokens`, of which `num_logits` reach the output projection.

@@ -11,6 +11,7 @@ from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
+from aqnpipe.models.prepared import read_prepared_model
 from aqnpipe.training.reporting import prepare_reporting
 from aqnpipe.training.resume import prepare_resume
 from aqnpipe.training.rollout_backend import describe_rollouts
@@ -63,7 +64,8 @@ def _finish(spec: TrainingSpec, record: RunRecord, workspace: Workspace) -> None
     """Write the record of a run whose workers have ended; TrainingError if a declared checkpoint is missing."""
     outputs = digests_of(workspace.run)
     _refuse_incomplete(spec, outputs)
-    write_json(workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs}))
+    losses = _merge_losses(spec, workspace)
+    write_json(workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs, "merge_losses": losses}))
     workspace.finish()
 
 
@@ -72,6 +74,13 @@ def _refuse_incomplete(spec: TrainingSpec, outputs: Mapping[str, str]) -> None:
     for step in spec.training.checkpoint_steps(spec.num_steps):
         if not any(name.startswith(f"checkpoints/step{step}/") and name.endswith(".safetensors") for name in outputs):
             raise TrainingError(f"{run_label(spec)}: the checkpoint after step {step} was not written")
+
+
+def _merge_losses(spec: TrainingSpec, workspace: Workspace) -> dict[str, float]:
+    """Return what merging the adapters of each checkpoint would lose; nothing for one without adapters or update."""
+    names = [f"step{step}" for step in spec.training.checkpoint_steps(spec.num_steps)]
+    losses = {name: read_prepared_model(workspace.run / "checkpoints" / name).merge_loss for name in names}
+    return {name: loss for name, loss in losses.items() if loss is not None}
 
 
 def _run_record(spec: TrainingSpec, inputs: TrainingInputs) -> RunRecord:
