@@ -65,7 +65,9 @@ def _finish(spec: TrainingSpec, record: RunRecord, workspace: Workspace) -> None
     outputs = digests_of(workspace.run)
     _refuse_incomplete(spec, outputs)
     losses = _merge_losses(spec, workspace)
-    write_json(workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs, "merge_losses": losses}))
+    write_json(
+        workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs, "merge_losses": losses})
+    )
     workspace.finish()
 
 
