@@ -2,8 +2,9 @@
 
 import fnmatch
 import hashlib
+import inspect
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Literal
 
 import torch
@@ -19,17 +20,83 @@ _SAMPLED_VALUES = 64
 _LAYER_LISTS = ("layers", "h", "blocks")
 """Names of the list of decoder layers: of most families; of GPT-2, Falcon and BLOOM; of MPT."""
 
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Types of decoder layers, in the words of a transformers configuration, that attend to keys and values of tokens."""
+
+_ADVICE = "use a model of another family"
+
 _LAYER_NUMBER = re.compile(rf"(?:^|\.)(?:{'|'.join(_LAYER_LISTS)})\.(\d+)\.")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers of `model`; ModelError if none are found."""
-    for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] in _LAYER_LISTS and isinstance(module, nn.ModuleList) and len(module):
-            return module
-    raise ModelError(
-        f"{type(model).__name__}: no decoder layers found (expected a module list named {', '.join(_LAYER_LISTS)})"
-    )
+    """Return the decoder layers of `model`.
+
+    Raises ModelError if none are found, or if they are not one list of layers with attention to keys and values:
+    state-space, recurrent and convolution layers, and hybrids with them, are not supported.
+    """
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in _LAYER_LISTS and isinstance(module, nn.ModuleList) and len(module)
+    }
+    found = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__}: no decoder layers found (expected a module list named {', '.join(_LAYER_LISTS)})"
+        )
+    if len(found) > 1:
+        raise ModelError(
+            f"{type(model).__name__}: several lists of layers ({', '.join(found)}), expected one; {_ADVICE}"
+        )
+    _refuse_other_layers(model)
+    return lists[found[0]]
+
+
+def _refuse_other_layers(model: nn.Module) -> None:
+    """Raise ModelError if a layer is not attention, or if the model stores anything but keys and values of tokens."""
+    expected = f"expected attention to keys and values in every layer; {_ADVICE}"
+    types: Sequence[str] = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    others = [kind for kind in types if kind not in _ATTENTION_TYPES]
+    if others:
+        kinds = ", ".join(dict.fromkeys(others))
+        raise ModelError(f"{type(model).__name__}: {len(others)} of {len(types)} layers are {kinds}, {expected}")
+    if not types and getattr(model, "_is_stateful", False):
+        raise ModelError(f"{type(model).__name__}: its layers keep a recurrent state, {expected}")
+    accepted = _arguments(model)
+    for name in ("past_key_values", "attention_mask"):
+        if accepted is not None and name not in accepted:
+            raise ModelError(f"{type(model).__name__}: its forward takes no {name}, which generation needs; {_ADVICE}")
+
+
+def _arguments(model: nn.Module) -> Set[str] | None:
+    """Return the names of the arguments that reach the layers; None for models that are not of transformers."""
+    if not hasattr(model, "get_output_embeddings"):
+        return None
+    # PEFT's wrapper passes all arguments on. The outer forward may take arguments for show alone.
+    own = model.get_base_model() if hasattr(type(model), "get_base_model") else model  # type: ignore[operator]
+    inner: nn.Module = getattr(own, "base_model", own)
+    return inspect.signature(type(inner).forward).parameters.keys()
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether the position of a token is an argument of the model, so that padding may stand anywhere in a row.
+
+    Otherwise the model counts the places of a row itself (ALiBi: BLOOM, MPT, some Falcon), and padding has to come
+    first.
+    """
+    accepted = _arguments(model)
+    return accepted is not None and "position_ids" in accepted and not getattr(model.config, "alibi", False)
+
+
+def matrices_outside(model: nn.Module) -> list[str]:
+    """Return the names of matrices outside the decoder layers, the output projection and embeddings.
+
+    Operator noise does not reach products with them.
+    """
+    known = {*decoder_layers(model).modules(), *output_projection(model).modules()}
+    known |= {module for module in model.modules() if isinstance(module, nn.Embedding)}
+    reached = {id(parameter) for module in known for parameter in module.parameters(recurse=False)}
+    return [name for name, parameter in model.named_parameters() if parameter.ndim > 1 and id(parameter) not in reached]
 
 
 def output_projection(model: nn.Module) -> nn.Module:
@@ -60,19 +127,29 @@ def rms_norms(
     auto: every RMSNorm of a dense model, only `post_attention_layernorm` of a mixture of experts.
     """
     post_attention_only = targets == "post_attention" or (targets == "auto" and is_mixture_of_experts(model))
-    norms = {
-        name: module
-        for name, module in model.named_modules()
-        if is_rms_norm(module) and (not post_attention_only or name.endswith("post_attention_layernorm"))
-    }
+    every = {name: module for name, module in model.named_modules() if is_rms_norm(module)}
+    norms = {name: norm for name, norm in every.items() if not post_attention_only or _is_post_attention(name)}
     if not norms:
-        raise ModelError(f"{type(model).__name__}: no RMSNorm matches targets={targets!r}")
+        raise ModelError(f"{type(model).__name__}: no RMSNorm matches targets={targets!r}; {_other_targets(every)}")
     return norms
 
 
+def _is_post_attention(name: str) -> bool:
+    return name.endswith("post_attention_layernorm")
+
+
+def _other_targets(norms: Iterable[str]) -> str:
+    """Return what AQN can target in a model whose RMSNorms, by name, do not match."""
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+$", "", name).rsplit(".", 1)[-1] for name in norms))
+    if not kinds:
+        return "it has no RMSNorm with a weight: use an arm without AQN, or aqn.targets: hidden_states"
+    return f"its RMSNorms are {', '.join(kinds)}: use aqn.targets: all_norms or hidden_states, or an arm without AQN"
+
+
 def num_rms_norms(model: nn.Module) -> int:
-    """Return the number of norms that AQN targets by default; 0 for a model with LayerNorm."""
-    return len(rms_norms(model)) if any(map(is_rms_norm, model.modules())) else 0
+    """Return the number of norms that AQN targets by default; 0 if it has none to target."""
+    every = [name for name, module in model.named_modules() if is_rms_norm(module)]
+    return sum(map(_is_post_attention, every)) if is_mixture_of_experts(model) else len(every)
 
 
 def norms_sha256(model: nn.Module) -> str:
