@@ -5,6 +5,7 @@ and values at every token. Here a step costs only what its active rows cost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from aqnpipe.generation.grouped_attention import grouped_attention
 from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
+from aqnpipe.models.layout import takes_positions
 
 _MAX_PREFILL_TOKENS = 2048
 """Prompt tokens per forward, including padding: few enough for the cache of a CPU."""
@@ -48,7 +50,9 @@ def decode(
     every active row; when rows leave, the last rows take their places.
     """
     responses: list[list[int]] = [[] for _ in prompts]
-    with torch.no_grad(), grouped_attention(model.config):
+    # Models whose attention transformers does not look up by name compare the name themselves, so it must stay.
+    looked_up = getattr(model, "_supports_attention_backend", False)
+    with torch.no_grad(), grouped_attention(model.config) if looked_up else nullcontext():
         batch = _Batch(model, prompts, padding_token, limit, pool, share_prefix)
         logits = batch.prefill()
         for step in range(1, limit + 1):
@@ -83,7 +87,8 @@ class _Batch:
     """The active rows: their numbers, their keys and values, and their attention masks.
 
     Prompts start at the first place of a row, with padding behind them, so that prefill needs no mask. If layers have a
-    sliding window, padding comes first and the cache is transformers' own.
+    sliding window, or the model counts the places of a row itself, padding comes first and the cache is transformers'
+    own.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class _Batch:
         self._prompts = [prompts[row] for row in self.rows]
         self._width = self._length = len(self._prompts[-1])
         library_cache = DynamicCache(config=model.config)
-        self._in_place = all(type(layer) is DynamicLayer for layer in library_cache.layers)
+        self._in_place = takes_positions(model) and all(type(layer) is DynamicLayer for layer in library_cache.layers)
         capacity = self._width + limit
         self._layers = [
             InPlaceLayer(len(prompts), self._width, capacity, pool, number)

@@ -35,11 +35,12 @@ def grouped_sdpa(
     """Compute the attention of transformers' `sdpa`; `query`, `key` and `value` are [rows, heads, tokens, channels].
 
     The mask of a single token is [rows, 1, 1, visible tokens] and is added to the scores. Calls with several new
-    tokens, without shared heads or with a position bias go to transformers' own function.
+    tokens, without shared heads, with a position bias or with a mask per head go to transformers' own function.
     """
     rows, heads, tokens, channels = query.shape
     shared = key.shape[1]
-    if tokens > 1 or heads == shared or kwargs.get("position_bias") is not None:
+    masks_heads = attention_mask is not None and attention_mask.shape[1] > 1
+    if tokens > 1 or heads == shared or masks_heads or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     attended = F.scaled_dot_product_attention(
         query.reshape(rows, shared, heads // shared, channels),
