@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny_training import AQN, NOISE, training_spec
+from tiny_training import AQN, NOISE, scattered_rewards, training_spec
 
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import AqnpipeError
@@ -192,6 +192,7 @@ def _wait(request: dict, child: int, began: float) -> dict:
 def _run(request: dict, log: Path) -> int:
     from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training import run, stage
+    from aqnpipe.training.audit import grading
     from aqnpipe.training.trainer import NoisyGRPOTrainer
 
     def note(**entry) -> None:
@@ -209,7 +210,8 @@ def _run(request: dict, log: Path) -> int:
 
     NoisyGRPOTrainer._tokenize_prompts = noted_prompts
     # A model that solves nothing has a gradient only if rewards differ within groups.
-    run.reward_correct = lambda completions, **_: [float(index % 2) for index in range(len(completions))]
+    run.reward_correct = scattered_rewards
+    grading.rewards = lambda texts, golds, stop_text: scattered_rewards(texts)
     # All runs use the code that the server imported at its start, even if sources are edited meanwhile.
     stage.code_digest = lambda _: request.get("code", "imported")
     if "kill" in request:

@@ -95,3 +95,9 @@ def run(spec: TrainingSpec, inputs: TrainingInputs, folder: Path, say=lambda _: 
 def scattered_rewards(completions, **_) -> list[float]:
     """Return rewards that differ within groups, so that a model that solves nothing has a gradient."""
     return [float(index % 2) for index in range(len(completions))]
+
+
+def teach(monkeypatch, rewards=scattered_rewards) -> None:
+    """Give these rewards in training and in its audit, for models that solve nothing and so have no gradient."""
+    monkeypatch.setattr("aqnpipe.training.run.reward_correct", rewards)
+    monkeypatch.setattr("aqnpipe.training.audit.grading.rewards", lambda texts, golds, stop_text: rewards(texts))

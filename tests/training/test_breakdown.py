@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import NOISE, run, scattered_rewards, training_spec, write_inputs
+from tiny_training import NOISE, run, teach, training_spec, write_inputs
 from torch import nn
 from transformers import TrainerState
 
@@ -22,7 +22,7 @@ def inputs(tmp_path_factory, make_model):
 
 @pytest.fixture(autouse=True)
 def _rewards_that_teach(monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    teach(monkeypatch)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, teach, training_spec, write_inputs
 from torch import nn
 
 from aqnpipe.artifacts.files import read_json, read_table
@@ -34,7 +34,7 @@ def inputs(tmp_path_factory, make_model):
 
 @pytest.fixture(autouse=True)
 def _rewards_that_teach(monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    teach(monkeypatch)
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import shutil
 import pytest
 from kill_server import POINTS, RESUME_EVERY, KillServer, Outcome, random_kill, tree, whole_spec
 from small_disk import mounted_small_disk
-from tiny_training import inputs_in, scattered_rewards, training_spec, write_inputs
+from tiny_training import inputs_in, teach, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.runtime.training import run_training_job
-from aqnpipe.training import run, stage
+from aqnpipe.training import stage
 from aqnpipe.training.resume import resume_interval
 
 
@@ -297,7 +297,7 @@ def test_neither_order_nor_concurrency_of_runs_matters(server, inputs, undisturb
     specs = {"a": whole_spec(), "b": whole_spec().model_copy(update={"seed": 1})}
     expected = {name: undisturbed(spec)[0] for name, spec in specs.items()}
     monkeypatch.setattr(stage, "code_digest", lambda _: "imported")
-    monkeypatch.setattr(run, "reward_correct", scattered_rewards)
+    teach(monkeypatch)
     for name in "ba":
         run_training_job(specs[name], inputs, tmp_path / "in_turn" / name, tmp_path / name, lambda _: None)
     together = [(specs[name], inputs, tmp_path / "together" / name, tmp_path / f"{name}2") for name in "ba"]

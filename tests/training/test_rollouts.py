@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_training import AQN, run, scattered_rewards, training_spec, write_inputs
+from tiny_training import AQN, run, teach, training_spec, write_inputs
 
 import aqnpipe.generation.backend_choice as choice
 import aqnpipe.training.rollout_backend as rollouts
@@ -32,7 +32,7 @@ def inputs(tmp_path_factory, make_model):
 
 @pytest.fixture(autouse=True)
 def _rewards_that_teach(monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    teach(monkeypatch)
 
 
 def metrics(folder):

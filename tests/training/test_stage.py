@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_training import AQN, NOISE, run, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, teach, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.provenance import sha256_of_file
@@ -98,7 +98,7 @@ def test_broken_weights_stop_the_run(inputs, tmp_path, monkeypatch):
     def alternating(completions, **_):
         return [float(index % 2) for index in range(len(completions))]
 
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", alternating)
+    teach(monkeypatch, alternating)
     with pytest.raises(TrainingError, match=r"base/test seed 0: \S+ is not finite after step 1, run stopped"):
         run(training_spec(learning_rate=1e38, max_grad_norm=1e30), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -113,13 +113,8 @@ def on_a_faulty_machine(*faults, **changes):
     return TrainingSpec.model_validate(whole)
 
 
-def scattered_rewards(completions, **_):
-    """Rewards that differ within groups, so that a model that solves nothing has a gradient."""
-    return [float(index % 2) for index in range(len(completions))]
-
-
 def test_the_machines_fault_is_in_every_phase_and_masks_the_gradient(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    teach(monkeypatch)
     run(on_a_faulty_machine(DEAD_ZONE), inputs, tmp_path / "run")
     receipt = read_json(tmp_path / "run" / "receipt.json", Receipt).check()
     assert receipt.faults[0].magnitude == 0.2
@@ -135,7 +130,7 @@ def test_the_machines_fault_is_in_every_phase_and_masks_the_gradient(inputs, tmp
 
 
 def test_the_fault_changes_what_is_learned(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    teach(monkeypatch)
     for name, faults in (("healthy", ()), ("faulty", (DEAD_ZONE,))):
         run(on_a_faulty_machine(*faults), inputs, tmp_path / name)
     weights = "checkpoints/step2/model.safetensors"

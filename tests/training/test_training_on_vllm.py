@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import AQN, run, scattered_rewards, training_spec, write_builtin_inputs, write_inputs
+from tiny_training import AQN, run, teach, training_spec, write_builtin_inputs, write_inputs
 
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.provenance import sha256_of_file
@@ -44,7 +44,7 @@ def inputs(tmp_path_factory, make_model):
 @pytest.fixture
 def _rewards_that_teach(monkeypatch):
     """Only for runs in this process, not for runs with several workers."""
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    teach(monkeypatch)
 
 
 def metrics(folder):
@@ -65,6 +65,7 @@ from tiny_training import run, scattered_rewards
 import aqnpipe.training.run
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.generation.vllm.engine import VllmEngine
+from aqnpipe.training.audit import grading
 from aqnpipe.training.run import TrainingInputs
 
 end_rollout, ended = VllmEngine.end_rollout, []
@@ -80,6 +81,7 @@ def killed(engine):
 
 VllmEngine.end_rollout = killed
 aqnpipe.training.run.reward_correct = scattered_rewards
+grading.rewards = lambda texts, golds, stop_text: scattered_rewards(texts)
 spec, folder, *inputs = sys.argv[1:]
 run(TrainingSpec.model_validate_json(spec), TrainingInputs(*map(Path, inputs)), Path(folder))
 """

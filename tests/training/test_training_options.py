@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, teach, training_spec, write_inputs
 from torch import nn
 from transformers import modeling_utils
 
@@ -28,7 +28,7 @@ def inputs(tmp_path_factory, make_model):
 
 @pytest.fixture(autouse=True)
 def _rewards_that_teach(monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.run.reward_correct", scattered_rewards)
+    teach(monkeypatch)
 
 
 def metrics(folder) -> pl.DataFrame:

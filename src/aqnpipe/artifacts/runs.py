@@ -4,6 +4,7 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.training_facts import TrainingFacts
 
 
 class TrainingMetrics(pa.DataFrameModel):
@@ -56,6 +57,7 @@ class RunRecord(Artifact):
         default_factory=dict,
         description="generation backend of the evaluation or of the rollouts: name, version and how it executes",
     )
+    training: TrainingFacts | None = Field(default=None, description="what a training run really used")
     merge_losses: dict[str, float] = Field(
         default_factory=dict,
         description="with adapters: the fraction of their update that rounding would lose if they were merged into "

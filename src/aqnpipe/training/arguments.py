@@ -49,6 +49,8 @@ def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu")
         loss_type="dapo",
         scale_rewards="group",
         use_bias_correction_kl=False,
+        # The study has no term that balances experts.
+        router_aux_loss_coef=0.0,
         bf16=computes_in_mixed_precision(spec),
         gradient_checkpointing=training.gradient_checkpointing,
         # A reentrant checkpoint recomputes layers without the hooks of the forward pass, and so without noise.

@@ -13,6 +13,7 @@ from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.checkpoints import CheckpointWriter
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import gathered, rank_and_size
@@ -68,6 +69,7 @@ class ValidationCallback(TrainerCallback):
         *,
         tokenizer: Any,
         noise: NoisePlan,
+        audit: TrainingAudit,
         max_response_tokens: int,
         seed: int,
         stop_text: str | None = None,
@@ -78,6 +80,7 @@ class ValidationCallback(TrainerCallback):
         self._gold_answers = gold_answers
         self._tokenizer = tokenizer
         self._noise = noise
+        self._audit = audit
         self._sampling = Sampling(max_response_tokens=max_response_tokens, stop_text=stop_text)
         self._seed = seed
         self._stop_text = stop_text
@@ -91,6 +94,7 @@ class ValidationCallback(TrainerCallback):
         share = slice(rank, None, num_workers)
         key = NoiseKey(seed=self._seed, step=state.global_step, rank=rank)
         noise = self._noise
+        self._audit.begin_validation(self._prompts[share])
         with phase_noise(model, noise.spec, "validation", key, noise.recorder, faults=noise.faults):
             completions = TransformersBackend(model, self._tokenizer).generate(self._prompts[share], self._sampling)
         whole = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
@@ -98,6 +102,7 @@ class ValidationCallback(TrainerCallback):
         golds = self._gold_answers[share]
         correct = sum(is_correct(text, gold, "strict") for text, gold in zip(texts, golds, strict=True))
         self.accuracy[state.global_step] = sum(gathered(correct)) / len(self._prompts)
+        self._audit.end_validation(completions, self.accuracy[state.global_step])
 
 
 class ProgressCallback(TrainerCallback):

@@ -1,9 +1,9 @@
 """Resume points: everything that a run needs to continue bit for bit after an optimiser step.
 
 A resume point contains the trained weights, the optimiser, the learning-rate schedule, the trainer's state and log, and
-per rank the measurements for the receipt, the faults' cached thresholds and the validations. Nothing else is needed:
-every random draw is keyed by the step (see trainer.py), and points are written only after steps that use up all
-rollouts (see `resume_interval`). A point appears by one rename, so it is either complete or absent.
+per rank the measurements for the receipt and the audit, the faults' cached thresholds and the validations. Nothing else
+is needed: every random draw is keyed by the step (see trainer.py), and points are written only after steps that use up
+all rollouts (see `resume_interval`). A point appears by one rename, so it is either complete or absent.
 """
 
 import math
@@ -24,6 +24,7 @@ from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync_tre
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.recorder_state import RecorderState
+from aqnpipe.training.audit.auditor import AuditState, TrainingAudit
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.workspace import Workspace
@@ -120,23 +121,28 @@ class RankState(Artifact):
     receipt: str = Field(description="a RecorderState as JSON")
     faults: tuple[ActiveFaultState, ...]
     validation_accuracy: dict[int, float]
+    audit: AuditState
 
 
-def save_rank_state(folder: Path, rank: int, noise: NoisePlan, validation_accuracy: Mapping[int, float]) -> None:
+def save_rank_state(
+    folder: Path, rank: int, noise: NoisePlan, audit: TrainingAudit, validation_accuracy: Mapping[int, float]
+) -> None:
     """Write the measurements of `rank` into a resume point."""
     state = RankState(
         receipt=noise.recorder.state().to_json(),
         faults=noise.faults.states(),
         validation_accuracy=dict(validation_accuracy),
+        audit=audit.state(),
     )
     (folder / f"rank{rank}.json").write_text(state.model_dump_json(), encoding="utf-8")
 
 
-def load_rank_state(point: Path, rank: int, noise: NoisePlan) -> dict[int, float]:
-    """Restore recorder and faults of `noise` from a resume point; return the validation accuracies by step."""
+def load_rank_state(point: Path, rank: int, noise: NoisePlan, audit: TrainingAudit) -> dict[int, float]:
+    """Restore recorder, faults and audit from a resume point; return the validation accuracies by step."""
     state = RankState.model_validate_json((point / f"rank{rank}.json").read_bytes())
     noise.recorder.restore(RecorderState.from_json(state.receipt))
     noise.faults.restore(state.faults)
+    audit.restore(state.audit)
     return state.validation_accuracy
 
 

@@ -31,6 +31,7 @@ from aqnpipe.models.loading import load_tokenizer, sha256_of
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.arguments import grpo_arguments
+from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
 from aqnpipe.training.checkpoints import CheckpointWriter
@@ -83,11 +84,13 @@ def run_worker(
     with closing(open_rollouts(spec, inputs.model, dataset["prompt"], tokenizer, workspace.folder)) as rollouts:
         trainer = _build_trainer(spec, inputs, workspace, tokenizer, dataset, rollouts, say)
         _train(spec, trainer, resume_from)
+    facts = trainer.audit.facts_of_all()
     receipt = _receipt_of_all(trainer, workspace)
     if receipt is None:
         return
     if spec.num_steps not in trainer.validation_accuracy:
         raise ReceiptError(f"receipt refused: {run_label(spec)}: the last step, {spec.num_steps}, was not validated")
+    write_json(workspace.facts, facts)
     write_json(workspace.run / "receipt.json", receipt)
     table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
     write_table(workspace.run / "metrics.parquet", table, TrainingMetrics)
@@ -144,10 +147,19 @@ def _build_trainer(
     weights = sha256_of(sorted(inputs.model.glob("*.safetensors"))) if inputs.sigmas else None
     plan = build_noise_plan(spec, model, inputs.sigmas, weights)
     guard = BreakdownGuard(run_label(spec), spec.training)
-    validation = _validation(spec, inputs, tokenizer, plan)
+    audit = TrainingAudit(
+        spec,
+        model,
+        tokenizer,
+        model_folder=inputs.model,
+        train_problems=inputs.train_problems,
+        test_problems=inputs.test_problems,
+        checkpoints=workspace.run / "checkpoints",
+    )
+    validation = _validation(spec, inputs, tokenizer, plan, audit)
     trainer = NoisyGRPOTrainer(
         noise_plan=plan,
-        rollouts=rollouts,
+        rollouts=audit.engine(rollouts),
         prompt_format=spec.prompt,
         model=model,
         reward_funcs=reward_correct,
@@ -155,6 +167,7 @@ def _build_trainer(
         train_dataset=dataset,
         processing_class=tokenizer,
         guard=guard,
+        audit=audit,
         workspace=workspace,
         validation_accuracy=validation.accuracy,
         callbacks=[
@@ -167,6 +180,7 @@ def _build_trainer(
                 run_label(spec),
             ),
             validation,
+            audit,
             ProgressCallback(run_label(spec), spec.num_steps, say),
             ResumeCallback(workspace, spec.training),
         ],
@@ -196,7 +210,9 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
     )
 
 
-def _validation(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, noise: NoisePlan) -> ValidationCallback:
+def _validation(
+    spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, noise: NoisePlan, audit: TrainingAudit
+) -> ValidationCallback:
     tests = read_table(inputs.test_problems, ProblemTable)
     problems = tests.head(spec.training.validation_questions)
     examples = choose_examples(spec.prompt, inputs.train_problems)
@@ -208,6 +224,7 @@ def _validation(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, nois
         problems["gold_answer"].to_list(),
         tokenizer=tokenizer,
         noise=noise,
+        audit=audit,
         max_response_tokens=spec.training.max_response_tokens,
         seed=spec.random_seed,
         stop_text=spec.prompt.stop_text,

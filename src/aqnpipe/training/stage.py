@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from aqnpipe.artifacts.durable_files import digests_of
-from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.training_facts import TrainingFacts
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
@@ -64,10 +65,12 @@ def _finish(spec: TrainingSpec, record: RunRecord, workspace: Workspace) -> None
     """Write the record of a run whose workers have ended; TrainingError if a declared checkpoint is missing."""
     outputs = digests_of(workspace.run)
     _refuse_incomplete(spec, outputs)
-    losses = _merge_losses(spec, workspace)
-    write_json(
-        workspace.run / "run.json", record.model_copy(update={"outputs_sha256": outputs, "merge_losses": losses})
-    )
+    found = {
+        "outputs_sha256": outputs,
+        "merge_losses": _merge_losses(spec, workspace),
+        "training": read_json(workspace.facts, TrainingFacts),
+    }
+    write_json(workspace.run / "run.json", record.model_copy(update=found))
     workspace.finish()
 
 

@@ -24,6 +24,7 @@ from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.models.adapters import adapters_off, has_adapters
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
+from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights
@@ -45,6 +46,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         rollouts: RolloutEngine,
         prompt_format: PromptFormat,
         guard: BreakdownGuard,
+        audit: TrainingAudit,
         workspace: Workspace,
         validation_accuracy: dict[int, float],
         **kwargs: Any,
@@ -55,6 +57,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self._sampler_distance = SamplerDistance()
         self._prompt_format = prompt_format
         self._guard = guard
+        self.audit = audit
         kl_coefficient = args.beta
         if has_adapters(model):
             # With beta 0 TRL does not load a second model for the reference.
@@ -71,6 +74,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
             is_main_process=self.accelerator.is_main_process,
             wait_for_all=self.accelerator.wait_for_everyone,
         )
+        audit.attach(self)
 
     @property
     def policy(self) -> Any:
@@ -250,7 +254,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
             save_weights(self.policy, folder)
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         self._save_optimizer_and_scheduler(str(folder))
-        save_rank_state(folder, self.accelerator.process_index, self.noise_plan, self.validation_accuracy)
+        save_rank_state(folder, self.accelerator.process_index, self.noise_plan, self.audit, self.validation_accuracy)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Restore the trained weights into the model, which was loaded from the initial policy's folder."""
@@ -261,7 +265,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             rank = self.accelerator.process_index
-            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, self.noise_plan))
+            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, self.noise_plan, self.audit))
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -5,6 +5,7 @@
     run/                the future contents of the run's declared folder
     resume/step<N>/     resume points
     measurements/       measurements of the workers, if there are several
+    facts.json          facts of the training, which become part of run.json
     finished.json       digests of run/, written when it is complete
     stop                exists from a stop request until the next start
 """
@@ -48,6 +49,11 @@ class Workspace:
     def measurements(self) -> Path:
         """Folder of the workers' measurements, one file per worker; only runs with several workers have it."""
         return self.folder / "measurements"
+
+    @property
+    def facts(self) -> Path:
+        """File with the facts of the training until they are part of the run's record."""
+        return self.folder / "facts.json"
 
     @property
     def stop_file(self) -> Path:

@@ -1,0 +1,231 @@
+"""The facts of a training run: what the trainer really used, observed at the point of use, judged against the study.
+
+`aqnpipe.training.audit` collects them while the run trains. The run is refused if `fact_problems` finds anything, and
+the comparison of a study judges the facts of every run again.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from pydantic import Field
+
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.config.run import TrainingSpec
+
+DRAWS = "tokens drawn in rollouts"
+VALIDATION_DRAWS = "tokens chosen in validation"
+LOSS_GRADIENT = "gradient of the loss"
+STEP_GRADIENT = "gradient that the optimiser used"
+CLIPPING = "gradient clipping"
+UPDATE = "update of the weights"
+CONTINUITY = "weights and optimiser state between steps"
+REFERENCE = "weights of the reference model"
+INITIAL = "weights before training"
+
+_LEARNING_RATE_ERROR = 1e-9
+"""Relative error of a learning rate: both sides compute it in float64."""
+
+
+class Recomputed(Artifact):
+    """Values of the trainer against an independent recomputation.
+
+    `worst` is the largest difference, in units of what rounding allows; above 1 the run is refused.
+    """
+
+    compared: int
+    worst: float
+
+
+class ConstantRate(Artifact):
+    """A learning rate and the number of consecutive optimiser steps that used it."""
+
+    learning_rate: float
+    steps: int
+
+
+class TrainingFacts(Artifact):
+    """What a training run used, up to `steps`; of several workers together."""
+
+    num_workers: int
+    steps: int = Field(description="updates that the optimiser made")
+    audited_steps: tuple[int, ...] = Field(description="steps whose numbers were recomputed")
+    arguments: dict[str, str | int | float | bool | None] = Field(description="settings that the trainer held")
+    optimizer: dict[str, str | float] = Field(description="kind and settings of the optimiser")
+    learning_rates: tuple[ConstantRate, ...] = Field(description="learning rates that the optimiser used, in order")
+    parameters: int = Field(description="tensors that were trained")
+    adapters: dict[str, int | float] = Field(default_factory=dict, description="rank and scale of low-rank adapters")
+    rollouts: int
+    completions: int
+    correct: tuple[int, ...] = Field(description="correct completions of each rollout, graded again from the texts")
+    prompts_sha256: tuple[str, ...] = Field(description="digest of the order of the questions, by worker")
+    validated: dict[int, int] = Field(description="correct answers of each validation, graded again, by step")
+    checkpoints: dict[int, dict[str, str]] = Field(
+        description="SHA-256 of the weights files that were equal to the weights in memory, by step"
+    )
+    recomputed: dict[str, Recomputed]
+    not_checked: tuple[str, ...] = Field(default=(), description="recomputations that the rollout backend prevents")
+    problems: tuple[str, ...] = Field(default=(), description="differences that were found while the run trained")
+
+
+def audited_at_start(num_steps: int) -> range:
+    """Return the first steps of a run, which are always audited."""
+    return range(1, min(3, num_steps) + 1)
+
+
+def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
+    """Return the settings of TRL's trainer that `spec` asks for, by the names of TRL's arguments."""
+    training = spec.training
+    correction = spec.arm.importance_sampling
+    accumulation = training.sequences_per_step // (training.micro_batch_size * training.num_workers)
+    return {
+        "max_steps": spec.num_steps,
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": {"constant": "constant_with_warmup", "linear": "linear"}[training.learning_rate_schedule],
+        "warmup_steps": training.warmup_steps,
+        "weight_decay": training.weight_decay,
+        "adam_beta1": training.adam_beta1,
+        "adam_beta2": training.adam_beta2,
+        "max_grad_norm": training.max_grad_norm,
+        "per_device_train_batch_size": training.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": accumulation * training.steps_per_rollout,
+        "num_generations": training.rollouts_per_prompt,
+        "num_iterations": 1,
+        "max_completion_length": training.max_response_tokens,
+        "temperature": training.temperature,
+        "beta": training.kl_coefficient,
+        "epsilon": training.clip_ratio,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "importance_sampling_level": "token",
+        "use_bias_correction_kl": False,
+        "router_aux_loss_coef": 0.0,
+        "mask_truncated_completions": False,
+        "shuffle_dataset": True,
+        "vllm_importance_sampling_correction": correction is not None,
+        "seed": spec.random_seed,
+        "bf16": spec.training.lora is None and spec.dtype != training.weights_dtype,
+        "gradient_checkpointing": training.gradient_checkpointing,
+    }
+
+
+def expected_learning_rate(spec: TrainingSpec, step: int) -> float:
+    """Return the learning rate of optimiser step `step`, counted from 1: the schedule after `step - 1` steps."""
+    training, done = spec.training, step - 1
+    if done < training.warmup_steps:
+        return training.learning_rate * done / training.warmup_steps
+    if training.learning_rate_schedule == "constant":
+        return training.learning_rate
+    left, whole = spec.num_steps - done, max(1, spec.num_steps - training.warmup_steps)
+    return training.learning_rate * max(0.0, left / whole)
+
+
+def learning_rate_problem(spec: TrainingSpec, step: int, found: float) -> str | None:
+    """Return the difference between the learning rate of a step and the study's schedule; None if there is none."""
+    expected = expected_learning_rate(spec, step)
+    if abs(found - expected) <= _LEARNING_RATE_ERROR * max(abs(found), abs(expected)):
+        return None
+    return f"learning rate {found:.6g} at step {step}, the study's schedule gives {expected:.6g}"
+
+
+def setting_problems(found: Mapping[str, object], spec: TrainingSpec) -> list[str]:
+    """Return the settings that the trainer held and the study does not ask for."""
+    return [
+        f"the trainer's {name} is {found.get(name)!r}, the study asks for {expected!r}"
+        for name, expected in expected_settings(spec).items()
+        if found.get(name) != expected
+    ]
+
+
+def optimizer_problems(found: Mapping[str, str | float], spec: TrainingSpec) -> list[str]:
+    """Return the settings of the optimiser that are not the study's."""
+    training = spec.training
+    expected: dict[str, str | float] = {
+        "kind": "AdamW",
+        "beta1": training.adam_beta1,
+        "beta2": training.adam_beta2,
+        "weight_decay": training.weight_decay,
+        "epsilon": 1e-8,
+    }
+    return [
+        f"the optimiser's {name} is {found.get(name)!r}, the study asks for {value!r}"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+
+
+def fact_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
+    """Return what a complete run used that `spec` does not ask for; an empty list if the facts are those of the study.
+
+    The first problem is the cause where one difference shows in several facts.
+    """
+    return [*facts.problems, *partial_problems(facts, spec), *_completeness_problems(facts, spec)]
+
+
+def partial_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
+    """Return the problems of a run so far, as `fact_problems` for a run that has not ended."""
+    return [
+        *setting_problems(facts.arguments, spec),
+        *optimizer_problems(facts.optimizer, spec),
+        *_rate_problems(facts.learning_rates, spec),
+        *adapter_problems(facts.adapters, spec),
+        *_recomputation_problems(facts.recomputed),
+    ]
+
+
+def _rate_problems(rates: Iterable[ConstantRate], spec: TrainingSpec) -> list[str]:
+    step = 0
+    for rate in rates:
+        for step in range(step + 1, step + 1 + rate.steps):  # noqa: B020 - continues behind the last rate
+            problem = learning_rate_problem(spec, step, rate.learning_rate)
+            if problem is not None:
+                return [problem]
+    return []
+
+
+def adapter_problems(found: Mapping[str, int | float], spec: TrainingSpec) -> list[str]:
+    """Return the difference between low-rank adapters in memory and those of the study."""
+    lora = spec.training.lora
+    expected = {"rank": lora.rank, "scale": lora.alpha / lora.rank} if lora else {}
+    return [] if found == expected else [f"low-rank adapters {dict(found)}, the study asks for {expected}"]
+
+
+def _recomputation_problems(recomputed: Mapping[str, Recomputed]) -> list[str]:
+    return [
+        f"{name}: differs from its recomputation by {entry.worst:.3g} of what rounding allows"
+        for name, entry in recomputed.items()
+        if not entry.worst <= 1
+    ]
+
+
+def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
+    training, problems = spec.training, []
+    rollouts = -(-spec.num_steps // training.steps_per_rollout)
+    counts = {
+        "optimiser updates": (facts.steps, spec.num_steps),
+        "learning rates": (sum(rate.steps for rate in facts.learning_rates), spec.num_steps),
+        "rollouts": (facts.rollouts, rollouts),
+        "graded rollouts": (len(facts.correct), rollouts),
+        "completions": (facts.completions, rollouts * training.steps_per_rollout * training.sequences_per_step),
+        "workers": (facts.num_workers, training.num_workers),
+        "checkpoints compared with memory": (
+            sorted(facts.checkpoints),
+            sorted(training.checkpoint_steps(spec.num_steps)),
+        ),
+        "validations": (sorted(facts.validated), sorted(training.validation_steps(spec.num_steps))),
+    }
+    for name, (found, expected) in counts.items():
+        if found != expected:
+            problems.append(f"{name}: found {found}, the study asks for {expected}")
+    if missing := sorted(set(audited_at_start(spec.num_steps)) - set(facts.audited_steps)):
+        problems.append(f"the numbers of steps {missing} were not recomputed")
+    for name in required_recomputations(spec):
+        entry = facts.recomputed.get(name)
+        if (entry is None or not entry.compared) and name not in facts.not_checked:
+            problems.append(f"{name}: never recomputed")
+    return problems
+
+
+def required_recomputations(spec: TrainingSpec) -> tuple[str, ...]:
+    """Return the recomputations that every complete run of `spec` contains."""
+    names = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, UPDATE, CONTINUITY, VALIDATION_DRAWS, INITIAL)
+    return (*names, REFERENCE) if spec.training.kl_coefficient > 0 else names

@@ -1,0 +1,361 @@
+"""The audit of one worker: observes the run, keeps its facts in resume points, and refuses the run.
+
+Which steps are audited follows from the run's seed and the step, by a key of the audit's own: the first three, and one
+in 16 of the others. Checks that cost little, such as prompts, rewards and learning rates, run at every step.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.training_facts import (
+    DRAWS,
+    VALIDATION_DRAWS,
+    ConstantRate,
+    Recomputed,
+    TrainingFacts,
+    adapter_problems,
+    audited_at_start,
+    fact_problems,
+    partial_problems,
+)
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.errors import ReceiptError
+from aqnpipe.generation.backend import Completion
+from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine, TransformersRolloutEngine
+from aqnpipe.seeding import derive_seed
+from aqnpipe.training.audit import grading
+from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
+from aqnpipe.training.audit.measure import Errors, unobserved
+from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit
+from aqnpipe.training.audit.scoring import ScoringAudit
+from aqnpipe.training.audit.settings import (
+    adapter_facts,
+    dropout_problems,
+    held_problems,
+    held_settings,
+    trainable_problems,
+)
+from aqnpipe.training.audit.updates import Updates
+from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
+from aqnpipe.training.ranks import gathered, rank_and_size
+
+_ONE_AUDITED_IN = 16
+_SHOWN = 3
+
+
+class AuditState(Artifact):
+    """The audit of one worker in a resume point."""
+
+    steps: int
+    audited_steps: tuple[int, ...]
+    learning_rates: tuple[ConstantRate, ...]
+    last_values: list[list[float]]
+    rollouts: int
+    completions: int
+    correct: tuple[int, ...]
+    prompts_sha256: str
+    validated: dict[int, int]
+    checkpoints: dict[int, dict[str, str]]
+    recomputed: dict[str, Recomputed]
+
+
+class TrainingAudit(TrainerCallback):
+    """Observes a trainer; a difference between what it does and the study ends the run in one line.
+
+    Create it with the policy before a resume point is loaded, give `engine(...)` to the trainer, then `attach` it. As
+    a callback it must come behind those that save and validate.
+    """
+
+    def __init__(
+        self,
+        spec: TrainingSpec,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        model_folder: Path,
+        train_problems: Path,
+        test_problems: Path,
+        checkpoints: Path,
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._tokenizer = tokenizer
+        self._model_folder = model_folder
+        self._checkpoint_folder = checkpoints
+        self._errors = Errors()
+        self._problems: list[str] = []
+        self._audited: list[int] = []
+        self._validated: dict[int, int] = {}
+        self._checkpoints: dict[int, dict[str, str]] = {}
+        self._settings: dict[str, str | int | float | bool | None] = {}
+        self._not_checked: tuple[str, ...] = ()
+        self._trainer: Any = None
+        self._validation: ChoiceAudit | None = None
+        self._tests = Questions.read(spec, test_problems, train_problems, tokenizer, spec.training.validation_questions)
+        questions = Questions.read(spec, train_problems, train_problems, tokenizer)
+        self._rollouts = RolloutAudit(spec, questions, tokenizer, self._errors, self._report)
+        self._scoring = ScoringAudit(spec, self._errors, self._report, {tokenizer.eos_token_id})
+        self._weights = WeightAudit(model, model_folder, spec.random_seed, self._errors, self._report)
+        self._updates = Updates(spec, model, self._errors, self._report)
+
+    def engine(self, engine: RolloutEngine) -> RolloutEngine:
+        """Return `engine` with its requests and completions audited."""
+        if not isinstance(engine, TransformersRolloutEngine):
+            # The logits are in another process; the request and the log-probabilities are compared all the same.
+            self._not_checked = (DRAWS,)
+        return AuditedEngine(engine, self._begin_rollout, self._end_rollout)
+
+    def attach(self, trainer: Any) -> None:
+        """Observe the networks of `trainer`."""
+        self._trainer = trainer
+        self._model.register_forward_hook(self._observe_policy, with_kwargs=True)
+        reference = trainer.ref_model
+        if isinstance(reference, nn.Module) and reference is not self._model:
+            reference.register_forward_hook(self._observe_reference, with_kwargs=True)
+
+    def is_audited(self, step: int) -> bool:
+        """Whether the numbers of optimiser step `step`, counted from 1, are recomputed."""
+        if step in audited_at_start(self._spec.num_steps):
+            return True
+        return derive_seed(self._spec.random_seed, "audited steps", step) % _ONE_AUDITED_IN == 0
+
+    def begin_validation(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Note that greedy validation of this worker's prompts begins."""
+        rank, workers = rank_and_size()
+        if [list(prompt) for prompt in prompts] != self._tests.prompts[rank::workers]:
+            self._report(
+                f"validation after step {self._updates.steps}: its prompts are not the first "
+                f"{self._spec.training.validation_questions} test questions in their order"
+            )
+        self._validation = ChoiceAudit(Decoding(prompts, None, self._spec.random_seed, 0, len(prompts)))
+
+    def end_validation(self, completions: Sequence[Completion], accuracy: float) -> None:
+        """Grade the validation again and compare its reported accuracy; a collective operation."""
+        rank, workers = rank_and_size()
+        responses = [list(completion.token_ids) for completion in completions]
+        step, stop = self._updates.steps, self._spec.prompt.stop_text
+        if self._validation is not None:
+            self._validation.finish(VALIDATION_DRAWS, responses, self._errors, self._report)
+        self._validation = None
+        texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+        golds = self._tests.golds[rank::workers]
+        if len(texts) != len(golds):
+            self._report(f"validation after step {step} has {len(texts)} answers to {len(golds)} questions")
+            return
+        correct = sum(gathered(sum(grading.grades(texts, golds, stop))))
+        self._validated[step] = correct
+        if abs(accuracy - correct / len(self._tests.golds)) > 1e-12:
+            self._report(
+                f"validation after step {step} reports an accuracy of {accuracy:.4g}, graded again it is "
+                f"{correct / len(self._tests.golds):.4g}"
+            )
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare the trainer's settings, and observe its optimiser."""
+        optimizer = kwargs["optimizer"]
+        self._updates.attach(getattr(optimizer, "optimizer", optimizer), self.is_audited)
+        for problem in [
+            *held_problems(self._trainer, self._spec),
+            *trainable_problems(self._model, self._spec),
+            *adapter_problems(adapter_facts(self._model), self._spec),
+            *dropout_problems(self._model, self._spec, self._model_folder),
+        ]:
+            self._report(problem)
+        self._settings = held_settings(self._trainer, self._spec)
+        self._refuse(self._problems)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare the step that ended with the study; the run is refused when the step is logged."""
+        step = self._updates.steps
+        self._scoring.end_step(step)
+        if state.global_step != step:
+            self._report(
+                f"the trainer counts {state.global_step} optimiser steps, the optimiser made {step}: a step was "
+                "skipped or made twice"
+            )
+        if step % self._spec.training.steps_per_rollout == 0:
+            self._scoring.end_rollout()
+        if self.is_audited(step):
+            self._audited.append(step)
+            self._check_weights(step)
+            self._problems.extend(held_problems(self._trainer, self._spec))
+        self._settings = held_settings(self._trainer, self._spec)
+        self._check_checkpoint(step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Compare the rewards of the step, then refuse the run if any worker found a problem."""
+        if not logs or "loss" not in logs:
+            return
+        if "reward" in logs and abs(logs["reward"] - self._rollouts.mean_reward) > 1e-5:
+            # The cause of wrong advantages and gradients, which need no line of their own.
+            self._refuse(
+                [
+                    f"rewards of step {self._updates.steps}: the trainer's mean is {logs['reward']:.4g}, the texts "
+                    f"graded again give {self._rollouts.mean_reward:.4g}"
+                ]
+            )
+        if self.is_audited(self._updates.steps):
+            every = [problem for problems in gathered(self._problems) for problem in problems]
+            self._refuse(every or partial_problems(self.facts(), self._spec))
+        self._refuse(self._problems)
+
+    def facts(self) -> TrainingFacts:
+        """Return the facts of this worker so far."""
+        return TrainingFacts(
+            num_workers=rank_and_size()[1],
+            steps=self._updates.steps,
+            audited_steps=tuple(self._audited),
+            arguments=self._settings,
+            optimizer=self._updates.settings,
+            learning_rates=tuple(self._updates.rates),
+            parameters=sum(weight.requires_grad for weight in self._model.parameters()),
+            adapters=adapter_facts(self._model),
+            rollouts=self._rollouts.rollouts,
+            completions=self._rollouts.completions,
+            correct=tuple(self._rollouts.correct),
+            prompts_sha256=(self._rollouts.prompts_sha256,),
+            validated=self._validated,
+            checkpoints=self._checkpoints,
+            recomputed=self._errors.facts(),
+            not_checked=self._not_checked,
+            problems=tuple(self._problems),
+        )
+
+    def facts_of_all(self) -> TrainingFacts:
+        """Return the checked facts of the run; a collective operation. Raises ReceiptError on any difference."""
+        facts = merged_facts(gathered(self.facts()))
+        self._refuse(facts.problems or fact_problems(facts, self._spec))
+        return facts
+
+    def state(self) -> AuditState:
+        """Return what a resume point needs."""
+        return AuditState(
+            steps=self._updates.steps,
+            audited_steps=tuple(self._audited),
+            learning_rates=tuple(self._updates.rates),
+            last_values=self._updates.last_values,
+            rollouts=self._rollouts.rollouts,
+            completions=self._rollouts.completions,
+            correct=tuple(self._rollouts.correct),
+            prompts_sha256=self._rollouts.prompts_sha256,
+            validated=self._validated,
+            checkpoints=self._checkpoints,
+            recomputed=self._errors.facts(),
+        )
+
+    def restore(self, state: AuditState) -> None:
+        """Continue from a resume point."""
+        self._audited = list(state.audited_steps)
+        self._validated, self._checkpoints = dict(state.validated), dict(state.checkpoints)
+        self._updates.restore(state.steps, state.learning_rates, state.last_values)
+        rollouts = self._rollouts
+        rollouts.rollouts, rollouts.completions = state.rollouts, state.completions
+        rollouts.correct, rollouts.prompts_sha256 = list(state.correct), state.prompts_sha256
+        self._errors.restore(state.recomputed)
+
+    def _report(self, problem: str) -> None:
+        if problem not in self._problems:
+            self._problems.append(problem)
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        if problems:
+            shown = "; ".join(list(dict.fromkeys(problems))[:_SHOWN])
+            raise ReceiptError(f"receipt refused: training: {shown}")
+
+    def _begin_rollout(self, rollout: Rollout) -> None:
+        step = self._updates.steps
+        self._rollouts.begin(rollout, step, self._audits_rollout(step) and not self._not_checked)
+        self._refuse(self._problems)
+
+    def _end_rollout(self, completions: Sequence[Completion]) -> None:
+        self._scoring.begin_rollout(self._rollouts.end(completions, self._updates.steps))
+        self._refuse(self._problems)
+
+    def _audits_rollout(self, step: int) -> bool:
+        """Whether a step that learns from the rollout after `step` updates is audited."""
+        return any(self.is_audited(step + later + 1) for later in range(self._spec.training.steps_per_rollout))
+
+    def _observe_policy(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        with unobserved():
+            decoding = self._validation or self._rollouts.choices
+            if kwargs.get("past_key_values") is not None:
+                if decoding is not None:
+                    decoding.observe(kwargs, output.logits.detach())
+            elif _is_scoring(kwargs):
+                self._observe_scoring(kwargs, output.logits, module)
+
+    def _observe_scoring(self, kwargs: dict[str, Any], logits: Any, module: nn.Module) -> None:
+        if logits.requires_grad:
+            self._updates.end_micro_batch()
+            self._scoring.observe(kwargs, logits, "trained", self.is_audited(self._updates.steps + 1))
+            return
+        kind = "reference" if adapters_are_off(module) else "old"
+        audited = self._audits_rollout(self._updates.steps)
+        if kind == "reference" and audited:
+            self._weights.check_reference(module)
+        self._scoring.observe(kwargs, logits, kind, audited)
+
+    def _observe_reference(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if _is_scoring(kwargs) and self._audits_rollout(self._updates.steps):
+            with unobserved():
+                self._weights.check_reference(module)
+                self._scoring.observe(kwargs, output.logits, "reference", True)
+
+    def _check_weights(self, step: int) -> None:
+        self._weights.check_frozen(self._model)
+        if self._spec.training.num_workers > 1:
+            digests = gathered(self._weights.digest(self._model))
+            if len(set(digests)) > 1:
+                self._report(f"the workers have different weights after step {step}: their gradients were not averaged")
+
+    def _check_checkpoint(self, step: int) -> None:
+        folder = self._checkpoint_folder / f"step{step}"
+        if step not in self._spec.training.checkpoint_steps(self._spec.num_steps) or rank_and_size()[0] > 0:
+            return
+        if not folder.is_dir():
+            return  # The stage refuses a run without its checkpoints.
+        digests = self._weights.check_checkpoint(self._model, folder, step)
+        if digests:
+            self._checkpoints[step] = digests
+
+
+def merged_facts(facts: Sequence[TrainingFacts]) -> TrainingFacts:
+    """Return the facts of all workers, by rank, as those of the run. Counts that all workers share must be equal."""
+    first = facts[0]
+    problems = [f"worker {rank}: {problem}" for rank, of in enumerate(facts) for problem in of.problems]
+    for name in (
+        "steps",
+        "audited_steps",
+        "arguments",
+        "optimizer",
+        "learning_rates",
+        "parameters",
+        "correct",
+        "validated",
+    ):
+        if any(getattr(of, name) != getattr(first, name) for of in facts):
+            problems.append(f"the workers have different {name.replace('_', ' ')}")
+    names = sorted({name for of in facts for name in of.recomputed})
+    return first.model_copy(
+        update={
+            "prompts_sha256": tuple(digest for of in facts for digest in of.prompts_sha256),
+            "recomputed": {
+                name: _together([of.recomputed[name] for of in facts if name in of.recomputed]) for name in names
+            },
+            "problems": tuple(problems if len(facts) > 1 else first.problems),
+        }
+    )
+
+
+def _together(entries: Sequence[Recomputed]) -> Recomputed:
+    return Recomputed(compared=sum(entry.compared for entry in entries), worst=max(entry.worst for entry in entries))
+
+
+def _is_scoring(kwargs: dict[str, Any]) -> bool:
+    """Whether a forward gives log-probabilities of completions: it keeps the logits of several places, and no cache."""
+    return isinstance(kwargs.get("logits_to_keep"), int) and kwargs.get("attention_mask") is not None

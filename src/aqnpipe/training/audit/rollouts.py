@@ -1,0 +1,216 @@
+"""Audit of rollouts: prompts in the order of the run's seed, completions graded again, tokens drawn again."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aqnpipe.artifacts.files import read_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.training_facts import DRAWS
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.data.examples import choose_examples
+from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.seeding import derive_seed
+from aqnpipe.training.audit import grading
+from aqnpipe.training.audit.book import Completed, RolloutBook
+from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
+from aqnpipe.training.audit.measure import Errors
+from aqnpipe.training.ranks import gathered, rank_and_size
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of one table, as this audit reads them: ids, prompts (token ids) and gold answers."""
+
+    ids: list[str]
+    prompts: list[list[int]]
+    golds: list[str]
+
+    @classmethod
+    def read(
+        cls, spec: TrainingSpec, table: Any, train_table: Any, tokenizer: Any, limit: int | None = None
+    ) -> "Questions":
+        """Return the first `limit` questions (None: all) of the file `table`; examples come from `train_table`."""
+        problems = read_table(table, ProblemTable)
+        problems = problems if limit is None else problems.head(limit)
+        examples = choose_examples(spec.prompt, train_table)
+        prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
+        return cls(problems["question_id"].to_list(), prompts, problems["gold_answer"].to_list())
+
+
+def questions_of_rollout(num_questions: int, rollout: int, spec: TrainingSpec) -> list[int]:
+    """Return the places of the questions of a rollout of all workers, each as often as it is completed.
+
+    Every epoch is a permutation that the run's seed and the epoch key; an incomplete rollout at its end is dropped.
+    """
+    training = spec.training
+    size = training.prompts_per_step * training.steps_per_rollout
+    epoch, place = divmod(rollout, num_questions // size)
+    generator = torch.Generator().manual_seed(derive_seed(spec.random_seed, "prompts", epoch))
+    order = torch.randperm(num_questions, generator=generator).tolist()[place * size : (place + 1) * size]
+    return [question for question in order for _ in range(training.rollouts_per_prompt)]
+
+
+class RolloutAudit:
+    """Compares the rollouts of one worker with those that the study asks for."""
+
+    def __init__(
+        self, spec: TrainingSpec, questions: Questions, tokenizer: Any, errors: Errors, report: Callable[[str], None]
+    ) -> None:
+        self.rollouts = 0
+        self.completions = 0
+        self.correct: list[int] = []
+        self.prompts_sha256 = ""
+        self._spec = spec
+        self._questions = questions
+        self._tokenizer = tokenizer
+        self._errors = errors
+        self._report = report
+        self._choices: ChoiceAudit | None = None
+
+    @property
+    def choices(self) -> ChoiceAudit | None:
+        """The audit of the tokens of the rollout that is under way, if its step is audited."""
+        return self._choices
+
+    def begin(self, rollout: Rollout, step: int, is_audited: bool) -> None:
+        """Compare the request for the rollout after `step` updates with the study."""
+        rank, workers = rank_and_size()
+        share = self._share(rank, workers)
+        self._check_prompts(rollout.prompts, share, step)
+        rows = len(share)
+        training = self._spec.training
+        seed = derive_seed(self._spec.random_seed, "sampling", step)
+        expected = {
+            "max_response_tokens": training.max_response_tokens,
+            "temperature": training.temperature,
+            "seed": seed,
+            "first_row": rank * rows,
+            "num_rows": workers * rows,
+            "stop_text": None,
+        }
+        self._check_sampling(rollout.sampling, expected, step)
+        if rollout.key.step != step or rollout.key.seed != self._spec.random_seed or rollout.key.rank != rank:
+            self._report(f"the noise of the rollout after step {step} has the key {rollout.key}")
+        decoding = Decoding(rollout.prompts, training.temperature, seed, rank * rows, workers * rows)
+        self._choices = ChoiceAudit(decoding) if is_audited else None
+
+    def end(self, completions: Sequence[Completion], step: int) -> RolloutBook:
+        """Grade the completions, check the choice of their tokens, and return what must be trained on."""
+        rank, workers = rank_and_size()
+        share = self._share(rank, workers)
+        responses = [list(completion.token_ids) for completion in completions]
+        if len(responses) != len(share):
+            self._report(f"{len(responses)} completions after step {step}, the study asks for {len(share)}")
+            return RolloutBook()
+        self._check_ends(responses, step)
+        if self._choices is not None:
+            self._choices.finish(DRAWS, responses, self._errors, self._report)
+            self._choices = None
+        texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+        golds = [self._questions.golds[question] for question in share]
+        rewards = grading.rewards(texts, golds, self._spec.prompt.stop_text)
+        size = self._spec.training.rollouts_per_prompt
+        of_group = grading.advantages(rewards, size)
+        every = gathered((sum(map(len, responses)), round(sum(rewards)), len(rewards)))
+        tokens, correct, rows = (sum(values) for values in zip(*every, strict=True))
+        self.rollouts += 1
+        self.completions += rows
+        self.correct.append(correct)
+        ids = "\n".join(self._questions.ids[question] for question in share)
+        self.prompts_sha256 = hashlib.sha256(f"{self.prompts_sha256}{ids}".encode()).hexdigest()
+        completed = [
+            Completed(
+                (tuple(self._questions.prompts[question]), tuple(response)),
+                reward,
+                difference,
+                advantage,
+                number // size,
+                completion.log_probabilities or [],
+            )
+            for number, (question, response, reward, difference, advantage, completion) in enumerate(
+                zip(share, responses, rewards, grading.centred(rewards, size), of_group, completions, strict=True)
+            )
+        ]
+        return RolloutBook(completed, tokens / workers)
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean reward of the last rollout, on all workers."""
+        rows = self._spec.training.sequences_per_step * self._spec.training.steps_per_rollout
+        return self.correct[-1] / rows if self.correct else 0.0
+
+    def _share(self, rank: int, workers: int) -> list[int]:
+        whole = questions_of_rollout(len(self._questions.ids), self.rollouts, self._spec)
+        rows = len(whole) // workers
+        return whole[rank * rows : (rank + 1) * rows]
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], share: Sequence[int], step: int) -> None:
+        found = [tuple(prompt) for prompt in prompts]
+        expected = [tuple(self._questions.prompts[question]) for question in share]
+        if found == expected:
+            return
+        known = {tuple(prompt) for prompt in self._questions.prompts}
+        unknown = sum(prompt not in known for prompt in found)
+        if unknown:
+            cause = f"{unknown} of {len(found)} are no prompts of the training questions"
+        elif len(found) != len(expected):
+            cause = f"{len(found)} prompts, the study asks for {len(expected)}"
+        elif len(set(found)) < len(set(expected)):
+            cause = f"{len(set(found))} different prompts, the study asks for {len(set(expected))}: some are repeated"
+        elif sorted(found) == sorted(expected):
+            cause = "they are in another order"
+        else:
+            cause = "they are not the questions of the seed's order (repeated, skipped or of another seed)"
+        self._report(f"prompts of the rollout after step {step}: {cause}")
+
+    def _check_sampling(self, sampling: Sampling, expected: dict[str, Any], step: int) -> None:
+        for name, value in expected.items():
+            if getattr(sampling, name) != value:
+                self._report(
+                    f"sampling {name} of the rollout after step {step} is {getattr(sampling, name)!r}, the study asks "
+                    f"for {value!r}"
+                )
+
+    def _check_ends(self, responses: Sequence[Sequence[int]], step: int) -> None:
+        end, limit = self._tokenizer.eos_token_id, self._spec.training.max_response_tokens
+        for response in responses:
+            if not response or len(response) > limit or (response[-1] != end and len(response) != limit):
+                self._report(
+                    f"a completion after step {step} has {len(response)} tokens and no end token, the study allows "
+                    f"{limit}"
+                )
+                return
+            if end in response[:-1]:
+                self._report(f"a completion after step {step} continues behind its end token")
+                return
+
+
+class AuditedEngine:
+    """A rollout engine whose requests and completions are audited. `begin` and `end` belong to the run's audit."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        begin: Callable[[Rollout], None],
+        end: Callable[[Sequence[Completion]], None],
+    ) -> None:
+        self._engine, self._begin, self._end = engine, begin, end
+
+    def roll_out(self, policy: nn.Module, recorder: ReceiptRecorder, rollout: Rollout) -> list[Completion]:
+        """Return the completions of the engine."""
+        self._begin(rollout)
+        completions = self._engine.roll_out(policy, recorder, rollout)
+        self._end(completions)
+        return completions
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()

@@ -1,0 +1,135 @@
+"""Audit of settings: whatever the trainer holds is the study's value or TRL's default.
+
+A setting that this list does not know must have the default of TRL, so that a new argument cannot change a run unseen.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from peft.tuners.lora import Linear as AdaptedLinear
+from torch import nn
+from transformers import AutoConfig
+from trl import GRPOConfig
+
+from aqnpipe.artifacts.training_facts import expected_settings, setting_problems
+from aqnpipe.config.run import TrainingSpec
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "output_dir", "run_name", "report_to", "disable_tqdm", "use_cpu", "local_rank", "project", "log_level",
+        "logging_steps", "logging_nan_inf_filter", "save_strategy", "eval_strategy", "num_train_epochs",
+        "dataloader_pin_memory", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "generation_batch_size",
+        "gradient_checkpointing_kwargs", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min", "per_device_eval_batch_size", "accelerator_config", "debug",
+        "include_for_metrics", "deepspeed", "fsdp", "fsdp_config", "num_generations_eval", "pad_to_multiple_of",
+    }
+)  # fmt: skip
+"""Arguments that name places or how progress is shown, and those that are compared elsewhere."""
+
+_TRAINER_ATTRIBUTES = {"epsilon_low": "epsilon", "epsilon_high": "epsilon"}
+"""Attributes of the trainer by the argument that they come from, where the names differ."""
+
+_FIXED_ATTRIBUTES = {
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "multi_objective_aggregation": "sum_then_normalize",
+    "tools": None,
+    "rollout_func": None,
+}
+
+
+def held_settings(trainer: Any, spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
+    """Return the settings of the study as the trainer holds them: its attributes, or else its arguments."""
+    found = {}
+    for name in expected_settings(spec):
+        holder = trainer if hasattr(trainer, name) else trainer.args
+        found[name] = _plain(getattr(holder, {"epsilon": "epsilon"}.get(name, name)))
+    return found
+
+
+def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
+    """Yield every setting of the trainer that is neither the study's nor TRL's default."""
+    expected = expected_settings(spec)
+    yield from setting_problems(held_settings(trainer, spec), spec)
+    for attribute, argument in _TRAINER_ATTRIBUTES.items():
+        if getattr(trainer, attribute) != expected[argument]:
+            yield f"the trainer's {attribute} is {getattr(trainer, attribute)!r}, expected {expected[argument]!r}"
+    for name, value in {**expected, **_correction(spec)}.items():
+        if _plain(getattr(trainer.args, name)) != value:
+            yield f"the trainer's {name} is {getattr(trainer.args, name)!r}, the study asks for {value!r}"
+        elif _plain(getattr(trainer, name, value)) != value:
+            yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
+    for name, value in _FIXED_ATTRIBUTES.items():
+        if getattr(trainer, name, value) not in (value, [] if value is None else value):
+            yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
+    if trainer.use_vllm != (spec.arm.importance_sampling is not None):
+        yield f"the trainer's importance sampling correction is {trainer.use_vllm}, the arm asks for the opposite"
+    if [float(weight) for weight in trainer.reward_weights] != [1.0]:
+        yield f"rewards are weighted by {trainer.reward_weights.tolist()}, the study asks for one reward of weight 1"
+    yield from _other_arguments(trainer.args, {*expected, *_WITHOUT_EFFECT})
+
+
+def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -> Iterator[str]:
+    """Yield every dropout rate of `model` that neither its own configuration nor the study's adapters ask for."""
+    config = AutoConfig.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False).to_dict()
+    allowed = {0.0, spec.training.lora.dropout if spec.training.lora else 0.0}
+    allowed |= {float(value) for name, value in config.items() if "drop" in name and isinstance(value, int | float)}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            is_rate = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
+            if is_rate and isinstance(value, int | float) and float(value) not in allowed:
+                yield f"{name}: {attribute} is {value:g}, neither the model nor the study has this dropout"
+                return
+
+
+def trainable_problems(model: nn.Module, spec: TrainingSpec) -> Iterator[str]:
+    """Yield every weight that is frozen and should be trained, or the reverse."""
+    for name, weight in model.named_parameters():
+        is_trained = "lora_" in name if spec.training.lora else True
+        if weight.requires_grad != is_trained:
+            yield f"{name} is {'frozen' if is_trained else 'trained'}, the study asks for the opposite"
+            return
+
+
+def adapter_facts(model: nn.Module) -> dict[str, int | float]:
+    """Return rank and scale of the low-rank adapters of `model`; nothing if it has none. NaN where they differ."""
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    ranks = {int(rank) for layer in layers for rank in layer.r.values()}
+    scales = {float(scale) for layer in layers for scale in layer.scaling.values()}
+    if not layers:
+        return {}
+    return {
+        "rank": ranks.pop() if len(ranks) == 1 else -1,
+        "scale": scales.pop() if len(scales) == 1 else float("nan"),
+    }
+
+
+def _correction(spec: TrainingSpec) -> Mapping[str, str | float | None]:
+    correction = spec.arm.importance_sampling
+    if correction is None:
+        return {}
+    return {
+        "vllm_importance_sampling_mode": correction.mode,
+        "vllm_importance_sampling_clip_max": correction.clip_max,
+        "vllm_importance_sampling_clip_min": correction.clip_min,
+    }
+
+
+def _other_arguments(arguments: GRPOConfig, known: set[str]) -> Iterator[str]:
+    for field in dataclasses.fields(arguments):
+        if field.name in known or field.name.startswith("hub_") or field.name.startswith("_"):
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        value = getattr(arguments, field.name)
+        if _plain(value) != _plain(default):
+            yield f"the trainer's {field.name} is {value!r}, the study does not set it and TRL's default is {default!r}"
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value

@@ -1,0 +1,147 @@
+"""Audit of weights: before training, of the reference, of all workers, and in the checkpoints."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from peft.tuners.lora import Linear as AdaptedLinear
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
+from aqnpipe.seeding import derive_seed
+from aqnpipe.training.audit.measure import Element, ElementSample, Errors, unobserved
+
+_EXACT = 1e-300
+_BASE = ".base_layer."
+
+
+class WeightAudit:
+    """Samples the weights of one worker's policy at the start of the run; all else is compared with them.
+
+    Create it before a resume point is loaded. `folder` is the prepared model.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: Path, seed: int, errors: Errors, report: Callable[[str], None]
+    ) -> None:
+        self._errors = errors
+        self._report = report
+        weights = dict(model.named_parameters())
+        shapes = {name.replace(_BASE, "."): weight.shape for name, weight in weights.items() if "lora_" not in name}
+        self._sample = ElementSample.draw(shapes, derive_seed(seed, "audit of weights"), 2)
+        self._initial = self._sample.read(_tensors_of(model))
+        self._whole = ElementSample.draw(
+            {name: weight.shape for name, weight in weights.items()}, derive_seed(seed, "audit of workers"), 2
+        )
+        self._check_initial(weights, folder)
+        self._frozen = [not weights[_own_name(weights, e.name)].requires_grad for e in self._sample.elements]
+
+    def _check_initial(self, weights: dict[str, nn.Parameter], folder: Path) -> None:
+        """Compare the weights in memory with the files of the prepared model; adapters must begin without effect."""
+        stored: dict[Element, float] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                names = set(file.keys())
+                for element in self._sample.elements:
+                    if element.name in names:
+                        ranges = tuple(slice(place, place + 1) for place in element.index)
+                        value = file.get_slice(element.name)[ranges] if ranges else file.get_tensor(element.name)
+                        dtype = weights[_own_name(weights, element.name)].dtype
+                        stored[element] = float(value.to(dtype).double().reshape(()))
+        pairs = [
+            (value, stored[element], element)
+            for element, value in zip(self._sample.elements, self._initial.tolist(), strict=True)
+            if element in stored
+        ]
+        wrong = [element.name for value, wanted, element in pairs if value != wanted]
+        self._errors.note(INITIAL, len(pairs), 0.0 if not wrong else 1e9)
+        if wrong:
+            self._report(f"{wrong[0]} before training is not the weight of the prepared model")
+        for name, weight in weights.items():
+            if "lora_B" in name and bool(weight.detach().any()):
+                self._report(f"{name} is not 0 before training: the policy does not begin as the prepared model")
+                return
+
+    def check_reference(self, model: nn.Module, dtype_of_policy: torch.dtype | None = None) -> None:
+        """Compare a model that computes for the reference with the weights before training."""
+        found = self._sample.read(_tensors_of(model))
+        weights = dict(model.named_parameters())
+        wanted = torch.tensor(
+            [
+                float(torch.tensor(value, dtype=torch.float64).to(weights[_own_name(weights, e.name)].dtype))
+                for e, value in zip(self._sample.elements, self._initial.tolist(), strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        if not self._errors.add(REFERENCE, found - wanted, _EXACT):
+            self._report("the reference model has other weights than the model before training")
+
+    def check_frozen(self, model: nn.Module) -> None:
+        """Compare weights that the study does not train with those before training."""
+        found = self._sample.read(_tensors_of(model))
+        for element, before, now, is_frozen in zip(
+            self._sample.elements, self._initial.tolist(), found.tolist(), self._frozen, strict=True
+        ):
+            if is_frozen and before != now:
+                self._report(f"{element.name} is not trained by the study and has changed")
+                return
+
+    def digest(self, model: nn.Module) -> str:
+        """Return a digest of sampled weights, the same on all workers if their weights are."""
+        weights = dict(model.named_parameters())
+        values = self._whole.read(lambda name: weights[name])
+        return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+    def check_checkpoint(self, model: nn.Module, folder: Path, step: int) -> dict[str, str]:
+        """Compare the weights of a checkpoint with those in memory; return the SHA-256 of its weights files."""
+        own, compared = model.state_dict(), 0
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    memory = own.get(name, own.get(_adapter_name(name)))
+                    if memory is None:
+                        continue
+                    compared += 1
+                    if not _equal(memory, file.get_tensor(name)):
+                        self._report(
+                            f"{name} in the checkpoint of step {step} is not the weight in memory after step {step}"
+                        )
+                        return {}
+        expected = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        if not compared or (compared < len(expected) and not any("expert" in name for name in expected)):
+            self._report(f"the checkpoint of step {step} has {compared} of {len(expected)} trained weights")
+            return {}
+        return {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def adapters_are_off(model: nn.Module) -> bool:
+    """Whether `model` has low-rank adapters and computes without them now."""
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    return bool(layers) and all(layer.disable_adapters for layer in layers)
+
+
+def _equal(memory: Tensor, stored: Tensor) -> bool:
+    with unobserved():
+        return memory.shape == stored.shape and torch.equal(memory.detach().cpu().to(stored.dtype), stored)
+
+
+def _tensors_of(model: nn.Module) -> Callable[[str], Tensor | None]:
+    weights = dict(model.named_parameters())
+    return lambda name: weights[_own_name(weights, name)]
+
+
+def _own_name(weights: dict[str, nn.Parameter], name: str) -> str:
+    """Return the name of a plain weight in a model that may have adapters."""
+    if name in weights:
+        return name
+    owner, _, last = name.rpartition(".")
+    return f"{owner}{_BASE}{last}"
+
+
+def _adapter_name(name: str) -> str:
+    """Return the name in memory of an adapter's matrix, from its name in a checkpoint."""
+    owner, _, last = name.rpartition(".")
+    return f"{owner}.default.{last}"
