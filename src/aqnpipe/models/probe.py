@@ -40,6 +40,9 @@ Machines differ by about 1e-6, through float32 inside norms and softmax.
 _COARSE_STEPS = 16
 """Accepted difference in units of the number format, where a model was loaded in a coarser one than its checkpoint."""
 
+_SCALED = 0.01
+"""A proportional difference from here on is reported as another factor."""
+
 _Saved = list[tuple[dict[str, Any], str, Tensor]]
 _Effects = dict[str, AdapterEffect]
 
@@ -110,8 +113,8 @@ def _effects_problem(found: _Effects, stored: _Effects, tolerance: float) -> str
             continue
         if ours.norm == 0.0:
             return f"adapters not applied to {name} (switched off, removed or merged with loss)"
-        ratio = ours.norm / theirs.norm if theirs.norm else float("inf")
-        if theirs.norm and abs(ours.projection - ratio * theirs.projection) <= 10 * tolerance * ours.norm:
+        ratio = ours.norm / theirs.norm if theirs.norm else 1.0
+        if abs(ratio - 1) > _SCALED and abs(ours.projection - ratio * theirs.projection) <= 10 * tolerance * ours.norm:
             return f"adapters scaled: those of {name} have {ratio:.4g} times the effect that they had in training"
         return f"the adapters of {name} have another effect than in training: of another step, run or base"
     return None
