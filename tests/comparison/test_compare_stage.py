@@ -4,11 +4,10 @@ import numpy as np
 import polars as pl
 import pytest
 from checksum_files import write_parquet_with_checksum
-from made_up import evaluation_receipt
+from made_up import evaluation_receipt, rewrite_table
 
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
-from aqnpipe.artifacts.evaluations import EvaluationTable
-from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
+from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
@@ -49,8 +48,8 @@ def find(artifacts, arm, seed=0):
     return artifacts.find(arm, seed)
 
 
-def rewrite_table(source, change):
-    write_table(source.table, change(pl.read_parquet(source.table)), EvaluationTable)
+def rewrite_rows(source, change):
+    rewrite_table(source, change(pl.read_parquet(source.table)))
 
 
 def verdicts(claims):
@@ -126,7 +125,7 @@ def test_one_seed_shows_nothing_about_arms(synthetic, run, tmp_path):
 
 def test_earlier_checkpoints_do_not_enter_comparisons(synthetic, artifacts, run, tmp_path):
     extra = synthetic.write_evaluation(tmp_path, artifacts.study, "E5", 0, 30)
-    rewrite_table(extra, lambda table: table.with_columns(correct_strict=pl.lit(value=False)))
+    rewrite_rows(extra, lambda table: table.with_columns(correct_strict=pl.lit(value=False)))
     _, before, _ = run(artifacts.study, artifacts.evaluations)
     accuracy, after, _ = run(artifacts.study, [extra, *artifacts.evaluations])
     assert after.equals(before)
@@ -134,7 +133,7 @@ def test_earlier_checkpoints_do_not_enter_comparisons(synthetic, artifacts, run,
 
 
 def test_other_questions_are_not_compared(artifacts, run):
-    rewrite_table(find(artifacts, "E5"), lambda table: table.filter(pl.col("question_id") != "q00003"))
+    rewrite_rows(find(artifacts, "E5"), lambda table: table.filter(pl.col("question_id") != "q00003"))
     _, comparisons, claims = run(artifacts.study, artifacts.evaluations)
     assert verdicts(claims)["E5b-vs-E5@0"] == "invalid"
     assert "answered different questions" in reason(claims, "E5b-vs-E5@0")
@@ -152,7 +151,7 @@ def test_duplicated_rows_are_not_compared(artifacts, run):
 
 def test_identical_responses_across_levels_are_a_red_flag(artifacts, run):
     source = find(artifacts, "E5b", 1)
-    rewrite_table(source, lambda table: table.with_columns(response=pl.col("question_id")))
+    rewrite_rows(source, lambda table: table.with_columns(response=pl.col("question_id")))
     _, _, claims = run(artifacts.study, artifacts.evaluations)
     assert "noise was probably absent" in reason(claims, "E5b@0.1-vs-0")
     assert "noise was probably absent" in reason(claims, "srdd_guided-vs-E5b@0.1")
@@ -322,7 +321,7 @@ def test_equal_weights_of_two_arms_are_not_compared(artifacts, run):
 
 
 def test_two_noisy_levels_with_the_same_responses_are_a_red_flag(synthetic, artifacts, run):
-    rewrite_table(
+    rewrite_rows(
         find(artifacts, "E5"),
         lambda table: table.with_columns(
             response=pl.when(pl.col("noise_level") > 0).then(pl.lit("the same")).otherwise(pl.col("response"))

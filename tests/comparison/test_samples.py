@@ -2,7 +2,7 @@
 
 import polars as pl
 import pytest
-from made_up import evaluation_receipt, record
+from made_up import evaluation_receipt, facts_of, record, rewrite_table
 
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
 from aqnpipe.artifacts.evaluations import EvaluationTable
@@ -45,7 +45,7 @@ def write(folder, rows):
     passes = [EvaluationPass(noise_level=0.0, noise_seed=0, receipt=evaluation_receipt(0.0))] + [
         EvaluationPass(noise_level=0.1, noise_seed=seed, receipt=evaluation_receipt(0.1)) for seed in (0, 1)
     ]
-    write_json(source.receipt, EvaluationReceipts(passes=tuple(passes)))
+    write_json(source.receipt, EvaluationReceipts(passes=tuple(passes), facts=facts_of(table)))
     write_json(source.record, record("evaluate", "E5", 0, 10, {}))
     return source
 
@@ -88,9 +88,9 @@ def test_equal_samples_of_a_question_do_not_look_like_another_level(tmp_path):
     source = write(tmp_path, ROWS)
     table = pl.read_parquet(source.table)
     same = table.with_columns(response=pl.format("{} {}", "question_id", "noise_level"))
-    write_table(source.table, same, EvaluationTable)
+    rewrite_table(source, same)
     assert load_evaluation(source, "strict", 0.05).levels[0.1].same_responses_as is None
-    write_table(source.table, same.with_columns(response=pl.col("question_id")), EvaluationTable)
+    rewrite_table(source, same.with_columns(response=pl.col("question_id")))
     assert load_evaluation(source, "strict", 0.05).levels[0.1].same_responses_as == 0.0
 
 
@@ -120,7 +120,7 @@ def compared(artifacts, folder):
 def add_sample(source, change=lambda table: table):
     table = pl.read_parquet(source.table)
     second = change(table.with_columns(sample=pl.lit(1, pl.Int64)))
-    write_table(source.table, pl.concat([table, second]), EvaluationTable)
+    rewrite_table(source, pl.concat([table, second]))
 
 
 def test_a_sample_that_repeats_the_first_changes_nothing_but_its_count(artifacts, tmp_path):

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from aqnpipe.artifacts.evaluations import EvaluationTable
-from aqnpipe.artifacts.files import write_json, write_table
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
+from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
+from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.evaluations import EvaluationInput
 from aqnpipe.config.noise import AdaptiveNoise, OperatorNoise, RelativeGaussian
@@ -38,7 +39,7 @@ def write_evaluation(
     receipts = (
         EvaluationPass(noise_level=level, noise_seed=seed, receipt=evaluation_receipt(level)) for level, seed in passes
     )
-    write_json(source.receipt, EvaluationReceipts(passes=tuple(receipts)))
+    write_json(source.receipt, EvaluationReceipts(passes=tuple(receipts), facts=facts_of(pl.concat(rows))))
     write_json(source.record, record("evaluate", source.arm, source.seed, source.step, settings))
 
 
@@ -71,6 +72,44 @@ def evaluation_pass(
             "finish_reason": pl.String,
         },
     )
+
+
+def facts_of(rows: pl.DataFrame) -> EvaluationFacts:
+    """Facts that agree with these rows."""
+    keys = rows.select("noise_level", "noise_seed").unique(maintain_order=True)
+    return EvaluationFacts(
+        dtype="float32",
+        attention="eager",
+        temperature=None,
+        max_response_tokens=40,
+        end_token=1,
+        stop_text=None,
+        weights="",
+        prompts="".join(f"{derive_seed(0, name):016x}" for name in sorted(rows["question_id"].unique())),
+        passes=tuple(
+            PassFacts(
+                noise_level=level,
+                noise_seed=seed,
+                noise_keys=(seed,),
+                first_logits=(f"{level}{seed}",),
+                rows="".join(row_digests(rows.filter(noise_level=level, noise_seed=seed))),
+                tokens_read=10,
+                most_probable=10,
+                draws_checked=0,
+                rows_again=0 if level else 3,
+                rows_generated=0 if level else 2,
+                largest_difference=0.0,
+            )
+            for level, seed in keys.iter_rows()
+        ),
+    )
+
+
+def rewrite_table(source: EvaluationFiles, table: pl.DataFrame) -> None:
+    """Write another table, and the facts that agree with it."""
+    write_table(source.table, table, EvaluationTable)
+    receipts = read_json(source.receipt, EvaluationReceipts)
+    write_json(source.receipt, receipts.model_copy(update={"facts": facts_of(table)}))
 
 
 def evaluation_receipt(level: float) -> Receipt:

@@ -1,5 +1,6 @@
 """Evaluations prepared for comparison: correctness per noise level, and every reason not to use an evaluation."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
 from aqnpipe.artifacts.comparisons import RefusalKind
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.lineage import record_problems
@@ -83,6 +85,7 @@ def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> Lo
         ("questions", problems + _question_problems(levels)),
         ("receipt", [f"receipt refused: {problem}" for problem in receipts.problems()]),
         ("receipt", _pass_problems(rows, receipts)),
+        ("receipt", [f"evaluation refused: {problem}" for problem in receipts.facts.row_problems(rows)]),
         ("record", record_problems(record, identity=source.identity)),
         ("record", list(source.lineage_problems)),
     ]
@@ -91,7 +94,7 @@ def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> Lo
         levels=levels,
         problems=tuple(Problem(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
         weights=record.inputs_sha256.get("weights"),
-        setting=_setting(record),
+        setting=_setting(record) | _facts_setting(receipts.facts),
         accuracy=accuracy_rows(source, rows, scorer, alpha),
     )
 
@@ -231,6 +234,13 @@ def _setting(record: RunRecord) -> dict[str, str]:
     }
     config = {key: value for key, value in record.config.items() if key not in _IDENTITY_KEYS}
     return setting | _flat(config, "config")
+
+
+def _facts_setting(facts: EvaluationFacts) -> dict[str, str]:
+    """Return what two compared evaluations must have used alike."""
+    prompts = hashlib.sha256(facts.prompts.encode()).hexdigest()
+    alike = {"end_token": facts.end_token, "stop_text": facts.stop_text, "prompts as the model read them": prompts[:16]}
+    return {f"facts.{name}": repr(value) for name, value in alike.items()}
 
 
 def _flat(value: Any, prefix: str) -> dict[str, str]:

@@ -16,6 +16,8 @@ from pydantic import ConfigDict, TypeAdapter
 from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import WorkerError
+from aqnpipe.evaluation.audit.facts import BatchFacts
+from aqnpipe.evaluation.audit.recording import BatchPlace, observed
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, PassMeasurements, PassNoise, pass_receipt
 from aqnpipe.noise.injection.phase import NoiseKey
@@ -62,13 +64,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """The result of a shard: the completions of every batch, in order, and the measurements of their noise."""
+    """The result of a shard: the completions of every batch, in order, and the measurements of their noise.
+
+    `facts`: what was observed of every batch; empty if the backend cannot be observed.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
 
     number: int
     completions: tuple[tuple[Completion, ...], ...]
     measurements: PassMeasurements
+    facts: tuple[BatchFacts, ...] = ()
 
     def to_json(self) -> str:
         """Return the result as JSON; floats keep every bit."""
@@ -86,12 +92,17 @@ _SHARD_RESULT = TypeAdapter(ShardResult)
 
 @dataclass(frozen=True)
 class PassResult:
-    """One pass: the completions of each sample, in the order of the questions, and the receipt."""
+    """One pass: the completions of each sample, in the order of the questions, and the receipt.
+
+    `batches` with the `facts` observed of each; no facts if the backend cannot be observed.
+    """
 
     noise_level: float
     noise_seed: int
     samples: list[list[Completion]]
     receipt: Receipt
+    batches: tuple[Batch, ...]
+    facts: tuple[BatchFacts, ...]
 
 
 @dataclass(frozen=True)
@@ -143,12 +154,16 @@ def run_shard(generator: NoisyGenerator, spec: EvaluationSpec, shard: Shard) -> 
     the whole shard; a threshold computed in each call depends on the prompts of the batch.
     """
     generator.begin_pass(noise_of(spec, shard.noise_level))
-    completions = []
+    completions, facts = [], []
     for batch in shard.batches:
         sampling = sampling_of(spec, shard.noise_seed, batch.sample, batch.number)
         key = NoiseKey(seed=shard.noise_seed, step=batch.step)
-        completions.append(tuple(generator.generate(batch.prompts, sampling, key)))
-    return ShardResult(shard.number, tuple(completions), generator.end_pass())
+        place = BatchPlace(shard.noise_level, shard.noise_seed, batch.sample, batch.number, batch.step)
+        with observed(generator, spec, place, batch.prompts) as observation:
+            completions.append(tuple(generator.generate(batch.prompts, sampling, key)))
+        if observation is not None:
+            facts.append(observation.facts(completions[-1]))
+    return ShardResult(shard.number, tuple(completions), generator.end_pass(), tuple(facts))
 
 
 def assembled_passes(
@@ -216,4 +231,6 @@ def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[Sha
             found.setdefault(batch.sample, {}).update(zip(batch.questions, completions, strict=True))
     samples = [[responses[question] for question in range(len(responses))] for _, responses in sorted(found.items())]
     receipt = pass_receipt(noise_of(spec, first.noise_level), [result.measurements for result in results])
-    return PassResult(first.noise_level, first.noise_seed, samples, receipt)
+    batches = tuple(batch for shard in shards for batch in shard.batches)
+    facts = tuple(observed for result in results for observed in result.facts)
+    return PassResult(first.noise_level, first.noise_seed, samples, receipt, batches, facts)

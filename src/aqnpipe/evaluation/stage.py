@@ -21,6 +21,8 @@ from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
 from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.device import resolve_device
+from aqnpipe.evaluation.audit.expectation import Expectation
+from aqnpipe.evaluation.audit.judgement import Judge
 from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of
 from aqnpipe.generation.backend import Completion
@@ -51,7 +53,8 @@ def evaluate(
     `train_problems` contains the examples of a few-shot prompt. `open_runner` starts the workers, each of which loads
     the model once; the choice of runner does not affect the results. Raises DataError if there are too few examples, if
     an example is a test question, or if prompt and response exceed the model's context; ReceiptError, before it writes
-    anything, if the noise measured in a pass differs from its level; WorkerError if a worker did not start or all died.
+    anything, if the noise measured in a pass differs from its level, or if prompts, tokens, weights, keys or rows are
+    not those of the study (`evaluation.audit`); WorkerError if a worker did not start or all died.
     """
     config = spec.evaluation
     torch.set_num_threads(config.threads)
@@ -65,16 +68,19 @@ def evaluate(
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
     check_context(prompts, config.max_response_tokens, read_model_config(model_dir).get("max_position_embeddings"))
     shards = shards_of(spec, prompts)
+    expected = Expectation.of(spec, model_dir, test_problems, train_problems)
     tables, passes = [], []
     max_tokens = max(map(len, prompts)) + config.max_response_tokens
     with open_runner(spec, model_dir, max_tokens) as runner:
+        judge = Judge(expected, model_dir, str(runner.description["backend"]))
         for result in assembled_passes(spec, shards, runner.run(shards)):
             level, noise_seed = result.noise_level, result.noise_seed
             passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=result.receipt.check()))
             tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
+            judge.judge(result, tables[-1])
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             say(f"{label}: noise {level:.0%} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
-    write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes)))
+    write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes), facts=judge.facts()))
     inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
     record = _record(spec, model_dir, inputs, device.label, runner.description)

@@ -130,6 +130,7 @@ class TransformersPasses:
         self._verify = verify
         self._norms: str | None = None
         self._backend = TransformersBackend(model, tokenizer)
+        self._special_tokens = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
         self._noise: PassNoise | None = None
         self._faults = ActiveFaults()
         self._recorder: ReceiptRecorder | None = None
@@ -138,6 +139,16 @@ class TransformersPasses:
     def description(self) -> dict[str, str | int | bool]:
         """The backend for run.json."""
         return {"backend": "transformers"}
+
+    @property
+    def model(self) -> Any:
+        """The model, for an audit that observes it."""
+        return self._model
+
+    @property
+    def special_tokens(self) -> tuple[int, int]:
+        """The end token and the padding token."""
+        return self._special_tokens
 
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`."""

@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import ReceiptModel
 
@@ -22,13 +23,21 @@ class EvaluationPass(ReceiptModel):
 
 
 class EvaluationReceipts(ReceiptModel):
-    """results/eval/.../step<N>.receipt.json: every pass of the table beside it."""
+    """results/eval/.../step<N>.receipt.json: every pass of the table beside it, and the facts of the evaluation."""
 
     passes: tuple[EvaluationPass, ...] = Field(min_length=1)
+    facts: EvaluationFacts
 
     def problems(self, tolerance: float = 0.0) -> list[str]:
         """Return the problems of all passes, and the passes that occur twice."""
         keys = [(evaluated.noise_level, evaluated.noise_seed) for evaluated in self.passes]
         repeated = sorted({key for key in keys if keys.count(key) > 1})
         twice = [f"pass at level {level:g}, noise seed {seed}: recorded twice" for level, seed in repeated]
-        return twice + [problem for evaluated in self.passes for problem in evaluated.problems(tolerance)]
+        of_passes = [problem for evaluated in self.passes for problem in evaluated.problems(tolerance)]
+        in_facts = {(facts.noise_level, facts.noise_seed) for facts in self.facts.passes}
+        unknown = [
+            f"pass at level {level:g}, noise seed {seed}: has no facts"
+            for level, seed in keys
+            if (level, seed) not in in_facts
+        ]
+        return twice + of_passes + unknown + self.facts.problems()

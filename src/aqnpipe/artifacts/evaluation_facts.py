@@ -1,0 +1,143 @@
+"""Facts of an evaluation: what its passes really used, as observed while the model computed.
+
+The evaluate stage compares them with the study before it writes anything; the comparison judges them again.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+import polars as pl
+from pydantic import Field
+
+from aqnpipe.artifacts.base import Artifact
+
+_DIGITS = 8
+"""Hexadecimal digits of the digest of a row: for one row in four thousand million, a change goes unseen."""
+
+
+class PassFacts(Artifact):
+    """What one pass over the questions used.
+
+    noise_keys: seeds of the noise that was installed in its forward passes. first_logits: digest of the first logits
+    of each batch, in order. rows: `row_digests` of the responses, without separator.
+    """
+
+    noise_level: float = Field(ge=0, lt=1)
+    noise_seed: int = Field(ge=0)
+    noise_keys: tuple[int, ...]
+    first_logits: tuple[str, ...]
+    rows: str
+    tokens_read: int = Field(ge=0, description="response tokens whose choice was checked")
+    most_probable: int = Field(ge=0, description="of those, tokens that were the most probable one")
+    draws_checked: int = Field(ge=0, description="batches whose draws were made again")
+    rows_again: int = Field(ge=0, description="rows computed again in one forward, without noise")
+    rows_generated: int = Field(ge=0, description="rows decoded again by transformers' generate")
+    largest_difference: float = Field(ge=0, description="of a logit computed again; 1 is what rounding may cause")
+
+    @property
+    def name(self) -> str:
+        """The pass in messages."""
+        return f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}"
+
+
+class EvaluationFacts(Artifact):
+    """What an evaluation used. `prompts`: digest of the prompt that the model read for each question, 16 digits each.
+
+    `unchecked`: what this backend does not let the pipeline observe, in words; empty for transformers.
+    """
+
+    dtype: str
+    attention: str
+    temperature: float | None
+    max_response_tokens: int
+    end_token: int
+    stop_text: str | None
+    weights: str
+    prompts: str
+    passes: tuple[PassFacts, ...]
+    unchecked: tuple[str, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Return what the facts say against each other."""
+        return [*self._key_problems(), *self._noise_problems(), *self._repetition_problems()]
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        """Return where the facts differ from the settings of an evaluation, `EvaluationSpec` as plain data."""
+        evaluation, prompt = config["evaluation"], config["prompt"]
+        sampling = evaluation.get("sampling")
+        requested = {
+            "temperature": sampling["temperature"] if sampling else None,
+            "max_response_tokens": evaluation["max_response_tokens"],
+            "stop_text": "Question:" if prompt.get("layout") == "question_answer" else None,
+        }
+        if not self.unchecked:
+            requested |= {"dtype": config["dtype"], "attention": config["attention"]}
+        found = self.model_dump()
+        return [
+            f"used {name} {found[name]!r}, the study requests {value!r}"
+            for name, value in requested.items()
+            if found[name] != value
+        ]
+
+    def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
+        """Yield the passes whose rows in the table are not the responses that the facts are about."""
+        for facts in self.passes:
+            mine = rows.filter(noise_level=facts.noise_level, noise_seed=facts.noise_seed)
+            digests = row_digests(mine)
+            stored = [facts.rows[start : start + _DIGITS] for start in range(0, len(facts.rows), _DIGITS)]
+            if digests == stored:
+                continue
+            where = [number for number, pair in enumerate(zip(digests, stored, strict=False)) if pair[0] != pair[1]]
+            if len(digests) != len(stored) or not where:
+                yield f"{facts.name}: {len(digests)} responses in the table, {len(stored)} were given"
+            else:
+                question = mine.sort("sample", "question_id")["question_id"][where[0]]
+                yield (
+                    f"{facts.name}: {len(where)} responses in the table are not those that the model gave to their "
+                    f"questions, first {question}"
+                )
+
+    def _key_problems(self) -> Iterator[str]:
+        for facts in self.passes:
+            if facts.noise_keys and set(facts.noise_keys) != {facts.noise_seed}:
+                found = ", ".join(map(str, facts.noise_keys))
+                yield f"{facts.name}: its noise was keyed by noise seed {found}"
+
+    def _noise_problems(self) -> Iterator[str]:
+        """Two passes that differ in noise have other logits in every batch, unless they share the noise."""
+        for first, second in combinations(self.passes, 2):
+            same = sum(one == other for one, other in zip(first.first_logits, second.first_logits, strict=False))
+            if not same:
+                continue
+            if first.noise_level == second.noise_level:
+                yield (
+                    f"noise level {first.noise_level:g}: noise seeds {first.noise_seed} and {second.noise_seed} gave "
+                    f"the same noise in {same} of {len(first.first_logits)} batches, one noise seed was used twice"
+                )
+            else:
+                yield (
+                    f"noise levels {first.noise_level:g} and {second.noise_level:g} gave the same logits in {same} of "
+                    f"{len(first.first_logits)} batches: one of the passes did not run under its noise"
+                )
+
+    def _repetition_problems(self) -> Iterator[str]:
+        for first, second in combinations(self.passes, 2):
+            if (first.noise_level, first.noise_seed) == (second.noise_level, second.noise_seed):
+                yield f"{first.name}: its facts occur twice"
+
+
+def row_digests(rows: pl.DataFrame) -> list[str]:
+    """Return a digest of each row of one pass: question, sample, response and its length and end.
+
+    Sorted by sample and question.
+    """
+    columns = rows.select("question_id", "sample", "response", "response_tokens", "finish_reason")
+    return [row_digest(*row) for row in columns.sort("sample", "question_id").iter_rows()]
+
+
+def row_digest(question_id: str, sample: int, response: str, num_tokens: int, finish_reason: str) -> str:
+    """Return the digest of one response to one question."""
+    content = repr((question_id, sample, response, num_tokens, finish_reason)).encode(errors="surrogatepass")
+    return hashlib.blake2b(content, digest_size=_DIGITS // 2).hexdigest()

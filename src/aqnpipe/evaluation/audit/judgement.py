@@ -1,0 +1,262 @@
+"""Compares what was observed in a pass with what the study requests, and with the rows that will be stored."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import polars as pl
+
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digest
+from aqnpipe.data.scoring import SCORERS, grade
+from aqnpipe.errors import ReceiptError
+from aqnpipe.evaluation.audit.expectation import Expectation
+from aqnpipe.evaluation.audit.facts import BatchFacts, Finding, RowFacts
+from aqnpipe.evaluation.audit.weights import combined, differing_weight
+from aqnpipe.evaluation.shards import Batch, PassResult
+from aqnpipe.generation.backend import Completion
+
+UNOBSERVED = (
+    "prompts as the model reads them",
+    "choice of tokens",
+    "draws of samples",
+    "responses computed again",
+    "weights, number format and noise keys at the time of a forward pass",
+)
+"""What only transformers in this package's own processes lets the audit observe."""
+
+_ATTENTION = {"sdpa": ("sdpa", "aqnpipe_grouped_sdpa"), "eager": ("eager",)}
+_MOST_NAMED = 3
+
+
+class Judge:
+    """Judges the passes of one evaluation, in order. `backend`: the backend that its workers named."""
+
+    def __init__(self, expectation: Expectation, model_dir: Path, backend: str) -> None:
+        self._expected, self._model_dir = expectation, model_dir
+        self._is_observed = backend != "vllm"
+        self._weights: str | None = None
+        self._passes: list[PassFacts] = []
+
+    def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
+        """Raise ReceiptError if a pass, or the table of it, is not what the study requests."""
+        where = f"pass at level {result.noise_level:g}, noise seed {result.noise_seed}"
+        problems = list(self._problems(result, rows))
+        if not problems:
+            self._passes.append(self._facts(result))
+            # Compared with the passes before, and judged again by the comparison.
+            where, problems = "", list(self.facts().problems())
+        if problems:
+            more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+            text = f"{'; '.join(problems[:_MOST_NAMED])}{more}"
+            raise ReceiptError(f"evaluation refused: {where}{': ' if where else ''}{text}")
+
+    def facts(self) -> EvaluationFacts:
+        """Return the facts of all passes judged so far."""
+        spec, sampling = self._expected.spec, self._expected.spec.evaluation.sampling
+        return EvaluationFacts(
+            dtype=spec.dtype,
+            attention=spec.attention,
+            temperature=sampling.temperature if sampling else None,
+            max_response_tokens=spec.evaluation.max_response_tokens,
+            end_token=self._expected.end_token,
+            stop_text=self._expected.stop_text,
+            weights=self._weights or "",
+            prompts="".join(self._expected.prompts),
+            passes=tuple(self._passes),
+            unchecked=() if self._is_observed else UNOBSERVED,
+        )
+
+    def _problems(self, result: PassResult, rows: pl.DataFrame) -> Iterator[str]:
+        if self._is_observed:
+            yield from self._batch_problems(result)
+        yield from self._response_problems(result.samples)
+        yield from self._row_problems(result, rows)
+
+    def _batch_problems(self, result: PassResult) -> Iterator[str]:
+        if len(result.facts) != len(result.batches):
+            yield f"{len(result.facts)} of {len(result.batches)} batches were observed"
+            return
+        for batch, facts in zip(result.batches, result.facts, strict=True):
+            # Each of these causes the next: other settings, other prompts, other tokens.
+            yield from (
+                list(self._setting_problems(facts, result.noise_seed, batch))
+                or list(self._prompt_problems(batch, facts))
+                or list(self._found_problems(batch, facts.problems))
+                or list(self._token_problems(batch, facts.rows, result.samples))
+                or list(self._found_problems(batch, facts.problems_again))
+            )
+        yield from self._coverage_problems(result.facts)
+
+    def _setting_problems(self, facts: BatchFacts, noise_seed: int, batch: Batch) -> Iterator[str]:
+        spec = self._expected.spec
+        if facts.weights_by_name is not None:
+            name = differing_weight(facts.weights_by_name, self._model_dir)
+            if name is not None:
+                yield f"{name} in memory is not the weight of the checkpoint {self._model_dir}"
+            self._weights = self._weights or combined(facts.weights_by_name)
+        if facts.weights != self._weights:
+            yield f"the weights in memory in batch {batch.step} are not those of the first batch"
+        special = (self._expected.end_token, int(self._expected.tokenizer.pad_token_id))
+        if facts.special_tokens != special:
+            yield (
+                f"end and padding token are {facts.special_tokens}, those of the checkpoint's tokenizer are {special}: "
+                "the tokenizer of another model"
+            )
+        if facts.dtype != spec.dtype:
+            yield f"the weights are in {facts.dtype}, the study requests {spec.dtype}"
+        if facts.autocast:
+            yield f"autocast is on: the products are not in {spec.dtype}, which the study requests"
+        if facts.attention not in _ATTENTION[spec.attention]:
+            yield f"attention is {facts.attention}, the study requests {spec.attention}"
+        if facts.training:
+            yield "the model is in training mode: dropout is on"
+        if facts.noise_key is not None and facts.noise_key != (noise_seed, batch.step):
+            found, step = facts.noise_key
+            yield (
+                f"batch {batch.step}: its noise is keyed by noise seed {found}, step {step}, expected noise seed "
+                f"{noise_seed}, step {batch.step}"
+            )
+
+    def _prompt_problems(self, batch: Batch, facts: BatchFacts) -> Iterator[str]:
+        if len(facts.rows) != len(batch.questions):
+            yield f"the model read {len(facts.rows)} prompts in batch {batch.step}, expected {len(batch.questions)}"
+            return
+        for question, row in zip(batch.questions, facts.rows, strict=True):
+            if row.prompt != self._expected.prompts[question]:
+                yield f"for question {self._name(question)} the model read {self._whose(row.prompt)}"
+
+    def _whose(self, prompt: str) -> str:
+        others = [self._name(number) for number, digest in enumerate(self._expected.prompts) if digest == prompt]
+        if others:
+            return f"the prompt of question {others[0]}"
+        return "another prompt than its text in the study's format, with the checkpoint's tokenizer and chat template"
+
+    def _found_problems(self, batch: Batch, findings: Sequence[Finding]) -> Iterator[str]:
+        for row, text in findings:
+            yield (
+                f"batch {batch.step}: {text}" if row is None else f"question {self._name(batch.questions[row])}: {text}"
+            )
+
+    def _token_problems(
+        self, batch: Batch, rows: Sequence[RowFacts], samples: Sequence[Sequence[Completion]]
+    ) -> Iterator[str]:
+        """Yield the responses that are not the tokens that the model read and chose."""
+        for question, row in zip(batch.questions, rows, strict=True):
+            stored = samples[batch.sample][question].token_ids
+            if tuple(stored[:-1]) == row.fed and (row.last is None or row.last == stored[-1]):
+                continue
+            name = self._name(question)
+            if tuple(stored) == row.fed:
+                yield f"question {name}: the response was cut one token early, after {len(stored)} tokens"
+            elif len(stored) == len(row.fed) + 1 and tuple(stored[:-1]) == row.fed:
+                yield f"question {name}: the last token of the response is {stored[-1]}, the model chose {row.last}"
+            else:
+                yield (
+                    f"question {name}: the response of {len(stored)} tokens is not the one of {len(row.fed) + 1} "
+                    "tokens that the model gave behind this prompt"
+                )
+
+    def _coverage_problems(self, batches: Sequence[BatchFacts]) -> Iterator[str]:
+        if all(facts.weights_by_name is None for facts in batches):
+            yield "no batch reported its weights"
+
+    def _response_problems(self, samples: Sequence[Sequence[Completion]]) -> Iterator[str]:
+        """Yield responses that end too early, too late or for another reason than they say."""
+        for sample in samples:
+            for question, completion in enumerate(sample):
+                problem = self._end_problem(completion)
+                if problem:
+                    yield f"question {self._name(question)}: {problem}"
+
+    def _end_problem(self, completion: Completion) -> str | None:
+        expected, tokens = self._expected, completion.token_ids
+        limit, stop = expected.spec.evaluation.max_response_tokens, expected.stop_text
+        if not tokens:
+            return "the response has no tokens"
+        if len(tokens) > limit:
+            return f"the response has {len(tokens)} tokens, the study allows {limit}"
+        if expected.end_token in tokens[:-1]:
+            return "the response goes on behind the end token"
+        if stop is not None and stop in expected.text_of(tokens[:-1]):
+            return f"the response goes on behind the stop text {stop!r}"
+        has_ended = tokens[-1] == expected.end_token or (stop is not None and stop in expected.text_of(tokens))
+        if not has_ended and len(tokens) < limit:
+            return f"the response was cut after {len(tokens)} of {limit} tokens, without an end token or stop text"
+        reason = "stop" if has_ended else "length"
+        if completion.finish_reason != reason:
+            return f"the response ended by {reason}, not by {completion.finish_reason}"
+        return None
+
+    def _row_problems(self, result: PassResult, rows: pl.DataFrame) -> Iterator[str]:
+        """Yield rows of the table that are not of their question, response or gold answer."""
+        expected = self._expected
+        wanted = [(name, sample) for sample in range(len(result.samples)) for name in expected.question_ids]
+        found = list(rows.select("question_id", "sample").iter_rows())
+        samples = expected.spec.evaluation.num_samples
+        if len(result.samples) != samples:
+            yield f"{len(result.samples)} responses per question, the study requests {samples}"
+        elif sorted(found) != sorted(wanted):
+            odd = sorted({*found} ^ {*wanted}) or [name for name in found if found.count(name) > 1]
+            yield f"the rows are not of the study's questions, each once per sample; first {odd[0][0]}"
+        elif rows["noise_level"].to_list() != [result.noise_level] * len(rows):
+            yield "its rows are labelled with another noise level"
+        elif rows["noise_seed"].to_list() != [result.noise_seed] * len(rows):
+            yield "its rows are labelled with another noise seed"
+        else:
+            yield from self._content_problems(result.samples, rows)
+
+    def _content_problems(self, samples: Sequence[Sequence[Completion]], rows: pl.DataFrame) -> Iterator[str]:
+        graded = cache(_grades)
+        number_of = {name: number for number, name in enumerate(self._expected.question_ids)}
+        for row in rows.iter_rows(named=True):
+            question = number_of[row["question_id"]]
+            text, num_tokens, reason = self._shown(samples[row["sample"]][question])
+            if (row["response"], row["response_tokens"], row["finish_reason"]) != (text, num_tokens, reason):
+                yield f"question {row['question_id']}: the stored response is not the one that the model gave"
+            elif {name: row[name] for name in _GRADE_COLUMNS} != graded(text, self._expected.golds[question]):
+                yield (
+                    f"question {row['question_id']}: the stored grade is not that of its response and gold answer "
+                    f"{self._expected.golds[question]!r}"
+                )
+
+    def _shown(self, completion: Completion) -> tuple[str, int, str]:
+        """Return text, number of tokens and finish reason of a response as the table shows them."""
+        whole = self._expected.text_of(completion.token_ids)
+        text = whole if self._expected.stop_text is None else whole.partition(self._expected.stop_text)[0]
+        return text, len(completion.token_ids), "stop" if len(text) < len(whole) else completion.finish_reason
+
+    def _facts(self, result: PassResult) -> PassFacts:
+        again = [facts.again for facts in result.facts if facts.again is not None]
+        names = self._expected.question_ids
+        return PassFacts(
+            noise_level=result.noise_level,
+            noise_seed=result.noise_seed,
+            noise_keys=tuple(sorted({facts.noise_key[0] for facts in result.facts if facts.noise_key is not None})),
+            first_logits=tuple(facts.first_logits for facts in result.facts),
+            rows="".join(
+                row_digest(names[question], sample, *self._shown(completions[question]))
+                for sample, completions in enumerate(result.samples)
+                for question in sorted(range(len(names)), key=names.__getitem__)
+            ),
+            tokens_read=sum(facts.num_tokens for facts in result.facts),
+            most_probable=sum(facts.num_most_probable for facts in result.facts),
+            draws_checked=sum(facts.draws_checked for facts in result.facts),
+            rows_again=sum(facts.rows for facts in again),
+            rows_generated=sum(facts.generated for facts in again),
+            largest_difference=max((facts.largest_difference for facts in again), default=0.0),
+        )
+
+    def _name(self, question: int) -> str:
+        names = self._expected.question_ids
+        return names[question] if question < len(names) else f"number {question}"
+
+
+_GRADE_COLUMNS = tuple(f"{part}_{scorer}" for scorer in SCORERS for part in ("answer", "correct"))
+
+
+def _grades(text: str, gold: str) -> Mapping[str, str | bool | None]:
+    found: dict[str, str | bool | None] = {}
+    for scorer in SCORERS:
+        graded = grade(text, gold, scorer)
+        found |= {f"answer_{scorer}": graded.answer, f"correct_{scorer}": graded.correct}
+    return found
