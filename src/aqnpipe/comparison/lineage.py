@@ -24,6 +24,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.models.loading import sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
+from aqnpipe.models.untrained import is_untrained
 from aqnpipe.noise.receipts.receipt import Receipt
 
 Checkpoint = tuple[str, str, int, int]
@@ -39,12 +40,19 @@ def lineage_problems(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
     """
     lineage = _Lineage(plan)
     found = {checkpoint: lineage.problems(checkpoint) for checkpoint in plan.evaluations()}
-    for (_, arm, *_), duplicates in lineage.equal_weights().items():
+    for (model, arm, *_), duplicates in lineage.equal_weights().items():
+        has_learned = lineage.has_learned(duplicates[0])
         for checkpoint in duplicates:
             others = ", ".join(str(other[2]) for other in duplicates if other != checkpoint)
-            found[checkpoint].append(
-                f"arm {arm}: seed {checkpoint[2]} has the weights of seed {others} too: a seed was used twice"
-            )
+            if not has_learned:
+                found[checkpoint].append(
+                    f"arm {arm}: nothing was learned: the weights after step {checkpoint[3]} are those of the prepared "
+                    f"model {model} (a learning rate of 0, or no reward that differs within a group?)"
+                )
+            elif others:
+                found[checkpoint].append(
+                    f"arm {arm}: seed {checkpoint[2]} has the weights of seed {others} too: a seed was used twice"
+                )
     return {checkpoint: tuple(problems) for checkpoint, problems in found.items()}
 
 
@@ -87,12 +95,31 @@ class _Lineage:
         ]
 
     def equal_weights(self) -> dict[tuple[str, str, int, str], list[Checkpoint]]:
-        """Return the groups of two or more trained checkpoints of one arm and step that have the same weights."""
+        """Return the trained checkpoints of one arm and step that have the same weights as another, or as the model.
+
+        Keys are model, arm, step and digest of the weights.
+        """
         same: dict[tuple[str, str, int, str], list[Checkpoint]] = defaultdict(list)
         for checkpoint, digest in self._weights.items():
             model, arm, _, step = checkpoint
             same[model, arm, step, digest].append(checkpoint)
-        return {key: checkpoints for key, checkpoints in same.items() if len(checkpoints) > 1}
+        return {
+            key: checkpoints
+            for key, checkpoints in same.items()
+            if key[1] != PRETRAINED and (len(checkpoints) > 1 or key[3] == self._prepared_weights(key[0]))
+        }
+
+    def has_learned(self, checkpoint: Checkpoint) -> bool:
+        """Whether a trained checkpoint has other weights than the model before training."""
+        model, arm, seed, step = checkpoint
+        if self._weights[checkpoint] == self._prepared_weights(model):
+            return False
+        folder = self._results / "runs" / model / arm / f"seed{seed}" / "checkpoints" / f"step{step}"
+        return not is_untrained(folder, self._results / "models" / model)
+
+    def _prepared_weights(self, model: str) -> str | None:
+        folder = self._results / "models" / model
+        return read_prepared_model(folder).weights_sha256 if (folder / PREPARED_MODEL_FILE).is_file() else None
 
     def _weights_problems(self, checkpoint: Checkpoint) -> list[str]:
         model, arm, seed, step = checkpoint

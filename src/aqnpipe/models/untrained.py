@@ -1,0 +1,62 @@
+"""Tells a checkpoint that learned nothing: its weights are those of the model that it was trained from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aqnpipe.models.adapted import ADAPTERS_FILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SECOND_FACTOR = ".lora_B.weight"
+
+
+def is_untrained(checkpoint: Path, model: Path) -> bool:
+    """Whether every weight of a checkpoint is that of `model`, in the checkpoint's number format; False if it is gone.
+
+    Adapters are untrained as long as their second factors are zero, because these start at zero.
+    """
+    if (checkpoint / ADAPTERS_FILE).is_file():
+        return not any(bool(tensor.any()) for name, tensor in _tensors(checkpoint) if name.endswith(_SECOND_FACTOR))
+    trained = list(_names(checkpoint))
+    if not trained or set(trained) != set(_names(model)):
+        return False
+    before = _Weights(model)
+    return all(before.holds(name, tensor) for name, tensor in _tensors(checkpoint))
+
+
+class _Weights:
+    """The weights in a folder, each read when it is compared."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._files = {
+            name: file
+            for file in (safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors")))
+            for name in file.keys()  # noqa: SIM118
+        }
+
+    def holds(self, name: str, tensor: "Tensor") -> bool:
+        import torch
+
+        own: Tensor = self._files[name].get_tensor(name)
+        return own.shape == tensor.shape and torch.equal(own.to(tensor.dtype), tensor)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            yield from tensors.keys()
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield name, tensors.get_tensor(name)
