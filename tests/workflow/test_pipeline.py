@@ -156,6 +156,28 @@ def test_every_stage_left_its_artifacts(finished):
     assert json.loads((results / "srdd" / "base" / "device" / "verdict.json").read_text())["verdict"] == "healthy"
 
 
+@pytest.mark.slow
+def test_a_study_of_adapters_evaluates_what_it_trained(python, tmp_path):
+    """In bfloat16, where merged weights would have lost the update; every stage, the comparison and the report."""
+    checkout = new_checkout(tmp_path, python)
+
+    def with_adapters(study):
+        study["training"]["lora"] = {"rank": 4, "alpha": 8}
+        study["models"]["base"]["dtype"] = "bfloat16"
+
+    checkout.edit_yaml(STUDY, with_adapters)
+    run = checkout.snakemake()
+    assert run.returncode == 0, run.stdout
+    results = tmp_path / RESULTS
+    checkpoint = results / "runs" / "base" / "baseline" / "seed0" / "checkpoints" / "step8"
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapters.safetensors"]
+    base = results / "models" / "base" / "model.safetensors"
+    assert (checkpoint / "adapters.safetensors").stat().st_size < base.stat().st_size / 5
+    claims = json.loads((results / "claims.json").read_text())["claims"]
+    assert claims
+    assert not [claim for claim in claims if claim["verdict"] == "invalid"]
+
+
 def test_the_guided_arm_used_the_sigmas_of_the_diagnosis(finished):
     results = finished.folder / RESULTS
     sigmas = read_yaml(results / "srdd" / "base" / "target" / "sigmas-published.yaml", SigmaFile).aqn
