@@ -161,6 +161,23 @@ def fact_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
     return [*facts.problems, *partial_problems(facts, spec), *_completeness_problems(facts, spec)]
 
 
+def recorded_fact_problems(
+    facts: TrainingFacts | None, requested: Mapping[str, object], outputs_sha256: Mapping[str, str]
+) -> list[str]:
+    """Return the problems of the facts in a run's record.
+
+    `requested`: the `TrainingSpec` of the study as plain data. `outputs_sha256`: digests of the run's files, by path.
+    """
+    if facts is None:
+        return ["the record has no facts of the training"]
+    problems = fact_problems(facts, TrainingSpec.model_validate(requested))
+    for step, digests in facts.checkpoints.items():
+        for name, digest in digests.items():
+            if outputs_sha256.get(f"checkpoints/step{step}/{name}") != digest:
+                problems.append(f"the checkpoint of step {step} is not the weights that were in memory ({name})")
+    return problems
+
+
 def partial_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
     """Return the problems of a run so far, as `fact_problems` for a run that has not ended."""
     return [

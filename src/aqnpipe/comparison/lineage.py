@@ -19,6 +19,7 @@ from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.lineage import first_difference, record_problems
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.training_facts import recorded_fact_problems
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.data.scoring import SCORERS, grade
@@ -163,7 +164,10 @@ class _Lineage:
         inputs.update(zip(("sigmas",), map(Path, self._plan.sigmas_input(model, arm)), strict=False))
         identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "num_steps": self._plan.num_steps}
         problems = record_problems(record, identity=identity, outputs=outputs, inputs=inputs)
-        problems += _setting_problems(record, self._plan.training_spec(arm, seed))
+        spec = self._plan.training_spec(arm, seed)
+        problems += _setting_problems(record, spec)
+        if not problems:
+            problems += recorded_fact_problems(record.training, spec, record.outputs_sha256)
         if outputs["receipt.json"].is_file():
             receipt = read_json(outputs["receipt.json"], Receipt)
             requested = self._plan.study.arms[arm]

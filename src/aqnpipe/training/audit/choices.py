@@ -135,6 +135,8 @@ class ChoiceAudit:
 
     def _gap(self, logits: Tensor, row: int, step: int, token: int, draws: Sequence[Tensor]) -> float:
         temperature = self._decoding.temperature
+        if not logits.isfinite().all():
+            return 0.0  # The guard of the run ends it at the loss.
         scores = logits.double() if temperature is None else self._scores(logits, row, step, draws, temperature)
         return float(scores.max() - scores[token])
 

@@ -145,6 +145,7 @@ def _other_terms(tokens: Sequence[Token], spec: TrainingSpec) -> Iterator[tuple[
         "the advantages are the rewards themselves, not normalised in their groups",
         with_advantage(lambda token: token.reward),
     )
+    yield "the sign of the advantages is flipped", with_advantage(lambda token: -token.advantage)
     yield (
         "the mean of the group is not subtracted from the rewards",
         with_advantage(
@@ -177,14 +178,14 @@ def _by_row(tokens: Sequence[Token], spec: TrainingSpec) -> str:
         whole = slope(token, spec)
         if abs(whole) > 100 * token.allowed:
             scales.setdefault(token.row, []).append(token.slope / whole)
-    if any(max(values) - min(values) > 1e-3 * (1 + max(map(abs, values))) for values in found.values()):
-        return "it is not that of the study's loss (old log-probabilities, ratios or masks of other tokens?)"
-    implied = {row: sum(values) / len(values) for row, values in found.items()}
-    expected = {row: of_row[row].advantage for row in implied}
     lengths = {row: sum(values) / len(values) * of_row[row].row_tokens for row, values in scales.items()}
     differ = len({of_row[row].row_tokens for row in lengths}) > 1
     if differ and max(lengths.values()) - min(lengths.values()) < 0.01 * abs(max(lengths.values(), key=abs)):
         return "every completion has the same weight: the loss is averaged per completion, not over tokens"
+    if any(max(values) - min(values) > 1e-3 * (1 + max(map(abs, values))) for values in found.values()):
+        return "it is not that of the study's loss (old log-probabilities, ratios or masks of other tokens?)"
+    implied = {row: sum(values) / len(values) for row, values in found.items()}
+    expected = {row: of_row[row].advantage for row in implied}
     return _of_advantages(implied, expected)
 
 

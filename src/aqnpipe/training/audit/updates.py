@@ -249,7 +249,8 @@ class Updates:
     def _discontinuity(self, changed: Tensor, step: int) -> str:
         what = "the weights" if changed[0].any() else "the optimiser's moments"
         names = [e.name for e, *parts in zip(self._followed.elements, *changed.tolist(), strict=True) if any(parts)]
-        return f"{what} changed between step {step - 1} and step {step}, outside the optimiser ({names[0]})"
+        cause = ": AQN noise was not taken off" if self._spec.arm.aqn and any("norm" in name for name in names) else ""
+        return f"{what} changed between step {step - 1} and step {step}, outside the optimiser ({names[0]}){cause}"
 
     def _gradient_cause(self, used: Tensor, summed: Tensor, factor: float, step: int) -> str:
         if not summed.any():

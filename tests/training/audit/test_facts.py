@@ -1,0 +1,109 @@
+"""Facts of a run against its study: schedules, settings, counts."""
+
+import pytest
+import torch
+from tiny_training import training_spec
+from transformers import get_constant_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from aqnpipe.artifacts.training_facts import (
+    ConstantRate,
+    Recomputed,
+    TrainingFacts,
+    expected_learning_rate,
+    expected_settings,
+    fact_problems,
+    recorded_fact_problems,
+    required_recomputations,
+)
+
+SPEC = training_spec(num_steps=2, checkpoint_every=None)
+
+
+def facts(**changes) -> TrainingFacts:
+    """Facts of an honest run of `SPEC`."""
+    whole = {
+        "num_workers": 1,
+        "steps": 2,
+        "audited_steps": (1, 2),
+        "arguments": expected_settings(SPEC),
+        "optimizer": {"kind": "AdamW", "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "epsilon": 1e-8},
+        "learning_rates": (ConstantRate(learning_rate=1e-3, steps=2),),
+        "parameters": 26,
+        "rollouts": 2,
+        "completions": 16,
+        "correct": (4, 5),
+        "prompts_sha256": ("a",),
+        "validated": {2: 1},
+        "checkpoints": {2: {"model.safetensors": "b"}},
+        "recomputed": {name: Recomputed(compared=3, worst=0.5) for name in required_recomputations(SPEC)},
+    }
+    return TrainingFacts(**{**whole, **changes})
+
+
+def test_the_facts_of_an_honest_run_have_no_problems():
+    assert fact_problems(facts(), SPEC) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"learning_rates": (ConstantRate(learning_rate=2e-3, steps=2),)}, "learning rate 0.002 at step 1"),
+        ({"learning_rates": (ConstantRate(learning_rate=1e-3, steps=1),)}, "learning rates: found 1, the study asks for 2"),
+        ({"steps": 1}, "optimiser updates: found 1"),
+        ({"audited_steps": (1,)}, r"steps \[2\] were not recomputed"),
+        ({"rollouts": 1}, "rollouts: found 1"),
+        ({"completions": 8}, "completions: found 8"),
+        ({"checkpoints": {}}, "checkpoints compared with memory"),
+        ({"validated": {}}, "validations"),
+        ({"arguments": {**expected_settings(SPEC), "beta": 0.0}}, "beta is 0.0, the study asks for 0.001"),
+        ({"optimizer": {"kind": "SGD"}}, "kind is 'SGD'"),
+        ({"adapters": {"rank": 4, "scale": 2.0}}, "low-rank adapters"),
+        ({"problems": ("it went wrong",)}, "it went wrong"),
+        ({"num_workers": 2}, "workers: found 2"),
+        ({"recomputed": {}}, "never recomputed"),
+    ],
+)  # fmt: skip
+def test_facts_of_another_run_are_refused(changes, problem):
+    (found, *_) = fact_problems(facts(**changes), SPEC)
+    assert pytest.importorskip("re").search(problem, found)
+
+
+@pytest.mark.parametrize("worst", [1.01, float("nan"), float("inf")])
+def test_an_error_beyond_rounding_is_refused(worst):
+    for name in required_recomputations(SPEC):
+        recomputed = {**facts().recomputed, name: Recomputed(compared=3, worst=worst)}
+        assert name in fact_problems(facts(recomputed=recomputed), SPEC)[0]
+
+
+def test_a_record_without_facts_or_with_another_checkpoint_is_refused():
+    outputs = {"checkpoints/step2/model.safetensors": "b"}
+    assert recorded_fact_problems(facts(), SPEC.model_dump(mode="json"), outputs) == []
+    assert "no facts" in recorded_fact_problems(None, SPEC.model_dump(mode="json"), outputs)[0]
+    (problem,) = recorded_fact_problems(facts(), SPEC.model_dump(mode="json"), {})
+    assert "the checkpoint of step 2 is not the weights that were in memory" in problem
+
+
+def test_a_thousand_steps_stay_small():
+    every = facts(
+        steps=1000,
+        learning_rates=tuple(ConstantRate(learning_rate=1 / (step + 3), steps=1) for step in range(1000)),
+        correct=tuple(range(1000)),
+        audited_steps=tuple(range(70)),
+    )
+    assert len(every.model_dump_json(indent=2)) < 200_000
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("kind", ["constant", "linear"])
+def test_the_schedule_is_the_librarys(kind, warmup):
+    spec = training_spec(num_steps=10, learning_rate_schedule=kind, warmup_steps=warmup)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
+    schedule = (
+        get_constant_schedule_with_warmup(optimizer, warmup)
+        if kind == "constant"
+        else get_linear_schedule_with_warmup(optimizer, warmup, 10)
+    )
+    for step in range(1, 11):
+        assert expected_learning_rate(spec, step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        optimizer.step()
+        schedule.step()

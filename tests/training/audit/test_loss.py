@@ -1,0 +1,114 @@
+"""The formula of the loss's gradient against autograd, and the causes that it names."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_training import training_spec
+
+from aqnpipe.config.arm import ImportanceSampling
+from aqnpipe.training.audit.loss import Token, cause_of, importance_weights, kl_slope, policy_slope, slope
+
+SPEC = training_spec(kl_coefficient=0.1, clip_ratio=0.2, temperature=1.0)
+
+
+def token(**changes) -> Token:
+    whole = {
+        "row": 0,
+        "row_tokens": 5,
+        "is_padding": False,
+        "is_unfinished": False,
+        "advantage": 0.7,
+        "reward": 1.0,
+        "centred_reward": 0.5,
+        "ratio": 1.0,
+        "weight": 1.0,
+        "reference_gap": 0.3,
+        "step_tokens": 40.0,
+    }
+    return Token(**{**whole, **changes})
+
+
+@pytest.mark.parametrize("advantage", [0.7, -0.7, 0.0])
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0, 1.1, 1.5])
+@pytest.mark.parametrize("weight", [1.0, 0.4])
+def test_the_slope_is_the_derivative_of_the_loss(advantage, ratio, weight):
+    log_probability = torch.tensor(-1.3, dtype=torch.float64, requires_grad=True)
+    old = log_probability.detach() - torch.tensor(ratio, dtype=torch.float64).log()
+    reference = log_probability.detach() + 0.3
+    current = (log_probability - old).exp()
+    policy = -torch.min(current * advantage, current.clamp(0.8, 1.2) * advantage) * weight
+    gap = reference - log_probability
+    ((policy + 0.1 * (gap.exp() - gap - 1)) / 40).backward()
+    found = slope(token(advantage=advantage, ratio=ratio, weight=weight), SPEC)
+    assert found == pytest.approx(float(log_probability.grad), rel=1e-12)
+
+
+def test_padding_has_no_slope():
+    assert slope(token(is_padding=True, reference_gap=None), SPEC) == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [2.0, 0.5, 1.0]),
+        ("token_mask", [0.0, 0.5, 1.0]),
+        ("sequence_truncate", [2.0, 2.0, 2.0]),
+        ("sequence_mask", [0.0, 0.0, 0.0]),
+    ],
+)
+def test_importance_weights_by_hand(mode, expected):
+    """Ratios 8, 1/2 and 1, whose product is 4; at most 2 is allowed."""
+    old = torch.tensor([8.0, 0.5, 1.0]).log().tolist()
+    found = importance_weights(old, [0.0, 0.0, 0.0], ImportanceSampling(mode=mode, clip_max=2.0))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+TOKENS = [
+    token(row=row, advantage=advantage, reward=reward, centred_reward=centred, ratio=ratio, reference_gap=gap, row_tokens=n)
+    for row, (advantage, reward, centred, n) in enumerate(
+        [(0.7, 1.0, 0.5, 5), (-0.7, 0.0, -0.5, 8), (1.4, 1.0, 0.75, 6), (-0.4, 0.0, -0.25, 9)]
+    )
+    for ratio, gap in [(1.0, 0.2), (1.1, -0.3), (1.5, 0.1), (0.6, -0.2)]
+]  # fmt: skip
+
+
+def observed(of) -> list[Token]:
+    """Tokens whose slopes are what a wrong loss gives."""
+    return [replace(item, slope=of(item), allowed=1e-9) for item in TOKENS]
+
+
+def whole(item, **changes):
+    return slope(replace(item, **changes), SPEC)
+
+
+OTHER_ADVANTAGES = {0: -0.4, 1: 0.7, 2: -0.7, 3: 1.4}
+
+
+@pytest.mark.parametrize(
+    ("of", "cause"),
+    [
+        (lambda t: policy_slope(t, 0.2) - 0.1 * kl_slope(t), "the KL term has the wrong sign"),
+        (lambda t: policy_slope(t, 0.2), "the KL term has coefficient 0, the study asks for 0.1"),
+        (lambda t: policy_slope(t, 0.2) + 0.3 * kl_slope(t), "the KL term has coefficient 0.3"),
+        (lambda t: policy_slope(t, 0.2) + 0.1 / 40, "k1"),
+        (lambda t: whole(t, advantage=-t.advantage), "the sign of the advantages is flipped"),
+        (lambda t: -whole(t), "the sign of the advantages or of the loss is flipped"),
+        (lambda t: whole(t) / 3, "the loss is scaled by 0.3333"),
+        (lambda t: policy_slope(t, None) + 0.1 * kl_slope(t), "ratios are not clipped"),
+        (lambda t: whole(t, advantage=t.centred_reward), "not divided by the standard deviation"),
+        (lambda t: whole(t, advantage=t.reward), "the rewards themselves"),
+        (lambda t: whole(t) * 40 / t.row_tokens / 4, "averaged per completion"),
+        (lambda t: whole(t, ratio=1.0), "old log-probabilities"),
+    ],
+)
+def test_a_wrong_loss_is_named(of, cause):
+    assert cause in cause_of(observed(of), SPEC)
+
+
+def test_advantages_of_other_completions_are_named():
+    unclipped = [item for item in TOKENS if item.ratio in (1.0, 1.1)]
+    shuffled = [
+        replace(item, slope=whole(item, advantage=OTHER_ADVANTAGES[item.row]), allowed=1e-9) for item in unclipped
+    ]
+    assert "those of other completions" in cause_of(shuffled, SPEC)
