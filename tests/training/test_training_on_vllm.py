@@ -20,6 +20,7 @@ from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.models.adapted import ADAPTERS_FILE
 from aqnpipe.noise.receipts.receipt import Receipt
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
@@ -139,9 +140,18 @@ def test_without_noise_vllm_draws_by_the_weights_that_learn(inputs, tmp_path):
     table = metrics(run(spec(lora=LORA, learning_rate=0.05, kl_coefficient=0.0), inputs, tmp_path / "run"))
     assert table["logp_difference_max"].max() < 1e-4
     assert table["sampler_kl"].max() < 1e-8
-    steps = [load_file(tmp_path / "run" / f"checkpoints/step{step}/model.safetensors") for step in (1, 3)]
-    name = "model.layers.0.self_attn.q_proj.weight"
+    steps = [load_file(tmp_path / "run" / f"checkpoints/step{step}" / ADAPTERS_FILE) for step in (1, 3)]
+    name = "model.layers.0.self_attn.q_proj.lora_B.weight"
     assert not torch.allclose(steps[0][name], steps[1][name], atol=1e-3)
+
+
+@pytest.mark.usefixtures("_rewards_that_teach")
+def test_an_engine_whose_weights_would_lose_the_first_update_ends_the_run(inputs, tmp_path):
+    """In bfloat16 merged weights are those before training; vLLM would draw every rollout from them."""
+    rounded = spec(lora=LORA, learning_rate=1e-6, checkpoint_every=None, dtype="bfloat16")
+    with pytest.raises(ReceiptError, match=r"in bfloat16 weights \d+% of their update is lost .*backend: transformers"):
+        run(rounded, inputs, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("_rewards_that_teach")

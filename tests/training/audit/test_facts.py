@@ -1,5 +1,7 @@
 """Facts of a run against its study: schedules, settings, counts."""
 
+import re
+
 import pytest
 import torch
 from tiny_training import training_spec
@@ -48,7 +50,7 @@ def test_the_facts_of_an_honest_run_have_no_problems():
     ("changes", "problem"),
     [
         ({"learning_rates": (ConstantRate(learning_rate=2e-3, steps=2),)}, "learning rate 0.002 at step 1"),
-        ({"learning_rates": (ConstantRate(learning_rate=1e-3, steps=1),)}, "learning rates: found 1, the study asks for 2"),
+        ({"learning_rates": (ConstantRate(learning_rate=1e-3, steps=1),)}, "learning rates: found 1"),
         ({"steps": 1}, "optimiser updates: found 1"),
         ({"audited_steps": (1,)}, r"steps \[2\] were not recomputed"),
         ({"rollouts": 1}, "rollouts: found 1"),
@@ -65,7 +67,7 @@ def test_the_facts_of_an_honest_run_have_no_problems():
 )  # fmt: skip
 def test_facts_of_another_run_are_refused(changes, problem):
     (found, *_) = fact_problems(facts(**changes), SPEC)
-    assert pytest.importorskip("re").search(problem, found)
+    assert re.search(problem, found)
 
 
 @pytest.mark.parametrize("worst", [1.01, float("nan"), float("inf")])

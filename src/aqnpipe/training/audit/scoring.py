@@ -29,7 +29,9 @@ from aqnpipe.training.audit.measure import Errors, rounding_of, unobserved
 
 _SLOPE_ERROR = 5e-6
 """Relative error of a slope that the trainer computes in float32."""
-_LOG_PROBABILITY_ERROR = 1e-5
+_PROBABILITY_ERROR = 2e-5
+"""Relative error of a probability that the trainer computes in float32."""
+_LOG_PROBABILITY_ERROR = 2e-5
 """Absolute error of a log-probability that the trainer computes in float32."""
 _CELLS_AT_ONCE = 64
 """Distributions over the vocabulary that are computed in float64 at the same time."""
@@ -173,10 +175,10 @@ class ScoringAudit:
         for token in tokens:
             if is_at_the_clip(token, self._spec.training.clip_ratio):
                 return
-            allowed = self._allowed(token, rounding)
+            largest = max(float(place.direction.abs().max()), 1e-30)
+            allowed = self._allowed(token, rounding, largest)
             difference = (observed - slope(token, self._spec) * place.direction).abs().max()
-            largest = float(place.direction.abs().max())
-            ratio = float(difference) / (allowed * largest) if largest else 0.0
+            ratio = float(difference) / (allowed * largest)
             if best is None or ratio < best[0]:
                 best = (ratio, replace(token, slope=found, allowed=allowed, misfit=misfit))
         if best is None:
@@ -196,11 +198,14 @@ class ScoringAudit:
             return "the old log-probabilities of a completion were not computed by the policy"
         return None
 
-    def _allowed(self, token: Token, rounding: float) -> float:
+    def _allowed(self, token: Token, rounding: float, largest: float) -> float:
+        """Return the error of a slope that rounding explains; `largest`: the largest entry of its direction."""
         training = self._spec.training
         whole = abs(policy_slope(token, None)) + abs(training.kl_coefficient * kl_slope(token))
         of_kl = training.kl_coefficient * (abs(kl_slope(token)) + 1 / token.step_tokens)
-        error = _SLOPE_ERROR + (rounding if rounding > 1e-6 else 0.0)
+        # Where a token is nearly certain, all entries of its direction are differences of numbers near 1 or near 0.
+        error = _SLOPE_ERROR + _PROBABILITY_ERROR / (training.temperature * largest)
+        error += rounding if rounding > 1e-6 else 0.0
         if self._needs_all_places:
             # The ratio of a completion sums the rounding errors of all its tokens.
             error += 2e-6 * token.row_tokens
