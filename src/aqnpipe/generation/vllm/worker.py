@@ -17,7 +17,7 @@ from aqnpipe.generation.vllm.injection import check_noise_is_supported, engine_n
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.plugin import version_in_this_process
 from aqnpipe.generation.vllm.weights import load_sent_weights
-from aqnpipe.models.layout import rms_norms
+from aqnpipe.models.layout import num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -30,7 +30,7 @@ class _WorkerPass:
         self.engine = engine
         self.noise = noise
         self.faults = noise.active_faults()
-        self.recorder: ReceiptRecorder = noise.recorder(len(engine.layers), len(rms_norms(engine.model)))
+        self.recorder: ReceiptRecorder = noise.recorder(len(engine.layers), num_rms_norms(engine.model))
         self.batch: ExitStack | None = None
 
 
@@ -50,7 +50,7 @@ class NoiseExtension:
             "enforce_eager": bool(self.model_config.enforce_eager),
             "model": type(model).__name__,
             "num_layers": len(EngineModel(model).layers),
-            "num_norms": len(rms_norms(model)),
+            "num_norms": num_rms_norms(model),
         }
 
     def aqnpipe_load_weights(self: Any, path: str, sha256: str) -> dict[str, Any]:
