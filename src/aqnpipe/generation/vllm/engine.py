@@ -17,7 +17,8 @@ from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise, RolloutNoise
 from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXT, StopText
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
-from aqnpipe.generation.vllm.requirements import check_model, check_vllm
+from aqnpipe.generation.vllm.measurements import checked_measurements
+from aqnpipe.generation.vllm.requirements import check_model, check_vllm, with_common_names
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
@@ -64,11 +65,13 @@ class VllmEngine:
             raise ModelError("generation.rollout_sleep: vLLM has no sleep mode on a CPU; expected false")
         config = read_model_config(folder)
         check_model(folder, config, device)
+        config = with_common_names(folder, config)
         self._folder, self._end_token = folder, end_token
         self._stops: dict[str, StopText] = {}
         self._noise: PassNoise | None = None
         self._at_end = ExitStack()
         self._min_forwards = 0
+        self._noises_operators = False
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": dtype,
@@ -141,12 +144,14 @@ class VllmEngine:
         """Start a pass under `noise`. Raises ModelError if vLLM's model does not support the noise."""
         self._call("aqnpipe_begin_pass", noise.model_dump(mode="json"))
         self._noise, self._min_forwards = noise, 0
+        self._noises_operators = noise.operator_noise_in(noise.phase) is not None
 
     def begin_rollout(self, noise: RolloutNoise) -> None:
         """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model does not support it."""
         self._call("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
         # A failed pass may not have ended; the rollout is no part of it.
         self._noise, self._min_forwards = None, 0
+        self._noises_operators = noise.operator_noise_in(noise.phase) is not None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey | None = None
@@ -197,24 +202,9 @@ class VllmEngine:
     def _worker_measurements(self) -> tuple[list[WorkerMeasurements], tuple[ActiveFaultState, ...]]:
         """End the pass; return the measurements of each worker, by rank, and the fault states of the first worker."""
         replies = self._call("aqnpipe_end_pass")
-        if sorted(reply["rank"] for reply in replies) != list(range(len(self._workers))):
-            raise ReceiptError(
-                f"receipt refused: measurements of workers {sorted(reply['rank'] for reply in replies)}, expected "
-                f"{len(self._workers)}"
-            )
-        replies.sort(key=lambda reply: int(reply["rank"]))
-        workers = [
-            WorkerMeasurements(reply["rank"], reply["num_workers"], RecorderState.from_json(reply["state"]))
-            for reply in replies
-        ]
-        for worker in workers:
-            forwards = sum(phase.forwards for phase in worker.state.phases)
-            if forwards < self._min_forwards:
-                raise ReceiptError(
-                    f"receipt refused: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
-                    f"least {self._min_forwards}"
-                )
-        return workers, tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
+        workers = checked_measurements(replies, len(self._workers), self._min_forwards, self._noises_operators)
+        first = min(replies, key=lambda reply: int(reply["rank"]))
+        return workers, tuple(ActiveFaultState(**state) for state in first["fault_states"])
 
     def close(self) -> None:
         """End the processes of the engine."""

@@ -12,10 +12,14 @@ applied at these modules:
 
 A decoder layer returns (hidden, residual), whose sum is the output of transformers' layer. Faults and AQN noise on
 hidden states act on this sum.
+
+Two checks find products that this misses. `EngineCensus` classifies the operations of noised layers in the first
+forwards of a pass, and in every forward a noised layer must reach all operators that it consists of.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OutputErrorModel
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
+from aqnpipe.generation.vllm.census import EngineCensus
 from aqnpipe.generation.vllm.modules import EngineModel, Linear
 from aqnpipe.generation.vllm.reference_check import EngineReferenceCheck
 from aqnpipe.models.layout import layer_of
@@ -66,11 +71,11 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     if engine.out_of_reach:
         raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
     for index, layer in enumerate(engine.layers):
-        unknown = [kind for kind in (type(module).__name__ for module in layer.activations) if kind not in _GATED]
-        if operators.operators == "all" and (unknown or not layer.norms):
-            raise ModelError(
-                f"{name}: noise does not reach {', '.join(unknown) or 'the norms'} of layer {index}; {advice}"
-            )
+        missing = [kind for kind in (type(module).__name__ for module in layer.activations) if kind not in _GATED]
+        missing += [] if layer.norms or layer.layer_norms else ["the norms"]
+        missing += [] if layer.activations else ["the activation"]
+        if operators.operators == "all" and missing:
+            raise ModelError(f"{name}: noise does not reach {', '.join(missing)} of layer {index}; {advice}")
 
 
 @contextmanager
@@ -125,6 +130,10 @@ class _EngineInjection:
         self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
         self._fault_injection = FaultInjection(state, faults, hidden_sigmas, engine.site_module)
         self._reference_check = EngineReferenceCheck(state, self._noise)
+        self._census: EngineCensus | None = None
+        # By place: the operators that noise must reach in every forward, and those that it reached in the present one.
+        self._expected: dict[int, set[str]] = defaultdict(set)
+        self._reached: set[str] = set()
 
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
@@ -160,6 +169,9 @@ class _EngineInjection:
                 product = self._separate_products if changed_inside else self._product
                 method.apply = partial(product, linear, method.apply)
                 stack.callback(delattr, method, "apply")
+            if noised:
+                index = len(self._engine.layers) if layer is None else layer
+                self._expected[index] |= {f"linear.{projection.name}" for projection in linear.projections}
             if layer is not None and not changed_inside:
                 self._reference_check.install(stack, linear)
 
@@ -183,22 +195,28 @@ class _EngineInjection:
 
     def _install_on_operators(self, stack: ExitStack, index: int) -> None:
         layer = self._engine.layers[index]
+        expected = self._expected[index]
         for attention in layer.attentions:
-            keep(stack, attention.register_forward_hook(partial(self._after, "scaled_dot_product_attention")))
+            expected.add("scaled_dot_product_attention")
+            attention.forward = partial(self._attention, attention.forward)
+            stack.callback(delattr, attention, "forward")
         if self._noise is None or self._noise.operators != "all":
             return
-        for norm in layer.norms.values():
-            keep(stack, norm.register_forward_hook(partial(self._after, "rms_norm")))
+        for operator, norms in (("rms_norm", layer.norms.values()), ("layer_norm", layer.layer_norms)):
+            for norm in norms:
+                expected.add(operator)
+                keep(stack, norm.register_forward_hook(partial(self._after, operator)))
         for activation in layer.activations:
             name, function = _GATED[type(activation).__name__]
             if name == "gelu":
                 function = partial(function, approximate=activation.approximate)
+            expected.add(name)
             activation.forward = partial(self._gated, name, function)
             stack.callback(delattr, activation, "forward")
 
     def _install_place(self, stack: ExitStack, index: int, module: nn.Module) -> None:
         keep(stack, module.register_forward_pre_hook(partial(self._enter, index)))
-        keep(stack, module.register_forward_hook(self._leave, always_call=True))
+        keep(stack, module.register_forward_hook(partial(self._leave, index), always_call=True))
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         state = self._state
@@ -208,6 +226,7 @@ class _EngineInjection:
         state.start_forward(None if state.forward_index < 0 else 1)
         self._reference_check.enter_model()
         state.recorder.count_forward(state.phase)
+        self._census = EngineCensus() if self._census_is_due() else None
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
         state.outside = state.place = self._place(None, len(self._engine.layers) + 1, None)
@@ -216,13 +235,41 @@ class _EngineInjection:
         layer = index if index < len(self._engine.layers) else None
         error = self._noise.error_in(layer) if self._noise is not None else None
         self._state.place = self._place(layer, index, error)
+        self._reached.clear()
+        if error is not None and self._census is not None:
+            place = self._engine.head.module if layer is None else module
+            self._census.start(place, "lm_head" if layer is None else self._engine.layers[index].name)
 
     def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:
         needs_key = error is not None or self._module_errors is not None
         return Place(layer, self._state.seed(self._state.phase, index) if needs_key else 0, error)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._state.place = self._state.outside
+    def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        state, census = self._state, self._census
+        if state.place.error is not None:
+            if census is not None:
+                census.stop()
+                state.recorder.add_census(state.phase, self._kind_of_forward(), *census.take())
+            for operator in self._expected[index] - self._reached:
+                name = "lm_head" if state.place.layer is None else self._engine.layers[index].name
+                state.recorder.count_escape(state.phase, f"{operator} in {name}")
+        state.place = state.outside
+
+    def _census_is_due(self) -> bool:
+        """Whether to classify the operations of this forward: it is the first of its kind in a pass."""
+        state = self._state
+        return (
+            self._noise is not None
+            and state.is_first_of_kind
+            and state.recorder.wants_census(state.phase, self._kind_of_forward())
+        )
+
+    def _kind_of_forward(self) -> str:
+        return "one token" if self._state.reads_one_token else "several tokens"
+
+    def _accounted(self) -> AbstractContextManager[None]:
+        """Do not classify the operations of the body, which is a noised operator."""
+        return self._census.accounted() if self._census is not None else nullcontext()
 
     def _apply_error(self, operator: str, tensor: Tensor) -> Tensor:
         """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor."""
@@ -231,16 +278,18 @@ class _EngineInjection:
         if error is None:
             raise RuntimeError(f"{operator} was computed outside a noised layer; this is a bug")
         place.calls += 1
-        state.put_error(
-            state.phase, operator, place.layer, error, NoiseStream(place.key, place.calls), tensor, repeats=True
-        )
+        self._reached.add(operator)
+        source = NoiseStream(place.key, place.calls)
+        with self._accounted():
+            state.put_error(state.phase, operator, place.layer, error, source, tensor, repeats=True)
         return tensor
 
     def _product(
         self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """Compute the product of `apply`, with an error on every projection before its bias."""
-        product = apply(layer, x, None)
+        with self._accounted():
+            product = apply(layer, x, None)
         for projection, columns in zip(linear.projections, linear.views(product), strict=True):
             self._apply_error(f"linear.{projection.name}", columns)
         return product if bias is None else product.add_(bias)
@@ -255,10 +304,12 @@ class _EngineInjection:
         projections = linear.projections
         if linear.is_merged and self._noises_inputs:
             inputs, weights = [projection.input(x) for projection in projections], layer.weight.split(linear.widths)
-            outputs = [F.linear(values, weight) for values, weight in zip(inputs, weights, strict=True)]
+            with self._accounted():
+                outputs = [F.linear(values, weight) for values, weight in zip(inputs, weights, strict=True)]
         else:
             inputs, weights = [x if linear.is_merged else projections[0].input(x)], [layer.weight]
-            outputs = linear.split(apply(layer, inputs[0], None))
+            with self._accounted():
+                outputs = linear.split(apply(layer, inputs[0], None))
         # `outputs` may have padding columns as one more item, which `strict=False` skips.
         if self._state.place.error is not None:
             for projection, output in zip(projections, outputs, strict=False):
@@ -270,6 +321,11 @@ class _EngineInjection:
             outputs = [output + added for output, added in zip(outputs, linear.split(bias), strict=True)]
         hooked = [projection.output(output) for projection, output in zip(projections, outputs, strict=False)]
         return _joined([*hooked, *outputs[len(projections) :]])
+
+    def _attention(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        with self._accounted():
+            output = forward(*args, **kwargs)
+        return self._apply_error("scaled_dot_product_attention", output)
 
     def _after(self, operator: str, module: nn.Module, args: Any, output: Any) -> None:
         self._apply_error(operator, output[0] if isinstance(output, tuple) else output)

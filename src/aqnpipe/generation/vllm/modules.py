@@ -78,8 +78,10 @@ class EngineLayer:
     """The modules of one decoder layer; hooks on `output` receive the sum that transformers' layer would return."""
 
     module: nn.Module
+    name: str = ""
     linears: list[Linear] = field(default_factory=list)
     norms: dict[str, nn.Module] = field(default_factory=dict)
+    layer_norms: list[nn.Module] = field(default_factory=list)
     attentions: list[nn.Module] = field(default_factory=list)
     activations: list[nn.Module] = field(default_factory=list)
     out_of_reach: list[str] = field(default_factory=list)
@@ -111,7 +113,8 @@ class EngineModel:
 
         self.model = model
         packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        self.layers = [_engine_layer(layer, packed) for layer in decoder_layers(model)]
+        names = {module: name for name, module in model.named_modules()}
+        self.layers = [_engine_layer(layer, names[layer], packed) for layer in decoder_layers(model)]
         head: Any = output_projection(model)
         self.head = Linear(head, [Projection("lm_head", head.org_vocab_size)])
         self.logits = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
@@ -189,13 +192,14 @@ class EngineModel:
         return sites[site]
 
 
-def _engine_layer(layer: nn.Module, packed: Mapping[str, list[str]]) -> EngineLayer:
+def _engine_layer(layer: nn.Module, name: str, packed: Mapping[str, list[str]]) -> EngineLayer:
     """Sort the modules of a decoder layer; other modules with parameters are out of reach of noise."""
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.layernorm import LayerNorm
     from vllm.model_executor.layers.linear import LinearBase
 
-    found = EngineLayer(layer)
+    found = EngineLayer(layer, name)
     for path, module in layer.named_modules():
         if isinstance(module, LinearBase):
             reason = _why_not_plain(module)
@@ -205,6 +209,8 @@ def _engine_layer(layer: nn.Module, packed: Mapping[str, list[str]]) -> EngineLa
                 found.linears.append(_linear(path, module, packed))
         elif is_rms_norm(module):
             found.norms[path] = module
+        elif isinstance(module, LayerNorm | nn.LayerNorm):
+            found.layer_norms.append(module)
         elif type(module) is Attention:
             found.attentions.append(module)
         elif isinstance(module, AttentionLayerBase) or list(module.parameters(recurse=False)):

@@ -1,0 +1,48 @@
+"""Checks the measurements that vLLM's workers return at the end of a pass, before a receipt is made of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.receipts.merge import WorkerMeasurements
+from aqnpipe.noise.receipts.recorder_state import RecorderState
+
+
+def checked_measurements(
+    replies: Sequence[Mapping[str, Any]], num_workers: int, min_forwards: int, noises_operators: bool
+) -> list[WorkerMeasurements]:
+    """Return the measurements of each worker, by rank.
+
+    `min_forwards`: the forward passes that the responses took at least. `noises_operators`: operator noise was
+    requested. Raises ReceiptError if the measurements of a worker are missing, do not cover all forward passes, or
+    have operator noise without a census of the operations.
+    """
+    ranks = sorted(reply["rank"] for reply in replies)
+    if ranks != list(range(num_workers)):
+        raise ReceiptError(f"receipt refused: measurements of workers {ranks}, expected {num_workers}")
+    workers = [
+        WorkerMeasurements(reply["rank"], reply["num_workers"], RecorderState.from_json(reply["state"]))
+        for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
+    ]
+    for worker in workers:
+        forwards = sum(phase.forwards for phase in worker.state.phases)
+        if forwards < min_forwards:
+            raise ReceiptError(
+                f"receipt refused: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
+                f"least {min_forwards}"
+            )
+        if noises_operators and min_forwards:
+            _check_census(worker)
+    return workers
+
+
+def _check_census(worker: WorkerMeasurements) -> None:
+    """Raise ReceiptError if the operations of noised layers were not classified in both kinds of forward passes."""
+    for record in worker.state.phases:
+        kinds = ["several tokens", "one token"][: record.forwards]
+        missing = [kind for kind in kinds if not record.census.get(kind)]
+        if missing:
+            raise ReceiptError(
+                f"receipt refused: vLLM's {worker.label} classified no operations of noised layers in {record.phase} "
+                f"(forward passes over {' and over '.join(missing)})"
+            )

@@ -1,0 +1,167 @@
+"""Every operation of a noised layer of vLLM is noised, known to be no product, or refused by its name and module."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, OPTConfig, Qwen2MoeConfig
+
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian, SystematicBias
+from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.generation.backend import Sampling
+from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_receipt
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.models.loading import load_model
+from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.noise.injection.phase_state import NoiseKey
+
+pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
+
+KEY = NoiseKey(seed=3, step=0)
+SAMPLING = Sampling(max_response_tokens=8)
+TOKENIZER = build_tokenizer()
+PROMPTS = [TOKENIZER(text)["input_ids"] for text in ("What is 1 plus 1 ?", "Tom has 5 apples . How many apples now ?")]
+SABOTAGES = {
+    "clean product": r"aten\.mm in model\.layers\.1\.mlp escaped",
+    "extra product": r"aten\.mv in model\.layers\.1\.mlp escaped",
+    "product as a sum": r"aten\.mul on a weight matrix in model\.layers\.1\.mlp escaped",
+    "an operator of its own": r"aqnpipe_test\.fused_mlp in model\.layers\.1\.mlp escaped",
+    "clean attention": r"vllm\.unified_attention_with_output in model\.layers\.1\.self_attn\S* escaped",
+    "clean logits": r"aten\.mm in lm_head escaped",
+    "clean later": r"linear\.up_proj in model\.layers\.1 escaped",
+}
+
+SIZES = {
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": TOKENIZER.pad_token_id,
+    "bos_token_id": None,
+    "eos_token_id": TOKENIZER.eos_token_id,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "opt": OPTConfig(**SIZES, ffn_dim=192, word_embed_proj_dim=128),
+    "gpt_neox": GPTNeoXConfig(**SIZES),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def save_random_model(architecture, folder):
+    """Save a model of two layers of 128 channels; vLLM's attention on a CPU supports heads of 32 channels."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(CONFIGS[architecture]).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+
+
+def noise(error=None, **changes):
+    settings = {"error": error or RelativeGaussian(scale=0.1), "phases": ("evaluation",), "attention": "fused"}
+    return PassNoise(operator_noise=OperatorNoise(**(settings | changes)))
+
+
+def run(generator, requested):
+    generator.begin_pass(requested)
+    completions = generator.generate(PROMPTS, SAMPLING, KEY)
+    return [completion.token_ids for completion in completions], generator.end_pass()
+
+
+@pytest.fixture(scope="module")
+def start():
+    from aqnpipe.generation.vllm.engine import VllmEngine
+
+    def start(folder, **changes):
+        settings = {"dtype": "float32", "max_tokens": 64, "batch_size": 2, "device": "cpu"}
+        return VllmEngine(folder, end_token=TOKENIZER.eos_token_id, **(settings | changes))
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def engine(start):
+    extension = "vllm_sabotages.SabotagedExtension"
+    with start(builtin_folder("tiny"), worker_extension=extension, dtype="bfloat16") as engine:
+        yield engine
+
+
+@pytest.fixture
+def sabotage(engine):
+    yield lambda name: engine._llm.collective_rpc("sabotage", args=(name,))
+    engine._llm.collective_rpc("repair")
+
+
+@pytest.mark.parametrize("operators", ["matmul", "all"])
+def test_an_honest_pass_is_classified_in_both_kinds_of_forwards(engine, operators):
+    requested = noise(operators=operators)
+    fault = Fault(type="dead_zone", layer=1, magnitude=0.3, site="q_proj")
+    for asked in (requested, requested.model_copy(update={"faults": (fault,)})):
+        measurements = run(engine, asked)[1]
+        pass_receipt(asked, [measurements]).check()
+        (record,) = measurements.states[0].phases
+        assert record.escaped == {}
+        assert record.census["several tokens"] > 100
+        assert record.census["one token"] > 100
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_a_product_beside_the_noise_is_refused_by_name(engine, sabotage, name):
+    sabotage(name)
+    requested = noise()
+    with pytest.raises(ReceiptError, match=SABOTAGES[name]) as refused:
+        pass_receipt(requested, [run(engine, requested)[1]]).check()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["extra product", "clean logits"])
+def test_places_without_noise_may_compute_what_they_like(engine, sabotage, name):
+    sabotage(name)
+    requested = noise(layers=(0, 2), include_lm_head=False)
+    pass_receipt(requested, [run(engine, requested)[1]]).check()
+
+
+def test_a_pass_without_a_census_is_refused(engine, monkeypatch):
+    rpc = engine._llm.collective_rpc
+
+    def without_census(method, **rest):
+        replies = rpc(method, **rest)
+        if method == "aqnpipe_end_pass":
+            replies[0]["state"] = replies[0]["state"].replace('"one token"', '"another"')
+        return replies
+
+    monkeypatch.setattr(engine._llm, "collective_rpc", without_census)
+    with pytest.raises(ReceiptError, match=r"classified no operations of noised layers .* over one token"):
+        run(engine, noise())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_noise_in_other_architectures_as_in_transformers(start, tmp_path, architecture):
+    """A bias is deterministic, so responses can be compared."""
+    save_random_model(architecture, tmp_path)
+    requested = noise(SystematicBias(scale=0.05))
+    reference = TransformersPasses(load_model(tmp_path, dtype="float32", attention="sdpa"), TOKENIZER)
+    responses = []
+    with start(tmp_path) as engine:
+        for generator in (engine, reference):
+            tokens, measurements = run(generator, requested)
+            pass_receipt(requested, [measurements]).check()
+            responses.append(tokens)
+        assert responses[0] == responses[1] != run(engine, PassNoise())[0]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "mixtral"])
+def test_fused_experts_are_refused_in_one_line(start, tmp_path, architecture):
+    save_random_model(architecture, tmp_path)
+    with start(tmp_path) as engine:
+        for requested in (noise(), noise(layers=(0,), include_lm_head=False)):
+            with pytest.raises(
+                ModelError, match=r"noise does not reach \S*experts.*transformers supports it"
+            ) as refused:
+                engine.begin_pass(requested)
+            assert "\n" not in str(refused.value)
+        run(engine, PassNoise())
