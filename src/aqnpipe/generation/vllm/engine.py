@@ -103,7 +103,7 @@ class VllmEngine:
         self._llm = start(folder, arguments, device, threads)
         try:
             self._workers = self._checked_workers(int(config["num_hidden_layers"]))
-        except ReceiptError:
+        except (ModelError, ReceiptError):
             self.close()
             raise
 
@@ -293,6 +293,12 @@ class VllmEngine:
                     f"{label} runs without aqnpipe's plugin (found {worker['plugin']}, VLLM_PLUGINS is "
                     f"{os.environ.get('VLLM_PLUGINS', 'not set')}): unset VLLM_PLUGINS or add aqnpipe to it, and "
                     "reinstall aqnpipe in the environment of vLLM (pip install -e .)"
+                )
+            if worker["model"].startswith("Transformers"):
+                raise ModelError(
+                    f"{self._folder / 'config.json'}: vLLM has no model class of its own for it and would run "
+                    "transformers' code on its own attention, which gave other responses (GPT-NeoX); "
+                    "generation.backend: transformers runs without vLLM"
                 )
             if not worker["enforce_eager"]:
                 raise ReceiptError(f"{label} compiles the model; noise needs enforce_eager")
