@@ -1,7 +1,17 @@
 """All sabotages, and the ten faults of the original experiments that some of them repeat."""
 
+import aqn_sabotages
+import checkpoint_sabotages
+import distribution_sabotages
+import evaluation_sabotages
+import fault_sabotages
 import file_sabotages
+import key_sabotages
+import loss_sabotages
 import noise_sabotages
+import optimiser_sabotages
+import place_sabotages
+import rollout_sabotages
 import worker_sabotages
 
 TEN_WAYS = {
@@ -16,12 +26,21 @@ TEN_WAYS = {
     9: "arms differed in more than the named factor, single runs were unseeded",
     10: "a patch was left behind",
 }
-SABOTAGES = noise_sabotages.SABOTAGES + worker_sabotages.SABOTAGES + file_sabotages.SABOTAGES
-ACCEPTED = {
-    "answers rewritten, all digests updated": "responses, answers, grades and digests agree with each other, so the "
-    "study has no contradiction; only evaluating the checkpoint again, which gives the same bytes, shows it",
-}
-"""What is not caught, and why."""
+SABOTAGES = (
+    *noise_sabotages.SABOTAGES,
+    *key_sabotages.SABOTAGES,
+    *distribution_sabotages.SABOTAGES,
+    *place_sabotages.SABOTAGES,
+    *aqn_sabotages.SABOTAGES,
+    *fault_sabotages.SABOTAGES,
+    *optimiser_sabotages.SABOTAGES,
+    *loss_sabotages.SABOTAGES,
+    *rollout_sabotages.SABOTAGES,
+    *checkpoint_sabotages.SABOTAGES,
+    *evaluation_sabotages.SABOTAGES,
+    *worker_sabotages.SABOTAGES,
+    *file_sabotages.SABOTAGES,
+)
 
 ONLY_IN_THE_TABLE = {"noise not installed in one trainer"}
 """What the tests leave to `make attacks`: Ray Train takes a minute of processor time to launch trainers."""

@@ -8,8 +8,20 @@ from typing import Any
 
 import polars as pl
 from checksum_files import write_parquet_with_checksum
-from micro_study import LAST_STEP, STUDY, MicroStudy, write_study
-from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, edited, patched, replace_file, update_digests
+from hold import took_effect
+from micro_study import MicroStudy
+from sabotage import (
+    AFTER_TRAINING,
+    END,
+    EVALUATE,
+    TRAIN,
+    Sabotage,
+    edited,
+    of_group,
+    patched,
+    replace_file,
+    update_digests,
+)
 from safetensors.torch import load_file, save_file
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
@@ -78,7 +90,7 @@ def _checkpoint(arm: str, seed: int, step: int) -> Callable[[MicroStudy], None]:
     """Put another checkpoint in the place of the last one of arm guided, seed 0."""
 
     def edit(study: MicroStudy) -> None:
-        target = study.run_folder("guided", 0) / "checkpoints" / f"step{LAST_STEP}"
+        target = study.run_folder("guided", 0) / "checkpoints" / f"step{study.last_step}"
         shutil.rmtree(target)
         source = study.run_folder(arm, seed) / "checkpoints" / f"step{step}"
         shutil.copytree(source if step else study.results / "models" / "base", target)
@@ -87,7 +99,7 @@ def _checkpoint(arm: str, seed: int, step: int) -> Callable[[MicroStudy], None]:
 
 
 def _weights(study: MicroStudy) -> Path:
-    return study.run_folder("guided", 0) / "checkpoints" / f"step{LAST_STEP}" / "model.safetensors"
+    return study.run_folder("guided", 0) / "checkpoints" / f"step{study.last_step}" / "model.safetensors"
 
 
 def _flip(path: Path, place: float) -> None:
@@ -164,6 +176,7 @@ def _other_models_diagnosis(study: MicroStudy) -> Any:
     study.sigmas("target")
     mine.rename(other)
     (study.results / "models" / "mine").rename(mine)
+    took_effect()
     yield
 
 
@@ -193,9 +206,10 @@ def _evaluated_with(**changes: Any) -> Any:
 
     @contextmanager
     def apply(study: MicroStudy) -> Any:
-        requested = study.plan.evaluation_spec(model="base", arm="guided", seed="0", step=str(LAST_STEP))
+        requested = study.plan.evaluation_spec(model="base", arm="guided", seed="0", step=str(study.last_step))
         spec = EvaluationSpec.model_validate(_merged(requested, changes))
-        study.evaluate("guided", 0, LAST_STEP, spec)
+        study.evaluate("guided", 0, spec=spec)
+        took_effect()
         yield
 
     return apply
@@ -208,6 +222,7 @@ def _trained_with(**changes: Any) -> Any:
     def apply(study: MicroStudy) -> Any:
         requested = study.plan.training_spec("guided", 0)
         study.train("guided", 0, TrainingSpec.model_validate(_merged(requested, changes)))
+        took_effect()
         yield
 
     return apply
@@ -222,9 +237,10 @@ def _merged(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _unread_key(study: MicroStudy) -> Any:
     """The per-layer sigmas stand under a key that nothing reads."""
-    arms = {name: dict(arm) for name, arm in STUDY["arms"].items()}
+    arms = {name: dict(arm) for name, arm in study.settings["arms"].items()}
     arms["guided"]["aqn"] = {**arms["guided"]["aqn"], "layer_sigma_file": "sigmas.yaml"}
-    write_study(arms)
+    study.write(arms)
+    took_effect()
     yield
 
 
@@ -235,212 +251,302 @@ def _old_record(study: MicroStudy) -> None:
     write_json(path, record.model_copy(update={"outputs_sha256": {}}))
 
 
-def ending(name: str, what: str, edit: Callable[[MicroStudy], None], facts: int | None = None) -> Sabotage:
+def ending(
+    name: str, what: str, edit: Callable[[MicroStudy], None], facts: int | None = None, cause: str = ""
+) -> Sabotage:
     """A change of files after the last evaluation."""
-    return Sabotage(name, what, edited(edit), (), END, facts)
+    return Sabotage(name, what, edited(edit), (), END, facts, cause=cause)
 
 
-def reporting(name: str, what: str, edit: Callable[[MicroStudy], None]) -> Sabotage:
+def reporting(name: str, what: str, edit: Callable[[MicroStudy], None], cause: str) -> Sabotage:
     """A change of files between the comparison and the report."""
-    return Sabotage(name, what, edited(edit), (), (("report",),))
+    return Sabotage(name, what, edited(edit), (), (("report",),), cause=cause)
 
 
-SABOTAGES = (
-    Sabotage(
-        "a key that nothing reads", "per-layer sigmas under a misspelt key of an arm", _unread_key, (("load",),), (), 3
-    ),
-    ending("last checkpoint not evaluated", "its table, receipt and record are missing", _remove_last, 6),
-    Sabotage(
-        "checkpoint of another arm",
-        "replaced by the baseline's weights",
-        edited(_checkpoint("baseline", 0, LAST_STEP)),
-        EVALUATE,
-        END,
-        7,
-    ),
-    Sabotage(
-        "checkpoint of another seed",
-        "replaced by seed 1's weights",
-        edited(_checkpoint("guided", 1, LAST_STEP)),
-        EVALUATE,
-        END,
-        7,
-    ),
-    Sabotage(
-        "checkpoint of an earlier step",
-        "the last step is replaced by step 1",
-        edited(_checkpoint("guided", 0, 1)),
-        EVALUATE,
-        END,
-        6,
-    ),
-    Sabotage(
-        "the model before training",
-        "it replaces the last checkpoint",
-        edited(_checkpoint("base", 0, 0)),
-        EVALUATE,
-        END,
-        7,
-    ),
-    Sabotage(
-        "a flipped bit in a checkpoint",
-        "one bit of one weight is flipped",
-        edited(lambda study: _flip(_weights(study), 0.7)),
-        EVALUATE,
-        END,
-    ),
-    Sabotage(
-        "a truncated checkpoint",
-        "its last bytes are missing",
-        edited(lambda study: _cut(_weights(study))),
-        EVALUATE,
-        END,
-    ),
-    Sabotage(
-        "evaluation subset changed",
-        "one arm answers half of the questions",
-        _evaluated_with(evaluation={"num_questions": 6}),
-        (),
-        END,
-        9,
-    ),
-    Sabotage(
-        "other prompt",
-        "one arm has another prompt text",
-        _evaluated_with(prompt={"instruction": "Think."}),
-        (),
-        END,
-        9,
-    ),
-    Sabotage(
-        "other noise seeds",
-        "one arm is evaluated with other draws",
-        _evaluated_with(evaluation={"noise_seeds": [1]}),
-        (),
-        END,
-        9,
-    ),
-    Sabotage(
-        "other responses allowed",
-        "one arm may give longer answers",
-        _evaluated_with(evaluation={"max_response_tokens": 30}),
-        (),
-        END,
-        9,
-    ),
-    Sabotage(
-        "other scorer",
-        "one arm's answers are all graded as right",
-        patched("aqnpipe.evaluation.stage.grade", lambda text, gold, scorer: Graded(gold, True)),
-        EVALUATE,
-        END,
-        9,
-    ),
-    Sabotage(
-        "other learning rate",
-        "one arm is trained with twice the rate",
-        _trained_with(training={"learning_rate": 4e-4}),
-        (),
-        AFTER_TRAINING,
-        9,
-    ),
-    Sabotage(
-        "other noise than the arm's",
-        "one run is trained at 4 % instead of 5 %",
-        _trained_with(arm={"operator_noise": {"error": {"scale": 0.04}}}),
-        (),
-        AFTER_TRAINING,
-        9,
-    ),
-    Sabotage(
-        "duplicated rows",
-        "two answers appear twice in the table",
-        _with_table("guided", lambda t: pl.concat([t, t.head(2)])),
-    ),
-    Sabotage("dropped rows", "one question is missing in one arm", _with_table("guided", _no_first_question)),
-    Sabotage(
-        "duplicated rows, record updated",
-        "as before, and the record has the new digest",
-        _with_table("guided", lambda t: pl.concat([t, t.head(2)]), forged=True),
-    ),
-    ending(
-        "dropped rows, records updated",
-        "one question is missing in all arms, and every record has the new digest",
-        _everywhere_forged,
-    ),
-    ending("results edited by hand", "correct_strict is set with another tool", _plain_edit),
-    Sabotage(
-        "results edited, checksum updated",
-        "correct_strict is set and the file gets a new checksum",
-        _with_table("guided", _all_right),
-    ),
-    Sabotage(
-        "results edited, record updated",
-        "as before, and the record has the new digest",
-        _with_table("guided", _all_right, forged=True),
-    ),
-    Sabotage(
-        "answers rewritten, all digests updated",
-        "every response, answer and grade of an arm is rewritten to be right, with new digests everywhere",
-        _with_table("guided", _all_right_in_text, forged=True, seeds=(0, 1)),
-    ),
-    Sabotage(
-        "responses not stored",
-        "the texts are empty",
-        _with_table("guided", lambda t: t.with_columns(response=pl.lit("")), forged=True),
-        facts=8,
-    ),
-    ending("receipts of another evaluation", "the baseline's receipts lie beside the arm's table", _other_receipts),
-    ending(
-        "receipt edited", "every measured scale of the training run is set to what was requested", _polished_receipt
-    ),
-    ending("run overwritten by another arm's", "the baseline's run has the arm's name", _run_of_another_arm, 8),
-    ending("a record without digests", "the record of an evaluation has no digests of its outputs", _old_record, 8),
-    ending("questions changed after the evaluation", "test.parquet has other gold answers", _other_questions, 9),
-    Sabotage("data leak", "a test question is among the training questions", edited(_leak), TRAIN, AFTER_TRAINING),
-    Sabotage(
-        "diagnosis of another model",
-        "the sigmas are of a model with other weights",
-        _other_models_diagnosis,
-        TRAIN,
-        AFTER_TRAINING,
-    ),
-    Sabotage(
-        "diagnosis of another machine",
-        "replaced by the healthy machine's verdict",
-        edited(_verdict_of_device),
-        (("sigmas", "target"),),
-        (*TRAIN, *AFTER_TRAINING),
-    ),
-    Sabotage(
-        "layers of another diagnosis",
-        "the healthy machine's layers lie beside the verdict",
-        edited(_layers_of_device),
-        (("sigmas", "target"),),
-        (*TRAIN, *AFTER_TRAINING),
-    ),
-    Sabotage(
-        "sigmas of another machine",
-        "replaced by the healthy machine's sigmas",
-        edited(_sigmas_of_device),
-        TRAIN,
-        AFTER_TRAINING,
-    ),
-    Sabotage("sigmas edited by hand", "0.05 is written as 0.06", edited(_edited_sigmas), TRAIN, AFTER_TRAINING),
-    reporting(
-        "accuracies edited",
-        "accuracy.parquet is changed and gets a new checksum before the report",
-        _edited_numbers("accuracy.parquet", "accuracy"),
-    ),
-    reporting(
-        "comparisons edited",
-        "a p-value is changed and the file gets a new checksum before the report",
-        _edited_numbers("comparisons.parquet", "p_holm"),
-    ),
-    reporting(
-        "verdicts edited",
-        "every verdict of claims.json is set to supported, with a new checksum",
-        _edited_verdict,
+SABOTAGES = of_group(
+    "files and records",
+    "",
+    (
+        Sabotage(
+            "a key that nothing reads",
+            "per-layer sigmas under a misspelt key of an arm",
+            _unread_key,
+            (("load",),),
+            (),
+            3,
+            cause=r"layer_sigma_file",
+        ),
+        ending(
+            "last checkpoint not evaluated",
+            "its table, receipt and record are missing",
+            _remove_last,
+            6,
+            cause=r"missing evaluation",
+        ),
+        Sabotage(
+            "checkpoint of another arm",
+            "replaced by the baseline's weights",
+            edited(_checkpoint("baseline", 0, 2)),
+            EVALUATE,
+            END,
+            7,
+            cause=r"not those of the checkpoint|another|checkpoint",
+        ),
+        Sabotage(
+            "checkpoint of another seed",
+            "replaced by seed 1's weights",
+            edited(_checkpoint("guided", 1, 2)),
+            EVALUATE,
+            END,
+            7,
+            cause=r"not those of the checkpoint|checkpoint",
+        ),
+        Sabotage(
+            "checkpoint of an earlier step",
+            "the last step is replaced by step 1",
+            edited(_checkpoint("guided", 0, 1)),
+            EVALUATE,
+            END,
+            6,
+            cause=r"not those of the checkpoint|checkpoint",
+        ),
+        Sabotage(
+            "the model before training",
+            "it replaces the last checkpoint",
+            edited(_checkpoint("base", 0, 0)),
+            EVALUATE,
+            END,
+            7,
+            cause=r"not those of the checkpoint|checkpoint",
+        ),
+        Sabotage(
+            "a flipped bit in a checkpoint",
+            "one bit of one weight is flipped",
+            edited(lambda study: _flip(_weights(study), 0.7)),
+            EVALUATE,
+            END,
+            cause=r"SHA-256",
+        ),
+        Sabotage(
+            "a truncated checkpoint",
+            "its last bytes are missing",
+            edited(lambda study: _cut(_weights(study))),
+            EVALUATE,
+            END,
+            cause=r"SHA-256|damaged",
+        ),
+        Sabotage(
+            "evaluation subset changed",
+            "one arm answers half of the questions",
+            _evaluated_with(evaluation={"num_questions": 6}),
+            (),
+            END,
+            9,
+            cause=r"num_questions",
+        ),
+        Sabotage(
+            "other prompt",
+            "one arm has another prompt text",
+            _evaluated_with(prompt={"instruction": "Think."}),
+            (),
+            END,
+            9,
+            cause=r"prompt",
+        ),
+        Sabotage(
+            "other noise seeds",
+            "one arm is evaluated with other draws",
+            _evaluated_with(evaluation={"noise_seeds": [1]}),
+            (),
+            END,
+            9,
+            cause=r"noise_seeds",
+        ),
+        Sabotage(
+            "other responses allowed",
+            "one arm may give longer answers",
+            _evaluated_with(evaluation={"max_response_tokens": 30}),
+            (),
+            END,
+            9,
+            cause=r"max_response_tokens",
+        ),
+        Sabotage(
+            "other scorer",
+            "one arm's answers are all graded as right",
+            patched("aqnpipe.evaluation.stage.grade", lambda text, gold, scorer: Graded(gold, True)),
+            EVALUATE,
+            END,
+            9,
+            cause=r"grade",
+        ),
+        Sabotage(
+            "other learning rate",
+            "one arm is trained with twice the rate",
+            _trained_with(training={"learning_rate": 4e-4}),
+            (),
+            AFTER_TRAINING,
+            9,
+            cause=r"learning_rate",
+        ),
+        Sabotage(
+            "other noise than the arm's",
+            "one run is trained at 4 % instead of 5 %",
+            _trained_with(arm={"operator_noise": {"error": {"scale": 0.04}}}),
+            (),
+            AFTER_TRAINING,
+            9,
+            cause=r"scale",
+        ),
+        Sabotage(
+            "duplicated rows",
+            "two answers appear twice in the table",
+            _with_table("guided", lambda t: pl.concat([t, t.head(2)])),
+            cause=r"repeat",
+        ),
+        Sabotage(
+            "dropped rows",
+            "one question is missing in one arm",
+            _with_table("guided", _no_first_question),
+            cause=r"step2.parquet|not in the table",
+        ),
+        Sabotage(
+            "duplicated rows, record updated",
+            "as before, and the record has the new digest",
+            _with_table("guided", lambda t: pl.concat([t, t.head(2)]), forged=True),
+            cause=r"repeat",
+        ),
+        ending(
+            "dropped rows, records updated",
+            "one question is missing in all arms, and every record has the new digest",
+            _everywhere_forged,
+            cause=r"not in the table",
+        ),
+        ending("results edited by hand", "correct_strict is set with another tool", _plain_edit, cause=r"checksum"),
+        Sabotage(
+            "results edited, checksum updated",
+            "correct_strict is set and the file gets a new checksum",
+            _with_table("guided", _all_right),
+            cause=r"edited",
+        ),
+        Sabotage(
+            "results edited, record updated",
+            "as before, and the record has the new digest",
+            _with_table("guided", _all_right, forged=True),
+            cause=r"grade",
+        ),
+        Sabotage(
+            "answers rewritten, all digests updated",
+            "every response, answer and grade of an arm is rewritten to be right, with new digests everywhere",
+            _with_table("guided", _all_right_in_text, forged=True, seeds=(0, 1)),
+            cause=r"response|decoded|token",
+        ),
+        Sabotage(
+            "responses not stored",
+            "the texts are empty",
+            _with_table("guided", lambda t: t.with_columns(response=pl.lit("")), forged=True),
+            facts=8,
+            cause=r"response",
+        ),
+        ending(
+            "receipts of another evaluation",
+            "the baseline's receipts lie beside the arm's table",
+            _other_receipts,
+            cause=r"receipt",
+        ),
+        ending(
+            "receipt edited",
+            "every measured scale of the training run is set to what was requested",
+            _polished_receipt,
+            cause=r"receipt",
+        ),
+        ending(
+            "run overwritten by another arm's",
+            "the baseline's run has the arm's name",
+            _run_of_another_arm,
+            8,
+            cause=r"arm baseline",
+        ),
+        ending(
+            "a record without digests",
+            "the record of an evaluation has no digests of its outputs",
+            _old_record,
+            8,
+            cause=r"SHA-256",
+        ),
+        ending(
+            "questions changed after the evaluation",
+            "test.parquet has other gold answers",
+            _other_questions,
+            9,
+            cause=r"test.parquet|test_problems",
+        ),
+        Sabotage(
+            "data leak",
+            "a test question is among the training questions",
+            edited(_leak),
+            TRAIN,
+            AFTER_TRAINING,
+            cause=r"test question",
+        ),
+        Sabotage(
+            "diagnosis of another model",
+            "the sigmas are of a model with other weights",
+            _other_models_diagnosis,
+            TRAIN,
+            AFTER_TRAINING,
+            cause=r"another model",
+        ),
+        Sabotage(
+            "diagnosis of another machine",
+            "replaced by the healthy machine's verdict",
+            edited(_verdict_of_device),
+            (("sigmas", "target"),),
+            (*TRAIN, *AFTER_TRAINING),
+            cause=r"machine",
+        ),
+        Sabotage(
+            "layers of another diagnosis",
+            "the healthy machine's layers lie beside the verdict",
+            edited(_layers_of_device),
+            (("sigmas", "target"),),
+            (*TRAIN, *AFTER_TRAINING),
+            cause=r"diagnosis",
+        ),
+        Sabotage(
+            "sigmas of another machine",
+            "replaced by the healthy machine's sigmas",
+            edited(_sigmas_of_device),
+            TRAIN,
+            AFTER_TRAINING,
+            cause=r"machine|device",
+        ),
+        Sabotage(
+            "sigmas edited by hand",
+            "0.05 is written as 0.06",
+            edited(_edited_sigmas),
+            TRAIN,
+            AFTER_TRAINING,
+            cause=r"SHA-256",
+        ),
+        reporting(
+            "accuracies edited",
+            "accuracy.parquet is changed and gets a new checksum before the report",
+            _edited_numbers("accuracy.parquet", "accuracy"),
+            cause=r"accuracy.parquet",
+        ),
+        reporting(
+            "comparisons edited",
+            "a p-value is changed and the file gets a new checksum before the report",
+            _edited_numbers("comparisons.parquet", "p_holm"),
+            cause=r"comparisons.parquet",
+        ),
+        reporting(
+            "verdicts edited",
+            "every verdict of claims.json is set to supported, with a new checksum",
+            _edited_verdict,
+            cause=r"supported",
+        ),
     ),
 )
 """Every sabotage of files."""

@@ -1,4 +1,4 @@
-"""A study of two arms, two seeds and two optimiser steps, run by the stages themselves, once per session."""
+"""Small studies, run by the stages themselves, once per session."""
 
 import contextlib
 import os
@@ -8,98 +8,57 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
+import worker_processes
 import yaml
+from random_models import random_mixture_of
+from study_variants import VARIANTS
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.diagnosis import stage as diagnosis
+from aqnpipe.errors import RunInterruptedError
 from aqnpipe.evaluation import stage as evaluation
 from aqnpipe.models.loading import prepare_model
+from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.stage import ReportOutputs, build_report
+from aqnpipe.runtime import training as runtime
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
 from aqnpipe.runtime.training import run_training_job
 from aqnpipe.training.run import TrainingInputs
 
-NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
-AQN = {
-    "schedule": {
-        "kind": "epoch_ranges",
-        "ranges": [{"sigma_start": 0.05, "sigma_end": 0.02}, {"sigma_start": 0.01, "sigma_end": 0.005}],
-    },
-    "layer_sigmas_from": "target",
-}
-STUDY: dict[str, Any] = {
-    "config": {
-        "study": "attacked",
-        "results_dir": "results",
-        "models": {"base": {"source": "tiny"}},
-        "machines": {"device": {}, "target": {"faults": [{"type": "dead_zone", "layer": 3, "magnitude": 0.05}]}},
-        "dataset": {"source": "generated", "num_train": 4, "num_test": 12, "max_steps": 2},
-        "arms": ["baseline", "guided"],
-        "seeds": [0, 1],
-        "training": {
-            "epochs": 2,
-            "prompts_per_step": 4,
-            "rollouts_per_prompt": 4,
-            "micro_batch_size": 16,
-            "learning_rate": 2e-4,
-            "max_response_tokens": 24,
-            "checkpoint_every": 1,
-            "validate_every": 1,
-            "validation_questions": 2,
-        },
-        "diagnosis": {"num_prompts": 3},
-        "evaluation": {
-            "noise_levels": [0.0, 0.1],
-            "noise_seeds": [0],
-            "max_response_tokens": 24,
-            "batch_size": 12,
-        },
-        "statistics": {"bootstrap_samples": 200},
-        "comparisons": [
-            {
-                "kind": "arms",
-                "treatment": "guided",
-                "control": "baseline",
-                "expected": "higher",
-                "claim": "guided AQN helps",
-            },
-            {"kind": "levels", "arm": "guided", "noise_level": 0.1, "claim": "noise hurts"},
-            {
-                "kind": "arms",
-                "treatment": "baseline",
-                "control": "pretrained",
-                "expected": "higher",
-                "claim": "training helps",
-            },
-        ],
-        "report": {"title": "Attacked", "question": "Is it noticed?"},
-    },
-    "arms": {
-        "baseline": {"description": "no noise"},
-        "guided": {"description": "noise, and AQN by the diagnosis", "operator_noise": NOISE, "aqn": AQN},
-    },
-}
-LAST_STEP = 2
-
 
 @dataclass(frozen=True)
 class MicroStudy:
-    """The study in a folder, the working directory while its jobs run. Jobs do what the workflow's rules do."""
+    """A study in a folder, the working directory while its jobs run. Jobs do what the workflow's rules do."""
 
     folder: Path
+    variant: str = "attacked"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration of the study, and its arms."""
+        return VARIANTS[self.variant]
 
     @property
     def plan(self) -> StudyPlan:
         """The jobs of the study."""
-        return StudyPlan(Study.model_validate(STUDY))
+        with contextlib.chdir(self.folder):
+            return StudyPlan(Study.model_validate(self.settings))
+
+    @property
+    def last_step(self) -> int:
+        """The last optimiser step of every run."""
+        return self.plan.num_steps
 
     @property
     def results(self) -> Path:
@@ -110,19 +69,20 @@ class MicroStudy:
         """The files of one training run."""
         return self.results / "runs" / "base" / arm / f"seed{seed}"
 
-    def evaluation_file(self, arm: str, seed: int, suffix: str, step: int = LAST_STEP) -> Path:
-        """One file of one evaluation."""
+    def evaluation_file(self, arm: str, seed: int, suffix: str, step: int | None = None) -> Path:
+        """One file of one evaluation, of the last step if `step` is None."""
+        step = self.last_step if step is None else step
         return self.results / "eval" / "base" / arm / f"seed{seed}" / f"step{step}.{suffix}"
 
     def copied(self, folder: Path) -> "MicroStudy":
         """The same study elsewhere. Its files are links: replace them, do not write into them."""
         shutil.copytree(self.folder, folder, copy_function=os.link)
-        return MicroStudy(folder)
+        return MicroStudy(folder, self.variant)
 
     def jobs(self) -> Iterator[Callable[[], None]]:
         """Every job of the study in an order that works."""
         yield self.prepare
-        for machine in ("device", "target"):
+        for machine in self.plan.study.config.machines:
             yield partial(self.diagnose, machine)
             yield partial(self.sigmas, machine)
         for _, arm, seed in self.plan.runs():
@@ -135,13 +95,13 @@ class MicroStudy:
     def load(self) -> None:
         """Read the study from files, as every command does first; files that are there already are taken."""
         if not Path("study.yaml").exists():
-            write_study(STUDY["arms"])
+            self.write(self.settings["arms"])
         load_study_file(Path("study.yaml"))
 
     def prepare(self) -> None:
         """Data and model."""
         for split in ("train", "test"):
-            prepare_data(STUDY["config"]["dataset"], split, Path(f"results/data/{split}.parquet"))
+            prepare_data(self.settings["config"]["dataset"], split, Path(f"results/data/{split}.parquet"))
         prepare_model(self.plan.study.config.models["base"], Path("results/models/base"))
 
     def diagnose(self, machine: str) -> None:
@@ -170,8 +130,10 @@ class MicroStudy:
             machine=machine,
         )
 
-    def train(self, arm: str, seed: int, spec: TrainingSpec | None = None) -> None:
-        """Train one run, by the study's settings or by others."""
+    def train(
+        self, arm: str, seed: int, spec: TrainingSpec | None = None, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Train one run, by the study's settings or by others; what it says goes to `say`."""
         sigmas = self.plan.sigmas_input("base", arm)
         run_training_job(
             spec or TrainingSpec.model_validate(self.plan.training_spec(arm, seed)),
@@ -183,9 +145,26 @@ class MicroStudy:
             ),
             Path(f"results/runs/base/{arm}/seed{seed}"),
             Path(f"scratch/{arm}{seed}"),
-            lambda _: None,
+            say,
         )
         shutil.rmtree("scratch")
+
+    def train_with_a_stop(self, arm: str, seed: int) -> None:
+        """Train one run, stop it when its half is done, and train on from the resume point."""
+        half = f"step {self.last_step // 2}/"
+
+        def say(line: str) -> None:
+            if half in line:
+                next(Path("scratch").glob("*/*/run")).with_name("stop").touch()
+
+        with pytest.raises(RunInterruptedError):
+            self.train(arm, seed, say=say)
+        self.train(arm, seed)
+
+    def train_in_two_processes(self, arm: str, seed: int) -> None:
+        """Train one run on two workers, each a process that knows of the sabotage."""
+        with mock.patch.object(runtime, "launch_workers", worker_processes.launch):
+            self.train_by_two(arm, seed)
 
     def train_by_two(self, arm: str, seed: int) -> None:
         """Train one run on two workers, each a process of its own."""
@@ -198,9 +177,10 @@ class MicroStudy:
         self.evaluate(arm, seed, workers=2)
 
     def evaluate(
-        self, arm: str, seed: int, step: int = LAST_STEP, spec: EvaluationSpec | None = None, workers: int = 1
+        self, arm: str, seed: int, step: int | None = None, spec: EvaluationSpec | None = None, workers: int = 1
     ) -> None:
-        """Evaluate one checkpoint, by the study's settings or by others."""
+        """Evaluate one checkpoint (the last if `step` is None), by the study's settings or by others."""
+        step = self.last_step if step is None else step
         names = {"model": "base", "arm": arm, "seed": str(seed), "step": str(step)}
         folder = Path(f"results/eval/base/{arm}/seed{seed}")
         evaluation.evaluate(
@@ -211,6 +191,7 @@ class MicroStudy:
                 folder / f"step{step}.parquet", folder / f"step{step}.receipt.json", folder / f"step{step}.run.json"
             ),
             lambda _: None,
+            Path(*self.plan.examples_input()) if self.plan.examples_input() else None,
             open_runner=evaluation_runner(workers, Path("scratch/evaluation")),
         )
 
@@ -222,23 +203,45 @@ class MicroStudy:
         """The page."""
         build_report(self.plan.study, inputs_of(self.plan), ReportOutputs.in_folder(Path("results")))
 
+    def write(self, arms: dict[str, Any]) -> None:
+        """Write the study as files, with these arms."""
+        Path("arms.yaml").write_text(yaml.safe_dump({"arms": arms}), encoding="utf-8")
+        study = yaml.safe_dump({**self.settings["config"], "arms_file": "arms.yaml"})
+        Path("study.yaml").write_text(study, encoding="utf-8")
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of all files of the study, by their paths in it."""
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        return {str(path.relative_to(self.folder)): sha256_of_file(path) for path in files}
+
     def invalid(self) -> list[str]:
         """Return why claims are invalid."""
         claims = read_json(self.results / "claims.json", ClaimsFile).claims
         return [f"{claim.invalid_kind}: {claim.invalid_reason}" for claim in claims if claim.invalid_kind]
 
 
-def write_study(arms: dict[str, Any]) -> None:
-    """Write the study as files, with these arms."""
-    Path("arms.yaml").write_text(yaml.safe_dump({"arms": arms}), encoding="utf-8")
-    Path("study.yaml").write_text(yaml.safe_dump({**STUDY["config"], "arms_file": "arms.yaml"}), encoding="utf-8")
-
-
-def finished_study(folder: Path) -> MicroStudy:
-    """Run the whole study in `folder`."""
-    study = MicroStudy(folder)
+def finished_study(folder: Path, variant: str = "attacked") -> MicroStudy:
+    """Run a whole study in `folder`."""
+    study = MicroStudy(folder, variant)
     folder.mkdir(parents=True, exist_ok=True)
+    if variant == "mixture":
+        write_mixture(folder / "mixture")
     with contextlib.chdir(folder):
         for job in study.jobs():
             job()
     return study
+
+
+def write_mixture(folder: Path) -> None:
+    """Write a small mixture of experts with random weights and the built-in tokenizer."""
+    tokenizer = build_tokenizer()
+    model = random_mixture_of(
+        "qwen3_moe",
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=256,
+        router_aux_loss_coef=0.0,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -6,7 +6,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, patched
+from hold import took_effect
+from sabotage import AFTER_TRAINING, END, EVALUATE, TRAIN, Sabotage, of_group, patched
 from torch.nn import functional
 
 from aqnpipe.config.run import TrainingSpec
@@ -37,6 +38,7 @@ _original_linear = functional.linear
 
 
 def _noisy_linear(*args: Any, **kwargs: Any) -> Any:
+    took_effect()
     output = _original_linear(*args, **kwargs)
     return output + 0.05 * output.abs() * torch.randn_like(output)
 
@@ -98,6 +100,7 @@ _noised_norms = aqn._noised_norm_weights
 def _never_restored(model: Any, *args: Any) -> Any:
     with _noised_norms(model, *args):
         yield
+    took_effect()
     with torch.no_grad():
         for norm in rms_norms(model).values():
             weight_of(norm).add_(0.02)
@@ -109,6 +112,7 @@ class _StaleBackend(TransformersBackend):
     first: Any = None
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
+        took_effect()
         if _StaleBackend.first is None:
             _StaleBackend.first = copy.deepcopy(model)
         super().__init__(_StaleBackend.first, tokenizer)
@@ -131,6 +135,7 @@ def _stale_weights(_: Any) -> Any:
         if not start:
             start.update(now)
         policy.load_state_dict(start, strict=False)
+        took_effect()
         try:
             return whole(self, policy, *args)
         finally:
@@ -145,6 +150,7 @@ def _without_last(self: TrainingConfig, num_steps: int) -> list[int]:
 
 
 def _of_seed_0(self: TrainingSpec) -> int:
+    took_effect()
     return 0
 
 
@@ -166,140 +172,192 @@ def _as_bfloat16_and_back(folder: Any, **settings: Any) -> Any:
     return _load(folder, **{**settings, "dtype": "bfloat16"}).float()
 
 
-def training(name: str, what: str, apply: Any, facts: int | None = None) -> Sabotage:
+def training(name: str, what: str, apply: Any, facts: int | None = None, cause: str = "") -> Sabotage:
     """A sabotage of one training run."""
-    return Sabotage(name, what, apply, TRAIN, AFTER_TRAINING, facts)
+    return Sabotage(name, what, apply, TRAIN, AFTER_TRAINING, facts, cause=cause)
 
 
-def evaluating(name: str, what: str, apply: Any, facts: int | None = None) -> Sabotage:
+def evaluating(name: str, what: str, apply: Any, facts: int | None = None, cause: str = "") -> Sabotage:
     """A sabotage of one evaluation."""
-    return Sabotage(name, what, apply, EVALUATE, END, facts)
+    return Sabotage(name, what, apply, EVALUATE, END, facts, cause=cause)
 
 
-SABOTAGES = (
-    training("noise not installed", "the function that adds it does nothing", patched(_ADD, lambda t, s, r: t), 2),
-    training("noise at half the scale", "half of the requested scale is added", patched(_ADD, _half)),
-    training(
-        "noise only in forward",
-        "gradients get none",
-        patched("aqnpipe.noise.injection.phase.OperatorErrors", lambda state, _: OperatorErrors(state, False)),
-    ),
-    training(
-        "a layer left out",
-        "the noise is never switched on in layer 5",
-        patched("aqnpipe.noise.injection.operator_watch.OperatorWatch.enter_layer", _not_in_layer_5),
-    ),
-    training("noise left on in validation", "a patched operator is not restored", _left_on_in_validation, 5),
-    training(
-        "the rollout's noise in validation",
-        "the validation runs in the rollout phase",
-        patched("aqnpipe.training.callbacks.phase_noise", _rollout_noise_in_validation),
-    ),
-    training(
-        "sigma logged, not applied",
-        "the schedule's sigma is recorded, the injector adds nothing",
-        patched("aqnpipe.noise.aqn.add_absolute_gaussian_", lambda t, s, r: t),
-        1,
-    ),
-    training(
-        "the injector always gets step 0 of 1",
-        "sigma is 0 regardless of the schedule",
-        patched("aqnpipe.training.noise_plan.NoisePlan.sigma", lambda self, step: 0.0),
-        1,
-    ),
-    training(
-        "step counter not advanced",
-        "sigma stays at its value of step 0",
-        patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _always_first),
-        4,
-    ),
-    training(
-        "schedule off by one epoch",
-        "sigma is the value of the next epoch",
-        patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _epoch_later),
-    ),
-    training(
-        "per-layer sigmas ignored",
-        "every norm gets the same sigma",
-        patched("aqnpipe.training.noise_plan.target_factors", _equal_factors),
-        3,
-    ),
-    training(
-        "wrong layer",
-        "every layer gets the sigma of the next one",
-        patched("aqnpipe.training.noise_plan.target_factors", _next_layers_factors),
-    ),
-    training(
-        "a class check that matches nothing",
-        "no module is recognised as a norm",
-        patched("aqnpipe.models.layout.is_rms_norm", lambda module: False),
-        2,
-    ),
-    training(
-        "AQN not restored",
-        "the norm weights keep their noise after the rollout",
-        patched("aqnpipe.noise.aqn._noised_norm_weights", _never_restored),
-    ),
-    training("stale rollout engine", "a copy of the policy made at the start draws the rollouts", _stale_engine),
-    training("stale weights in the rollout", "rollouts use the linear weights of the start", _stale_weights),
-    training(
-        "last step never validated",
-        "the list of validation steps ends before the last step",
-        patched("aqnpipe.config.training.TrainingConfig.validation_steps", _without_last),
-        6,
-    ),
-    training(
-        "checkpoints not saved",
-        "the callback that saves them does nothing",
-        patched("aqnpipe.training.callbacks.CheckpointCallback.on_step_end", lambda self, *args, **kwargs: None),
-        8,
-    ),
-    Sabotage(
-        "a seed used twice",
-        "the run of seed 1 uses the random numbers of seed 0",
-        patched("aqnpipe.config.run.TrainingSpec.random_seed", property(_of_seed_0)),
-        (("train", "guided", 1),),
-        (("evaluate", "guided", 1, 1), ("evaluate", "guided", 1), *END),
-        9,
-    ),
-    evaluating(
-        "noise absent in the evaluation",
-        "the evaluation runs without the injection",
-        patched("aqnpipe.generation.noisy_passes.phase_noise", lambda *args, **kwargs: nullcontext()),
-        5,
-    ),
-    evaluating(
-        "noise in the evaluation does nothing",
-        "the function that adds it does nothing",
-        patched(_ADD, lambda t, s, r: t),
-    ),
-    evaluating(
-        "noise left on in the evaluation",
-        "torch's linear is still patched by an earlier run",
-        lambda _: mock.patch("torch.nn.functional.linear", _noisy_linear),
-        10,
-    ),
-    evaluating(
-        "noise at the level without noise",
-        "level 0 is evaluated with the noise of level 10 %",
-        patched("aqnpipe.evaluation.shards.noise_of", lambda spec, level: noise_of(spec, 0.1)),
-    ),
-    evaluating(
-        "other number format evaluated",
-        "the checkpoint is loaded as bfloat16",
-        patched("aqnpipe.generation.backend_choice.load_model", _as_bfloat16),
-        7,
-    ),
-    evaluating(
-        "weights rounded on the way",
-        "the checkpoint is loaded as bfloat16 and computed in float32",
-        patched("aqnpipe.generation.backend_choice.load_model", _as_bfloat16_and_back),
-        7,
-    ),
-    evaluating(
-        "other weights evaluated",
-        "one matrix is 1 % larger in memory than in the checkpoint",
-        patched("aqnpipe.generation.backend_choice.load_model", _retouched),
-        7,
+SABOTAGES = of_group(
+    "noise and trainer",
+    "",
+    (
+        training(
+            "noise not installed",
+            "the function that adds it does nothing",
+            patched(_ADD, lambda t, s, r: t),
+            2,
+            cause=r"noise|scale",
+        ),
+        training(
+            "noise at half the scale",
+            "half of the requested scale is added",
+            patched(_ADD, _half),
+            cause=r"scale|noise",
+        ),
+        training(
+            "noise only in forward",
+            "gradients get none",
+            patched("aqnpipe.noise.injection.phase.OperatorErrors", lambda state, _: OperatorErrors(state, False)),
+            cause=r"backward",
+        ),
+        training(
+            "a layer left out",
+            "the noise is never switched on in layer 5",
+            patched("aqnpipe.noise.injection.operator_watch.OperatorWatch.enter_layer", _not_in_layer_5),
+            cause=r"layers? \[?5",
+        ),
+        training(
+            "noise left on in validation",
+            "a patched operator is not restored",
+            _left_on_in_validation,
+            5,
+            cause=r"validation",
+        ),
+        training(
+            "the rollout's noise in validation",
+            "the validation runs in the rollout phase",
+            patched("aqnpipe.training.callbacks.phase_noise", _rollout_noise_in_validation),
+            cause=r"validation",
+        ),
+        training(
+            "sigma logged, not applied",
+            "the schedule's sigma is recorded, the injector adds nothing",
+            patched("aqnpipe.noise.aqn.add_absolute_gaussian_", lambda t, s, r: t),
+            1,
+            cause=r"sigma",
+        ),
+        training(
+            "the injector always gets step 0 of 1",
+            "sigma is 0 regardless of the schedule",
+            patched("aqnpipe.training.noise_plan.NoisePlan.sigma", lambda self, step: 0.0),
+            1,
+            cause=r"sigma",
+        ),
+        training(
+            "step counter not advanced",
+            "sigma stays at its value of step 0",
+            patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _always_first),
+            4,
+            cause=r"sigma",
+        ),
+        training(
+            "schedule off by one epoch",
+            "sigma is the value of the next epoch",
+            patched("aqnpipe.training.noise_plan.NoisePlan.sigma", _epoch_later),
+            cause=r"sigma",
+        ),
+        training(
+            "per-layer sigmas ignored",
+            "every norm gets the same sigma",
+            patched("aqnpipe.training.noise_plan.target_factors", _equal_factors),
+            3,
+            cause=r"AQN|sigma",
+        ),
+        training(
+            "wrong layer",
+            "every layer gets the sigma of the next one",
+            patched("aqnpipe.training.noise_plan.target_factors", _next_layers_factors),
+            cause=r"AQN|sigma",
+        ),
+        training(
+            "a class check that matches nothing",
+            "no module is recognised as a norm",
+            patched("aqnpipe.models.layout.is_rms_norm", lambda module: False),
+            2,
+            cause=r"RMSNorm|norm",
+        ),
+        training(
+            "AQN not restored",
+            "the norm weights keep their noise after the rollout",
+            patched("aqnpipe.noise.aqn._noised_norm_weights", _never_restored),
+            cause=r"norm weights|norms",
+        ),
+        training(
+            "stale rollout engine",
+            "a copy of the policy made at the start draws the rollouts",
+            _stale_engine,
+            cause=r"rollout",
+        ),
+        training(
+            "stale weights in the rollout",
+            "rollouts use the linear weights of the start",
+            _stale_weights,
+            cause=r"rollout",
+        ),
+        training(
+            "last step never validated",
+            "the list of validation steps ends before the last step",
+            patched("aqnpipe.config.training.TrainingConfig.validation_steps", _without_last),
+            6,
+            cause=r"not validated",
+        ),
+        training(
+            "checkpoints not saved",
+            "the callback that saves them does nothing",
+            patched("aqnpipe.training.callbacks.CheckpointCallback.on_step_end", lambda self, *args, **kwargs: None),
+            8,
+            cause=r"checkpoint",
+        ),
+        Sabotage(
+            "a seed used twice",
+            "the run of seed 1 uses the random numbers of seed 0",
+            patched("aqnpipe.config.run.TrainingSpec.random_seed", property(_of_seed_0)),
+            (("train", "guided", 1),),
+            (("evaluate", "guided", 1, 1), ("evaluate", "guided", 1), *END),
+            9,
+            cause=r"seed",
+        ),
+        evaluating(
+            "noise absent in the evaluation",
+            "the evaluation runs without the injection",
+            patched("aqnpipe.generation.noisy_passes.phase_noise", lambda *args, **kwargs: nullcontext()),
+            5,
+            cause=r"noise|evaluation",
+        ),
+        evaluating(
+            "noise in the evaluation does nothing",
+            "the function that adds it does nothing",
+            patched(_ADD, lambda t, s, r: t),
+            cause=r"noise|scale",
+        ),
+        evaluating(
+            "noise left on in the evaluation",
+            "torch's linear is still patched by an earlier run",
+            lambda _: mock.patch("torch.nn.functional.linear", _noisy_linear),
+            10,
+            cause=r"noise|plain torch",
+        ),
+        evaluating(
+            "noise at the level without noise",
+            "level 0 is evaluated with the noise of level 10 %",
+            patched("aqnpipe.evaluation.shards.noise_of", lambda spec, level: noise_of(spec, 0.1)),
+            cause=r"level 0",
+        ),
+        evaluating(
+            "other number format evaluated",
+            "the checkpoint is loaded as bfloat16",
+            patched("aqnpipe.generation.backend_choice.load_model", _as_bfloat16),
+            7,
+            cause=r"bfloat16|float32",
+        ),
+        evaluating(
+            "weights rounded on the way",
+            "the checkpoint is loaded as bfloat16 and computed in float32",
+            patched("aqnpipe.generation.backend_choice.load_model", _as_bfloat16_and_back),
+            7,
+            cause=r"in memory|weight",
+        ),
+        evaluating(
+            "other weights evaluated",
+            "one matrix is 1 % larger in memory than in the checkpoint",
+            patched("aqnpipe.generation.backend_choice.load_model", _retouched),
+            7,
+            cause=r"in memory|weight",
+        ),
     ),
 )

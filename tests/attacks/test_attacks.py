@@ -1,17 +1,29 @@
 """Every sabotage is caught by the product; the same jobs without it are green, and give back what they took."""
 
 import contextlib
+import dataclasses
 import gc
 from collections import Counter
 
 import psutil
 import pytest
 import torch
-from attack_list import ACCEPTED, ONLY_IN_THE_TABLE, SABOTAGES, TEN_WAYS
+from attack_list import ONLY_IN_THE_TABLE, SABOTAGES, TEN_WAYS
 from micro_study import MicroStudy, finished_study
-from sabotage import attempt, untouched
+from sabotage import Sabotage, attempt, untouched
 
 TRIED = [sabotage for sabotage in SABOTAGES if sabotage.name not in ONLY_IN_THE_TABLE]
+NEEDED = {
+    "keys": 25,
+    "distributions": 25,
+    "place": 35,
+    "AQN": 20,
+    "faults": 6,
+    "trainer": 45,
+    "evaluation": 30,
+    "adapters": 8,
+    "files and records": 30,
+}
 STAGES = {
     "prepare": ("prepare",),
     "diagnose": ("diagnose", "target"),
@@ -24,10 +36,21 @@ STAGES = {
 
 
 @pytest.fixture(scope="session")
-def finished(made_once):
-    """The study, run once from nothing."""
+def finished_as(made_once):
+    """Function (variant) -> that study, run once from nothing."""
     torch.set_num_threads(1)
-    return MicroStudy(made_once("attacked study", finished_study))
+
+    def finished(variant):
+        folder = made_once(f"{variant} study", lambda folder: finished_study(folder, variant) and None)
+        return MicroStudy(folder, variant)
+
+    return finished
+
+
+@pytest.fixture(scope="session")
+def finished(finished_as):
+    """The attacked study."""
+    return finished_as("attacked")
 
 
 def test_names_are_unique_and_the_ten_ways_are_among_them():
@@ -35,24 +58,42 @@ def test_names_are_unique_and_the_ten_ways_are_among_them():
     assert {sabotage.facts for sabotage in SABOTAGES} - {None} == set(TEN_WAYS)
 
 
+def test_there_are_enough_sabotages_of_each_group_and_each_names_its_cause():
+    groups = Counter(sabotage.group.split(":")[0] for sabotage in SABOTAGES)
+    assert sum(groups.values()) >= 200
+    assert not {group: needed for group, needed in NEEDED.items() if groups[group] < needed}
+    assert [sabotage.name for sabotage in SABOTAGES if not sabotage.cause] == []
+
+
+def test_a_sabotage_that_does_not_run_or_is_stopped_for_another_reason_is_not_caught(finished, tmp_path):
+    idle = Sabotage("idle", "nothing", lambda _: contextlib.nullcontext(), (), (("report",),))
+    outcome = attempt(finished.copied(tmp_path / "idle"), idle)
+    assert (outcome.check, outcome.has_effect, outcome.changed) == (None, False, False)
+    edited = next(sabotage for sabotage in SABOTAGES if sabotage.name == "verdicts edited")
+    outcome = attempt(finished.copied(tmp_path / "other"), dataclasses.replace(edited, cause="a reason that is not it"))
+    assert outcome.check is not None
+    assert not outcome.names_cause
+    assert not outcome.is_caught
+
+
 def test_the_untouched_study_is_green(finished):
     assert finished.invalid() == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jobs", sorted({sabotage.jobs for sabotage in TRIED}), ids=str)
-def test_the_same_jobs_without_sabotage_are_green(finished, tmp_path, jobs):
-    outcome = untouched(finished.copied(tmp_path / "study"), jobs)
-    assert not outcome.is_caught, outcome
+@pytest.mark.parametrize(("variant", "jobs"), sorted({(s.variant, s.jobs) for s in TRIED}, key=str), ids=str)
+def test_the_same_jobs_without_sabotage_are_green(finished_as, tmp_path, variant, jobs):
+    outcome = untouched(finished_as(variant).copied(tmp_path / "study"), jobs)
+    assert outcome.check is None, outcome
 
 
 @pytest.mark.parametrize(
     "sabotage",
     [pytest.param(sabotage, id=sabotage.name, marks=[] if sabotage.facts else pytest.mark.slow) for sabotage in TRIED],
 )
-def test_sabotage_is_caught(finished, tmp_path, sabotage):
-    outcome = attempt(finished.copied(tmp_path / "study"), sabotage)
-    assert outcome.is_caught == (sabotage.name not in ACCEPTED), outcome
+def test_sabotage_is_caught(finished_as, tmp_path, sabotage):
+    outcome = attempt(finished_as(sabotage.variant).copied(tmp_path / "study"), sabotage)
+    assert outcome.is_caught == (not sabotage.reason), outcome
 
 
 def held():

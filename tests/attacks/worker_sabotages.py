@@ -4,7 +4,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from sabotage import END, Sabotage
+from hold import took_effect
+from sabotage import END, Sabotage, of_group
 
 from aqnpipe.runtime import evaluation_workers, training
 
@@ -24,6 +25,8 @@ def _not_in_the_second_trainer(_: Any) -> Any:
         work(config)
 
     with mock.patch.object(training, "_ray_worker", sabotaged):
+        # It runs in a process of its own, which cannot note that it did.
+        took_effect()
         yield
 
 
@@ -40,24 +43,29 @@ def _not_in_the_second_evaluator(_: Any) -> Any:
                 error_models.add_relative_gaussian_ = lambda tensor, scale, source: tensor
 
     with mock.patch.object(evaluation_workers, "EvaluationActor", Sabotaged):
+        took_effect()
         yield
 
 
-SABOTAGES = (
-    Sabotage(
-        "noise not installed in one trainer",
-        "the function that adds it does nothing in the second of two workers",
-        _not_in_the_second_trainer,
-        (("train_by_two", "guided", 0),),
-        (),
-        2,
-    ),
-    Sabotage(
-        "noise not installed in one evaluator",
-        "the function that adds it does nothing in the second of two actors",
-        _not_in_the_second_evaluator,
-        (("evaluate_by_two", "guided", 0),),
-        END,
-        5,
+SABOTAGES = of_group(
+    "processes",
+    "noise|scale|draw",
+    (
+        Sabotage(
+            "noise not installed in one trainer",
+            "the function that adds it does nothing in the second of two workers",
+            _not_in_the_second_trainer,
+            (("train_by_two", "guided", 0),),
+            (),
+            2,
+        ),
+        Sabotage(
+            "noise not installed in one evaluator",
+            "the function that adds it does nothing in the second of two actors",
+            _not_in_the_second_evaluator,
+            (("evaluate_by_two", "guided", 0),),
+            END,
+            5,
+        ),
     ),
 )
