@@ -10,7 +10,10 @@ ReportTo = Literal["tensorboard", "wandb"]
 
 
 class LoraConfig(FrozenModel):
-    """Low-rank adapters, trained instead of all weights; the reference of the KL term is the model without them."""
+    """Low-rank adapters, trained instead of all weights; the reference of the KL term is the model without them.
+
+    Checkpoints hold the adapters, and evaluations apply them to the model.
+    """
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0, description="the adapter's output is scaled by alpha / rank")
@@ -60,7 +63,8 @@ class TrainingConfig(FrozenModel):
     stop_grad_norm: float = Field(default=1e5, gt=0, description="the run ends if the gradient norm exceeds this")
     weights_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="number format of the stored and updated weights; forward passes compute in the model's dtype",
+        description="number format of the stored and updated weights; forward passes compute in the model's dtype, "
+        "adapters in this one",
     )
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass instead of storing them"
