@@ -7,6 +7,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, NoiseSpec, Phase
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -58,7 +59,9 @@ def measure_arm(
     with torch.enable_grad():
         with phase_noise(model, spec, "actor_forward", key, recorder, backward=True):
             logits = model(input_ids=tokens, use_cache=False).logits
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        with audited_backward(model, recorder):
+            loss.backward()
     recorder.count_forward("backward")
     model.zero_grad(set_to_none=True)
     return recorder.receipt()

@@ -244,7 +244,7 @@ def test_aqn_on_hidden_states_and_a_fault_have_one_receipt(model):
     run = Run(DEAD_ZONE, phases=("rollout",), aqn=aqn, num_steps=1, num_epochs=1, layer_factors=factors)
     targets = target_factors(model, aqn, factors)
     with noised_rollout(model, aqn, targets, run.recorder, sigma=0.1, seed=0, step=0) as sigmas:
-        layer_output(model, run, hidden_sigmas=sigmas)
+        layer_output(model, run, hidden_sigmas=sigmas, key=NoiseKey(seed=3, step=0))
     receipt = run.receipt().check()
     assert {cell.layer for cell in receipt.weight_cells} == {LAYER}
     assert receipt.fault_cells[0].affected_elements > 0

@@ -79,6 +79,10 @@ def qwen2(make_model):
     return make_model(num_layers=2, intermediate_size=64)
 
 
+def calls_of(receipt):
+    return [(cell.where, cell.calls, cell.elements) for cell in receipt.cells]
+
+
 class MatmulInMlp(nn.Module):
     """An MLP that multiplies without linear modules, by a function that may change from call to call."""
 
@@ -103,7 +107,7 @@ def test_noise_and_receipt_are_those_of_the_mode_throughout(qwen2, monkeypatch, 
     mode_throughout(monkeypatch)
     expected, expected_receipt = generation(qwen2, noise_on(operators, error))
     assert torch.equal(noised, expected)
-    assert receipt.check() == expected_receipt
+    assert calls_of(receipt.check()) == calls_of(expected_receipt.check())
     # 9 of 12 forwards are not measured. Of their layers nothing is left where attention runs as a copy, else what is
     # between v_proj and o_proj.
     assert calls_in_parts < largest_share * len(calls)
@@ -123,7 +127,7 @@ def test_other_architectures_get_the_noise_of_the_mode_throughout(monkeypatch, a
     mode_throughout(monkeypatch)
     expected, expected_receipt = generation(model, noise_on())
     assert torch.equal(noised, expected)
-    assert receipt == expected_receipt
+    assert calls_of(receipt.check()) == calls_of(expected_receipt.check())
 
 
 def test_a_product_outside_linear_modules_is_noised_wherever_it_is(qwen2):
@@ -145,12 +149,15 @@ def test_a_linear_weight_used_without_its_module_is_noised(qwen2):
     assert calls["linear", 1] == 6 * NUM_FORWARDS
 
 
-@pytest.mark.parametrize("step", [5, 8, 10])
-def test_a_product_that_appears_only_later_where_the_mode_was_off_is_refused(step, qwen2):
-    """Forwards 0 and 1 are surveyed and see no product in this MLP; the next survey, of forward 16 - step, does."""
+def test_a_product_that_appears_only_later_where_the_mode_was_off_is_refused(qwen2):
+    """Forwards 0 and 1 are surveyed and see no product in this MLP; an audit of a later forward does.
+
+    Each of the 90 later forwards has a layer audited with a probability of 4/n at least: 14 are expected, 5 of them in
+    this layer or the other one. The draws are fixed by the seed.
+    """
     qwen2.model.layers[1].mlp = MatmulInMlp(lambda hidden, weight, call: hidden @ weight if call >= 5 else hidden)
-    _, receipt = generation(qwen2, noise_on(), key=NoiseKey(seed=0, step=step))
-    with pytest.raises(ReceiptError, match=r"rollout: 1 calls of (__matmul__|matmul) escaped the noise"):
+    _, receipt = generation(qwen2, noise_on(), num_forwards=90)
+    with pytest.raises(ReceiptError, match=r"rollout: \d calls of aten.mm in model.layers.1.mlp escaped the noise"):
         receipt.check()
 
 
@@ -220,7 +227,7 @@ def test_attention_that_multiplies_otherwise_from_the_start_is_under_the_mode(qw
     assert torch.equal(noised, generation(qwen2, noise_on())[0])
 
 
-def test_a_product_in_a_hook_within_a_copy_of_attention_is_refused_by_the_next_survey(qwen2):
+def test_a_product_in_a_hook_within_a_copy_of_attention_is_refused_by_an_audit(qwen2):
     calls = []
 
     def multiply(module, args, output):
@@ -228,8 +235,8 @@ def test_a_product_in_a_hook_within_a_copy_of_attention_is_refused_by_the_next_s
         return output @ torch.eye(16) if len(calls) > 5 else output
 
     qwen2.model.layers[1].self_attn.v_proj.register_forward_hook(multiply)
-    _, receipt = generation(qwen2, noise_on(), key=NoiseKey(seed=0, step=8))
-    with pytest.raises(ReceiptError, match=r"rollout: 1 calls of (__matmul__|matmul) escaped the noise"):
+    _, receipt = generation(qwen2, noise_on(), num_forwards=90)
+    with pytest.raises(ReceiptError, match=r"rollout: \d calls of aten.mm in model.layers.1.self_attn.v_proj escaped"):
         receipt.check()
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian, SystematicBias
+from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -40,21 +40,39 @@ def test_a_receipt_survives_its_file(honest):
     assert Receipt.model_validate_json(honest.model_dump_json()) == honest
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.8, 1.2, 2.0])
-def test_another_scale_than_requested_is_refused(honest, factor):
-    with pytest.raises(ReceiptError, match=r"measured scale .*, requested 0\.05"):
-        with_cell(honest, measured=0.05 * factor).check()
+def test_noise_that_rounding_removes_is_refused(honest):
+    """The numbers are as requested, but the number format keeps less than half of the scale."""
+    with pytest.raises(ReceiptError, match=r"measured scale 0\.02, requested 0\.05: rounding to the number format"):
+        with_cell(honest, measured=0.02).check()
 
 
-def test_an_error_with_a_mean_is_refused(honest):
-    with pytest.raises(ReceiptError, match=r"mean error 0\.03 is not 0"):
-        with_cell(honest, mean_error=0.03).check()
+def test_a_contradiction_is_refused_in_its_own_words(honest):
+    found = {"linear layer 1: the values used have no noise": 3, "AQN: no noise": 1}
+    with pytest.raises(ReceiptError, match=r"rollout: linear layer 1: the values used have no noise \(3 times\); rol"):
+        with_phase(honest, contradictions=found).check()
+
+
+def test_many_contradictions_are_counted(honest):
+    with pytest.raises(ReceiptError, match="rollout: 12 more contradictions"):
+        with_phase(honest, contradictions={f"linear layer {layer}": 1 for layer in range(20)}).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"audited_passes": {}}, "rollout: none of its 4 passes was audited"),
+        ({"recomputed_numbers": 0}, "rollout: no number of its noise was recomputed"),
+    ],
+)
+def test_a_phase_without_an_audit_is_refused(honest, changes, message):
+    with pytest.raises(ReceiptError, match=message):
+        with_phase(honest, **changes).check()
 
 
 def test_a_cell_that_requests_something_else_is_refused(honest):
     """The receipt's specification is the request, not the cell's own `requested` value."""
     with pytest.raises(ReceiptError, match=r"noised with relative_gaussian 0\.1, which was not requested"):
-        with_cell(honest, requested=0.1, measured=0.1).check()
+        with_cell(honest, requested=0.1).check()
 
 
 def test_a_cell_without_measurements_is_refused(honest):
@@ -82,27 +100,19 @@ def test_a_reference_check_without_elements_is_refused(honest):
         with_phase(honest, reference_checked_elements=0).check()
 
 
-def test_a_bias_of_the_wrong_sign_is_refused(model):
-    noise = OperatorNoise(error=SystematicBias(scale=0.01), phases=("rollout",))
-    receipt = receipt_of(model, noise).check()
-    with pytest.raises(ReceiptError, match=r"mean error -0\.01 is not 0\.01"):
-        with_cell(receipt, mean_error=-0.01).check()
-
-
 def test_no_noise_requested_and_none_measured_passes(model):
     receipt = receipt_of(model, operator_noise=None).check()
     assert receipt.cells == ()
     assert receipt.phases[0].noised_share == 0.0
 
 
-def test_every_false_alarm_would_be_one_in_a_million(make_model):
-    """Forty honest runs of seeds of their own, each with dozens of cells: none is refused."""
+def test_honest_runs_are_never_refused(make_model):
     model, spec = make_model(), NoiseSpec(operator_noise=NOISE)
     for seed in range(40):
         recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=3, num_norms=7)
         with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=seed, step=0), recorder):
             model(torch.randint(2, 64, (2, 8), generator=torch.Generator().manual_seed(seed)), use_cache=False)
-        recorder.receipt().check()
+        assert 0 < recorder.receipt().check().phases[0].largest_deviation < 0.5
 
 
 @pytest.mark.parametrize("requested", ["operator_noise", "module_noise"])

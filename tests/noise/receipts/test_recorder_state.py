@@ -1,12 +1,15 @@
 """A recorder that was saved and restored goes on to the same receipt, to the last bit."""
 
+import math
+
 import torch
 
 from aqnpipe.config.noise import Fault, NoiseSpec, OperatorNoise
+from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import RecorderState
+from aqnpipe.noise.receipts.recorder_state import RecorderState, ReferenceSums
 
 NOISE = OperatorNoise(operators="matmul", error={"kind": "relative_gaussian", "scale": 0.05})
 FAULT = Fault(type="saturation", layer=1, magnitude=0.3, sparsity=0.3, threshold="cached")
@@ -22,7 +25,9 @@ def forward(model, recorder, step, faults):
     key = NoiseKey(seed=0, step=step)
     with phase_noise(model, SPEC, "actor_forward", key, recorder, faults=faults, backward=True):
         loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    with audited_backward(model, recorder):
+        loss.backward()
+    model.zero_grad()
     recorder.settle()
     return loss.item()
 
@@ -53,7 +58,8 @@ def test_a_saved_state_is_a_copy(model):
 
 def test_infinite_errors_survive():
     saved = new_recorder()
-    saved.record_reference_check("rollout", torch.zeros(2), torch.tensor([0.0, torch.inf]))
+    saved.add_audit("rollout", 2, math.inf, {}, ReferenceSums(elements=2, largest_difference=math.inf))
     restored = new_recorder()
     restored.restore(RecorderState.from_json(saved.state().to_json()))
-    assert restored.receipt().phases[0].reference_check_difference == torch.inf
+    record = restored.receipt().phases[0]
+    assert record.reference_check_difference == record.largest_deviation == math.inf

@@ -28,12 +28,13 @@ def install_on_checkpoints(state: PhaseState, stack: ExitStack, install_on_layer
         if checkpoint is None or not getattr(layer, "gradient_checkpointing", False) or not layer.training:
             continue
         install = partial(install_on_layer, index, layer, names[layer])
-        layer._gradient_checkpointing_func = partial(_checkpointed, state, checkpoint, install)  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = partial(_checkpointed, state, index, checkpoint, install)  # type: ignore[assignment]
         stack.callback(setattr, layer, "_gradient_checkpointing_func", checkpoint)
 
 
 def _checkpointed(
     state: PhaseState,
+    index: int,
     checkpoint: Callable[..., Any],
     install: Callable[[ExitStack], None],
     run: Any,
@@ -41,7 +42,8 @@ def _checkpointed(
     **kwargs: Any,
 ) -> Any:
     """Checkpoint `run`, which calls the layer; its first call has the hooks, a recomputation registers them again."""
-    forward_index, computed_before = state.forward_index, False
+    forward_index, audited_forward = state.forward_index, state.audit.position.forward
+    computed_before = False
 
     def run_noised(*inputs: Any, **keywords: Any) -> Any:
         nonlocal computed_before
@@ -58,6 +60,7 @@ def _checkpointed(
             stack.callback(setattr, state, "recomputing", state.recomputing)
             stack.callback(setattr, state, "forward_index", state.forward_index)
             state.recomputing, state.forward_index = True, forward_index
+            state.audit.recompute(index, audited_forward, stack)
             return run(*inputs, **keywords)
 
     return checkpoint(run_noised, *args, **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import RelativeGaussian
 from aqnpipe.models.sites import site_module
+from aqnpipe.noise.audit.judgement import HIDDEN_STATES
 from aqnpipe.noise.injection.faults import ActiveFault
 from aqnpipe.noise.injection.hooks import keep, on_output
 from aqnpipe.noise.injection.phase_state import PhaseState
@@ -129,7 +130,9 @@ class FaultInjection:
         """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
         key = self.state.seed("aqn.hidden", layer)
         noised = hidden.clone()
-        apply_error_(noised.detach(), RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN))
+        error, source = RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN)
+        apply_error_(noised.detach(), error, source)
+        self.state.audit.claim(noised, self.state.phase, HIDDEN_STATES, layer, error, source)
         if not self.state.recomputing:
             self.state.recorder.measure_hidden(layer, sample(hidden), sample(noised))
         return noised

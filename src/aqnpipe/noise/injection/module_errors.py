@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import ModuleNoise
 from aqnpipe.models.layout import layer_of, select_modules
 from aqnpipe.noise.injection.hooks import keep, on_input, on_output
+from aqnpipe.noise.injection.operators import straight_through
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.kernels.stream import NoiseStream
 
@@ -45,4 +46,4 @@ class ModuleErrors:
         noised = tensor.detach().clone()
         state.put_error(state.phase, operator, layer_of(name), self._noise.error, source, noised, repeats=True)
         state.recorder.count_module(state.phase, name)
-        return tensor + (noised - tensor).detach() if tensor.requires_grad else noised
+        return straight_through(tensor, noised)

@@ -1,7 +1,6 @@
 """Runs an operator of a noised layer, with an error on its output and on the gradients of its operands."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,7 @@ from aqnpipe.noise.injection.operators import (
     GradientError,
     TorchFunction,
     renormalise,
+    straight_through,
 )
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.kernels.quantization import fake_quantize
@@ -34,33 +34,23 @@ class OperatorErrors:
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` with the current layer's error on its output, and on its operands' gradients if requested."""
-        census = self._state.census
-        if census is None:
-            return self._call(operator, function, args, kwargs)[0]
-        before = census.total
-        with census.accounted():
-            output, is_noised = self._call(operator, function, args, kwargs)
-        if is_noised and self._state.counts_flops:
-            self._state.recorder.count_noised_flops(self._state.phase, census.total - before)
-        return output
+        with self._state.audit.noised_call(self._state.place.error):
+            return self._call(operator, function, args, kwargs)
 
-    def _call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Run `function`; return its output, and whether it has the error."""
+    def _call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         error = self._state.place.error
         if error is None:
             raise RuntimeError("an operator was called outside a noised layer; this is a bug")
         # Exact type: isinstance on a pydantic class is slow (its metaclass overrides it), and this runs per operator.
         if type(error) is FakeQuantization:
-            output = self._quantized_call(function, operator, error, args, kwargs)
-            return output, operator == "linear"
-        return self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs), True
+            return self._quantized_call(function, operator, error, args, kwargs)
+        return self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs)
 
     def escaping_call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` and count it as a matrix product that the noise cannot reach."""
         if not self._state.recomputing:
             self._state.recorder.count_escape(self._state.phase, operator)
-        census = self._state.census
-        with census.accounted() if census is not None else nullcontext():
+        with self._state.audit.known_escape():
             return function(*args, **kwargs)
 
     def before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -97,7 +87,7 @@ class OperatorErrors:
             self._noise_output(operator, error, noised)
             if operator == "softmax":
                 noised = renormalise(noised, kwargs["dim"] if "dim" in kwargs else args[1])
-            return output + (noised - output).detach()
+            return straight_through(output, noised)
         self._noise_output(operator, error, output)
         return output if bias is None else output.add_(bias)
 

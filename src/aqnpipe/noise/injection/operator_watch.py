@@ -108,7 +108,7 @@ class OperatorWatch:
         self._linears.clear()
         self._deviates = self._in_copy = False
         survey = self._survey
-        self._throughout = survey is None or self._state.is_measured or not survey.is_reliable
+        self._throughout = survey is None or not survey.is_reliable
         if self._throughout or (survey is not None and 0 in survey.others_after):
             self._mode.activate()
         if survey is not None and not self._throughout:

@@ -70,6 +70,22 @@ def renormalise(probabilities: Tensor, dim: int) -> Tensor:
     return positive / positive.sum(dim, keepdim=True)
 
 
+def straight_through(clean: Tensor, noised: Tensor) -> Tensor:
+    """Return `noised` itself, with the gradient of `clean`. Nothing is saved for the backward pass."""
+    return _StraightThrough.apply(clean, noised) if clean.requires_grad else noised
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, clean: Tensor, noised: Tensor) -> Tensor:
+        ctx.mark_dirty(noised)
+        return noised
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 class GradientError(torch.autograd.Function):
     """Identity on operands that adds an error to their exact gradients; it saves no tensor for the backward pass."""
 

@@ -32,7 +32,6 @@ from aqnpipe.noise.injection.module_errors import ModuleErrors
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.injection.operator_watch import OperatorWatch
 from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
-from aqnpipe.noise.injection.reference_check import ReferenceCheck
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 __all__ = ["NoiseKey", "phase_noise"]
@@ -98,6 +97,7 @@ class _Injection:
         self.state = state
         self.operator_noise = spec.operator_noise_in(state.phase)
         modules = spec.module_noise_in(state.phase)
+        self.backward = backward
         noises_gradients = backward and self.operator_noise and "backward" in self.operator_noise.phases
         self.operator_errors = OperatorErrors(state, bool(noises_gradients))
         self.watch = (
@@ -105,23 +105,20 @@ class _Injection:
         )
         self.module_errors = ModuleErrors(state, modules) if modules is not None else None
         self.fault_injection = FaultInjection(state, faults, hidden_sigmas)
-        self.reference_check = ReferenceCheck(state, self.operator_noise)
 
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
         state = self.state
-        stack.callback(state.stop_census)
         if self.watch is not None:
             self.watch.install(stack)
         keep(stack, state.model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
-        keep(stack, state.model.register_forward_hook(self._leave_model, always_call=True))
         for index, layer in enumerate([*state.layers, state.head]):
             self._install_place(stack, index, layer)
-        self.reference_check.install(stack)
         self._install_on_modules(stack, state.model, "")
         state.recorder.note_foreign_faults(simulated_fault_hooks(state.model))
         for index in range(len(state.layers)):
             self.fault_injection.install(stack, index)
+        state.audit.install(stack, expects_backward=self.backward and torch.is_grad_enabled())
         if torch.is_grad_enabled():
             install_on_checkpoints(state, stack, self._install_on_layer)
 
@@ -153,40 +150,9 @@ class _Injection:
             raise ModelError(f"{type(state.model).__name__} is being compiled; noise and torch.compile do not combine")
         state.start_forward(_num_tokens(args, kwargs))
         state.recorder.count_forward(state.phase)
-        self.reference_check.enter_model()
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
-        counts_flops = state.forward_index == 0 and state.recorder.wants_flops(state.phase)
-        if counts_flops or self._census_is_due():
-            state.start_census(counts_flops=counts_flops)
-
-    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        state = self.state
-        census = state.census
-        if census is None:
-            return
-        state.stop_census()
-        if state.counts_flops:
-            state.recorder.count_flops(state.phase, census.total)
-        if self.operator_noise is not None:
-            state.recorder.add_census(state.phase, self._kind_of_forward(), census.num_classified, census.escapes)
-
-    def _census_is_due(self) -> bool:
-        """Whether to classify the operations of this forward: it is the first of its kind in a run or pass."""
-        state = self.state
-        return (
-            self.operator_noise is not None
-            and state.is_first_of_kind
-            and state.recorder.wants_census(state.phase, self._kind_of_forward())
-        )
-
-    def _name_of(self, module: nn.Module) -> str:
-        """Return the qualified name of a layer. Searched for, because only the few forwards with a census need it."""
-        return next(name for name, other in self.state.model.named_modules() if other is module)
-
-    def _kind_of_forward(self) -> str:
-        return "one token" if self.state.reads_one_token else "several tokens"
 
     def _enter_layer(self, index: int, module: nn.Module, args: Any) -> None:
         state = self.state
@@ -195,14 +161,10 @@ class _Injection:
         state.place = self._place(layer, index, error)
         if error is not None and self.watch is not None:
             self.watch.enter_layer(index)
-            if state.census is not None:
-                state.census.enter_layer(module, self._name_of(module))
 
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.watch is not None:
             self.watch.leave_layer()
-        if self.state.census is not None:
-            self.state.census.leave_layer()
         self.state.place = self.state.outside
 
     def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:

@@ -9,14 +9,12 @@ from torch.autograd.graph import increment_version
 
 from aqnpipe.config.noise import ErrorModel, OutputErrorModel, Phase
 from aqnpipe.models.layout import decoder_layers, output_projection
-from aqnpipe.noise.injection.operator_census import OperatorCensus
+from aqnpipe.noise.audit.phase_audit import AuditedPart, PhaseAudit
+from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.sampling import sample
 from aqnpipe.seeding import derive_seed
-
-_MEASURE_STRIDE = 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class PhaseState:
 
     def __init__(self, model: nn.Module, phase: Phase, key: NoiseKey, recorder: ReceiptRecorder) -> None:
         self.model = model
+        recorder.note_key(phase, key.seed, key.step, key.micro_step, key.rank)
         self.phase: Phase = phase
         self.recorder = recorder
         self.key = key
@@ -63,8 +62,11 @@ class PhaseState:
         self._kinds: set[bool] = set()
         self.recomputing = False
         self.outside = self.place = Place()
-        self.census: OperatorCensus | None = None
-        self.counts_flops = False
+        parts = [AuditedPart(index, index, layer) for index, layer in enumerate(self.layers)]
+        parts.append(AuditedPart(len(parts), None, self.head))
+        seed, step = recorder.position(key.seed, key.step)
+        position = Position(seed, step if phase != "validation" else key.step, key.micro_step, key.rank, 0)
+        self.audit = PhaseAudit(model, parts, phase, position, recorder)
 
     def start_forward(self, num_tokens: int | None) -> None:
         """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
@@ -73,31 +75,10 @@ class PhaseState:
         self.is_first_of_kind = self.reads_one_token not in self._kinds
         self._kinds.add(self.reads_one_token)
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether calls that repeat in every forward pass are measured in this one.
-
-        The first pass of either kind is measured, and every 16th pass. The offset depends on the step, so that over
-        time no pass is left out.
-        """
-        offset = self.key.step + self.key.micro_step
-        return self.is_first_of_kind or not (self.forward_index + offset) % _MEASURE_STRIDE
-
     def seed(self, stream: str, *counters: int) -> int:
         """Return the seed of `stream` in this forward pass: it depends on the place alone, so it can be replayed."""
         key = self.key
         return derive_seed(key.seed, stream, key.step, key.micro_step, key.rank, self.forward_index, *counters)
-
-    def start_census(self, *, counts_flops: bool) -> None:
-        """Classify the operations of noised layers from now on, and count floating-point operations if requested."""
-        self.census, self.counts_flops = OperatorCensus(), counts_flops
-        self.census.__enter__()
-
-    def stop_census(self) -> None:
-        """Stop; a second call does nothing."""
-        if self.census is not None:
-            self.census.__exit__(None, None, None)
-            self.census = None
 
     def put_error(
         self,
@@ -110,21 +91,16 @@ class PhaseState:
         *,
         repeats: bool,
     ) -> None:
-        """Put `error` on `tensor` in place and record it; calls that repeat in every forward pass are not all measured.
+        """Put `error` on `tensor` in place and count it; recomputations count once.
 
         Autograd records no operation, so gradients pass straight through. The tensor's version is increased, so the
         backward pass of an operator that needs its unchanged output fails instead of using the noised one.
         """
         values = tensor.detach() if tensor.requires_grad else tensor
-        if repeats and self.recomputing:
+        with self.audit.unobserved():
             apply_error_(values, error, source)
-        else:
+        if not (repeats and self.recomputing):
             self.recorder.count_call(phase, operator, layer, error, values.numel())
-            if repeats and not self.is_measured:
-                apply_error_(values, error, source)
-            else:
-                before = sample(values)
-                apply_error_(values, error, source)
-                self.recorder.measure(phase, operator, layer, before, sample(values))
+        self.audit.claim(values, phase, operator, layer, error, source)
         if torch.is_grad_enabled():
             increment_version(values)

@@ -6,7 +6,6 @@ from aqnpipe.noise.receipts.receipt_content import (
     GradientFlow,
     NoiseCell,
     PhaseRecord,
-    RoundedNoise,
     WeightCell,
 )
 from aqnpipe.noise.receipts.recorder_state import (
@@ -15,20 +14,25 @@ from aqnpipe.noise.receipts.recorder_state import (
     FaultSums,
     GradientSums,
     PhaseSums,
-    RatioSums,
 )
 
 
-def phase_record(sums: PhaseSums, reference_scale: float) -> PhaseRecord:
-    """Return the record of one phase; `reference_scale` is the scale that the reference check should find."""
+def phase_record(sums: PhaseSums) -> PhaseRecord:
+    """Return the record of one phase."""
+    audit, reference = sums.audit, sums.audit.reference
+    relative = reference.relative_elements
     return PhaseRecord(
         phase=sums.phase,
         forwards=sums.forwards,
         noised_calls=sums.noised_calls,
-        reference_checked_elements=sums.reference_checked_elements,
-        reference_check_difference=sums.reference_check.largest_difference,
-        reference_check_scale=sums.reference_check.root_mean_square,
-        reference_check_rounded=_rounded(sums.reference_check, reference_scale),
+        reference_checked_elements=reference.elements,
+        reference_check_difference=reference.largest_difference,
+        reference_check_scale=(reference.squares / relative) ** 0.5 if relative else 0.0,
+        audited_passes=dict(audit.passes),
+        classified_operations=audit.classified,
+        recomputed_numbers=audit.numbers,
+        largest_deviation=audit.largest_deviation,
+        contradictions=dict(audit.contradictions),
         escaped=dict(sums.escaped),
         forward_flops=sums.flops or 0,
         noised_flops=sums.noised_flops,
@@ -56,7 +60,6 @@ def noise_cell(cell: CellSums) -> NoiseCell:
         measured=cell.ratios.root_mean_square if cell.ratios.count else None,
         mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
         measured_elements=cell.ratios.count,
-        rounded=_rounded(cell.ratios, requested_size(cell.error)),
     )
 
 
@@ -98,7 +101,3 @@ def gradient_flow(sums: GradientSums) -> GradientFlow:
         zeroed_norm=zeroed_squares**0.5,
     )
 
-
-def _rounded(ratios: RatioSums, scale: float) -> RoundedNoise | None:
-    expectation = ratios.expectation(scale)
-    return RoundedNoise(expected=expectation[0], standard_error=expectation[1]) if expectation else None

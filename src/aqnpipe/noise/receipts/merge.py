@@ -19,6 +19,7 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.recorder_state import (
+    AuditSums,
     CellSums,
     FactorSums,
     FaultSums,
@@ -26,6 +27,7 @@ from aqnpipe.noise.receipts.recorder_state import (
     PhaseSums,
     RatioSums,
     RecorderState,
+    added_counts,
 )
 
 _Sums = TypeVar("_Sums")
@@ -168,7 +170,6 @@ def _merged_ratios(all_ratios: Sequence[RatioSums]) -> RatioSums:
         count=sum(ratios.count for ratios in all_ratios),
         total=sum(ratios.total for ratios in all_ratios),
         squares=sum(ratios.squares for ratios in all_ratios),
-        largest_difference=max(ratios.largest_difference for ratios in all_ratios),
         rounded_count=sum(ratios.rounded_count for ratios in all_ratios),
         expected_squares=sum(ratios.expected_squares for ratios in all_ratios),
         expected_variance=sum(ratios.expected_variance for ratios in all_ratios),
@@ -189,16 +190,17 @@ def _merged_cell(cells: list[CellSums]) -> CellSums:
 
 def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
     counted = [phase.flops for phase in phases if phase.flops is not None]
-    functions = {function: 0 for phase in phases for function in phase.escaped}
-    kinds = {kind: 0 for phase in phases for kind in phase.census}
+    escaped: dict[str, int] = {}
+    audit = AuditSums()
+    for phase in phases:
+        escaped = added_counts(escaped, phase.escaped)
+        audit.add(phase.audit)
     return PhaseSums(
         phase=phases[0].phase,
         forwards=sum(phase.forwards for phase in phases),
         noised_calls=sum(phase.noised_calls for phase in phases),
-        reference_check=_merged_ratios([phase.reference_check for phase in phases]),
-        reference_checked_elements=sum(phase.reference_checked_elements for phase in phases),
-        escaped={function: sum(phase.escaped.get(function, 0) for phase in phases) for function in functions},
-        census={kind: sum(phase.census.get(kind, 0) for phase in phases) for kind in kinds},
+        audit=audit,
+        escaped=escaped,
         flops=sum(counted) if counted else None,
         noised_flops=sum(phase.noised_flops for phase in phases),
         modules=set().union(*(phase.modules for phase in phases)),

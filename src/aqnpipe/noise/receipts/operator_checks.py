@@ -1,28 +1,28 @@
 """Checks of operator noise and module noise: the phases, layers, operators and sizes, and the reference check."""
 
-import math
-
 from aqnpipe.config.noise import (
     ErrorModel,
     FakeQuantization,
     ModuleNoise,
     OperatorNoise,
     Phase,
-    RelativeGaussian,
     requested_size,
 )
-from aqnpipe.noise.receipts.receipt_content import SAMPLING_SIGMAS, NoiseCell, PhaseRecord, ReceiptContent
+from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord, ReceiptContent
+
+_LISTED_CONTRADICTIONS = 8
 
 
-def operator_problems(receipt: ReceiptContent, tolerance: float) -> list[str]:
-    """Return one line per mismatch in operator and module noise; `tolerance` is a relative allowance for rounding."""
+def operator_problems(receipt: ReceiptContent) -> list[str]:
+    """Return one line per mismatch in operator and module noise."""
     return [
         *_phases_that_did_not_run(receipt),
         *_noise_where_none_was_requested(receipt),
         *_operator_noise_missing(receipt),
         *_module_noise_missing(receipt),
-        *_noise_of_wrong_size(receipt, tolerance),
-        *_reference_check_problems(receipt, tolerance),
+        *_audit_problems(receipt),
+        *_noise_of_wrong_size(receipt),
+        *_reference_check_problems(receipt),
     ]
 
 
@@ -122,14 +122,16 @@ def _module_noise_missing(receipt: ReceiptContent) -> list[str]:
     ]
 
 
-def _noise_of_wrong_size(receipt: ReceiptContent, tolerance: float) -> list[str]:
+def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
     problems = []
+    # Where the numbers are wrong, their size is no second problem.
+    contradicted = {record.phase for record in receipt.phases if record.contradictions}
     for cell in receipt.cells:
         error = _requested_error(receipt, cell)
         if error is None or (cell.error, cell.requested) != (error.kind, requested_size(error)):
             problems.append(f"{cell.where}: noised with {cell.error} {cell.requested:g}, which was not requested")
-        else:
-            problems += cell.problems(tolerance)
+        elif cell.phase not in contradicted:
+            problems += cell.problems()
     return problems
 
 
@@ -139,31 +141,51 @@ def _requested_error(receipt: ReceiptContent, cell: NoiseCell) -> ErrorModel | N
     return receipt.operator_noise.error_in(cell.layer) if receipt.operator_noise else None
 
 
-def _reference_check_problems(receipt: ReceiptContent, tolerance: float) -> list[str]:
+def _audit_problems(receipt: ReceiptContent) -> list[str]:
+    problems = []
+    for record in receipt.phases:
+        if not record.forwards:
+            continue
+        found = list(record.contradictions.items())
+        problems += [
+            f"{record.phase}: {what}{f' ({count} times)' if count > 1 else ''}"
+            for what, count in found[:_LISTED_CONTRADICTIONS]
+        ]
+        if len(found) > _LISTED_CONTRADICTIONS:
+            problems.append(f"{record.phase}: {len(found) - _LISTED_CONTRADICTIONS} more contradictions")
+        if not _has_noised_parts(receipt, record.phase):
+            continue
+        if not record.audited_passes:
+            problems.append(f"{record.phase}: none of its {record.forwards} passes was audited")
+        elif not record.recomputed_numbers and not _only_quantizes(receipt, record.phase):
+            problems.append(f"{record.phase}: no number of its noise was recomputed")
+    return problems
+
+
+def _has_noised_parts(receipt: ReceiptContent, phase: Phase) -> bool:
+    """Whether any layer of this model was requested to have noise in `phase`."""
+    noise = receipt.operator_noise
+    in_layers = noise is not None and any(
+        noise.error_in(layer) is not None for layer in [None, *range(receipt.num_layers)]
+    )
+    return (in_layers and _is_requested(noise, phase)) or _is_requested(receipt.module_noise, phase)
+
+
+def _only_quantizes(receipt: ReceiptContent, phase: Phase) -> bool:
+    """Whether the noise of a phase has no values of its own: a quantization changes operands of products."""
+    noise = receipt.operator_noise
+    return (
+        noise is not None
+        and isinstance(noise.error, FakeQuantization)
+        and not _is_requested(receipt.module_noise, phase)
+    )
+
+
+def _reference_check_problems(receipt: ReceiptContent) -> list[str]:
     problems = []
     for record in receipt.phases:
         if record.phase == "backward" or not record.forwards:
             continue
         if not record.reference_checked_elements:
             problems.append(f"{record.phase}: no operator output was compared with plain torch")
-            continue
-        noise, requested = receipt.operator_noise, receipt.requested_scale(record.phase)
-        if noise is None or not requested or noise.layers is not None or noise.layer_scales:
-            continue
-        if not isinstance(noise.error, RelativeGaussian):
-            if record.reference_check_scale == 0:
-                problems.append(
-                    f"{record.phase}: the reference check found no error, requested {noise.error.kind} {requested:g}"
-                )
-            continue
-        rounded = record.reference_check_rounded
-        expected = requested if rounded is None else rounded.expected
-        error = 1 / math.sqrt(2 * record.reference_checked_elements) if rounded is None else rounded.standard_error
-        band = SAMPLING_SIGMAS * error + tolerance
-        if not abs(record.reference_check_scale - expected) <= band * expected:
-            rounding = "" if rounded is None else f", {expected:.4g} after rounding"
-            problems.append(
-                f"{record.phase}: the reference check measured scale {record.reference_check_scale:.4g}, "
-                f"requested {requested:.4g}{rounding} (band {band:.1%})"
-            )
     return problems

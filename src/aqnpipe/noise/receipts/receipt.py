@@ -15,21 +15,18 @@ from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 class Receipt(ReceiptContent):
     """Requested and measured noise of one training run or one evaluation pass."""
 
-    def check(self, tolerance: float = 0.0) -> Self:
-        """Return self, or raise ReceiptError with every mismatch between requested and measured noise.
-
-        `tolerance` is a relative allowance on top of the sampling error, for rounding in low-precision formats.
-        """
-        problems = self.problems(tolerance)
+    def check(self) -> Self:
+        """Return self, or raise ReceiptError with every mismatch between requested and measured noise."""
+        problems = self.problems()
         if problems:
             raise ReceiptError("receipt refused: " + "; ".join(problems))
         return self
 
-    def problems(self, tolerance: float = 0.0) -> list[str]:
+    def problems(self) -> list[str]:
         """Return one line per mismatch between requested and measured noise."""
         return [
             *self.mismatches,
-            *operator_problems(self, tolerance),
+            *operator_problems(self),
             *aqn_problems(self),
             *fault_problems(self),
         ]

@@ -3,26 +3,26 @@
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import (
-    AbsoluteGaussian,
     ErrorModel,
     NoiseSpec,
     Phase,
-    RelativeGaussian,
     quantity_of,
 )
 from aqnpipe.errors import ReceiptError
-from aqnpipe.models.layout import matrices_sha256, norms_sha256
+from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
 from aqnpipe.noise.receipts.assembly import fault_cell, gradient_flow, noise_cell, phase_record, place_of, weight_cell
 from aqnpipe.noise.receipts.mismatches import mismatches
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder_state import (
+    AuditSums,
     CellSums,
     FactorSums,
     FaultSums,
@@ -30,7 +30,14 @@ from aqnpipe.noise.receipts.recorder_state import (
     PhaseSums,
     RatioSums,
     RecorderState,
+    ReferenceSums,
 )
+from aqnpipe.noise.receipts.rounding import FloatArray
+from aqnpipe.noise.schedule import sigma_at
+
+_EXPECTED_BACKWARD_AUDITS = 2
+_LEAST_BACKWARD_SHARE = 1 / 64
+"""The n-th backward pass of a run is observed with probability _EXPECTED_BACKWARD_AUDITS/n, but at least this."""
 
 _CellKey = tuple[Phase, str, int | None]
 
@@ -39,7 +46,9 @@ class ReceiptRecorder:
     """Accumulates the measurements of a run or an evaluation pass, for its receipt.
 
     The receipt compares the measurements with `requested`. The recorder injects nothing. With `watch_norms`, every
-    phase compares the norm weights of its model with the clean ones.
+    phase compares the norm weights of its model with the clean ones. `seed` is the seed that all noise must be drawn
+    with; None accepts any. `clean_norm_weights` are the norm weights without AQN, by module name, if they are known.
+    `pending_audits` are audits of forwards whose backward pass they will observe.
     """
 
     def __init__(
@@ -54,8 +63,14 @@ class ReceiptRecorder:
         steps_per_rollout: int = 1,
         watch_norms: bool = False,
         layer_factors: Mapping[int, float] | None = None,
+        seed: int | None = None,
     ) -> None:
-        self._requested = requested
+        self.requested = requested
+        self.clean_norm_weights: dict[str, Tensor] = {}
+        self.pending_audits: list[Any] = []
+        self._seed = seed
+        self._step: int | None = None
+        self._keys: set[tuple[Phase, int, int, int, int]] = set()
         self._expected_phases = expected_phases
         self._num_layers = num_layers
         self._num_norms = num_norms
@@ -84,17 +99,46 @@ class ReceiptRecorder:
     def note_installed(self, where: str, **parts: BaseModel | Sequence[BaseModel] | None) -> None:
         """Note how `parts` of a `NoiseSpec`, by field name, differ from the requested ones. `where` begins the line."""
         for name, installed in parts.items():
-            found = mismatches(name, installed, getattr(self._requested, name))
+            found = mismatches(name, installed, getattr(self.requested, name))
             self._mismatches.update(f"{where}: {mismatch}" for mismatch in found)
+
+    def begin_step(self, step: int) -> None:
+        """Note the number of optimiser steps done; the noise of the coming phases must be keyed by it."""
+        self._step = step
+        self._keys = {key for key in self._keys if key[2] >= step}
+
+    def note_key(self, phase: Phase, seed: int, step: int, micro_step: int, rank: int) -> None:
+        """Note the key of a phase. It must have the seed and the step of the run, and no other phase may have had it."""
+        if self._seed is not None and seed != self._seed:
+            self._mismatches.add(f"{phase}: the noise is keyed by seed {seed}, requested {self._seed}")
+        if self._step is not None and phase != "validation" and step != self._step:
+            self._mismatches.add(f"{phase}: the noise is keyed by step {step} at step {self._step}")
+        key = (phase, seed, step, micro_step, rank)
+        if key in self._keys:
+            self._mismatches.add(f"{phase}: the key of its noise is used twice (step {step}, part {micro_step})")
+        self._keys.add(key)
+
+    def position(self, seed: int, step: int) -> tuple[int, int]:
+        """Return the seed and step that noise must be keyed by; those given where the recorder knows none."""
+        return seed if self._seed is None else self._seed, step if self._step is None else self._step
 
     def count_forward(self, phase: Phase) -> None:
         """Note one forward (or backward) pass of the model in `phase`."""
         self._phase(phase).forwards += 1
 
+    def num_forwards(self, phase: Phase) -> int:
+        """Return the number of passes of `phase` so far."""
+        return self._phase(phase).forwards
+
     def note_clean_norms(self, model: nn.Module) -> None:
         """Note the policy's present norm weights as the clean ones: at the start, and after each optimiser step."""
         if self._watch_norms:
             self._clean_norms = norms_sha256(model)
+            self.clean_norm_weights = {
+                name: weight_of(module).detach().clone()
+                for name, module in model.named_modules()
+                if is_rms_norm(module)
+            }
             self._clean_matrices = matrices_sha256(model)
 
     def expect_clean_norms(self, sha256: str) -> None:
@@ -118,10 +162,10 @@ class ReceiptRecorder:
         sums.norms_checked += 1
         sums.norms_noised += norms_sha256(model) != clean
 
-    def count_escape(self, phase: Phase, function: str) -> None:
-        """Note a call with a matrix product inside that the noise does not reach."""
+    def count_escape(self, phase: Phase, function: str, calls: int = 1) -> None:
+        """Note calls with a matrix product inside that the noise does not reach."""
         escaped = self._phase(phase).escaped
-        escaped[function] = escaped.get(function, 0) + 1
+        escaped[function] = escaped.get(function, 0) + calls
 
     def count_call(self, phase: Phase, operator: str, layer: int | None, error: ErrorModel, elements: int) -> None:
         """Note one noised operator or module call on `elements` elements."""
@@ -141,41 +185,69 @@ class ReceiptRecorder:
         """Note that module noise reached the module `name`."""
         self._phase(phase).modules.add(name)
 
-    def wants_census(self, phase: Phase, kind: str) -> bool:
-        """Whether no forward of this kind has had its operations classified in `phase`."""
-        return kind not in self._phase(phase).census
+    def wants_whole_audit(self, phase: Phase, kind: str) -> bool:
+        """Whether no forward of this kind has been observed as a whole in `phase`; notes that one will be."""
+        whole = self._phase(phase).audit.whole
+        wanted = kind not in whole
+        whole.add(kind)
+        return wanted
 
-    def add_census(self, phase: Phase, kind: str, num_classified: int, escapes: Mapping[str, int]) -> None:
-        """Record how many operations of a forward were classified, and those that the noise does not reach."""
+    def wants_backward_audit(self, draw: float) -> bool:
+        """Whether to observe the next backward pass; `draw` is uniform in [0, 1)."""
+        return draw < max(_LEAST_BACKWARD_SHARE, _EXPECTED_BACKWARD_AUDITS / (self.num_forwards("backward") + 1))
+
+    def count_audit(self, phase: Phase, kind: str) -> None:
+        """Note one observed pass of a layer."""
+        passes = self._phase(phase).audit.passes
+        passes[kind] = passes.get(kind, 0) + 1
+
+    def count_classified(self, phase: Phase, operations: int) -> None:
+        """Note operations that an audit classified."""
+        self._phase(phase).audit.classified += operations
+
+    def add_audit(
+        self,
+        phase: Phase,
+        numbers: int,
+        largest_deviation: float,
+        contradictions: Mapping[str, int],
+        reference: ReferenceSums,
+    ) -> None:
+        """Add the result of comparisons with recomputed values, and with plain torch."""
+        if numbers or contradictions or reference.elements:
+            self._phase(phase).audit.add(
+                AuditSums(
+                    numbers=numbers,
+                    largest_deviation=largest_deviation,
+                    contradictions=dict(contradictions),
+                    reference=reference,
+                )
+            )
+
+    def requested_sigma(self, step: int, target: int | str) -> float:
+        """Return the sigma that AQN's schedule requests at `step` for a decoder layer, or a norm by its name."""
+        aqn = self.requested.aqn
+        if aqn is None:
+            return 0.0
+        layer = layer_of(target) if isinstance(target, str) else target
+        factor = 1.0 if layer is None or self._layer_factors is None else self._layer_factors.get(layer, 0.0)
+        return factor * sigma_at(aqn.schedule, step, self._num_steps, self._num_epochs)
+
+    def count_flops(self, phase: Phase, flops: int, noised: int) -> None:
+        """Note the operations of one whole forward pass, and those whose result was noised; one pass is enough."""
         sums = self._phase(phase)
-        sums.census[kind] = sums.census.get(kind, 0) + num_classified
-        for place, calls in escapes.items():
-            sums.escaped[place] = sums.escaped.get(place, 0) + calls
+        if sums.flops is None:
+            sums.flops, sums.noised_flops = flops, noised
 
-    def wants_flops(self, phase: Phase) -> bool:
-        """Return whether the operations of a forward pass in `phase` still need to be counted; one pass is enough."""
-        return self._phase(phase).flops is None
-
-    def count_flops(self, phase: Phase, flops: int) -> None:
-        """Note the operations of one whole forward pass."""
-        self._phase(phase).flops = flops
-
-    def count_noised_flops(self, phase: Phase, flops: int) -> None:
-        """Add operations of that pass whose result was noised."""
-        self._phase(phase).noised_flops += flops
+    def measure_values(self, phase: Phase, operator: str, layer: int | None, clean: FloatArray, used: FloatArray) -> None:
+        """Add sampled values of an output before and after its noise."""
+        cell = self._cells.get((phase, operator, layer))
+        if cell is not None:
+            cell.ratios.add_values(clean, used)
 
     def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
         """Keep a sample of an output before and after its noise (same shapes), to be summed by `settle`."""
         self._samples[phase, operator, layer].append((before, after))
-
-    def record_reference_check(self, phase: Phase, reference: Tensor, used: Tensor, bias: Tensor | None = None) -> None:
-        """Compare outputs recomputed in plain torch with those that the model used (same shapes).
-
-        `bias` was taken away from `used`.
-        """
-        sums = self._phase(phase)
-        sums.reference_check.add(reference, used, self._reference_scale(), bias)
-        sums.reference_checked_elements += reference.numel()
 
     def measure_hidden(self, layer: int, before: Tensor, after: Tensor) -> None:
         """Keep a sample of a layer's hidden states before and after AQN's relative noise (same shapes)."""
@@ -255,9 +327,7 @@ class ReceiptRecorder:
         """Sum the kept samples, so that memory stays constant over a long run."""
         for key, pairs in self._samples.items():
             before, after = zip(*pairs, strict=True)
-            error = self._cells[key].error
-            scale = error.scale if isinstance(error, RelativeGaussian | AbsoluteGaussian) else None
-            self._cells[key].ratios.add(torch.cat(before), torch.cat(after), scale)
+            self._cells[key].ratios.add(torch.cat(before), torch.cat(after))
         for place, counts in self._affected.items():
             self._faults[place].affected_elements += sum(int(count) for count in counts)
         for number, flows in self._flows.items():
@@ -307,13 +377,13 @@ class ReceiptRecorder:
         self.refuse_stray_hidden_noise()
         self.settle()
         return Receipt(
-            operator_noise=self._requested.operator_noise,
-            module_noise=self._requested.module_noise,
-            aqn=self._requested.aqn,
+            operator_noise=self.requested.operator_noise,
+            module_noise=self.requested.module_noise,
+            aqn=self.requested.aqn,
             expected_phases=self._expected_phases,
-            phases=tuple(phase_record(sums, self._reference_scale()) for sums in self._phases.values()),
+            phases=tuple(phase_record(sums) for sums in self._phases.values()),
             cells=tuple(noise_cell(cell) for cell in sorted(self._cells.values(), key=place_of)),
-            faults=self._requested.faults,
+            faults=self.requested.faults,
             fault_cells=tuple(fault_cell(sums) for _, sums in sorted(self._faults.items(), key=lambda item: item[0])),
             gradient_flows=tuple(
                 gradient_flow(sums) for _, sums in sorted(self._gradients.items(), key=lambda item: item[0])
@@ -331,11 +401,6 @@ class ReceiptRecorder:
             num_norms=self._num_norms,
             num_noised_modules=self._num_noised_modules,
         )
-
-    def _reference_scale(self) -> float:
-        """Return the requested scale, which the reference check should find in all modules; 0 for other noise."""
-        noise = self._requested.operator_noise
-        return noise.error.scale if noise is not None and isinstance(noise.error, RelativeGaussian) else 0.0
 
     def _phase(self, phase: Phase) -> PhaseSums:
         sums = self._phases.get(phase)

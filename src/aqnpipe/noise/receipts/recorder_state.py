@@ -1,6 +1,6 @@
 """The running sums behind a receipt, as plain data: they can be saved, restored, and added up over processes."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aqnpipe.config.noise import ErrorModel, Phase, Quantity
 from aqnpipe.noise.receipts.receipt_content import WeightSync
-from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, FloatArray, noised_moments, spacing_of
+from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, FloatArray, noised_moments
 
 _STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -29,22 +29,24 @@ class RatioSums:
     count: int = 0
     total: float = 0.0
     squares: float = 0.0
-    largest_difference: float = 0.0
     rounded_count: int = 0
     expected_squares: float = 0.0
     expected_variance: float = 0.0
 
-    def add(self, before: Tensor, after: Tensor, scale: float | None = None, added: Tensor | None = None) -> None:
+    def add(self, before: Tensor, after: Tensor, scale: float | None = None) -> None:
         """Add the errors of `after` relative to `before` (same shapes).
 
-        `scale`: the scale of the Gaussian noise that the error is expected to be. `added`: values (such as a bias)
-        that were added after the noise and then subtracted again from `after`, in the number format of `before`.
+        `scale`: the scale of the Gaussian noise that the error is expected to be.
         """
         # In numpy: on short samples its calls cost a fraction of torch's.
         clean, used = (values.double().cpu().numpy() for values in (before, after))
+        self.add_values(clean, used)
+        if scale and before.dtype in ROUNDED_DTYPES and self.quantity != "outward":
+            self._expect(before, clean, scale)
+
+    def add_values(self, clean: FloatArray, used: FloatArray) -> None:
+        """Add the errors of the values `used` relative to the values `clean`."""
         difference = used - clean
-        if clean.size:
-            self.largest_difference = max(self.largest_difference, float(np.abs(difference).max()))
         known = clean != 0
         match self.quantity:
             case "relative":
@@ -56,17 +58,11 @@ class RatioSums:
         self.count += ratio.size
         self.total += float(ratio.sum())
         self.squares += float(np.square(ratio).sum())
-        if scale and before.dtype in ROUNDED_DTYPES and self.quantity != "outward":
-            self._expect(before, clean, scale, added)
 
-    def _expect(self, before: Tensor, clean: FloatArray, scale: float, added: Tensor | None) -> None:
+    def _expect(self, before: Tensor, clean: FloatArray, scale: float) -> None:
         """Add the expected squares of the errors of a 16-bit tensor: the noise and the rounding of the result."""
         relative = self.quantity == "relative"
         mean, variance = noised_moments(before, scale * np.abs(clean) if relative else np.full(clean.shape, scale))
-        if added is not None:
-            spacing, _ = spacing_of((before.float() + added.float()).to(before.dtype))
-            mean = mean + spacing**2 / 12
-            variance = variance + spacing**4 / 180 + 4 * mean * spacing**2 / 12
         if relative:
             known = clean != 0
             mean, variance = mean[known] / clean[known] ** 2, variance[known] / clean[known] ** 4
@@ -78,16 +74,6 @@ class RatioSums:
         """Return the expected value of `squares` for Gaussian noise of `scale`, and its variance."""
         exact = self.count - self.rounded_count
         return self.expected_squares + exact * scale**2, self.expected_variance + 2 * exact * scale**4
-
-    def expectation(self, scale: float) -> tuple[float, float] | None:
-        """Return the expected root mean square of noise of `scale`, and its relative standard error.
-
-        None if no tensor was rounded: then they are `scale` and 1/sqrt(2n).
-        """
-        if not self.rounded_count:
-            return None
-        squares, variance = self.expected_sums(scale)
-        return (squares / self.count) ** 0.5, variance**0.5 / (2 * squares) if squares else math.inf
 
     @property
     def root_mean_square(self) -> float:
@@ -111,18 +97,73 @@ class CellSums:
 
 
 @dataclass
+class ReferenceSums:
+    """Outputs of linear modules compared with plain torch.
+
+    `largest_difference` is over those that should have no noise, `squares` of relative differences over the others.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    elements: int = 0
+    largest_difference: float = 0.0
+    squares: float = 0.0
+    relative_elements: int = 0
+
+    def add(self, other: "ReferenceSums") -> None:
+        """Add the sums of other outputs."""
+        self.elements += other.elements
+        self.largest_difference = max(self.largest_difference, other.largest_difference)
+        self.squares += other.squares
+        self.relative_elements += other.relative_elements
+
+
+@dataclass
+class AuditSums:
+    """Result of the audits of one phase.
+
+    `passes` counts the observed passes of layers, by kind of forward. `whole` are the kinds of which a whole forward
+    was observed. `numbers` are the elements whose noise was recomputed; `largest_deviation` is their largest difference
+    from the recomputed values, as a multiple of what rounding explains.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    passes: dict[str, int] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    classified: int = 0
+    numbers: int = 0
+    largest_deviation: float = 0.0
+    contradictions: dict[str, int] = field(default_factory=dict)
+    reference: ReferenceSums = field(default_factory=ReferenceSums)
+
+    def add(self, other: "AuditSums") -> None:
+        """Add the result of other audits."""
+        self.passes = added_counts(self.passes, other.passes)
+        self.whole |= other.whole
+        self.classified += other.classified
+        self.numbers += other.numbers
+        self.largest_deviation = max(self.largest_deviation, other.largest_deviation)
+        self.contradictions = added_counts(self.contradictions, other.contradictions)
+        self.reference.add(other.reference)
+
+
+def added_counts(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of two dictionaries of counts."""
+    return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}
+
+
+@dataclass
 class PhaseSums:
-    """Counts and sums of one phase."""
+    """Counts and sums of one phase. `keys` are the (seed, step, micro-step, rank) that its noise was drawn with."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     phase: Phase
     forwards: int = 0
     noised_calls: int = 0
-    reference_check: RatioSums = field(default_factory=RatioSums)
-    reference_checked_elements: int = 0
+    audit: AuditSums = field(default_factory=AuditSums)
     escaped: dict[str, int] = field(default_factory=dict)
-    census: dict[str, int] = field(default_factory=dict)
     flops: int | None = None
     noised_flops: int = 0
     modules: set[str] = field(default_factory=set)

@@ -1,0 +1,210 @@
+"""Classifies every operation of a noised layer, so that no matrix product can escape the noise unnoticed.
+
+Noise is applied to torch functions by name and to modules. A layer may compute a product in another way: a new kernel
+for experts, a convolution, an operator called through `torch.ops`, a product written as a sum. All of these pass
+torch's dispatcher. In the first forwards of a phase, every operation that reaches the dispatcher is therefore
+classified:
+
+- It runs inside a noised call, or inside a call that is already counted as escaped.
+- It is known not to be a product: views, element-wise operations, reductions, copies, indexing.
+- Anything else is an escape. The receipt refuses it and names the operation and the module. This includes unknown
+  operations, so a product that a future version of torch introduces is refused and not ignored.
+
+Element-wise operations can also form a product, as in `(x * W).sum(-1)`. A matrix parameter of a noised layer may
+therefore be used only in noised calls. Views, copies and selections of the parameter count as the parameter.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_NO_PRODUCTS = frozenset(
+    {
+        "_local_scalar_dense",
+        "_log_softmax",
+        "_softmax",
+        "_to_copy",
+        "_unsafe_view",
+        "arange",
+        "bernoulli",
+        "bernoulli_",
+        "argsort",
+        "bincount",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy_",
+        "cummax",
+        "cummin",
+        "cumsum",
+        "detach",
+        "diff",
+        "embedding",
+        "exponential_",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "eye",
+        "fill_",
+        "flip",
+        "floor_divide",
+        "full",
+        "full_like",
+        "gather",
+        "histc",
+        "index",
+        "index_add",
+        "index_add_",
+        "index_copy_",
+        "index_put",
+        "index_put_",
+        "index_select",
+        "item",
+        "kthvalue",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "masked_fill",
+        "masked_fill_",
+        "masked_scatter",
+        "masked_select",
+        "median",
+        "multinomial",
+        "native_dropout",
+        "native_group_norm",
+        "native_layer_norm",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "nonzero",
+        "normal_",
+        "one_hot",
+        "ones",
+        "ones_like",
+        "rand",
+        "random_",
+        "rand_like",
+        "randint",
+        "randn",
+        "randn_like",
+        "repeat",
+        "repeat_interleave",
+        "resize_",
+        "roll",
+        "rms_norm",
+        "scalar_tensor",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "scatter_reduce",
+        "select_scatter",
+        "slice_scatter",
+        "sort",
+        "split_with_sizes_copy",
+        "stack",
+        "topk",
+        "uniform_",
+        "tril",
+        "tril_indices",
+        "triu",
+        "triu_indices",
+        "unique_consecutive",
+        "unique_dim",
+        "zero_",
+        "zeros",
+        "zeros_like",
+        "_fused_rms_norm",
+        "_unique2",
+    }
+)
+"""Operations of `torch.ops.aten` that multiply no matrices, besides views, element-wise operations and reductions."""
+
+_KEEPS_THE_PARAMETER = frozenset(
+    {
+        "_to_copy",
+        "_unsafe_view",
+        "cat",
+        "clone",
+        "copy_",
+        "detach",
+        "index",
+        "index_select",
+        "stack",
+        "repeat_interleave",
+    }
+)
+"""Operations whose output contains the values of a parameter, besides views."""
+
+_ADDITIONS = frozenset({"add", "add_", "sub", "sub_"})
+
+
+class MatrixParameters:
+    """The matrix parameters of a layer, with every tensor that holds their values, by storage."""
+
+    def __init__(self) -> None:
+        # Kept alive, so that no other tensor can get the same storage number while the layer computes.
+        self._tensors: dict[int, Tensor] = {}
+
+    def update(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors that hold values of matrix parameters."""
+        self._tensors |= {storage_of(tensor): tensor for tensor in tensors}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return storage_of(tensor) in self._tensors
+
+
+def escape(func: Any, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters) -> str | None:
+    """Return the name of an operation that may be a product without noise; None if it is known to be none.
+
+    `inputs` are the tensors among its arguments. Adds views and copies of matrix parameters to `parameters`.
+    """
+    name = func.overloadpacket.__name__
+    takes_matrix = any(value in parameters for value in inputs)
+    if func.is_view or (func.namespace == "aten" and name in _KEEPS_THE_PARAMETER):
+        if takes_matrix:
+            parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
+        return None
+    known = func.namespace == "aten" and (
+        name in _NO_PRODUCTS or torch.Tag.pointwise in func.tags or torch.Tag.reduction in func.tags
+    )
+    if not known:
+        return f"{func.namespace}.{name}"
+    if takes_matrix and not _is_harmless_on_a_parameter(name, inputs, output, parameters):
+        return f"{func.namespace}.{name} on a weight matrix"
+    return None
+
+
+def _is_harmless_on_a_parameter(name: str, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters) -> bool:
+    """Whether an operation on a matrix parameter is not part of a product: an embedding lookup, or a bias.
+
+    If the sum has more elements than the other operand, that operand was broadcast against the matrix. Distances such
+    as `((x - W)**2).sum(-1)`, which contain a product, begin in this way.
+    """
+    if name == "embedding":
+        return True
+    if name not in _ADDITIONS or not isinstance(output, Tensor):
+        return False
+    others = [value.numel() for value in inputs if value not in parameters]
+    return output.numel() <= max(others, default=output.numel())
+
+
+def running_module(root: nn.Module, name: str) -> str:
+    """Return the qualified name of the innermost module within `root` (qualified name `name`) whose code is running."""
+    names = {module: f"{name}.{path}".strip(".") for path, module in root.named_modules()}
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            return names[owner]
+        frame = frame.f_back  # type: ignore[assignment]
+    return name
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that identifies the memory of a dense tensor among all live ones; 0 for a sparse tensor."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0

@@ -1,0 +1,56 @@
+"""The value that each error model gives to an element, computed a second time, and how far from it a kernel may be."""
+
+import numpy as np
+import torch
+
+from aqnpipe.config.noise import (
+    AbsoluteGaussian,
+    MantissaTruncation,
+    OutputErrorModel,
+    RelativeGaussian,
+    SystematicBias,
+)
+from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, normals
+
+_SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_SMALLEST_EXPONENT = {torch.float64: -1021, torch.float32: -125, torch.float16: -13, torch.bfloat16: -125}
+_ARITHMETIC = 2.0**-22
+"""Relative error of a result computed in float32 by two multiplications and an addition."""
+
+_ROUNDED_ONCE = 0.5001
+_FLOAT32_STEPS = 2.0
+
+
+def expected_values(
+    clean: FloatArray, error: OutputErrorModel, dtype: torch.dtype, draws: Draws, elements: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return the values that `error` makes of `clean`, and the largest difference that rounding explains.
+
+    `clean` are values of a tensor of `dtype`, and `elements` their numbers in it. The result is rounded once to that
+    dtype; the kernels compute in float32.
+    """
+    match error:
+        case RelativeGaussian(scale=scale):
+            z, z_error = normals(elements, draws)
+            expected = clean * (1 + scale * z)
+            slack = np.abs(clean) * (scale * z_error + _ARITHMETIC * (1 + scale * np.abs(z)))
+        case AbsoluteGaussian(scale=scale):
+            z, z_error = normals(elements, draws)
+            expected = clean + scale * z
+            slack = scale * (z_error + _ARITHMETIC * np.abs(z)) + _ARITHMETIC * np.abs(clean)
+        case SystematicBias(scale=scale):
+            expected = clean + scale * np.sign(clean)
+            # torch rounds the scale to the number format of the tensor before it adds.
+            slack = spacing(np.full(clean.shape, scale), dtype)
+        case MantissaTruncation(mantissa_bits=bits):
+            exponent = np.maximum(np.frexp(clean)[1], _SMALLEST_EXPONENT[dtype])
+            step = np.ldexp(1.0, exponent - 1 - bits)
+            return np.trunc(clean / step) * step, np.zeros(clean.shape)
+    steps = _ROUNDED_ONCE if dtype in (torch.float16, torch.bfloat16) else _FLOAT32_STEPS
+    return expected, slack + steps * spacing(expected, dtype)
+
+
+def spacing(values: FloatArray, dtype: torch.dtype) -> FloatArray:
+    """Return the distance between neighbouring numbers of `dtype` at `values`."""
+    exponent = np.maximum(np.frexp(values)[1], _SMALLEST_EXPONENT[dtype])
+    return np.asarray(np.ldexp(1.0, exponent - _SIGNIFICAND_BITS[dtype]))

@@ -1,0 +1,148 @@
+"""Judges what an observer saw: each product and each claim against the request and the audit's own keys."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from aqnpipe.config.noise import ErrorModel, ModuleNoise, OutputErrorModel, Phase
+from aqnpipe.noise.audit.comparison import Comparison, Sample, compare, values_of
+from aqnpipe.noise.audit.observer import Claim, Followed, Observer
+from aqnpipe.noise.audit.random_numbers import FloatArray, Position, key_at
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+HIDDEN_STATES = "aqn.hidden"
+"""Name of AQN's noise on hidden states, as an operator and as a stream of keys."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a product was computed: its part of the model, the forward, and the error that it was requested to have.
+
+    `keyed_phase` is the phase in the keys of its noise: a backward pass has the keys of its forward.
+    """
+
+    phase: Phase
+    keyed_phase: Phase
+    position: Position
+    place: int
+    layer: int | None
+    error: ErrorModel | None
+    needs_noise: bool
+
+
+class Judge:
+    """Judges readings. `num_places`: layers and output projections; the rest of the model has the place after them."""
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        recorder: ReceiptRecorder,
+        modules: ModuleNoise | None,
+        outside: int,
+        origin_of: Callable[[Followed], Origin | None],
+        sigma_of: Callable[[int], float],
+    ) -> None:
+        self._comparison = comparison
+        self._recorder = recorder
+        self._modules = modules
+        self._outside = outside
+        self._origin_of = origin_of
+        self._sigma_of = sigma_of
+
+    def judge(self, observer: Observer) -> None:
+        """Record escapes and contradictions, and compare the sampled values."""
+        for what in observer.unused:
+            self._comparison.note(f"{what}: the noised values were never used")
+        samples: list[Sample] = []
+        for reading, clean, used in values_of(observer.readings):
+            followed = reading.followed
+            origin = self._origin_of(followed)
+            if origin is None:
+                continue
+            if not followed.claims:
+                self._judge_unclaimed(followed, origin, clean, used)
+            for claim in followed.claims:
+                covered, elements = claim.elements_at(followed.addresses)
+                error, key = self._expected(claim, origin)
+                if error is not None:
+                    dtype = followed.tensor.dtype
+                    samples.append(Sample(claim, error, key, dtype, elements, clean[covered], used[covered]))
+                self._record(claim, clean[covered], used[covered])
+            if len(followed.claims) > 1:
+                self._judge_overlap(followed)
+        self._judge_draws(observer)
+        compare(samples, self._comparison, where)
+
+    def _judge_unclaimed(self, followed: Followed, origin: Origin, clean: FloatArray, used: FloatArray) -> None:
+        if origin.needs_noise:
+            # Products outside noised calls are already counted where they ran.
+            if followed.call or followed.frame.is_backward:
+                self._recorder.count_escape(origin.phase, followed.made_by)
+        elif not np.array_equal(clean, used, equal_nan=True):
+            self._comparison.note(f"{followed.made_by}: its values were changed, no noise was requested")
+
+    def _expected(self, claim: Claim, origin: Origin) -> tuple[OutputErrorModel | None, int]:
+        """Return the requested error and the key of a claim; note what contradicts the request."""
+        places = [origin.place]
+        stream: str = origin.keyed_phase
+        requested: ErrorModel | None = origin.error
+        if claim.operator == HIDDEN_STATES:
+            sigma = self._sigma_of(origin.place)
+            requested, stream = claim.error.model_copy(update={"scale": sigma}) if sigma > 0 else None, HIDDEN_STATES
+        elif claim.operator.startswith("module."):
+            requested = self._modules.error if self._modules is not None else None
+            places.append(self._outside)
+        if claim.phase != origin.phase or claim.layer != origin.layer and claim.operator.split(".")[0] != "module":
+            self._comparison.note(f"{where(claim)}: computed in {origin.phase}, layer {origin.layer}")
+        if requested != claim.error:
+            self._comparison.note(f"{where(claim)}: noised with {claim.error!r}, requested {requested!r}")
+            return None, 0
+        keys = [key_at(origin.position, stream, place) for place in places]
+        if claim.key not in keys:
+            place = origin.position
+            self._comparison.note(
+                f"{where(claim)}: its random numbers are not those of seed {place.seed}, step {place.step}, this "
+                "forward and this layer"
+            )
+            return None, 0
+        return claim.error, claim.key
+
+    def _judge_overlap(self, followed: Followed) -> None:
+        covered = np.concatenate([claim.elements_at(followed.addresses)[0] for claim in followed.claims])
+        if len(np.unique(covered)) != len(covered):
+            self._comparison.note(f"{where(followed.claims[0])}: noised more than once")
+
+    def _judge_draws(self, observer: Observer) -> None:
+        """Random numbers must not be used twice; the calls of a pass are numbered from 1 without a gap."""
+        seen: set[tuple[int, int, int]] = set()
+        calls: dict[int, list[int]] = defaultdict(list)
+        for claim in observer.claims:
+            draw = (claim.key, claim.call, claim.stream)
+            if draw in seen:
+                self._comparison.note(f"{where(claim)}: random numbers of another call were used again")
+            seen.add(draw)
+            if claim.stream == 0 and not claim.operator.startswith("module."):
+                calls[claim.key].append(claim.call)
+        for numbers in calls.values():
+            if numbers != list(range(1, len(numbers) + 1)):
+                self._comparison.note(f"calls of a layer are numbered {numbers[:4]}..., expected 1, 2, 3, ...")
+
+    def _record(self, claim: Claim, clean: FloatArray, used: FloatArray) -> None:
+        if claim.operator != HIDDEN_STATES:
+            self._recorder.measure_values(claim.phase, claim.operator, claim.layer, clean, used)
+
+
+def where(claim: Claim) -> str:
+    """Return the name of a claim in messages."""
+    layer = "lm_head" if claim.layer is None else claim.layer
+    return f"{claim.operator} layer {layer}"
+
+
+def forward_origin(followed: Followed) -> Origin:
+    """Return the origin of a tensor that was made in a forward pass."""
+    frame = followed.frame
+    return Origin(
+        frame.phase, frame.phase, frame.position, frame.place, frame.layer, frame.error, frame.needs_noise
+    )

@@ -1,0 +1,369 @@
+"""Follows every tensor of an audited pass from the operation that makes it to the first operation that reads it.
+
+The observer runs in torch's dispatcher, below all hooks and torch functions, so it sees what is computed and not what
+the injection reports. It samples a tensor when an operation has made it, and again before the first operation reads
+it. The noise is put on in between, by code that the dispatcher does not see. The injection only *claims* a tensor: it
+names the error and the draw. For each tensor that is read:
+
+- The result of a matrix product must be claimed where noise was requested, and unchanged where none was.
+- A claimed tensor must hold the values that the claimed error gives (`expected_values`), with the key that the audit
+  derives itself, and with a draw that no other tensor of the pass has.
+- A claimed tensor must be read: noise on a copy that nothing uses is none.
+
+Samples stay on their device; `differences` compares them when the pass has ended.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from aqnpipe.config.noise import ErrorModel, FakeQuantization, OutputErrorModel, Phase
+from aqnpipe.noise.audit.classification import MatrixParameters, escape, running_module, storage_of
+from aqnpipe.noise.audit.operation_counts import operations_of
+from aqnpipe.noise.audit.random_numbers import IntArray, Position
+
+_SAMPLED_ELEMENTS = 64
+_SAME_VALUES = frozenset({"_unsafe_view", "clone", "_to_copy", "contiguous"})
+"""Operations whose output has the values of their input: a product stays a product."""
+
+_ACCUMULATIONS = frozenset({"sum", "add", "add_"})
+"""In a backward pass a product may be summed over broadcast dimensions before it is the gradient of an operand."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the injection says that it did to a tensor: the error, its draw, and the part of the storage it covers."""
+
+    phase: Phase
+    operator: str
+    layer: int | None
+    error: OutputErrorModel
+    key: int
+    call: int
+    stream: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def elements_at(self, addresses: IntArray) -> tuple[IntArray, IntArray]:
+        """Return which of `addresses` (offsets in the storage) the claimed tensor covers, and their element numbers.
+
+        Elements are numbered as they lie in memory if the tensor has no gaps, otherwise in the order of its indices.
+        """
+        relative, inside = addresses - self.offset, np.ones(addresses.shape, bool)
+        dense = _numel(self.shape) == 1 + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
+        )
+        number, weight, rest = np.zeros_like(addresses), {}, relative.copy()
+        factor = 1
+        for dimension in reversed(range(len(self.shape))):
+            weight[dimension] = factor
+            factor *= self.shape[dimension]
+        for dimension in sorted(range(len(self.shape)), key=lambda d: self.strides[d], reverse=True):
+            if self.shape[dimension] == 1:
+                continue
+            index, rest = np.divmod(rest, self.strides[dimension])
+            inside &= (index >= 0) & (index < self.shape[dimension])
+            number = number + index * weight[dimension]
+        inside &= rest == 0
+        covered = np.flatnonzero(inside)
+        return covered, (relative if dense else number)[covered]
+
+
+@dataclass
+class Frame:
+    """One pass of a decoder layer, of the output projection or of the model around them; or a backward pass.
+
+    `position` and `place` are what the keys of its noise must depend on: places number the layers, then follow the
+    output projection and the rest of the model. `error` is what operators here were requested to have, None for none.
+    """
+
+    phase: Phase
+    position: Position
+    place: int
+    layer: int | None
+    error: ErrorModel | None
+    module: nn.Module
+    name: str
+    is_backward: bool = False
+    parameters: MatrixParameters = field(default_factory=MatrixParameters)
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether every product here was requested to have noise. A quantization changes operands, not products."""
+        return self.error is not None and not isinstance(self.error, FakeQuantization)
+
+
+@dataclass
+class Followed:
+    """A tensor between the operation that made it and the first one that reads it."""
+
+    tensor: Tensor
+    addresses: IntArray
+    clean: Tensor
+    made_by: str
+    is_product: bool
+    frame: Frame
+    call: int
+    node: int | None = None
+    operations: int = 0
+    claims: list[Claim] = field(default_factory=list)
+    read_inside: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A followed tensor at its first reading: the values as made and as read."""
+
+    followed: Followed
+    used: Tensor
+
+
+class Observer(TorchDispatchMode):
+    """Observes the operations of audited passes while it is active.
+
+    `escapes` counts "operation in module": products without the requested noise, and unknown operations. `readings`
+    are to be compared. `total` and `noised` count floating-point operations.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__()
+        self.total = self.noised = self.classified = 0
+        self.escapes: dict[str, int] = {}
+        self.unused: dict[str, int] = {}
+        self.readings: list[Reading] = []
+        self.claims: list[Claim] = []
+        self._rng = rng
+        self._frames: list[Frame] = []
+        self._followed: dict[int, Followed] = {}
+        self._depth = 0
+        self._call = 0
+        self._call_operations = 0
+        self._call_claims = 0
+        self._is_paused = False
+
+    # -- what the audit calls ------------------------------------------------------------------------------------------
+
+    def enter(self, frame: Frame) -> None:
+        """Start a pass: the operations until `leave` belong to it."""
+        frame.parameters.update(parameter for parameter in frame.module.parameters() if parameter.ndim > 1)
+        self._frames.append(frame)
+
+    def leave(self, output: Any) -> None:
+        """End the pass; `output` is what it returned. What was claimed must have been read or be part of it."""
+        frame = self._frames.pop()
+        kept = {storage_of(value) for value in tree_leaves(output) if isinstance(value, Tensor)}
+        for storage, followed in list(self._followed.items()):
+            if followed.frame is not frame:
+                continue
+            del self._followed[storage]
+            if storage in kept or (frame.is_backward and followed.claims):
+                self._settle(followed)
+            elif followed.claims:
+                _count(self.unused, f"{followed.made_by}")
+
+    @property
+    def frame(self) -> Frame | None:
+        """The pass that is running."""
+        return self._frames[-1] if self._frames else None
+
+    # -- what the injection calls --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def noised_call(self, error: ErrorModel | None) -> Iterator[None]:
+        """Observe the body as one noised call: products that only the body itself reads are parts of its result."""
+        self._depth += 1
+        outer = (self._call_operations, self._call_claims)
+        self._call_operations = self._call_claims = 0
+        if self._depth == 1:
+            self._call += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._call_claims or isinstance(error, FakeQuantization):
+                self.noised += self._call_operations
+            inner_claims = self._call_claims
+            self._call_operations, self._call_claims = outer[0], outer[1] + inner_claims
+            if self._depth == 0:
+                self._end_call(exempt=isinstance(error, FakeQuantization))
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Do not observe the body: it samples values, or puts an error on a tensor that is then claimed."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            self._is_paused = before
+
+    @contextmanager
+    def known_escape(self) -> Iterator[None]:
+        """Observe nothing of the body, a call that is already counted as escaped, but its operations."""
+        self._depth += 1
+        self._call += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._end_call(exempt=True)
+
+    def claim(
+        self,
+        tensor: Tensor,
+        phase: Phase,
+        operator: str,
+        layer: int | None,
+        error: OutputErrorModel,
+        draw: tuple[int, int, int],
+    ) -> None:
+        """Note that `error` was put on `tensor` with the random numbers of `draw`: key, call and stream."""
+        self._call_claims += 1
+        with torch._C.DisableTorchFunction():
+            followed = self._followed.get(storage_of(tensor))
+            geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        if followed is None:
+            _count(self.unused, f"{operator} (noise on a tensor that no operation of the pass made)")
+            return
+        claim = Claim(phase, operator, layer, error, *draw, *geometry)
+        followed.claims.append(claim)
+        self.claims.append(claim)
+
+    def is_noised(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has noise that nothing has read yet."""
+        followed = self._followed.get(storage_of(tensor))
+        return followed is not None and bool(followed.claims)
+
+    # -- the dispatcher ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and follow what it reads and what it makes."""
+        # The torch functions that the observer itself calls are none of the model's.
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_paused or not self._frames:
+            return self._counted(func, args, kwargs)[0]
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        storages = [storage_of(value) for value in inputs]
+        carried = [] if func.is_view else self._read(func, storages)
+        output, operations = self._counted(func, args, kwargs)
+        if not func.is_view:
+            self._follow(func, storages, output, operations, carried)
+        if not self._depth:
+            self._classify(func, inputs, output)
+        return output
+
+    def _counted(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
+        output = func(*args, **kwargs)
+        if self._is_paused:
+            return output, 0
+        operations = operations_of(func, args, kwargs, output)
+        self.total += operations
+        self._call_operations += operations if self._depth else 0
+        return output, operations
+
+    def _read(self, func: Any, storages: list[int]) -> list[Followed]:
+        """Settle what `func` reads; return the products whose values it passes on."""
+        name, carried = func.overloadpacket.__name__, []
+        for storage in dict.fromkeys(storages):
+            followed = self._followed.get(storage)
+            if followed is None:
+                continue
+            passes_on = name in _SAME_VALUES or (followed.frame.is_backward and name in _ACCUMULATIONS)
+            if followed.is_product and not followed.claims and passes_on:
+                # The original stays a product too: if only a copy of it gets the noise, nothing may read the original.
+                carried.append(followed)
+            elif not followed.claims and self._depth and followed.call == self._call:
+                followed.read_inside = True
+            else:
+                self._settle(followed)
+                del self._followed[storage]
+        return carried
+
+    def _follow(self, func: Any, read: list[int], output: Any, operations: int, carried: list[Followed]) -> None:
+        frame = self._frames[-1]
+        for value in tree_leaves(output):
+            if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+                continue
+            storage = storage_of(value)
+            changed_in_place = storage in read and storage in self._followed and not carried
+            if storage == 0 or changed_in_place:
+                continue
+            is_product = operations > 0 or bool(carried)
+            made_by = carried[0].made_by if carried else f"{func.namespace}.{func.overloadpacket.__name__}"
+            if is_product and not carried:
+                made_by = f"{made_by} in {frame.name}"
+            addresses = self._addresses(value)
+            self._followed[storage] = Followed(
+                value,
+                addresses,
+                self._sample(value, addresses),
+                made_by,
+                is_product,
+                frame,
+                self._call if self._depth else 0,
+                _running_node() if frame.is_backward else None,
+                operations + sum(followed.operations for followed in carried),
+            )
+
+    def _classify(self, func: Any, inputs: list[Tensor], output: Any) -> None:
+        frame = self._frames[-1]
+        self.classified += 1
+        if frame.is_backward or frame.error is None:
+            return
+        found = escape(func, inputs, output, frame.parameters)
+        if found is not None:
+            _count(self.escapes, f"{found} in {running_module(frame.module, frame.name)}")
+
+    def _end_call(self, *, exempt: bool) -> None:
+        for storage, followed in list(self._followed.items()):
+            if followed.call == self._call and not followed.claims and (followed.read_inside or exempt):
+                del self._followed[storage]
+
+    def _settle(self, followed: Followed) -> None:
+        """Take the values of a tensor that is about to be read."""
+        if followed.claims or followed.is_product:
+            self.readings.append(Reading(followed, self._sample(followed.tensor, followed.addresses)))
+
+    def _addresses(self, tensor: Tensor) -> IntArray:
+        """Return sampled places of a tensor, as offsets in its storage: one in each of equal stretches."""
+        numel = tensor.numel()
+        count = min(numel, _SAMPLED_ELEMENTS)
+        places = ((np.arange(count) + self._rng.random(count)) * (numel / count)).astype(np.int64)
+        if not tensor.is_contiguous():
+            indices = np.unravel_index(places, tuple(tensor.shape))
+            places = sum(
+                (index * stride for index, stride in zip(indices, tensor.stride(), strict=True)), np.zeros_like(places)
+            )
+        return np.asarray(places + tensor.storage_offset())
+
+    def _sample(self, tensor: Tensor, addresses: IntArray) -> Tensor:
+        with self.unobserved():
+            values = tensor.detach()
+            size = values.untyped_storage().nbytes() // values.dtype.itemsize
+            flat = values.as_strided((size,), (1,), 0)
+            return flat.index_select(0, torch.from_numpy(addresses).to(values.device))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def _count(counts: dict[str, int], what: str) -> None:
+    counts[what] = counts.get(what, 0) + 1
+
+
+def _running_node() -> int | None:
+    node = torch._C._current_autograd_node()
+    return node._sequence_nr() if node is not None else None

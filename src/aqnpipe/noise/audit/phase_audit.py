@@ -1,0 +1,352 @@
+"""The audit of one phase on one model: which passes are observed, and whether what was observed is what was requested.
+
+The first forward over prompts and the first over single tokens are observed as a whole, once per run or evaluation
+pass. After that single layers are observed, in forwards drawn at random with decreasing frequency. The injection does
+not know the draw, and observed forwards run the same code as all others.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import ErrorModel, OutputErrorModel, Phase
+from aqnpipe.models.layout import select_modules
+from aqnpipe.noise.audit.comparison import Comparison
+from aqnpipe.noise.audit.judgement import HIDDEN_STATES, Judge, Origin, forward_origin
+from aqnpipe.noise.audit.linear_check import LinearCheck
+from aqnpipe.noise.audit.observer import Followed, Frame, Observer
+from aqnpipe.noise.audit.random_numbers import Position, key_at
+from aqnpipe.noise.audit.weight_check import compare_norms
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+_EXPECTED_AUDITS = 4
+_LEAST_SHARE = 1 / 64
+"""The n-th forward of a phase in a run is observed with probability _EXPECTED_AUDITS/n, but at least this."""
+
+_HIDDEN_NOISE_PHASES = ("rollout", "evaluation")
+SEVERAL_TOKENS = "several tokens"
+ONE_TOKEN = "one token"
+
+
+@dataclass(frozen=True)
+class AuditedPart:
+    """A part of the model that noise can be requested for: a decoder layer, or the output projection (`layer` None)."""
+
+    place: int
+    layer: int | None
+    module: nn.Module
+
+
+class PhaseAudit:
+    """The audit of one phase: it hears where the injection put noise, and takes everything else from other sources.
+
+    `parts` are the layers and output projections in the order of their places. `position` is where the run is;
+    `recorder` has the request and gets the result.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[AuditedPart],
+        phase: Phase,
+        position: Position,
+        recorder: ReceiptRecorder,
+    ) -> None:
+        self._model = model
+        self._parts = parts
+        self._outside = max(part.place for part in parts) + 1
+        self._phase: Phase = phase
+        self._recorder = recorder
+        self._noise = recorder.requested.operator_noise_in(phase)
+        self._modules = recorder.requested.module_noise_in(phase)
+        self.position = position._replace(forward=-1)
+        # What is observed must not depend on how many numbers earlier observations drew.
+        self._choices, self._rng = (
+            np.random.default_rng([key_at(position._replace(forward=0), f"audit.{phase}"), part]) for part in (0, 1)
+        )
+        self._names: dict[nn.Module, str] = {}
+        self._handles: list[Any] = []
+        self._whole: Observer | None = None
+        self._kind = SEVERAL_TOKENS
+        self._ranges: list[tuple[int, int, Frame]] = []
+        self._range_starts: dict[int, int] = {}
+        self._comparison = Comparison()
+        self._linears = LinearCheck(self._rng)
+        self.observer: Observer | None = None
+
+    def install(self, stack: ExitStack, *, expects_backward: bool = False) -> None:
+        """Register the hooks; `expects_backward`: the graph of this phase will be used by a backward pass."""
+        stack.callback(self._close)
+        self._register(
+            stack.callback,
+            self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True),
+            self._model.register_forward_hook(self._leave_model, always_call=True),
+        )
+        if expects_backward and self._recorder.wants_backward_audit(float(self._choices.random())):
+            for part in self._parts:
+                self._register(
+                    stack.callback,
+                    part.module.register_forward_pre_hook(partial(self._open_range, part)),
+                    part.module.register_forward_hook(partial(self._close_range, part), always_call=True),
+                )
+            self._recorder.pending_audits.append(self)
+
+    # -- what the injection calls --------------------------------------------------------------------------------------
+
+    def noised_call(self, error: ErrorModel | None) -> AbstractContextManager[None]:
+        """Return a context in which operations belong to one noised call."""
+        return self.observer.noised_call(error) if self.observer is not None else nullcontext()
+
+    def unobserved(self) -> AbstractContextManager[None]:
+        """Return a context in which the injection may put an error on a tensor, which it claims afterwards."""
+        return self.observer.unobserved() if self.observer is not None else nullcontext()
+
+    def known_escape(self) -> AbstractContextManager[None]:
+        """Return a context for a call that the injection itself has counted as escaped."""
+        return self.observer.known_escape() if self.observer is not None else nullcontext()
+
+    def claim(
+        self,
+        tensor: Tensor,
+        phase: Phase,
+        operator: str,
+        layer: int | None,
+        error: OutputErrorModel,
+        draw: tuple[int, int, int],
+    ) -> None:
+        """Note that the injection put `error` on `tensor` with the random numbers of `draw` (key, call, stream)."""
+        if self.observer is not None:
+            self.observer.claim(tensor, phase, operator, layer, error, draw)
+
+    # -- forwards ------------------------------------------------------------------------------------------------------
+
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self.position = self.position._replace(forward=self.position.forward + 1)
+        self._kind = ONE_TOKEN if _num_tokens(args, kwargs) == 1 else SEVERAL_TOKENS
+        number = self._recorder.num_forwards(self._phase) + 1
+        whole = self._recorder.wants_whole_audit(self._phase, self._kind)
+        if not whole and self._choices.random() >= max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
+            return
+        compare_norms(self._model, self._phase, self.position, self._recorder, self._comparison, self._rng)
+        observer = Observer(self._rng)
+        if whole:
+            self._whole = observer
+            self._start(observer, self._frame(self._outside, None, self._model))
+        chosen = self._parts if whole else [self._parts[self._choices.integers(len(self._parts))]]
+        for part in chosen:
+            self._register(
+                self._handles.append,
+                part.module.register_forward_pre_hook(partial(self._enter_part, observer, part), prepend=True),
+                part.module.register_forward_hook(partial(self._leave_part, observer, part), always_call=True),
+            )
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        for remove in self._handles:
+            remove()
+        self._handles.clear()
+        if self._whole is not None:
+            observer, self._whole = self._whole, None
+            self._stop(observer, output)
+            self._recorder.count_flops(self._phase, observer.total, observer.noised)
+
+    def _enter_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any) -> None:
+        frame = self._frame(part.place, part.layer, module)
+        if self._whole is None:
+            self._start(observer, frame)
+        else:
+            observer.enter(frame)
+        self._linears.install(observer, module, frame.name, frame.error)
+        self._expect_modules(observer, frame)
+
+    def _leave_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any, output: Any) -> None:
+        self._linears.remove()
+        self._expect_hidden(observer, part)
+        self._recorder.count_audit(self._phase, self._kind)
+        if self._whole is None:
+            self._stop(observer, output)
+        else:
+            observer.leave(output)
+
+    def _start(self, observer: Observer, frame: Frame) -> None:
+        observer.enter(frame)
+        observer.__enter__()
+        self.observer = observer
+
+    def _stop(self, observer: Observer, output: Any) -> None:
+        observer.leave(output)
+        observer.__exit__(None, None, None)
+        self.observer = None
+        for what, calls in observer.escapes.items():
+            self._recorder.count_escape(self._phase, what, calls)
+        self._recorder.count_classified(self._phase, observer.classified)
+        self._judge(forward_origin).judge(observer)
+
+    def _frame(self, place: int, layer: int | None, module: nn.Module) -> Frame:
+        error = self._noise.error_in(layer) if self._noise is not None and place != self._outside else None
+        return Frame(self._phase, self.position, place, layer, error, module, self._name(module))
+
+    def _judge(self, origin_of: Callable[[Followed], Origin | None]) -> Judge:
+        return Judge(self._comparison, self._recorder, self._modules, self._outside, origin_of, self._hidden_sigma)
+
+    def _name(self, module: nn.Module) -> str:
+        if not self._names:
+            self._names = {other: name for name, other in self._model.named_modules()}
+        return self._names.get(module, type(module).__name__)
+
+    def _register(self, keep: Callable[[Callable[[], None]], Any], *handles: Any) -> None:
+        for handle in handles:
+            keep(handle.remove)
+
+    def _close(self) -> None:
+        """End the phase, also after an exception in the middle of an observed forward."""
+        for remove in self._handles:
+            remove()
+        self._linears.remove()
+        if self.observer is not None:
+            self.observer.__exit__(None, None, None)
+            self.observer = None
+        self._report(self._phase)
+
+    def _report(self, phase: Phase) -> None:
+        found, in_linears = self._comparison, self._linears.comparison
+        self._recorder.add_audit(
+            phase,
+            found.numbers + in_linears.numbers,
+            found.largest_deviation,
+            # Wrong noise shows in the outputs of linear modules too, but that is the same problem.
+            found.contradictions or in_linears.contradictions,
+            self._linears.sums,
+        )
+        found.clear()
+        self._linears.clear()
+
+    # -- module noise, and AQN on hidden states ------------------------------------------------------------------------
+
+    def _expect_modules(self, observer: Observer, frame: Frame) -> None:
+        """Check that every module selected for module noise has it when its hooks have run."""
+        if self._modules is None or frame.place == self._outside:
+            return
+        for name, module in select_modules(self._model, self._modules.modules).items():
+            if name != frame.name and name.startswith(f"{frame.name}."):
+                check = partial(self._expect_noise, observer, f"module {name}")
+                if self._modules.point == "input":
+                    handle = module.register_forward_pre_hook(lambda _, args, check=check: check(args[0]))
+                else:
+                    handle = module.register_forward_hook(
+                        lambda _, args, output, check=check: check(output[0] if isinstance(output, tuple) else output)
+                    )
+                self._handles.append(handle.remove)
+
+    def _expect_noise(self, observer: Observer, what: str, tensor: Tensor) -> None:
+        if not observer.is_noised(tensor):
+            self._comparison.note(f"{what}: its {self._modules.point if self._modules else 'value'} has no noise")
+
+    def _expect_hidden(self, observer: Observer, part: AuditedPart) -> None:
+        if part.layer is None or not self._hidden_sigma(part.layer):
+            return
+        if not any(claim.operator == HIDDEN_STATES and claim.layer == part.layer for claim in observer.claims):
+            self._comparison.note(f"AQN: the hidden states of layer {part.layer} have no noise")
+
+    def _hidden_sigma(self, layer: int) -> float:
+        """Return the sigma that AQN's noise on the hidden states of `layer` should have in this phase."""
+        aqn = self._recorder.requested.aqn
+        if aqn is None or aqn.targets != "hidden_states" or self._phase not in _HIDDEN_NOISE_PHASES:
+            return 0.0
+        return self._recorder.requested_sigma(self.position.step, layer)
+
+    # -- backward passes -----------------------------------------------------------------------------------------------
+
+    def _open_range(self, part: AuditedPart, module: nn.Module, args: Any) -> None:
+        self._range_starts[part.place] = torch.autograd._get_sequence_nr()
+
+    def _close_range(self, part: AuditedPart, module: nn.Module, args: Any, output: Any) -> None:
+        start = self._range_starts.pop(part.place, None)
+        if start is not None:
+            frame = self._frame(part.place, part.layer, module)
+            self._ranges.append((start, torch.autograd._get_sequence_nr(), frame))
+
+    def origin_of_node(self, node: int | None) -> Origin | None:
+        """Return where the autograd node with this number was made; None if not in an audited part of this phase."""
+        index = bisect_right(self._ranges, node, key=lambda entry: entry[0]) - 1 if node is not None else -1
+        if node is None or index < 0 or node >= self._ranges[index][1]:
+            return None
+        frame = self._ranges[index][2]
+        noise = self._recorder.requested.operator_noise_in("backward")
+        error = noise.error_in(frame.layer) if noise is not None else None
+        return Origin(
+            "backward", frame.phase, frame.position, frame.place, frame.layer, error, needs_noise=error is not None
+        )
+
+    def recompute(self, part_number: int, forward: int, stack: ExitStack) -> None:
+        """Observe a checkpointed layer that a backward pass computes again, if that pass is observed."""
+        observer, part = self.observer, self._parts[part_number]
+        if observer is None:
+            return
+        frame = self._frame(part.place, part.layer, part.module)
+        frame.position = self.position._replace(forward=forward)
+        started: list[int] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            started.append(torch.autograd._get_sequence_nr())
+            observer.enter(frame)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            observer.leave(output)
+            # Reentrant checkpoints run a backward pass of their own through this graph.
+            self._ranges.append((started.pop(), torch.autograd._get_sequence_nr(), frame))
+
+        self._register(
+            stack.callback,
+            part.module.register_forward_pre_hook(enter, prepend=True),
+            part.module.register_forward_hook(leave, always_call=True),
+        )
+
+
+@contextmanager
+def audited_backward(model: nn.Module, recorder: ReceiptRecorder) -> Iterator[None]:
+    """Observe the backward pass in the body, if the audits of its forwards decided so.
+
+    Raises ReceiptError never: what was found is in the receipt.
+    """
+    audits: list[PhaseAudit] = list(recorder.pending_audits)
+    recorder.pending_audits.clear()
+    if not audits:
+        yield
+        return
+    first = audits[0]
+    observer = Observer(first._rng)
+    frame = Frame("backward", first.position, -1, None, None, model, "", is_backward=True)
+
+    def origin_of(followed: Followed) -> Origin | None:
+        if not followed.frame.is_backward:
+            return forward_origin(followed)
+        origins = (audit.origin_of_node(followed.node) for audit in audits)
+        return next((origin for origin in origins if origin is not None), None)
+
+    observer.enter(frame)
+    for audit in audits:
+        audit._report(audit._phase)
+        audit.observer = observer
+    try:
+        with observer:
+            yield
+    finally:
+        for audit in audits:
+            audit.observer = None
+    observer.leave(None)
+    recorder.count_audit("backward", "backward")
+    first._judge(origin_of).judge(observer)
+    first._report("backward")
+
+
+def _num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens per row of a forward pass, from its ids or embeddings [rows, tokens, ...]."""
+    inputs = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((tensor.shape[1] for tensor in inputs if tensor is not None), None)
