@@ -153,7 +153,7 @@ def run_shard(generator: NoisyGenerator, spec: EvaluationSpec, shard: Shard) -> 
     share noise and draws on the same questions, and all noise levels share the draws. The spec's faults are active in
     the whole shard; a threshold computed in each call depends on the prompts of the batch.
     """
-    generator.begin_pass(noise_of(spec, shard.noise_level))
+    generator.begin_pass(noise_of(spec, shard.noise_level, shard.noise_seed))
     completions, facts = [], []
     for batch in shard.batches:
         sampling = sampling_of(spec, shard.noise_seed, batch.sample, batch.number)
@@ -191,7 +191,7 @@ def assembled_passes(
         raise WorkerError(f"shards {', '.join(missing)} of {len(shards)} of the evaluation were not run")
 
 
-def noise_of(spec: EvaluationSpec, noise_level: float) -> PassNoise:
+def noise_of(spec: EvaluationSpec, noise_level: float, noise_seed: int) -> PassNoise:
     """Return the noise of a pass; noise on attention follows the model's attention implementation."""
     operator_noise = OperatorNoise(
         operators=spec.evaluation.operators,
@@ -200,7 +200,9 @@ def noise_of(spec: EvaluationSpec, noise_level: float) -> PassNoise:
         include_lm_head=spec.evaluation.include_lm_head,
         attention="decomposed" if spec.attention == "eager" else "fused",
     )
-    return PassNoise(operator_noise=operator_noise if noise_level else None, faults=spec.faults)
+    return PassNoise(
+        operator_noise=operator_noise if noise_level else None, faults=spec.faults, noise_seed=noise_seed
+    )
 
 
 def sampling_of(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Sampling:
@@ -230,7 +232,7 @@ def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[Sha
         for batch, completions in zip(shard.batches, result.completions, strict=True):
             found.setdefault(batch.sample, {}).update(zip(batch.questions, completions, strict=True))
     samples = [[responses[question] for question in range(len(responses))] for _, responses in sorted(found.items())]
-    receipt = pass_receipt(noise_of(spec, first.noise_level), [result.measurements for result in results])
+    receipt = pass_receipt(noise_of(spec, first.noise_level, first.noise_seed), [result.measurements for result in results])
     batches = tuple(batch for shard in shards for batch in shard.batches)
     facts = tuple(observed for result in results for observed in result.facts)
     return PassResult(first.noise_level, first.noise_seed, samples, receipt, batches, facts)

@@ -21,9 +21,13 @@ from aqnpipe.noise.receipts.recorder_state import RecorderState
 
 
 class PassNoise(NoiseSpec):
-    """The noise and faults of one pass. Plain data, so that it can be sent to the processes of an engine."""
+    """The noise and faults of one pass. Plain data, so that it can be sent to the processes of an engine.
+
+    `noise_seed` is the seed that its random numbers must have; None accepts any.
+    """
 
     phase: Phase = "evaluation"
+    noise_seed: int | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -33,7 +37,13 @@ class PassNoise(NoiseSpec):
 
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
         """Return a recorder that expects exactly this noise, for a model with these numbers of layers and RMSNorms."""
-        return ReceiptRecorder(self, expected_phases=(self.phase,), num_layers=num_layers, num_norms=num_norms)
+        return ReceiptRecorder(
+            self,
+            expected_phases=(self.phase,),
+            num_layers=num_layers,
+            num_norms=num_norms,
+            seed=self.noise_seed,
+        )
 
     def active_faults(self) -> ActiveFaults:
         """Return the faults before their first call in the pass."""

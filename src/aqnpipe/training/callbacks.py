@@ -22,7 +22,10 @@ _SECONDS_BETWEEN_REPORTS = 60.0
 
 
 class CleanWeightsCallback(TrainerCallback):
-    """Records the norm weights after each optimiser step; AQN may change them in the rollout and nowhere else."""
+    """Records the norm weights after each optimiser step; AQN may change them in the rollout and nowhere else.
+
+    Also records the number of the step, which the keys of its noise must have.
+    """
 
     def __init__(self, recorder: ReceiptRecorder) -> None:
         self._recorder = recorder
@@ -30,6 +33,10 @@ class CleanWeightsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the weights at the start of training, or where it resumes."""
         self._recorder.note_clean_norms(kwargs["model"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the number of steps done."""
+        self._recorder.begin_step(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the weights after this step."""

@@ -62,6 +62,7 @@ def build_noise_plan(
         steps_per_rollout=spec.training.steps_per_rollout,
         watch_norms=True,
         layer_factors=layer_factors,
+        seed=spec.random_seed,
     )
     return NoisePlan(
         seed=spec.random_seed,

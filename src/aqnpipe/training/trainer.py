@@ -22,6 +22,7 @@ from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.models.adapters import adapters_off, has_adapters
+from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
@@ -63,6 +64,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
             # With beta 0 TRL does not load a second model for the reference.
             args.beta = 0.0
         super().__init__(model=model, args=args, **kwargs)
+        self._plain_backward = self.accelerator.backward
+        self.accelerator.backward = self._audited_backward
         if kl_coefficient and has_adapters(model):
             args.beta = self.beta = kl_coefficient
             self.ref_model = BaseWeights()
@@ -80,6 +83,10 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def policy(self) -> Any:
         """The network itself, without the wrapper of data parallelism."""
         return self.accelerator.unwrap_model(self.model)
+
+    def _audited_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        with audited_backward(self.policy, self.noise_plan.recorder):
+            self._plain_backward(loss, **kwargs)
 
     def _key(self, micro_step: int = 0) -> NoiseKey:
         return NoiseKey(

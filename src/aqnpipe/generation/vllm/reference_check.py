@@ -10,7 +10,9 @@ from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.generation.vllm.modules import Linear
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.phase_state import PhaseState
-from aqnpipe.noise.injection.reference_check import STRIDE, compare_with_reference
+
+_STRIDE = 8
+"""One in _STRIDE linear modules is compared in the first forward over prompts."""
 
 
 class EngineReferenceCheck:
@@ -19,14 +21,14 @@ class EngineReferenceCheck:
     def __init__(self, state: PhaseState, operator_noise: OperatorNoise | None) -> None:
         self._state = state
         self._operator_noise = operator_noise
-        self._offset = (state.key.step + state.key.micro_step) % STRIDE
+        self._offset = (state.key.step + state.key.micro_step) % _STRIDE
         self._number = 0
         self._handles: list[Any] = []
 
     def install(self, stack: ExitStack, linear: Linear) -> None:
         """Compare the output of one linear module, ahead of the hooks of any fault on it."""
         number, self._number = self._number, self._number + 1
-        hook = partial(self._compare_linear, number % STRIDE == self._offset)
+        hook = partial(self._compare_linear, number % _STRIDE == self._offset)
         self._keep(stack, linear.module.register_forward_hook(hook, prepend=True))
 
     def install_on_head(self, stack: ExitStack, logits: Any) -> None:
@@ -66,4 +68,6 @@ class EngineReferenceCheck:
         then no longer belong to one product.
         """
         if self._state.is_first_of_kind:
-            compare_with_reference(self._state, self._operator_noise, x, weight, bias, used)
+            self._state.audit.compare_linear(
+                x, weight, bias, used, self._operator_noise is not None and self._state.place.error is not None
+            )

@@ -103,6 +103,18 @@ class LinearCheck:
         added = bias[index[1]] if bias is not None and claim is not None else None
         self._judge(clean, used, added, claim, places, label)
 
+    def compare_engine(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, is_noised: bool
+    ) -> None:
+        """Compare an output that may have the noise of several merged projections: its size, or exact equality."""
+        product = _PLAIN_LINEAR(inputs, weight, bias)[..., : output.shape[-1]]
+        if is_noised:
+            self._note_scale(product, output)
+        else:
+            difference = (output.double() - product.double()).abs().max().item() if output.numel() else 0.0
+            self.sums.elements += min(output.numel(), _SAMPLED_ELEMENTS)
+            self.sums.largest_difference = max(self.sums.largest_difference, difference)
+
     def _judge(
         self, clean: Tensor, used: Tensor, bias: Tensor | None, claim: Claim | None, places: IntArray, label: str
     ) -> None:

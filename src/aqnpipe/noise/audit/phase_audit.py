@@ -37,11 +37,15 @@ ONE_TOKEN = "one token"
 
 @dataclass(frozen=True)
 class AuditedPart:
-    """A part of the model that noise can be requested for: a decoder layer, or the output projection (`layer` None)."""
+    """A part of the model that noise can be requested for: a decoder layer, or the output projection (`layer` None).
+
+    `runs_after_model`: the part is called when the forward of the model has returned, as vLLM's logits are.
+    """
 
     place: int
     layer: int | None
     module: nn.Module
+    runs_after_model: bool = False
 
 
 class PhaseAudit:
@@ -61,7 +65,7 @@ class PhaseAudit:
     ) -> None:
         self._model = model
         self._parts = parts
-        self._outside = max(part.place for part in parts) + 1
+        self._outside = parts[-1].place + 1
         self._phase: Phase = phase
         self._recorder = recorder
         self._noise = recorder.requested.operator_noise_in(phase)
@@ -72,7 +76,8 @@ class PhaseAudit:
             np.random.default_rng([key_at(position._replace(forward=0), f"audit.{phase}"), part]) for part in (0, 1)
         )
         self._names: dict[nn.Module, str] = {}
-        self._handles: list[Any] = []
+        self._handles: list[Callable[[], None]] = []
+        self._later_handles: list[Callable[[], None]] = []
         self._whole: Observer | None = None
         self._kind = SEVERAL_TOKENS
         self._ranges: list[tuple[int, int, Frame]] = []
@@ -125,9 +130,17 @@ class PhaseAudit:
         if self.observer is not None:
             self.observer.claim(tensor, phase, operator, layer, error, draw)
 
+    def compare_linear(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, is_noised: bool
+    ) -> None:
+        """Compare the output of a linear module of an engine with plain torch: its size of noise, or exactly."""
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self._linears.compare_engine(inputs, weight, bias, output, is_noised)
+
     # -- forwards ------------------------------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        _call_all(self._later_handles)
         self.position = self.position._replace(forward=self.position.forward + 1)
         self._kind = ONE_TOKEN if _num_tokens(args, kwargs) == 1 else SEVERAL_TOKENS
         number = self._recorder.num_forwards(self._phase) + 1
@@ -142,15 +155,13 @@ class PhaseAudit:
         chosen = self._parts if whole else [self._parts[self._choices.integers(len(self._parts))]]
         for part in chosen:
             self._register(
-                self._handles.append,
+                (self._later_handles if part.runs_after_model else self._handles).append,
                 part.module.register_forward_pre_hook(partial(self._enter_part, observer, part), prepend=True),
                 part.module.register_forward_hook(partial(self._leave_part, observer, part), always_call=True),
             )
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        for remove in self._handles:
-            remove()
-        self._handles.clear()
+        _call_all(self._handles)
         if self._whole is not None:
             observer, self._whole = self._whole, None
             self._stop(observer, output)
@@ -206,8 +217,8 @@ class PhaseAudit:
 
     def _close(self) -> None:
         """End the phase, also after an exception in the middle of an observed forward."""
-        for remove in self._handles:
-            remove()
+        _call_all(self._handles)
+        _call_all(self._later_handles)
         self._linears.remove()
         if self.observer is not None:
             self.observer.__exit__(None, None, None)
@@ -344,6 +355,12 @@ def audited_backward(model: nn.Module, recorder: ReceiptRecorder) -> Iterator[No
     recorder.count_audit("backward", "backward")
     first._judge(origin_of).judge(observer)
     first._report("backward")
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    """Call and forget all functions."""
+    while functions:
+        functions.pop()()
 
 
 def _num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:

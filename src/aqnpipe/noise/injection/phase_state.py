@@ -1,6 +1,7 @@
 """State shared by the parts of one phase's injection: the layer that computes, and the key of its random numbers."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,10 +47,18 @@ class PhaseState:
 
     `forward_index` counts the model's forward passes in this phase. `reads_one_token`: the current pass reads a single
     token per row. `is_first_of_kind`: it is the first pass of this phase that does, or the first that does not.
+    `parts` are the layers and output projections that the audit observes, by default those of transformers' model.
     `recomputing` is true while a checkpointed layer is recomputed, so that nothing is counted or measured twice.
     """
 
-    def __init__(self, model: nn.Module, phase: Phase, key: NoiseKey, recorder: ReceiptRecorder) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        phase: Phase,
+        key: NoiseKey,
+        recorder: ReceiptRecorder,
+        parts: Sequence[AuditedPart] | None = None,
+    ) -> None:
         self.model = model
         recorder.note_key(phase, key.seed, key.step, key.micro_step, key.rank)
         self.phase: Phase = phase
@@ -62,8 +71,9 @@ class PhaseState:
         self._kinds: set[bool] = set()
         self.recomputing = False
         self.outside = self.place = Place()
-        parts = [AuditedPart(index, index, layer) for index, layer in enumerate(self.layers)]
-        parts.append(AuditedPart(len(parts), None, self.head))
+        if parts is None:
+            parts = [AuditedPart(index, index, layer) for index, layer in enumerate(self.layers)]
+            parts.append(AuditedPart(len(parts), None, self.head))
         seed, step = recorder.position(key.seed, key.step)
         position = Position(seed, step if phase != "validation" else key.step, key.micro_step, key.rank, 0)
         self.audit = PhaseAudit(model, parts, phase, position, recorder)

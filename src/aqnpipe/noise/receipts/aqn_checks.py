@@ -7,17 +7,17 @@ from aqnpipe.noise.receipts.receipt_content import SAMPLING_SIGMAS, ReceiptConte
 from aqnpipe.noise.schedule import sigma_at
 
 
-def aqn_problems(receipt: ReceiptContent) -> list[str]:
-    """Return one line per mismatch between the requested and the measured noise of AQN."""
-    return [*_weight_noise_problems(receipt), *_norm_problems(receipt)]
+def aqn_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
+    """Return one line per mismatch between the requested and the measured noise of AQN in the steps done."""
+    return [*_weight_noise_problems(receipt, steps_done), *_norm_problems(receipt)]
 
 
-def _weight_noise_problems(receipt: ReceiptContent) -> list[str]:
+def _weight_noise_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
     if receipt.aqn is None:
         return [f"AQN ran at {len(receipt.weight_syncs)} syncs, none was requested"] if receipt.weight_syncs else []
     steps = [sync.step for sync in receipt.weight_syncs]
     problems = []
-    due = list(range(0, receipt.num_steps, receipt.steps_per_rollout))
+    due = list(range(0, steps_done, receipt.steps_per_rollout))
     if steps != due:
         problems.append(f"AQN: {len(steps)} weight syncs, expected one at each of {len(due)} steps")
     machine = receipt.aqn.layer_sigmas_from

@@ -6,6 +6,7 @@ be equal on all workers: the synchronised policy, AQN on its weights, and the nu
 missing worker, or a worker without part of its noise, is refused.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +134,19 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
             else first.weight_factors
         ),
         num_noised_modules=first.num_noised_modules,
-        mismatches=set().union(*(state.mismatches for state in states)),
+        mismatches=set().union(*(state.mismatches for state in states)) | _repeated_keys(states),
+        keys=[key for state in states for key in state.keys],
     )
+
+
+def _repeated_keys(states: Sequence[RecorderState]) -> set[str]:
+    """Return a line for every key of noise that occurs in more than one part of an evaluation."""
+    counts = Counter(key for state in states for key in state.keys)
+    return {
+        f"{phase}: the noise of {count} batches has the same key (seed {seed}, step {step})"
+        for (phase, seed, step, _, _), count in counts.items()
+        if count > 1
+    }
 
 
 def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:

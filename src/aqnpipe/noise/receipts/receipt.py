@@ -22,11 +22,15 @@ class Receipt(ReceiptContent):
             raise ReceiptError("receipt refused: " + "; ".join(problems))
         return self
 
-    def problems(self) -> list[str]:
-        """Return one line per mismatch between requested and measured noise."""
+    def problems(self, steps_done: int | None = None) -> list[str]:
+        """Return one line per mismatch between requested and measured noise.
+
+        `steps_done`: the receipt is of a run that has made so many optimiser steps, so nothing is missing yet that only
+        later steps bring; None: the run has ended.
+        """
         return [
             *self.mismatches,
-            *operator_problems(self),
-            *aqn_problems(self),
+            *operator_problems(self, has_ended=steps_done is None),
+            *aqn_problems(self, self.num_steps if steps_done is None else steps_done),
             *fault_problems(self),
         ]

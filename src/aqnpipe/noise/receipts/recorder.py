@@ -352,6 +352,7 @@ class ReceiptRecorder:
                 weight_syncs=self._weight_syncs,
                 weight_factors=list(self._weight_factors.values()),
                 num_noised_modules=self._num_noised_modules,
+                keys=sorted(self._keys) if not self._num_steps else [],
             )
         )
 
@@ -371,6 +372,12 @@ class ReceiptRecorder:
         self._affected.clear()
         self._flows.clear()
         self._hidden.clear()
+
+    def check_so_far(self, steps_done: int) -> None:
+        """Raise ReceiptError if the noise of a run that has made `steps_done` optimiser steps is not as requested."""
+        problems = self.receipt().problems(steps_done)
+        if problems:
+            raise ReceiptError(f"receipt refused after step {steps_done}: " + "; ".join(problems))
 
     def receipt(self) -> Receipt:
         """Return the receipt of everything recorded so far."""

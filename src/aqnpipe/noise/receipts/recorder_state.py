@@ -155,7 +155,7 @@ def added_counts(first: Mapping[str, int], second: Mapping[str, int]) -> dict[st
 
 @dataclass
 class PhaseSums:
-    """Counts and sums of one phase. `keys` are the (seed, step, micro-step, rank) that its noise was drawn with."""
+    """Counts and sums of one phase."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -234,6 +234,8 @@ class FactorSums:
 class RecorderState:
     """Everything that a `ReceiptRecorder` has measured. The requested noise is not part of it.
 
+    `keys` are those of the noise of an evaluation: phase, seed, step, micro-step and rank of each batch.
+
     Floats survive JSON bit for bit, so a restored recorder ends with the same receipt.
     """
 
@@ -248,6 +250,7 @@ class RecorderState:
     weight_factors: list[FactorSums]
     num_noised_modules: int
     mismatches: set[str] = field(default_factory=set)
+    keys: list[tuple[Phase, int, int, int, int]] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Return the state as JSON."""
