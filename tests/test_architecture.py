@@ -14,7 +14,7 @@ ROOT = Path(aqnpipe.__file__).parent
 LEAVES = frozenset({"errors", "seeding", "device"})
 FOUNDATION = LEAVES | {"config", "artifacts"}
 MODELLING = FOUNDATION | {"data", "models", "noise.schedule", "noise.control_layers", "noise.receipts"}
-COMPUTING = MODELLING | {"noise", "noise.injection", "noise.kernels", "generation"}
+COMPUTING = MODELLING | {"noise", "noise.audit", "noise.injection", "noise.kernels", "generation"}
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -29,9 +29,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "noise.control_layers": LEAVES,
     "noise.kernels": LEAVES | {"config"},
     "noise.receipts": FOUNDATION | {"models", "noise.schedule"},
-    "noise.injection": FOUNDATION | {"models", "noise.kernels", "noise.receipts"},
+    # Independent of what it audits: neither the kernels nor the injection, and keys of its own.
+    "noise.audit": (FOUNDATION - {"seeding"}) | {"models", "noise.receipts"},
+    "noise.injection": FOUNDATION | {"models", "noise.kernels", "noise.receipts", "noise.audit"},
     "noise": FOUNDATION
-    | {"models", "noise.schedule", "noise.control_layers", "noise.kernels", "noise.receipts", "noise.injection"},
+    | {"models", "noise.schedule", "noise.control_layers", "noise.kernels", "noise.receipts", "noise.injection", "noise.audit"},
     "generation": COMPUTING - {"generation"},
     # The stages: they hand each other artifacts and import no other stage.
     "diagnosis": COMPUTING - {"generation"},
