@@ -66,7 +66,13 @@ def test_importance_weights_by_hand(mode, expected):
 
 TOKENS = [
     token(
-        row=row, advantage=advantage, reward=reward, centred_reward=centred, ratio=ratio, reference_gap=gap, row_tokens=n
+        row=row,
+        advantage=advantage,
+        reward=reward,
+        centred_reward=centred,
+        ratio=ratio,
+        reference_gap=gap,
+        row_tokens=n,
     )
     for row, (advantage, reward, centred, n) in enumerate(
         [(0.7, 1.0, 0.5, 5), (-0.7, 0.0, -0.5, 8), (1.4, 1.0, 0.75, 6), (-0.4, 0.0, -0.25, 9)]

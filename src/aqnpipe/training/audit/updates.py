@@ -55,6 +55,7 @@ class Updates:
         self._passes = [0] * len(self._followed.elements)
         self._arrived: list[tuple[int, Tensor]] = []
         self._before: tuple[ElementSample, Moments, Tensor] | None = None
+        self._depth = 0
         self._is_audited: Callable[[int], bool] = lambda step: True
 
     @property
@@ -98,6 +99,10 @@ class Updates:
             self._passes[place] += 1
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # torch calls the hooks twice for one update if the step of an optimiser's class was replaced.
+        self._depth += 1
+        if self._depth > 1:
+            return
         step = self.steps + 1
         self.end_micro_batch()
         self._note_rates(optimizer, step)
@@ -114,9 +119,10 @@ class Updates:
         self._before = (sample, self._moments(optimizer, sample), self._gradients(sample))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.steps += 1
-        if self._before is None:
+        self._depth -= 1
+        if self._depth > 0 or self._before is None:
             return
+        self.steps += 1
         (sample, before, gradients), self._before = self._before, None
         self._check_update(optimizer, sample, before, gradients, self._moments(optimizer, sample))
         self._last = [values.tolist() for values in self._moments(optimizer, self._followed)]

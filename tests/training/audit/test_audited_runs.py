@@ -1,0 +1,462 @@
+"""Runs are refused where the trainer does something else than the study asks for, and pass where it does not."""
+
+import dataclasses
+import inspect
+import textwrap
+
+import pytest
+import torch
+import trl.trainer.grpo_trainer as grpo
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from tiny_training import AQN, NOISE, run, scattered_rewards, teach, training_spec, write_inputs
+from transformers import Trainer
+from trl import GRPOTrainer
+
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.training_facts import fact_problems
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.errors import ReceiptError
+from aqnpipe.generation import transformers_backend
+from aqnpipe.training import callbacks, checkpoints, trainer
+from aqnpipe.training import run as training_run
+from aqnpipe.training.callbacks import CheckpointCallback
+from aqnpipe.training.sampler import PromptSampler
+from aqnpipe.training.trainer import NoisyGRPOTrainer
+
+LORA = {"rank": 4, "alpha": 8}
+OFF_POLICY = {"num_steps": 2, "steps_per_rollout": 2, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16)
+
+
+@pytest.fixture(autouse=True)
+def _rewards_that_teach(monkeypatch):
+    teach(monkeypatch)
+
+
+def with_correction(mode):
+    data = training_spec(NOISE, AQN).model_dump()
+    data["arm"]["importance_sampling"] = {"mode": mode, "clip_max": 1.02}
+    return TrainingSpec.model_validate(data)
+
+
+HONEST = {
+    "clean": training_spec(),
+    "noise": training_spec(NOISE, AQN),
+    "all operators": training_spec({**NOISE, "operators": "all"}),
+    "no KL": training_spec(kl_coefficient=0.0),
+    "several steps per rollout, clipped": training_spec(NOISE, AQN, **{**OFF_POLICY, "num_steps": 4}, clip_ratio=1e-3),
+    "bfloat16": training_spec(NOISE, AQN, dtype="bfloat16"),
+    "bfloat16 weights": training_spec(NOISE, AQN, dtype="bfloat16", weights_dtype="bfloat16"),
+    "adapters in bfloat16": training_spec(NOISE, AQN, lora={**LORA, "dropout": 0.1}, dtype="bfloat16"),
+    "checkpointing": training_spec(NOISE, AQN, gradient_checkpointing=True),
+    "optimiser": training_spec(
+        learning_rate_schedule="linear", warmup_steps=1, weight_decay=0.1, adam_beta1=0.8, max_grad_norm=0.1
+    ),
+    "temperature": training_spec(temperature=0.7, kl_coefficient=0.1),
+    "epochs": training_spec(NOISE, num_steps=8, epochs=2),
+    **{mode: with_correction(mode) for mode in ("token_truncate", "token_mask", "sequence_mask", "sequence_truncate")},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "noise" else pytest.param(name, marks=pytest.mark.slow) for name in HONEST]
+)
+def test_an_honest_run_passes_and_its_record_holds_the_facts(name, inputs, tmp_path):
+    spec = HONEST[name]
+    facts = read_json(run(spec, inputs, tmp_path / "run") / "run.json", RunRecord).training
+    assert facts is not None
+    assert fact_problems(facts, spec) == []
+    # Room to the limits, so that rounding on other machines does not refuse a run.
+    assert max(entry.worst for entry in facts.recomputed.values()) < 0.5
+
+
+def replaced(old, new, function=GRPOTrainer._compute_loss):
+    """Patch TRL's source: `old` becomes `new` in one method."""
+
+    def patch(monkeypatch):
+        source = textwrap.dedent(inspect.getsource(function)).replace("@profiling_decorator\n", "")
+        assert old in source, old
+        found = {}
+        exec(source.replace(old, new), vars(grpo), found)
+        monkeypatch.setattr(GRPOTrainer, function.__name__, found[function.__name__])
+
+    return patch
+
+
+def around(owner, name, make):
+    """Replace `owner.name` by `make(original)`."""
+
+    def patch(monkeypatch):
+        monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+
+    return patch
+
+
+def with_inputs(change):
+    """Change the tensors that the loss gets."""
+    return around(
+        GRPOTrainer, "_compute_loss", lambda o: lambda self, model, inputs: o(self, model, change({**inputs}))
+    )
+
+
+def with_attribute(**values):
+    """Change attributes of the trainer after it is built."""
+
+    def changed(original):
+        def build(self, **kwargs):
+            original(self, **kwargs)
+            vars(self).update(values)
+
+        return build
+
+    return around(NoisyGRPOTrainer, "__init__", changed)
+
+
+def with_argument(**values):
+    def changed(original):
+        def arguments(*args):
+            found = original(*args)
+            vars(found).update(values)
+            return found
+
+        return arguments
+
+    return around(training_run, "grpo_arguments", changed)
+
+
+def with_policy(change):
+    def changed(original):
+        def load(*args):
+            model = original(*args)
+            change(model)
+            return model
+
+        return load
+
+    return around(training_run, "load_policy", changed)
+
+
+def with_optimiser(**values):
+    return around(torch.optim.AdamW, "__init__", lambda o: lambda self, p, **k: o(self, p, **{**k, **values}))
+
+
+def every_second(original):
+    calls = []
+
+    def step(self, *args, **kwargs):
+        calls.append(None)
+        return original(self, *args, **kwargs) if len(calls) % 2 else None
+
+    return step
+
+
+def with_rewards(of):
+    return lambda monkeypatch: monkeypatch.setattr(training_run, "reward_correct", of)
+
+
+def with_draws(**values):
+    return around(
+        transformers_backend._Draws,
+        "__init__",
+        lambda o: lambda self, sampling, *a: o(self, dataclasses.replace(sampling, **values), *a),
+    )
+
+
+def checkpoint_of_the_step_before(original):
+    kept = {}
+
+    def save(self, args, state, control, **kwargs):
+        model = kwargs["model"]
+        now = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(kept or now)
+        original(self, args, state, control, **kwargs)
+        model.load_state_dict(now)
+        kept.update(now)
+
+    return save
+
+
+def freeze(model):
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+
+
+def drop_attention(model):
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+
+
+def scale_weights(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.01)
+
+
+def masked_reference(self, original, model, phase, *args, **kwargs):
+    return original(self, self.model if phase == "reference" else model, phase, *args, **kwargs)
+
+
+def updated_reference(original):
+    def step(self, *args, **kwargs):
+        loss = original(self, *args, **kwargs)
+        self.ref_model.load_state_dict(self.model.state_dict())
+        return loss
+
+    return step
+
+
+def lose_moments(original):
+    def step(self, *args, **kwargs):
+        for state in self.state.values():
+            state["exp_avg"].zero_()
+        return original(self, *args, **kwargs)
+
+    return step
+
+
+KL = {"kl_coefficient": 0.05}
+SABOTAGES = {
+    "learning rate": (with_argument(learning_rate=2e-3), {}, "learning_rate is 0.002, the study asks for 0.001"),
+    "learning rate decays": (
+        around(
+            Trainer,
+            "create_scheduler",
+            lambda o: (
+                lambda self, *a, **k: (
+                    o(self, *a, **k),
+                    setattr(self, "lr_scheduler", torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)),
+                )[0]
+            ),
+        ),
+        {},
+        "learning rate 0.0009 at step 2",
+    ),
+    "KL sign": (
+        replaced("per_token_loss + self.beta * per_token_kl", "per_token_loss - self.beta * per_token_kl"),
+        KL,
+        "KL term has the wrong sign",
+    ),
+    "KL missing": (
+        replaced("per_token_loss + self.beta * per_token_kl", "per_token_loss"),
+        KL,
+        r"KL term has coefficient 0, the study asks for 0\.05",
+    ),
+    "KL of another form": (
+        replaced(
+            "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
+            "per_token_logps - ref_per_token_logps",
+        ),
+        KL,
+        "KL term has another form",
+    ),
+    "clipping off": (
+        replaced("-torch.min(per_token_loss1, per_token_loss2)", "-per_token_loss1"),
+        {**OFF_POLICY, "clip_ratio": 1e-3},
+        "ratios are not clipped",
+    ),
+    "advantage sign": (
+        with_inputs(lambda i: {**i, "advantages": -i["advantages"]}),
+        {},
+        "sign of the advantages",
+    ),
+    "advantages shuffled": (
+        with_inputs(lambda i: {**i, "advantages": i["advantages"].roll(1)}),
+        {"rollouts_per_prompt": 4, "micro_batch_size": 8},
+        "those of other completions|are not those of the rewards",
+    ),
+    "advantages not normalised": (
+        replaced(
+            "advantages = advantages / (std_rewards + 1e-4)",
+            "pass",
+            inspect.unwrap(GRPOTrainer._generate_and_score_completions),
+        ),
+        {},
+        "not divided by the standard deviation",
+    ),
+    "constant rewards": (
+        with_rewards(lambda completions, **_: [1.0] * len(completions)),
+        {},
+        r"rewards of step 1: the trainer's mean is 1, the texts graded again give 0\.5",
+    ),
+    "rewards of other rows": (
+        with_rewards(lambda completions, **_: scattered_rewards([None, *completions])[1:]),
+        {},
+        "sign of the advantages",
+    ),
+    "temperature of the sampler": (with_draws(temperature=0.5), {}, "tokens drawn in rollouts: .*temperature 0"),
+    "seed of the sampler": (with_draws(seed=1), {}, "tokens drawn in rollouts: .*another seed"),
+    "temperature of the scores": (
+        around(trainer, "selective_log_softmax", lambda o: lambda logits, ids: o(logits / 1.5, ids)),
+        {},
+        "temperature|scaled",
+    ),
+    "optimiser step skipped": (
+        around(AcceleratedOptimizer, "step", every_second),
+        {},
+        "trainer counts 2 optimiser steps, the optimiser made 1",
+    ),
+    "update without effect": (around(torch.optim.AdamW, "step", every_second), {}, "update 2 changed no weight"),
+    "gradients kept": (
+        around(torch.nn.Module, "zero_grad", lambda o: lambda self, *a, **k: None),
+        {},
+        "gradient in step 2 is not the sum",
+    ),
+    "gradients lost": (
+        around(
+            NoisyGRPOTrainer,
+            "training_step",
+            lambda o: lambda self, model, *a, **k: (model.zero_grad(), o(self, model, *a, **k))[1],
+        ),
+        {},
+        "gradient in step 1 is not the sum",
+    ),
+    "no gradient clipping": (
+        around(
+            Trainer,
+            "_clip_grad_norm",
+            lambda o: lambda self, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        ),
+        {"max_grad_norm": 0.05},
+        "gradient clipping",
+    ),
+    "weight decay": (with_argument(weight_decay=0.1), {}, r"weight_decay is 0\.1, the study asks for 0\.0"),
+    "betas": (with_optimiser(betas=(0.8, 0.99)), {}, r"beta1 is 0\.8, the study asks for 0\.9"),
+    "epsilon": (with_optimiser(eps=1e-3), {}, "update 1 is not AdamW's|epsilon is"),
+    "moments lost": (around(torch.optim.AdamW, "step", lose_moments), {}, "not AdamW's|moments"),
+    "frozen weight": (with_policy(freeze), {}, "down_proj.weight is frozen"),
+    "other initial weights": (
+        with_policy(scale_weights),
+        {},
+        "before training is not the weight of the prepared model",
+    ),
+    "dropout": (with_policy(drop_attention), {}, r"attention_dropout is 0\.1"),
+    "checkpoint of the step before": (
+        around(CheckpointCallback, "on_step_end", checkpoint_of_the_step_before),
+        {},
+        "in the checkpoint of step 2 is not the weight in memory",
+    ),
+    "checkpoint scaled": (
+        around(
+            checkpoints.CheckpointWriter,
+            "_save",
+            lambda o: (
+                lambda self, model, folder: (
+                    scale_weights(model),
+                    o(self, model, folder),
+                    model.model.layers[0].mlp.down_proj.weight.data.div_(1.01),
+                )[1]
+            ),
+        ),
+        {},
+        "in the checkpoint of step 1 is not the weight in memory",
+    ),
+    "prompts in order": (
+        around(PromptSampler, "__iter__", lambda o: lambda self: iter(sorted(o(self)))),
+        {},
+        "some are repeated",
+    ),
+    "prompts repeated": (
+        around(PromptSampler, "__iter__", lambda o: lambda self: iter([0 for _ in o(self)])),
+        {},
+        "some are repeated",
+    ),
+    "every epoch alike": (
+        around(
+            PromptSampler, "__init__", lambda o: lambda self, *a, **k: o(self, *a, **{**k, "steps_done": lambda: 0})
+        ),
+        {"epochs": 2, "num_steps": 5},
+        "prompts of the rollout after step 4",
+    ),
+    "fewer completions per prompt": (with_attribute(num_generations=4), {}, "num_generations is 4"),
+    "unfinished completions masked": (
+        replaced(
+            'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
+            "mask = completion_mask * ~completion_mask.bool().all(1, keepdim=True)",
+        ),
+        {},
+        "completions without an end token are left out",
+    ),
+    "reference is the policy": (
+        around(
+            NoisyGRPOTrainer,
+            "_log_probabilities",
+            lambda o: lambda self, *a, **k: masked_reference(self, o, *a, **k),
+        ),
+        {},
+        "not computed by the reference model",
+    ),
+    "reference updated": (
+        around(NoisyGRPOTrainer, "training_step", updated_reference),
+        {"num_steps": 3},
+        "reference model has other weights",
+    ),
+    "loss type": (with_attribute(loss_type="grpo"), {}, "loss_type is 'grpo', the study asks for 'dapo'"),
+    "denominator": (
+        replaced("loss = (per_token_loss * mask).sum() / normalizer", "loss = (per_token_loss * mask).mean()"),
+        {},
+        "the loss is scaled by",
+    ),
+    "loss scaled on its way": (
+        around(Accelerator, "backward", lambda o: lambda self, loss, **k: o(self, 2 * loss, **k)),
+        {},
+        "the loss is scaled by 2",
+    ),
+    "old log-probabilities of other rows": (
+        with_inputs(lambda i: {**i, "old_per_token_logps": i["old_per_token_logps"].roll(1, 0)}),
+        OFF_POLICY,
+        "old log-probabilities",
+    ),
+    "validation graded wrongly": (
+        around(callbacks, "is_correct", lambda o: lambda *a: True),
+        {},
+        "reports an accuracy of 1, graded again it is 0",
+    ),
+    "validation sampled": (
+        around(transformers_backend, "_most_probable", lambda o: lambda logits, rows: logits.argmin(-1)),
+        {},
+        "tokens chosen in validation",
+    ),
+    "micro-batch dropped": (
+        around(
+            NoisyGRPOTrainer,
+            "training_step",
+            lambda o: (
+                lambda self, model, batch, *a, **k: (
+                    (setattr(self, "_step", self._step + 1), torch.tensor(0.0))[1]
+                    if self._step % 2
+                    else o(self, model, batch, *a, **k)
+                )
+            ),
+        ),
+        {},
+        "gradients of 1 micro-batches|were not trained on",
+    ),
+    "adapters scaled": (
+        with_policy(
+            lambda model: [layer.scaling.update(default=4.0) for layer in model.modules() if hasattr(layer, "lora_A")]
+        ),
+        {"lora": LORA},
+        r"low-rank adapters .*'scale': 4\.0",
+    ),
+    "adapters on in the reference": (
+        around(trainer, "adapters_off", lambda o: lambda model: __import__("contextlib").nullcontext()),
+        {"lora": LORA},
+        "not computed by the reference model",
+    ),
+}
+FAST = {"learning rate", "KL sign", "constant rewards", "checkpoint of the step before", "seed of the sampler"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SABOTAGES]
+)
+def test_a_sabotaged_run_is_refused_in_one_line_that_names_the_cause(name, inputs, tmp_path, monkeypatch):
+    sabotage, settings, cause = SABOTAGES[name]
+    sabotage(monkeypatch)
+    with pytest.raises(ReceiptError, match=cause) as refused:
+        run(training_spec(**settings), inputs, tmp_path / "run")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
