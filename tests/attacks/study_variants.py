@@ -80,7 +80,7 @@ def _variant(arms: dict[str, Any], **config: Any) -> dict[str, Any]:
     return study
 
 
-_SHORT = {"noise_levels": [0.0, 0.1], "noise_seeds": [0], "max_response_tokens": 24, "batch_size": 6}
+_SHORT = {"noise_levels": [0.0, 0.1], "noise_seeds": [0], "max_response_tokens": 24, "batch_size": 3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "attacked": ATTACKED,
     # The settings of the trainer differ from their defaults. Two epochs of two steps, each with half of a rollout.

@@ -8,12 +8,13 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 NUM_WORKERS = 2
-_SECONDS, _SECONDS_AFTER_A_FAILURE = 120, 10
+_SECONDS, _SECONDS_AFTER_A_FAILURE = 300.0, 10.0
 sabotage_name: list[str] = []
 """Name of the sabotage that is being tried; empty for none."""
 
@@ -30,17 +31,18 @@ def launch(spec: Any, inputs: Any, workspace: Any, resume_from: Path | None, say
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     command = [sys.executable, __file__, str(folder)]
     workers = [subprocess.Popen([*command, str(rank)], stderr=subprocess.DEVNULL) for rank in range(NUM_WORKERS)]
-    results = []
+    results: list[Any] = []
+    deadline = time.monotonic() + _SECONDS
     with contextlib.ExitStack() as stack:
         for worker in workers:
             stack.callback(worker.kill)
-        for rank, worker in enumerate(workers):
+        while time.monotonic() < deadline and any(worker.poll() is None for worker in workers):
+            time.sleep(0.2)
+            results = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("result?"))]
             # A worker whose peer was refused waits for it in vain.
-            failed = any(error is not None for _, error in results)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(timeout=_SECONDS_AFTER_A_FAILURE if failed else _SECONDS)
-            path = folder / f"result{rank}"
-            results += [pickle.loads(path.read_bytes())] if path.exists() else []
+            if any(error is not None for _, error in results):
+                deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_A_FAILURE)
+        results = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("result?"))]
     for effects, _ in results:
         for _ in range(effects):
             took_effect()
@@ -77,7 +79,8 @@ def _work(folder: Path, rank: int) -> None:
         error = refused
     except Exception:  # noqa: BLE001 - the launching process raises it
         error = traceback.format_exc()
-    (folder / f"result{rank}").write_bytes(pickle.dumps((effects(), error)))
+    (folder / f"unfinished{rank}").write_bytes(pickle.dumps((effects(), error)))
+    (folder / f"unfinished{rank}").rename(folder / f"result{rank}")
     # Another worker may wait for this one in a collective operation.
     os._exit(0)
 
