@@ -2,8 +2,7 @@
 
 Noise is applied to torch functions by name and to modules. A layer may compute a product in another way: a new kernel
 for experts, a convolution, an operator called through `torch.ops`, a product written as a sum. All of these pass
-torch's dispatcher. In the first forwards of a phase, every operation that reaches the dispatcher is therefore
-classified:
+torch's dispatcher. In passes that are audited, every operation that reaches the dispatcher is therefore classified:
 
 - It runs inside a noised call, or inside a call that is already counted as escaped.
 - It is known not to be a product: views, element-wise operations, reductions, copies, indexing.
@@ -11,7 +10,9 @@ classified:
   operations, so a product that a future version of torch introduces is refused and not ignored.
 
 Element-wise operations can also form a product, as in `(x * W).sum(-1)`. A matrix parameter of a noised layer may
-therefore be used only in noised calls. Views, copies and selections of the parameter count as the parameter.
+therefore be used only in noised calls. Views, copies and selections of the parameter count as the parameter, and so
+does what is computed from such parameters alone. Out of reach are products outside torch, and element-wise ones with a
+buffer or another tensor that is no parameter: rotary embeddings and masks are of this kind.
 """
 
 import sys
@@ -174,19 +175,21 @@ def escape(func: Any, inputs: Sequence[Tensor], output: Any, parameters: MatrixP
     )
     if not known:
         return f"{func.namespace}.{name}"
-    if takes_matrix and not _is_harmless_on_a_parameter(name, inputs, output, parameters):
-        return f"{func.namespace}.{name} on a weight matrix"
-    return None
+    if not takes_matrix:
+        return None
+    if name == "embedding" or all(value in parameters for value in inputs):
+        # Rows of a matrix, or something computed from matrices alone: still no product with the hidden states.
+        parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
+        return None
+    return None if _is_a_bias(name, inputs, output, parameters) else f"{func.namespace}.{name} on a weight matrix"
 
 
-def _is_harmless_on_a_parameter(name: str, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters) -> bool:
-    """Whether an operation on a matrix parameter is not part of a product: an embedding lookup, or a bias.
+def _is_a_bias(name: str, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters) -> bool:
+    """Whether an operation adds a matrix parameter to a tensor of its size, which is no part of a product.
 
     If the sum has more elements than the other operand, that operand was broadcast against the matrix. Distances such
     as `((x - W)**2).sum(-1)`, which contain a product, begin in this way.
     """
-    if name == "embedding":
-        return True
     if name not in _ADDITIONS or not isinstance(output, Tensor):
         return False
     others = [value.numel() for value in inputs if value not in parameters]

@@ -143,6 +143,4 @@ def where(claim: Claim) -> str:
 def forward_origin(followed: Followed) -> Origin:
     """Return the origin of a tensor that was made in a forward pass."""
     frame = followed.frame
-    return Origin(
-        frame.phase, frame.phase, frame.position, frame.place, frame.layer, frame.error, frame.needs_noise
-    )
+    return Origin(frame.phase, frame.phase, frame.position, frame.place, frame.layer, frame.error, frame.needs_noise)

@@ -44,9 +44,7 @@ def compare_norms(
         weight, before = weight_of(module).detach(), clean_weights[name]
         elements = rng.integers(weight.numel(), size=min(weight.numel(), _SAMPLED_ELEMENTS))
         index = torch.from_numpy(elements)
-        used, clean = (
-            tensor.flatten()[index.to(tensor.device)].double().cpu().numpy() for tensor in (weight, before)
-        )
+        used, clean = (tensor.flatten()[index.to(tensor.device)].double().cpu().numpy() for tensor in (weight, before))
         call = noised.index(name) if name in noised else None
         sigma = recorder.requested_sigma(position.step, name) if call is not None else 0.0
         if call is None or sigma == 0:
