@@ -246,7 +246,7 @@ PRODUCTS = {
     "cov": lambda x, w: torch.cov(w)[: x.shape[1]],
     "corrcoef": lambda x, w: torch.corrcoef(w)[: x.shape[1]],
     "bilinear": lambda x, w: F.bilinear(x, x, w.expand(32, 32, 32)),
-    "kron": lambda x, w: torch.kron(w, w)[: x.shape[1], :32],
+    "kron": lambda x, w: torch.kron(x[0], w)[: x.shape[1], :32],
     "conv1d": lambda x, w: F.conv1d(x.transpose(1, 2), w.unsqueeze(-1)).transpose(1, 2),
     "depthwise conv1d": lambda x, w: F.conv1d(x.transpose(1, 2), w[:, None, :1], groups=32).transpose(1, 2),
     "conv2d": lambda x, w: F.conv2d(x.transpose(1, 2).unsqueeze(-1), w[..., None, None]).squeeze(-1).transpose(1, 2),
