@@ -13,13 +13,14 @@ applied at these modules:
 A decoder layer returns (hidden, residual), whose sum is the output of transformers' layer. Faults and AQN noise on
 hidden states act on this sum.
 
-Two checks find products that this misses. `EngineCensus` classifies the operations of noised layers in the first
-forwards of a pass, and in every forward a noised layer must reach all operators that it consists of.
+Two checks find what this misses. `EngineAudit` observes forwards drawn at random: it classifies every operation of
+noised layers and recomputes sampled numbers of the noise. And noise must reach all operators of a noised layer in every
+forward.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OutputErrorModel
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.generation.vllm.census import EngineCensus
+from aqnpipe.generation.vllm.audit import EngineAudit, audited_parts
 from aqnpipe.generation.vllm.modules import EngineModel, Linear
 from aqnpipe.generation.vllm.reference_check import EngineReferenceCheck
 from aqnpipe.models.layout import layer_of
@@ -95,7 +96,9 @@ def engine_noise(
     check_noise_is_supported(engine, noise)
     if hasattr(engine.model, ACTIVE_MARK):
         raise ModelError(f"noise is already installed on this {type(engine.model).__name__}; injections do not nest")
-    state = PhaseState(engine.model, noise.phase, key, recorder)
+    state = PhaseState(engine.model, noise.phase, key, recorder, audited_parts(engine))
+    position = state.audit.position._replace(forward=0)
+    state.audit = EngineAudit(engine, noise.phase, position, recorder, hidden_sigmas or {})
     recorder.note_installed(
         noise.phase, operator_noise=noise.operator_noise, module_noise=noise.module_noise, faults=noise.faults
     )
@@ -130,7 +133,6 @@ class _EngineInjection:
         self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
         self._fault_injection = FaultInjection(state, faults, hidden_sigmas, engine.site_module)
         self._reference_check = EngineReferenceCheck(state, self._noise)
-        self._census: EngineCensus | None = None
         # By place: the operators that noise must reach in every forward, and those that it reached in the present one.
         self._expected: dict[int, set[str]] = defaultdict(set)
         self._reached: set[str] = set()
@@ -153,6 +155,7 @@ class _EngineInjection:
             if engine.head_is_plain and not self._is_changed_inside(engine.head, None):
                 self._reference_check.install_on_head(stack, logits)
         self._install_on_linears(stack, None, [engine.head])
+        self._state.audit.install(stack)
 
     def _is_changed_inside(self, linear: Linear, layer: int | None) -> bool:
         """Return whether noise or faults change inputs or outputs inside a linear module, unseen by its own hooks."""
@@ -166,7 +169,7 @@ class _EngineInjection:
             changed_inside = self._is_changed_inside(linear, layer)
             if noised or changed_inside:
                 method = linear.module.quant_method
-                product = self._separate_products if changed_inside else self._product
+                product = self._changed_product if changed_inside else self._product
                 method.apply = partial(product, linear, method.apply)
                 stack.callback(delattr, method, "apply")
             if noised:
@@ -226,7 +229,6 @@ class _EngineInjection:
         state.start_forward(None if state.forward_index < 0 else 1)
         self._reference_check.enter_model()
         state.recorder.count_forward(state.phase)
-        self._census = EngineCensus() if self._census_is_due() else None
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
         state.outside = state.place = self._place(None, len(self._engine.layers) + 1, None)
@@ -236,40 +238,21 @@ class _EngineInjection:
         error = self._noise.error_in(layer) if self._noise is not None else None
         self._state.place = self._place(layer, index, error)
         self._reached.clear()
-        if error is not None and self._census is not None:
-            place = self._engine.head.module if layer is None else module
-            self._census.start(place, "lm_head" if layer is None else self._engine.layers[index].name)
 
     def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:
         needs_key = error is not None or self._module_errors is not None
         return Place(layer, self._state.seed(self._state.phase, index) if needs_key else 0, error)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        state, census = self._state, self._census
+        state = self._state
         if state.place.error is not None:
-            if census is not None:
-                census.stop()
-                state.recorder.add_census(state.phase, self._kind_of_forward(), *census.take())
             for operator in self._expected[index] - self._reached:
                 name = "lm_head" if state.place.layer is None else self._engine.layers[index].name
                 state.recorder.count_escape(state.phase, f"{operator} in {name}")
         state.place = state.outside
 
-    def _census_is_due(self) -> bool:
-        """Whether to classify the operations of this forward: it is the first of its kind in a pass."""
-        state = self._state
-        return (
-            self._noise is not None
-            and state.is_first_of_kind
-            and state.recorder.wants_census(state.phase, self._kind_of_forward())
-        )
-
-    def _kind_of_forward(self) -> str:
-        return "one token" if self._state.reads_one_token else "several tokens"
-
-    def _accounted(self) -> AbstractContextManager[None]:
-        """Do not classify the operations of the body, which is a noised operator."""
-        return self._census.accounted() if self._census is not None else nullcontext()
+    def _noised_call(self) -> AbstractContextManager[None]:
+        return self._state.audit.noised_call(self._state.place.error)
 
     def _apply_error(self, operator: str, tensor: Tensor) -> Tensor:
         """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor."""
@@ -280,19 +263,22 @@ class _EngineInjection:
         place.calls += 1
         self._reached.add(operator)
         source = NoiseStream(place.key, place.calls)
-        with self._accounted():
-            state.put_error(state.phase, operator, place.layer, error, source, tensor, repeats=True)
+        state.put_error(state.phase, operator, place.layer, error, source, tensor, repeats=True)
         return tensor
 
     def _product(
         self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """Compute the product of `apply`, with an error on every projection before its bias."""
-        with self._accounted():
+        with self._noised_call():
             product = apply(layer, x, None)
-        for projection, columns in zip(linear.projections, linear.views(product), strict=True):
-            self._apply_error(f"linear.{projection.name}", columns)
+            for projection, columns in zip(linear.projections, linear.views(product), strict=True):
+                self._apply_error(f"linear.{projection.name}", columns)
         return product if bias is None else product.add_(bias)
+
+    def _changed_product(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._noised_call():
+            return self._separate_products(*args, **kwargs)
 
     def _separate_products(
         self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
@@ -304,12 +290,10 @@ class _EngineInjection:
         projections = linear.projections
         if linear.is_merged and self._noises_inputs:
             inputs, weights = [projection.input(x) for projection in projections], layer.weight.split(linear.widths)
-            with self._accounted():
-                outputs = [F.linear(values, weight) for values, weight in zip(inputs, weights, strict=True)]
+            outputs = [F.linear(values, weight) for values, weight in zip(inputs, weights, strict=True)]
         else:
             inputs, weights = [x if linear.is_merged else projections[0].input(x)], [layer.weight]
-            with self._accounted():
-                outputs = linear.split(apply(layer, inputs[0], None))
+            outputs = linear.split(apply(layer, inputs[0], None))
         # `outputs` may have padding columns as one more item, which `strict=False` skips.
         if self._state.place.error is not None:
             for projection, output in zip(projections, outputs, strict=False):
@@ -323,9 +307,8 @@ class _EngineInjection:
         return _joined([*hooked, *outputs[len(projections) :]])
 
     def _attention(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        with self._accounted():
-            output = forward(*args, **kwargs)
-        return self._apply_error("scaled_dot_product_attention", output)
+        with self._noised_call():
+            return self._apply_error("scaled_dot_product_attention", forward(*args, **kwargs))
 
     def _after(self, operator: str, module: nn.Module, args: Any, output: Any) -> None:
         self._apply_error(operator, output[0] if isinstance(output, tuple) else output)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.audit.phase_audit import ONE_TOKEN, SEVERAL_TOKENS
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 
@@ -15,7 +16,7 @@ def checked_measurements(
 
     `min_forwards`: the forward passes that the responses took at least. `noises_operators`: operator noise was
     requested. Raises ReceiptError if the measurements of a worker are missing, do not cover all forward passes, or
-    have operator noise without a census of the operations.
+    have operator noise that was not audited.
     """
     ranks = sorted(reply["rank"] for reply in replies)
     if ranks != list(range(num_workers)):
@@ -32,17 +33,16 @@ def checked_measurements(
                 f"least {min_forwards}"
             )
         if noises_operators and min_forwards:
-            _check_census(worker)
+            _check_audit(worker)
     return workers
 
 
-def _check_census(worker: WorkerMeasurements) -> None:
-    """Raise ReceiptError if the operations of noised layers were not classified in both kinds of forward passes."""
+def _check_audit(worker: WorkerMeasurements) -> None:
+    """Raise ReceiptError if no layer was observed in one of the kinds of forward passes."""
     for record in worker.state.phases:
-        kinds = ["several tokens", "one token"][: record.forwards]
-        missing = [kind for kind in kinds if not record.census.get(kind)]
+        missing = [kind for kind in (SEVERAL_TOKENS, ONE_TOKEN)[: record.forwards] if not record.audit.passes.get(kind)]
         if missing:
             raise ReceiptError(
-                f"receipt refused: vLLM's {worker.label} classified no operations of noised layers in {record.phase} "
+                f"receipt refused: vLLM's {worker.label} audited no layer in {record.phase} "
                 f"(forward passes over {' and over '.join(missing)})"
             )

@@ -142,13 +142,13 @@ class PhaseAudit:
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         _call_all(self._later_handles)
         self.position = self.position._replace(forward=self.position.forward + 1)
-        self._kind = ONE_TOKEN if _num_tokens(args, kwargs) == 1 else SEVERAL_TOKENS
+        self._kind = self._kind_of(args, kwargs)
         number = self._recorder.num_forwards(self._phase) + 1
         whole = self._recorder.wants_whole_audit(self._phase, self._kind)
         if not whole and self._choices.random() >= max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             return
         compare_norms(self._model, self._phase, self.position, self._recorder, self._comparison, self._rng)
-        observer = Observer(self._rng)
+        observer = self._new_observer()
         if whole:
             self._whole = observer
             self._start(observer, self._frame(self._outside, None, self._model))
@@ -159,6 +159,12 @@ class PhaseAudit:
                 part.module.register_forward_pre_hook(partial(self._enter_part, observer, part), prepend=True),
                 part.module.register_forward_hook(partial(self._leave_part, observer, part), always_call=True),
             )
+
+    def _new_observer(self) -> Observer:
+        return Observer(self._rng)
+
+    def _kind_of(self, args: Any, kwargs: Mapping[str, Any]) -> str:
+        return ONE_TOKEN if _num_tokens(args, kwargs) == 1 else SEVERAL_TOKENS
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         _call_all(self._handles)
