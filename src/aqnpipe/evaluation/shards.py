@@ -200,9 +200,7 @@ def noise_of(spec: EvaluationSpec, noise_level: float, noise_seed: int) -> PassN
         include_lm_head=spec.evaluation.include_lm_head,
         attention="decomposed" if spec.attention == "eager" else "fused",
     )
-    return PassNoise(
-        operator_noise=operator_noise if noise_level else None, faults=spec.faults, noise_seed=noise_seed
-    )
+    return PassNoise(operator_noise=operator_noise if noise_level else None, faults=spec.faults, noise_seed=noise_seed)
 
 
 def sampling_of(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Sampling:
@@ -232,7 +230,9 @@ def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[Sha
         for batch, completions in zip(shard.batches, result.completions, strict=True):
             found.setdefault(batch.sample, {}).update(zip(batch.questions, completions, strict=True))
     samples = [[responses[question] for question in range(len(responses))] for _, responses in sorted(found.items())]
-    receipt = pass_receipt(noise_of(spec, first.noise_level, first.noise_seed), [result.measurements for result in results])
+    receipt = pass_receipt(
+        noise_of(spec, first.noise_level, first.noise_seed), [result.measurements for result in results]
+    )
     batches = tuple(batch for shard in shards for batch in shard.batches)
     facts = tuple(observed for result in results for observed in result.facts)
     return PassResult(first.noise_level, first.noise_seed, samples, receipt, batches, facts)

@@ -36,7 +36,7 @@ class CacheRows:
     def note_step(self, cache: Any) -> None:
         """Note the keys of the tokens just read."""
         keys = self._keys(cache)
-        self._mark = None if keys is None else _bits(keys[:, :, -1])
+        self._mark = None if keys is None else keys[:, :, -1].detach().clone()
 
     def places(self, cache: Any) -> tuple[list[int], int]:
         """Return which place each row of the cache had in the last forward, and the number of rows not recognised."""
@@ -44,7 +44,10 @@ class CacheRows:
         if keys is None:
             raise ValueError("no layer has keys; this is a bug")
         if self._mark is not None:
-            return _matched(_bits(keys[:, :, -1]), self._mark)
+            now = keys[:, :, -1]
+            if now.shape == self._mark.shape and torch.equal(now, self._mark):
+                return list(range(len(now))), 0
+            return _matched(_bits(now), _bits(self._mark))
         marks = torch.stack(self._marks)
         last = keys.shape[2] - 1
         columns = torch.tensor([min(column, last) for column in self._columns], device=keys.device)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from aqnpipe.evaluation.audit.facts import Choice
 
+_DRAWN_STEPS = 8
+"""Draws are made again for the first tokens of a batch: other draws, or another temperature, show in these."""
 _DRAW_TOLERANCE = 1e-3
 """Two tokens whose perturbed log-probabilities are this close may be exchanged by rounding."""
 
@@ -22,12 +24,8 @@ class Choices:
         self._perturbation: Tensor | None = None
         self._rows: list[int] = []
         self._steps: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
+        self._moves: set[int] = set()
         self._last: list[tuple[list[int], Tensor, Tensor]] = []
-
-    @property
-    def _is_known(self) -> bool:
-        """Whether the audit knows which token must be chosen."""
-        return self._choice.temperature is None or self._draws_checked
 
     def start(self, logits: Tensor) -> None:
         """Note the logits [vocabulary] behind one more prompt."""
@@ -48,6 +46,7 @@ class Choices:
         if list(places) == list(range(len(self._rows))) or self._logits is None:
             return
         self._end(sorted(set(range(len(self._rows))).difference(places)))
+        self._moves.add(len(self._steps) + 1)
         index = torch.tensor(list(places), device=self._logits.device)
         self._rows = [self._rows[place] for place in places]
         self._logits = self._logits[index]
@@ -65,11 +64,19 @@ class Choices:
         if self._logits is not None:
             self._end(list(range(len(self._rows))))
             self._logits = None
-        if not self._is_known:
-            return {}
         return {row: token for rows, tokens, _ in self._last for row, token in zip(rows, tokens.tolist(), strict=True)}
 
-    def wrong(self) -> Iterator[tuple[int, int]]:
+    def problems(self) -> Iterator[tuple[int, str]]:
+        """Yield the rows with a token that is not the study's choice, and what is wrong with the first such token."""
+        found = dict(self._wrong())
+        if found and self._moves.issuperset(found.values()):
+            # Between these steps every choice was right.
+            text = "token {} was read with the cached keys of another row, when rows had left the batch"
+            yield from ((row, text.format(step)) for row, step in found.items())
+        else:
+            yield from ((row, self._describe(step)) for row, step in found.items())
+
+    def _wrong(self) -> Iterator[tuple[int, int]]:
         """Yield the row and the number (from 1) of the first token of each row that is not the study's choice."""
         found: dict[int, int] = {}
         for step, (rows, _, _, is_wrong) in enumerate(self._steps, start=1):
@@ -78,8 +85,7 @@ class Choices:
                     found.setdefault(row, step)
         yield from sorted(found.items())
 
-    def describe(self, step: int) -> str:
-        """Return in words what is wrong with token `step` of a row."""
+    def _describe(self, step: int) -> str:
         if self._choice.temperature is None:
             return f"token {step} is not the most probable one; the study decodes greedily"
         tokens, most_probable = self.counts()
@@ -94,7 +100,7 @@ class Choices:
     def values(self) -> dict[int, list[float]]:
         """Return the logits of the chosen tokens of each row, in order, as far as the tokens are known."""
         found: dict[int, list[float]] = {}
-        last = [(rows, values) for rows, _, values in self._last] if self._is_known else []
+        last = [(rows, values) for rows, _, values in self._last]
         for rows, values in [*((rows, chosen) for rows, chosen, _, _ in self._steps), *last]:
             for row, value in zip(rows, values.float().tolist(), strict=True):
                 found.setdefault(row, []).append(value)
@@ -103,7 +109,8 @@ class Choices:
     def _set(self, logits: Tensor) -> None:
         """Note the logits of the active rows, and make the draws that choose from them."""
         self._logits = logits
-        if self._choice.temperature is None or not self._draws_checked:
+        self._perturbation = None
+        if self._choice.temperature is None or not self._draws_checked or len(self._steps) >= _DRAWN_STEPS:
             return
         if self._generator is None:
             self._generator = torch.Generator(device=logits.device).manual_seed(self._choice.seed)
@@ -120,7 +127,7 @@ class Choices:
     def _is_wrong(self, tokens: Tensor, is_top: Tensor) -> Tensor:
         if self._choice.temperature is None:
             return ~is_top
-        if self._logits is None or not self._draws_checked:
+        if self._logits is None or self._perturbation is None:
             return torch.zeros_like(is_top)
         scores = self._scores(self._logits, self._rows)
         best, chosen = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
@@ -128,8 +135,9 @@ class Choices:
         return best - chosen > _DRAW_TOLERANCE + rounding
 
     def _end(self, places: Sequence[int]) -> None:
-        """Note the last choice of the rows at `places`."""
-        if not places or self._logits is None:
+        """Note the last choice of the rows at `places`, if it is known."""
+        is_known = self._choice.temperature is None or self._perturbation is not None
+        if not places or self._logits is None or not is_known:
             return
         logits = self._logits[torch.tensor(list(places), device=self._logits.device)]
         rows = [self._rows[place] for place in places]

@@ -1,7 +1,7 @@
 """Computes a few rows of a batch again, by ways that share nothing with the decoder.
 
-Every chosen row is read in one forward of its own: prompt and response, without padding, cache or batch. The logits of
-its tokens must be those that decoding had, within rounding. Some rows are also decoded by transformers' own `generate`.
+Every chosen row is read in one forward: prompt and response at once, without a cache or padding before it. The logits
+of its tokens must be those that decoding had, within rounding. Some rows are also decoded by transformers' `generate`.
 Only batches without noise and faults can be computed again.
 """
 
@@ -22,6 +22,7 @@ Measured with 6 to 28 layers: below 60, 3 and 2 units. Other padding, a missing 
 logits by a share of their size.
 """
 _ROWS_SHARE = 32
+_MAX_LOGITS = 2**25
 _MIN_ROWS = 3
 _GENERATED_TOKENS = 24
 _GENERATED_BATCHES = 8
@@ -58,8 +59,7 @@ def compute_again(
     problems: list[Finding] = []
     largest, tokens = 0.0, 0
     with torch.no_grad():
-        for row in rows:
-            logits = _logits_of(model, prompts[row], responses[row])
+        for row, logits in _read_again(model, prompts, responses, rows, padding_token):
             difference, step = _largest_difference(logits, responses[row], values.get(row, ()))
             greedy = _largest_gap(logits, responses[row]) if choice.temperature is None else (0.0, 0)
             largest, tokens = max(largest, difference, greedy[0]), tokens + len(responses[row])
@@ -78,6 +78,27 @@ def _differs(step: int) -> str:
         f"token {step} has another logit than the same prompt and response read at once: the row was decoded behind "
         "other tokens, padding, positions or cached keys"
     )
+
+
+def _read_again(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    padding_token: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the logits [tokens, vocabulary] of every row, read together with others where these fit."""
+    texts = [[*prompts[row], *responses[row][:-1]] for row in rows]
+    width = max(map(len, texts))
+    if len(texts) * width * model.config.get_text_config().vocab_size > _MAX_LOGITS:
+        yield from ((row, _logits_of(model, prompts[row], responses[row])) for row in rows)
+        return
+    # Padding behind a text is not seen by the tokens before it.
+    ids = [[*text, *[padding_token] * (width - len(text))] for text in texts]
+    logits = model(input_ids=torch.tensor(ids, device=model.device), use_cache=False).logits
+    for place, row in enumerate(rows):
+        first = len(prompts[row]) - 1
+        yield row, logits[place, first : first + len(responses[row])]
 
 
 def _logits_of(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:

@@ -36,6 +36,8 @@ class Judge:
         self._is_observed = backend != "vllm"
         self._weights: str | None = None
         self._passes: list[PassFacts] = []
+        self._texts: dict[tuple[int, ...], str] = {}
+        self._graded = cache(_grades)
 
     def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
         """Raise ReceiptError if a pass, or the table of it, is not what the study requests."""
@@ -206,14 +208,13 @@ class Judge:
             yield from self._content_problems(result.samples, rows)
 
     def _content_problems(self, samples: Sequence[Sequence[Completion]], rows: pl.DataFrame) -> Iterator[str]:
-        graded = cache(_grades)
         number_of = {name: number for number, name in enumerate(self._expected.question_ids)}
         for row in rows.iter_rows(named=True):
             question = number_of[row["question_id"]]
             text, num_tokens, reason = self._shown(samples[row["sample"]][question])
             if (row["response"], row["response_tokens"], row["finish_reason"]) != (text, num_tokens, reason):
                 yield f"question {row['question_id']}: the stored response is not the one that the model gave"
-            elif {name: row[name] for name in _GRADE_COLUMNS} != graded(text, self._expected.golds[question]):
+            elif {name: row[name] for name in _GRADE_COLUMNS} != self._graded(text, self._expected.golds[question]):
                 yield (
                     f"question {row['question_id']}: the stored grade is not that of its response and gold answer "
                     f"{self._expected.golds[question]!r}"
@@ -221,7 +222,10 @@ class Judge:
 
     def _shown(self, completion: Completion) -> tuple[str, int, str]:
         """Return text, number of tokens and finish reason of a response as the table shows them."""
-        whole = self._expected.text_of(completion.token_ids)
+        tokens = tuple(completion.token_ids)
+        if tokens not in self._texts:
+            self._texts[tokens] = self._expected.text_of(tokens)
+        whole = self._texts[tokens]
         text = whole if self._expected.stop_text is None else whole.partition(self._expected.stop_text)[0]
         return text, len(completion.token_ids), "stop" if len(text) < len(whole) else completion.finish_reason
 

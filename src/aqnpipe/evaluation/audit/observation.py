@@ -71,8 +71,7 @@ class Observation:
         """Return what each row of the batch read and chose, in the order of the prompts."""
         self._end_prefill()
         last = self.choices.finish()
-        for row, step in self.choices.wrong():
-            self.problems.append((row, self.choices.describe(step)))
+        self.problems += self.choices.problems()
         found = {
             self._order[number]: RowFacts(tokens_digest(read), tuple(fed), last.get(self._order[number]))
             for number, (read, fed) in enumerate(zip(self._read, self._fed, strict=True))

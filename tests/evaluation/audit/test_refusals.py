@@ -1,0 +1,395 @@
+"""Accidents in the code of an evaluation: each is refused in one line that names its cause, and nothing is written."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+
+import aqnpipe.evaluation.stage as stage
+from aqnpipe.artifacts.files import read_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.data.stage import prepare_data
+from aqnpipe.errors import AqnpipeError
+from aqnpipe.evaluation import shards
+from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.generation import decoding, transformers_backend
+from aqnpipe.generation.kv_cache import InPlaceLayer
+from aqnpipe.generation.noisy_passes import TransformersPasses
+from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.models.loading import load_tokenizer
+
+NUM_QUESTIONS = 12
+TINY = builtin_folder("tiny")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for split in ("train", "test"):
+        prepare_data({"source": "generated", "num_train": 6, "num_test": NUM_QUESTIONS + 3}, split, folder / split)
+    return folder
+
+
+@pytest.fixture
+def run(data, tmp_path):
+    def evaluated(prompt=None, attention="sdpa", **evaluation):
+        settings = {
+            "noise_levels": (0.0, 0.1),
+            "noise_seeds": (3, 4),
+            "max_response_tokens": 40,
+            "batch_size": 12,
+            "num_questions": NUM_QUESTIONS,
+        }
+        spec = EvaluationSpec(
+            model_role="base", arm_id="a", seed=0, step=1, dtype="float32", attention=attention, prompt=prompt or {},
+            evaluation=settings | evaluation,
+        )  # fmt: skip
+        outputs = EvaluationOutputs(tmp_path / "t.parquet", tmp_path / "r.json", tmp_path / "run.json")
+        evaluate(spec, TINY, data / "test", outputs, lambda _: None, data / "train")
+        return outputs
+
+    return evaluated
+
+
+SAMPLED = {"sampling": {"temperature": 1.0, "num_samples": 2}}
+FEW_SHOT = {"layout": "question_answer", "num_examples": 2, "instruction": "Solve it."}
+
+
+def wrapped(original, change):
+    """`original` with its result changed."""
+    return lambda *args, **kwargs: change(original(*args, **kwargs))
+
+
+_generate, _joined, _run_shard, _score = TransformersBackend.generate, shards._joined, shards.run_shard, stage.score
+_prompt_token_ids, _sampling_of, _shards_of = stage.prompt_token_ids, shards.sampling_of, shards.shards_of
+_key = shards.NoiseKey
+
+
+def shortened(completions):
+    return [replace(one, token_ids=one.token_ids[:-1]) for one in completions]
+
+
+def other_end(completions):
+    return [replace(one, token_ids=[*one.token_ids[:-1], 5]) for one in completions]
+
+
+def rolled(items):
+    return [*items[1:], items[0]]
+
+
+def shuffled_questions(found):
+    return [
+        replace(shard, batches=tuple(replace(one, questions=tuple(rolled(one.questions))) for one in shard.batches))
+        for shard in found
+    ]
+
+
+def first_twice(found):
+    return [
+        replace(
+            shard,
+            batches=tuple(
+                replace(one, prompts=(one.prompts[0], one.prompts[0], *one.prompts[2:])) for one in shard.batches
+            ),
+        )
+        for shard in found
+    ]
+
+
+def swapped_levels(result):
+    """The responses of the clean pass are stored as those of a noisy one."""
+    if result.noise_level == 0:
+        swapped_levels.clean = result.samples
+    return replace(result, samples=swapped_levels.clean)
+
+
+def other_rows_answers(result):
+    """Swap the responses of two questions in one noisy pass."""
+    samples = [list(sample) for sample in result.samples]
+    if result.noise_seed == 4:
+        samples[0][0], samples[0][1] = samples[0][1], samples[0][0]
+    return replace(result, samples=samples)
+
+
+def graded_with_the_prompt(problems, *args):
+    whole = problems.with_columns(gold_answer=pl.Series(rolled(problems["gold_answer"].to_list())))
+    return _score(whole, *args)
+
+
+def labelled(problems, samples, tokenizer, level, *args):
+    return _score(problems, samples, tokenizer, 0.1 - level, *args)
+
+
+def reversed_rows(self, prompts, sampling, **settings):
+    return _generate(self, prompts, sampling, **settings)[::-1]
+
+
+def only_under_noise(self, prompts, sampling, share_prefix=False):
+    found = _generate(self, prompts, sampling, share_prefix=share_prefix)
+    return found if share_prefix else rolled(found)
+
+
+def truncated_prompts(self, prompts, sampling, **settings):
+    return _generate(self, [prompt[-20:] for prompt in prompts], sampling, **settings)
+
+
+def padded_prompts(self, prompts, sampling, **settings):
+    """All prompts padded on the left to the longest, without a mask."""
+    width = max(map(len, prompts))
+    padded = [[self._padding_token] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    return _generate(self, padded, sampling, **settings)
+
+
+def of_first_seed(seed, step):
+    return _key(seed=3, step=step)
+
+
+def sampled_in_one_pass(spec, noise_seed, sample, batch):
+    found = _sampling_of(spec, noise_seed, sample, batch)
+    return replace(found, temperature=1.0, seed=7) if noise_seed == 4 else found
+
+
+def at(**changes):
+    return wrapped(_sampling_of, lambda sampling: replace(sampling, **changes))
+
+
+def same_seed(spec, noise_seed, sample, batch):
+    return _sampling_of(spec, noise_seed, 0, batch)
+
+
+def first_example_missing(questions, prompt_format, tokenizer, examples):
+    return _prompt_token_ids(questions, prompt_format, tokenizer, examples[1:])
+
+
+def without_instruction(questions, prompt_format, tokenizer, examples):
+    return _prompt_token_ids(questions, prompt_format.model_copy(update={"instruction": ""}), tokenizer, examples)
+
+
+def autocast_shard(generator, spec, shard):
+    with torch.autocast("cpu", torch.bfloat16):
+        return _run_shard(generator, spec, shard)
+
+
+_reorder, _keep, _init = InPlaceLayer.reorder_cache, decoding._Batch.keep, decoding._Batch.__init__
+
+
+def no_reorder(self, beam_idx):
+    self._show(len(beam_idx), self.keys.shape[2])
+
+
+def no_reorder_in_one_layer(self, beam_idx):
+    (no_reorder if self._number == 1 else _reorder)(self, beam_idx)
+
+
+def rows_not_reordered(self, active):
+    rows = list(self.rows)
+    index = _keep(self, active)
+    self.rows = rows[: len(active)]
+    return index
+
+
+def mask_of_ones(self, *args):
+    _init(self, *args)
+    self._bias.zero_()
+
+
+def positions_with_padding(self, *args):
+    _init(self, *args)
+    self._positions = torch.arange(self._positions.shape[1])[None].expand_as(self._positions).contiguous()
+
+
+def one_prefix(self, tokens):
+    for buffer in self._buffers:
+        buffer[1:, :, : tokens - 1] = buffer[:1, :, 1:tokens]
+
+
+CASES = {
+    "questions shuffled against prompts": (
+        "shards_of",
+        wrapped(_shards_of, shuffled_questions),
+        r"for question test-\d+ the model read the prompt of question test-\d+",
+    ),
+    "a question answered twice": (
+        "shards_of",
+        wrapped(_shards_of, first_twice),
+        "the model read the prompt of question",
+    ),
+    "responses in another order": (reversed_rows, "response of .* tokens is not the one"),
+    "responses in another order under noise": (only_under_noise, r"level 0\.1.*is not the one"),
+    "responses of two rows swapped": (
+        "_joined",
+        wrapped(_joined, other_rows_answers),
+        "noise seed 4: question test-.* is not the one",
+    ),
+    "clean pass stored as noisy": (
+        "_joined",
+        wrapped(_joined, swapped_levels),
+        r"level 0\.1.*is not the one|level 0\.1.*last token|level 0\.1.*one token early",
+    ),
+    "cut one token early": (wrapped(_generate, shortened), "was cut one token early"),
+    "last token replaced": (wrapped(_generate, other_end), "the last token of the response is 5, the model chose"),
+    "prompts truncated": (truncated_prompts, "the model read another prompt than its text"),
+    "prompts padded on the left": (padded_prompts, "has another logit"),
+    "sampled in one pass": (
+        "sampling_of",
+        sampled_in_one_pass,
+        "noise seed 4: .*is not the most probable one; the study decodes greedily",
+    ),
+    "fewer tokens": ("sampling_of", at(max_response_tokens=9), "was cut after 9 of 40 tokens"),
+    "one noise seed for all": (
+        "NoiseKey",
+        of_first_seed,
+        "are not those of seed 4, step 0|keyed by noise seed 3, step 0, expected noise seed 4",
+    ),
+    "graded with other golds": ("score", graded_with_the_prompt, "stored grade is not that of its response and gold"),
+    "rows labelled with another level": ("score", labelled, "labelled with another noise level"),
+    "autocast": ("run_shard", autocast_shard, "autocast is on|number format"),
+}
+
+
+def install(monkeypatch, target, value):
+    if target is None:
+        monkeypatch.setattr(TransformersBackend, "generate", value)
+    elif hasattr(stage, target) and target in ("score", "prompt_token_ids", "shards_of", "load_tokenizer"):
+        monkeypatch.setattr(stage, target, value)
+    else:
+        monkeypatch.setattr(shards, target, value)
+        if target == "run_shard":
+            monkeypatch.setattr("aqnpipe.evaluation.local_runner.run_shard", value)
+
+
+def refused(run, tmp_path, cause, **settings):
+    with pytest.raises(AqnpipeError, match=cause) as error:
+        run(**settings)
+    assert "\n" not in str(error.value)
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".json", ".parquet")]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_an_accident_is_refused(run, tmp_path, monkeypatch, name):
+    *target, value, cause = CASES[name]
+    install(monkeypatch, target[0] if target else None, value)
+    refused(run, tmp_path, cause)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cause"),
+    [
+        ("temperature", at(temperature=0.7), "another draw; the study samples at temperature 1"),
+        ("greedy", at(temperature=None), "decoded greedily; the study samples at temperature 1"),
+        ("the same draws for all samples", same_seed, "another draw; the study samples"),
+    ],
+)
+def test_other_draws_are_refused(run, tmp_path, monkeypatch, name, value, cause):
+    monkeypatch.setattr(shards, "sampling_of", value)
+    refused(run, tmp_path, cause, **SAMPLED)
+
+
+@pytest.mark.parametrize("value", [first_example_missing, without_instruction])
+def test_other_prompts_are_refused(run, tmp_path, monkeypatch, value):
+    monkeypatch.setattr(stage, "prompt_token_ids", value)
+    refused(run, tmp_path, "the model read another prompt than its text", prompt=FEW_SHOT, max_response_tokens=8)
+
+
+def test_a_response_behind_the_stop_text_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("aqnpipe.config.dataset.PromptFormat.stop_text", property(lambda self: None))
+    # The words of the tiny model: it writes "####" often, "Question:" never.
+    monkeypatch.setattr("aqnpipe.evaluation.audit.expectation.Expectation.stop_text", "#### ")
+    refused(run, tmp_path, "goes on behind the stop text '#### '")
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "cause"),
+    [
+        (
+            (InPlaceLayer, "reorder_cache"),
+            no_reorder,
+            "with the cached keys of another row, when rows had left the batch",
+        ),
+        ((InPlaceLayer, "reorder_cache"), no_reorder_in_one_layer, "another logit|holds keys|is not the one"),
+        ((decoding._Batch, "keep"), rows_not_reordered, "tokens is not the one"),
+        ((decoding._Batch, "__init__"), mask_of_ones, "another logit"),
+        ((decoding._Batch, "__init__"), positions_with_padding, "another logit"),
+    ],
+)
+def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, target, value, cause):
+    monkeypatch.setattr(*target, value)
+    refused(run, tmp_path, cause, noise_levels=(0.0,))
+
+
+def test_a_prefix_of_other_tokens_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(InPlaceLayer, "repeat_first_row", one_prefix)
+    refused(run, tmp_path, "another logit", prompt=FEW_SHOT, noise_levels=(0.0,), max_response_tokens=8)
+
+
+def test_draws_of_noise_that_ignore_the_seed_are_refused(run, tmp_path, monkeypatch):
+    from aqnpipe.noise.injection import phase_state
+
+    derive = phase_state.derive_seed
+    monkeypatch.setattr(phase_state, "derive_seed", lambda seed, *rest: derive(0, *rest))
+    refused(run, tmp_path, "random numbers are not those of seed 3|noise seeds 3 and 4 gave the same noise")
+
+
+def test_the_questions_must_be_the_first_ones(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "read_table", lambda *args: read_table(*args)[1:])
+    refused(run, tmp_path, "the model read the prompt of question|another prompt")
+
+
+def test_golds_of_another_table_are_refused(run, tmp_path, monkeypatch):
+    def other_golds(path, schema):
+        table = read_table(path, schema)
+        return table.with_columns(gold_answer=pl.Series(rolled(table["gold_answer"].to_list())))
+
+    monkeypatch.setattr(stage, "read_table", other_golds)
+    refused(run, tmp_path, "stored grade is not that of its response and gold answer")
+
+
+def test_another_checkpoint_is_refused(run, tmp_path, monkeypatch):
+    from aqnpipe.evaluation import local_runner
+
+    opened = local_runner.open_generator
+    other = builtin_folder("tiny-comparison")
+    monkeypatch.setattr(
+        local_runner, "open_generator", lambda generation, folder, *a, **k: opened(generation, other, *a, **k)
+    )
+    refused(run, tmp_path, "in memory is not the weight of the checkpoint")
+
+
+def test_an_unobserved_backend_of_transformers_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "run_shard", lambda *args: replace(_run_shard(*args), facts=()))
+    monkeypatch.setattr("aqnpipe.evaluation.local_runner.run_shard", shards.run_shard)
+    refused(run, tmp_path, "0 of 1 batches were observed")
+
+
+def test_another_tokenizer_is_refused(run, tmp_path, monkeypatch):
+    def swapped(folder):
+        tokenizer = load_tokenizer(folder)
+        tokenizer.eos_token, tokenizer.pad_token = tokenizer.pad_token, tokenizer.eos_token
+        return tokenizer
+
+    monkeypatch.setattr("aqnpipe.evaluation.local_runner.load_tokenizer", swapped)
+    refused(run, tmp_path, "the tokenizer of another model")
+
+
+def test_the_pass_of_another_generator_is_refused(run, tmp_path, monkeypatch):
+    """The keys of the noise are shifted by one batch in the generator itself."""
+    whole = TransformersPasses.generate
+    monkeypatch.setattr(
+        TransformersPasses, "generate", lambda self, p, s, key: whole(self, p, s, replace(key, step=key.step + 1))
+    )
+    refused(
+        run, tmp_path, "keyed by noise seed 3, step 1, expected noise seed 3, step 0|are not those of seed 3, step 0"
+    )
+
+
+def test_a_most_probable_token_that_is_not(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers_backend, "_most_probable", lambda logits, rows: logits.topk(2).indices[:, 1])
+    refused(run, tmp_path, "token 1 is not the most probable one; the study decodes greedily", noise_levels=(0.0,))
+
+
+def test_the_table_of_problems_is_the_one_of_the_study(data):
+    assert len(read_table(data / "test", ProblemTable)) == NUM_QUESTIONS + 3
