@@ -225,9 +225,16 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 }
 
 
-def tiny_model_of(family: str, attention: str = "eager") -> PreTrainedModel:
-    """Return the tiny model of `family` with random weights, in evaluation mode."""
+_BY_LAYER = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "layer_types"}
+_BY_LAYER |= {"layers_block_type", "activation_sparsity_pattern"}
+
+
+def tiny_model_of(family: str, attention: str = "eager", *, doubled: bool = False) -> PreTrainedModel:
+    """Return the tiny model of `family` with random weights, in evaluation mode; `doubled`: with twice the layers."""
     settings = {key: value for key, value in {**SIZES, **FAMILIES[family]}.items() if value is not _WITHOUT}
+    if doubled:
+        settings |= {key: settings[key] * 2 for key in _BY_LAYER & settings.keys()}
+        settings |= {"attention_types": [[["global", "local"], 2]]} if "attention_types" in settings else {}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = CONFIG_MAPPING[family.split()[0]](**settings)

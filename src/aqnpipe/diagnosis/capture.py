@@ -1,5 +1,6 @@
 """Capture the input of every decoder layer in one forward, and run single layers on it."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,14 +37,21 @@ def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInpu
     """Run the decoder once on `prompt_ids` [sequences, tokens] and return the inputs of its layers in order.
 
     There is no KV cache, because a layer that is run again must not attend to keys of its first run. The output
-    projection is not run.
+    projection is not run. Raises ModelError if hidden states are not [sequences, tokens, hidden].
     """
     layers = decoder_layers(model)
+    names = [list(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers]
     inputs: dict[int, LayerInput] = {}
 
     def keep(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rest = dict(kwargs)
-        hidden = args[0] if args else rest.pop("hidden_states")
+        # Some families pass masks and positions without names.
+        rest = {**dict(zip(names[index], args, strict=False)), **kwargs}
+        hidden = rest.pop(names[index][0])
+        if hidden.ndim != 3:
+            raise ModelError(
+                f"decoder layer {index} of {type(model).__name__} takes hidden states of shape {tuple(hidden.shape)}, "
+                "expected [sequences, tokens, channels]; use a model of another family"
+            )
         inputs[index] = LayerInput(hidden, rest)
 
     handles = [

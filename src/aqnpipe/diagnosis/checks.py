@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from aqnpipe.errors import ModelError
+
 Probe = Literal["identity", "linear", "norm", "attention", "mlp", "integer", "monomial", "repeat"]
 
 KEPT_CHANNELS = 64
@@ -69,12 +71,19 @@ class Check:
 
 
 def compare(probe: Probe, layer: int, site: str, expected: Tensor, observed: Tensor, calls: int = 1) -> Check:
-    """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0 and NaN equals NaN."""
+    """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0 and NaN equals NaN.
+
+    Raises ModelError if a module computes something else than its name says, so that the shapes differ.
+    """
+    found = tuple(observed.shape) if isinstance(observed, Tensor) else type(observed).__name__
+    if not isinstance(observed, Tensor) or expected.numel() != observed.numel():
+        raise ModelError(
+            f"the diagnosis does not support the {site} of decoder layer {layer}: probe {probe} expected "
+            f"{tuple(expected.shape)}, found {found}; use a model of another family"
+        )
     num_channels = observed.shape[-1]
     expected = expected.to(observed.device, observed.dtype).reshape(-1, num_channels)
     observed = observed.detach().reshape(-1, num_channels)
-    if expected.shape != observed.shape:
-        raise ValueError(f"{probe} of {site}: expected shape {tuple(expected.shape)}, found {tuple(observed.shape)}")
     mismatch = None if torch.equal(expected, observed) else _mismatch(expected, observed, calls)
     return Check(probe, layer, site, num_channels, len(observed), mismatch)
 

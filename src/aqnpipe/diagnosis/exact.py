@@ -17,6 +17,7 @@ from aqnpipe.diagnosis.classify import classify
 from aqnpipe.diagnosis.patterns import exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs, norm_offset
 from aqnpipe.diagnosis.refine import refine_fault
+from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import LayerSites, layer_sites
 
@@ -179,6 +180,8 @@ class Cost:
 def metered(layers: Sequence[LayerSites], num_tokens: int) -> Iterator[Cost]:
     """Count multiply-adds in the linear modules of `layers`; the unit is `num_tokens` tokens through all layers."""
     linears = [module for sites in layers for module in sites.layer.modules() if isinstance(module, nn.Linear)]
+    if not linears:
+        raise ModelError("the decoder layers have no linear modules to probe; use a model of another family")
     cost = Cost(whole_model=num_tokens * sum(module.weight.numel() for module in linears))
 
     def count(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -86,6 +86,7 @@ def mlp_of(layer: nn.Module) -> nn.Module:
 def _child(layer: nn.Module, names: tuple[str, ...]) -> nn.Module:
     for name in names:
         module = getattr(layer, name, None)
-        if isinstance(module, nn.Module):
+        # A list of attention modules has no output of its own.
+        if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList):
             return module
     raise ModelError(f"{type(layer).__name__}: no module named {' or '.join(names)} in this decoder layer")
