@@ -28,6 +28,7 @@ from aqnpipe.config.noise import NoiseSpec, OperatorNoise, OperatorSet, Phase, R
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_model, load_tokenizer
+from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
@@ -128,7 +129,8 @@ class Work:
         key = NoiseKey(seed=0, step=self.step)
         with phase_noise(self.model, spec, "actor_forward", key, recorder, backward=True):
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        with audited_backward(self.model, recorder):
+            loss.backward()
         recorder.count_forward("backward")
         recorder.settle()
         self.model.zero_grad()

@@ -94,7 +94,8 @@ class Judge:
         elif claim.operator.startswith("module."):
             requested = self._modules.error if self._modules is not None else None
             places.append(self._outside)
-        if claim.phase != origin.phase or claim.layer != origin.layer and claim.operator.split(".")[0] != "module":
+        is_elsewhere = claim.layer != origin.layer and not claim.operator.startswith("module.")
+        if claim.phase != origin.phase or is_elsewhere:
             self._comparison.note(f"{where(claim)}: computed in {origin.phase}, layer {origin.layer}")
         if requested != claim.error:
             self._comparison.note(f"{where(claim)}: noised with {claim.error!r}, requested {requested!r}")

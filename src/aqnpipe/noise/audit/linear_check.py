@@ -34,7 +34,7 @@ class LinearCheck:
         self.sums = ReferenceSums()
 
     def install(self, observer: Observer, root: nn.Module, name: str, error: ErrorModel | None) -> None:
-        """Compare every plain linear module of `root` (qualified name `name`); `error` is what operators should have."""
+        """Compare every plain linear module of `root` (qualified name `name`); `error` is the request for operators."""
         for path, module in root.named_modules():
             if is_plain_linear(module):
                 # The hooks of `root` itself come too late for its present call.

@@ -83,6 +83,7 @@ class Frame:
 
     `position` and `place` are what the keys of its noise must depend on: places number the layers, then follow the
     output projection and the rest of the model. `error` is what operators here were requested to have, None for none.
+    `refuses_weights`: no product with a weight may be computed here, outside the parts that noise reaches.
     """
 
     phase: Phase
@@ -93,6 +94,7 @@ class Frame:
     module: nn.Module
     name: str
     is_backward: bool = False
+    refuses_weights: bool = False
     parameters: MatrixParameters = field(default_factory=MatrixParameters)
 
     @property
@@ -230,7 +232,7 @@ class Observer(TorchDispatchMode):
         self._call_claims += 1
         with torch._C.DisableTorchFunction():
             followed = self._followed.get(storage_of(tensor))
-            geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            geometry = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if followed is None:
             _count(self.unused, f"{operator} (noise on a tensor that no operation of the pass made)")
             return
@@ -261,7 +263,7 @@ class Observer(TorchDispatchMode):
         if not func.is_view:
             self._follow(func, storages, output, operations, carried)
         if not self._depth:
-            self._classify(func, inputs, output)
+            self._classify(func, inputs, output, is_product=operations > 0)
         return output
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
@@ -317,9 +319,12 @@ class Observer(TorchDispatchMode):
                 operations + sum(followed.operations for followed in carried),
             )
 
-    def _classify(self, func: Any, inputs: list[Tensor], output: Any) -> None:
+    def _classify(self, func: Any, inputs: list[Tensor], output: Any, *, is_product: bool) -> None:
         frame = self._frames[-1]
         self.classified += 1
+        if frame.refuses_weights and is_product and any(value in frame.parameters for value in inputs):
+            name = f"{func.namespace}.{func.overloadpacket.__name__}"
+            _count(self.escapes, f"{name} in {running_module(frame.module, frame.name)}, outside the decoder layers")
         if frame.is_backward or frame.error is None:
             return
         found = escape(func, inputs, output, frame.parameters)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+_MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+
 
 def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> int:
     """Return the operations of one call of an operator: of matrix products, convolutions and attentions; else 0.
@@ -14,6 +16,9 @@ def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     Uses the formulas of torch, and our own for grouped products, which torch does not count.
     """
     packet = func.overloadpacket
+    if packet in _MATRIX_PRODUCTS and args[-1].shape[-2] == 1:
+        # Nothing is summed: the rotary embedding multiplies frequencies and positions in this way.
+        return 0
     if packet is torch.ops.aten._grouped_mm:
         return _of_grouped_product(args[0], args[1])
     formula = flop_registry.get(packet)

@@ -7,7 +7,7 @@ not know the draw, and observed forwards run the same code as all others.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import ErrorModel, OutputErrorModel, Phase
+from aqnpipe.config.noise import Phase
 from aqnpipe.models.layout import select_modules
 from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.judgement import HIDDEN_STATES, Judge, Origin, forward_origin
@@ -31,8 +31,8 @@ _LEAST_SHARE = 1 / 64
 """The n-th forward of a phase in a run is observed with probability _EXPECTED_AUDITS/n, but at least this."""
 
 _HIDDEN_NOISE_PHASES = ("rollout", "evaluation")
-SEVERAL_TOKENS = "several tokens"
-ONE_TOKEN = "one token"
+_SEVERAL = "several tokens"
+_SINGLE = "one token"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class PhaseAudit:
     """The audit of one phase: it hears where the injection put noise, and takes everything else from other sources.
 
     `parts` are the layers and output projections in the order of their places. `position` is where the run is;
-    `recorder` has the request and gets the result.
+    `recorder` has the request and gets the result. `observer` observes the pass that runs, None if it is not audited:
+    the injection tells it where a noised call begins and ends, and claims the tensors with noise.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PhaseAudit:
         self._handles: list[Callable[[], None]] = []
         self._later_handles: list[Callable[[], None]] = []
         self._whole: Observer | None = None
-        self._kind = SEVERAL_TOKENS
+        self._kind = _SEVERAL
         self._ranges: list[tuple[int, int, Frame]] = []
         self._range_starts: dict[int, int] = {}
         self._comparison = Comparison()
@@ -103,33 +104,6 @@ class PhaseAudit:
                 )
             self._recorder.pending_audits.append(self)
 
-    # -- what the injection calls --------------------------------------------------------------------------------------
-
-    def noised_call(self, error: ErrorModel | None) -> AbstractContextManager[None]:
-        """Return a context in which operations belong to one noised call."""
-        return self.observer.noised_call(error) if self.observer is not None else nullcontext()
-
-    def unobserved(self) -> AbstractContextManager[None]:
-        """Return a context in which the injection may put an error on a tensor, which it claims afterwards."""
-        return self.observer.unobserved() if self.observer is not None else nullcontext()
-
-    def known_escape(self) -> AbstractContextManager[None]:
-        """Return a context for a call that the injection itself has counted as escaped."""
-        return self.observer.known_escape() if self.observer is not None else nullcontext()
-
-    def claim(
-        self,
-        tensor: Tensor,
-        phase: Phase,
-        operator: str,
-        layer: int | None,
-        error: OutputErrorModel,
-        draw: tuple[int, int, int],
-    ) -> None:
-        """Note that the injection put `error` on `tensor` with the random numbers of `draw` (key, call, stream)."""
-        if self.observer is not None:
-            self.observer.claim(tensor, phase, operator, layer, error, draw)
-
     def compare_linear(
         self, inputs: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, is_noised: bool
     ) -> None:
@@ -152,7 +126,7 @@ class PhaseAudit:
         if whole:
             self._whole = observer
             self._start(observer, self._frame(self._outside, None, self._model))
-        chosen = self._parts if whole else [self._parts[self._choices.integers(len(self._parts))]]
+        chosen = self._parts if whole else [self._parts[int(self._choices.integers(len(self._parts)))]]
         for part in chosen:
             self._register(
                 (self._later_handles if part.runs_after_model else self._handles).append,
@@ -164,7 +138,7 @@ class PhaseAudit:
         return Observer(self._rng)
 
     def _kind_of(self, args: Any, kwargs: Mapping[str, Any]) -> str:
-        return ONE_TOKEN if _num_tokens(args, kwargs) == 1 else SEVERAL_TOKENS
+        return _SINGLE if _num_tokens(args, kwargs) == 1 else _SEVERAL
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         _call_all(self._handles)
@@ -206,8 +180,19 @@ class PhaseAudit:
         self._judge(forward_origin).judge(observer)
 
     def _frame(self, place: int, layer: int | None, module: nn.Module) -> Frame:
-        error = self._noise.error_in(layer) if self._noise is not None and place != self._outside else None
-        return Frame(self._phase, self.position, place, layer, error, module, self._name(module))
+        is_outside = place == self._outside
+        error = self._noise.error_in(layer) if self._noise is not None and not is_outside else None
+        wants_all = self._noise is not None and self._noise.layers is None
+        return Frame(
+            self._phase,
+            self.position,
+            place,
+            layer,
+            error,
+            module,
+            self._name(module),
+            refuses_weights=is_outside and wants_all,
+        )
 
     def _judge(self, origin_of: Callable[[Followed], Origin | None]) -> Judge:
         return Judge(self._comparison, self._recorder, self._modules, self._outside, origin_of, self._hidden_sigma)

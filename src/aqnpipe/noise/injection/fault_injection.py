@@ -132,7 +132,8 @@ class FaultInjection:
         noised = hidden.clone()
         error, source = RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN)
         apply_error_(noised.detach(), error, source)
-        self.state.audit.claim(noised, self.state.phase, HIDDEN_STATES, layer, error, source)
+        if self.state.audit.observer is not None:
+            self.state.audit.observer.claim(noised, self.state.phase, HIDDEN_STATES, layer, error, source)
         if not self.state.recomputing:
             self.state.recorder.measure_hidden(layer, sample(hidden), sample(noised))
         return noised

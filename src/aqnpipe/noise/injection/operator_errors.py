@@ -1,6 +1,7 @@
 """Runs an operator of a noised layer, with an error on its output and on the gradients of its operands."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,10 @@ class OperatorErrors:
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` with the current layer's error on its output, and on its operands' gradients if requested."""
-        with self._state.audit.noised_call(self._state.place.error):
+        observer = self._state.audit.observer
+        if observer is None:
+            return self._call(operator, function, args, kwargs)
+        with observer.noised_call(self._state.place.error):
             return self._call(operator, function, args, kwargs)
 
     def _call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -50,7 +54,8 @@ class OperatorErrors:
         """Run `function` and count it as a matrix product that the noise cannot reach."""
         if not self._state.recomputing:
             self._state.recorder.count_escape(self._state.phase, operator)
-        with self._state.audit.known_escape():
+        observer = self._state.audit.observer
+        with observer.known_escape() if observer is not None else nullcontext():
             return function(*args, **kwargs)
 
     def before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

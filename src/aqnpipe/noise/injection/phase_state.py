@@ -107,10 +107,14 @@ class PhaseState:
         backward pass of an operator that needs its unchanged output fails instead of using the noised one.
         """
         values = tensor.detach() if tensor.requires_grad else tensor
-        with self.audit.unobserved():
+        observer = self.audit.observer
+        if observer is None:
             apply_error_(values, error, source)
+        else:
+            with observer.unobserved():
+                apply_error_(values, error, source)
+            observer.claim(values, phase, operator, layer, error, source)
         if not (repeats and self.recomputing):
             self.recorder.count_call(phase, operator, layer, error, values.numel())
-        self.audit.claim(values, phase, operator, layer, error, source)
         if torch.is_grad_enabled():
             increment_version(values)

@@ -100,4 +100,3 @@ def gradient_flow(sums: GradientSums) -> GradientFlow:
         norm=squares**0.5,
         zeroed_norm=zeroed_squares**0.5,
     )
-

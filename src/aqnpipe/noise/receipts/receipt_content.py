@@ -65,12 +65,12 @@ class NoiseCell(ReceiptModel):
         if self.measured is None or self.mean_error is None or not self.measured_elements:
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
         is_gaussian = self.error in ("relative_gaussian", "absolute_gaussian")
-        if is_gaussian and self.measured_elements >= _FEWEST_FOR_A_SIZE:
-            if self.measured < _LOST_IN_ROUNDING * self.requested:
-                return [
-                    f"{self.where}: measured scale {self.measured:.3g}, requested {self.requested:.3g}: rounding to the "
-                    "number format leaves too little of the noise, expected a larger scale or float32"
-                ]
+        is_too_small = self.measured < _LOST_IN_ROUNDING * self.requested
+        if is_gaussian and is_too_small and self.measured_elements >= _FEWEST_FOR_A_SIZE:
+            return [
+                f"{self.where}: measured scale {self.measured:.3g}, requested {self.requested:.3g}: rounding to the "
+                "number format leaves too little of the noise, expected a larger scale or float32"
+            ]
         if self.error == "fake_quantization" and not 0 < self.measured < self.requested:
             return [f"{self.where}: measured a relative error of {self.measured:.4g}, expected one in (0, 1)"]
         return []

@@ -108,7 +108,7 @@ class ReceiptRecorder:
         self._keys = {key for key in self._keys if key[2] >= step}
 
     def note_key(self, phase: Phase, seed: int, step: int, micro_step: int, rank: int) -> None:
-        """Note the key of a phase. It must have the seed and the step of the run, and no other phase may have had it."""
+        """Note the key of a phase, which must have the seed and the step of the run and may occur only once."""
         if self._seed is not None and seed != self._seed:
             self._mismatches.add(f"{phase}: the noise is keyed by seed {seed}, requested {self._seed}")
         if self._step is not None and phase != "validation" and step != self._step:
@@ -239,7 +239,9 @@ class ReceiptRecorder:
         if sums.flops is None:
             sums.flops, sums.noised_flops = flops, noised
 
-    def measure_values(self, phase: Phase, operator: str, layer: int | None, clean: FloatArray, used: FloatArray) -> None:
+    def measure_values(
+        self, phase: Phase, operator: str, layer: int | None, clean: FloatArray, used: FloatArray
+    ) -> None:
         """Add sampled values of an output before and after its noise."""
         cell = self._cells.get((phase, operator, layer))
         if cell is not None:
@@ -368,6 +370,7 @@ class ReceiptRecorder:
         self._weight_syncs = state.weight_syncs
         self._weight_factors = {sums.layer: sums for sums in state.weight_factors}
         self._num_noised_modules = state.num_noised_modules
+        self._keys = set(state.keys)
         self._samples.clear()
         self._affected.clear()
         self._flows.clear()
