@@ -38,6 +38,7 @@ def test_every_architecture_is_probed_and_left_as_it_was(make, name):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.config._experts_implementation == experts
     assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_default_dtype() == torch.float32
     assert probe == take_probe(model, "bfloat16")
     exact = model.to(torch.float32).eval()
     with torch.no_grad():

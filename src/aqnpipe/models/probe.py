@@ -97,6 +97,9 @@ def _compute(model: PreTrainedModel, dtype: Dtype, token_ids: Sequence[int]) -> 
         device = stack.enter_context(_double_precision(model, getattr(torch, dtype)))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_DoubleForFloat())
+        # For tensors that a model creates without a format.
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
         output = model(torch.tensor([token_ids], device=device), use_cache=False)
         return output.logits[0].double().cpu(), effects()
 
