@@ -26,6 +26,7 @@ from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.models.loading import sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.models.untrained import is_untrained
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
 
 Checkpoint = tuple[str, str, int, int]
@@ -91,6 +92,7 @@ class _Lineage:
         return [
             *record_problems(record, outputs={"table": files.table, "receipt": files.receipt}, inputs=inputs),
             *_setting_problems(record, requested),
+            *read_json(files.receipt, EvaluationReceipts).facts.differences(requested),
             *self._weights_problems(checkpoint),
             *self._answer_problems(files.table),
         ]

@@ -174,6 +174,10 @@ class TransformersPasses:
             # Each row needs its own noise, so that responses are independent: under noise no prefix is shared.
             return self._backend.generate(prompts, sampling, share_prefix=self._noise.is_clean)
 
+    def decode_without_noise(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """Return completions without noise and faults, outside of any phase: they are no part of a pass."""
+        return self._backend.generate(prompts, sampling, share_prefix=True)
+
     def end_pass(self) -> PassMeasurements:
         """End the pass and return its measurements."""
         recorder, self._recorder = self._recorder, None

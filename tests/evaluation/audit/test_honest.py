@@ -128,7 +128,13 @@ def test_samples_at_a_temperature_near_zero(run):
 def test_a_faulty_machine(run):
     fault = {"type": "dead_zone", "layer": 0, "magnitude": 0.3, "threshold": "cached"}
     facts = run(builtin_folder("tiny"), faults=(fault,))
-    assert [one.rows_again for one in facts.passes] == [0, 0, 0]
+    # Responses with faults cannot be computed again; some prompts are decoded without the fault instead.
+    assert [one.rows_again for one in facts.passes] == [3, 0, 0]
+
+
+def test_noise_in_every_pass(run):
+    facts = run(builtin_folder("tiny"), noise_levels=(0.1, 0.2))
+    assert [one.rows_again for one in facts.passes] == [3, 0, 0, 0]
 
 
 def test_batches_of_one_row_and_of_all(run):

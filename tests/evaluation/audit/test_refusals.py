@@ -1,5 +1,6 @@
 """Accidents in the code of an evaluation: each is refused in one line that names its cause, and nothing is written."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,19 +9,22 @@ import pytest
 import torch
 
 import aqnpipe.evaluation.stage as stage
-from aqnpipe.artifacts.files import read_table
+from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.evaluation import shards
+from aqnpipe.evaluation.local_runner import local_shard_runner
+from aqnpipe.evaluation.shards import ShardRunner
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.generation import decoding, transformers_backend
 from aqnpipe.generation.kv_cache import InPlaceLayer
 from aqnpipe.generation.noisy_passes import TransformersPasses
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 12
 TINY = builtin_folder("tiny")
@@ -36,7 +40,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(data, tmp_path):
-    def evaluated(prompt=None, attention="sdpa", **evaluation):
+    def evaluated(prompt=None, attention="sdpa", open_runner=local_shard_runner, **evaluation):
         settings = {
             "noise_levels": (0.0, 0.1),
             "noise_seeds": (3, 4),
@@ -49,7 +53,7 @@ def run(data, tmp_path):
             evaluation=settings | evaluation,
         )  # fmt: skip
         outputs = EvaluationOutputs(tmp_path / "t.parquet", tmp_path / "r.json", tmp_path / "run.json")
-        evaluate(spec, TINY, data / "test", outputs, lambda _: None, data / "train")
+        evaluate(spec, TINY, data / "test", outputs, lambda _: None, data / "train", open_runner)
         return outputs
 
     return evaluated
@@ -319,6 +323,26 @@ def test_a_response_behind_the_stop_text_is_refused(run, tmp_path, monkeypatch):
 def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, target, value, cause):
     monkeypatch.setattr(*target, value)
     refused(run, tmp_path, cause, noise_levels=(0.0,))
+
+
+def test_a_decoder_that_ignores_padding_is_refused_without_a_clean_pass(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding._Batch, "__init__", mask_of_ones)
+    refused(run, tmp_path, "trial without noise, row .* another logit", noise_levels=(0.1,))
+
+
+def test_what_another_process_hides_is_recorded_and_its_responses_are_still_judged(run, monkeypatch):
+    def opened(*args):
+        with local_shard_runner(*args) as runner:
+            yield ShardRunner(
+                {"backend": "vllm"}, lambda found: (replace(result, facts=()) for result in runner.run(found))
+            )
+
+    receipts = read_json(run(open_runner=contextmanager(opened)).receipt, EvaluationReceipts)
+    assert "prompts as the model reads them" in receipts.facts.unchecked
+    assert receipts.problems() == []
+    monkeypatch.setattr(TransformersBackend, "generate", wrapped(_generate, shortened))
+    with pytest.raises(AqnpipeError, match="was cut after"):
+        run(open_runner=contextmanager(opened))
 
 
 def test_a_prefix_of_other_tokens_is_refused(run, tmp_path, monkeypatch):

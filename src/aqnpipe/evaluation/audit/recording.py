@@ -13,9 +13,11 @@ from aqnpipe.evaluation.audit.decoding_again import compute_again, is_generated
 from aqnpipe.evaluation.audit.facts import AgainFacts, BatchFacts, Choice, Finding, audit_number, requested_choice
 from aqnpipe.evaluation.audit.observation import Observation
 from aqnpipe.evaluation.audit.weights import combined, digests_in_memory
-from aqnpipe.generation.backend import Completion
+from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 
+_TRIAL_ROWS = 8
+_TRIAL_TOKENS = 24
 _DRAWS_BATCHES = 8
 """The draws of one batch of so many are made again, and of the first batch of every sample."""
 
@@ -43,6 +45,7 @@ class ObservedBatch:
     choice: Choice
     draws_checked: bool
     is_clean: bool
+    trial: Sampling | None
 
     def facts(self, completions: Sequence[Completion]) -> BatchFacts:
         """Return the facts of the batch. Rows of a batch without noise and faults are computed again."""
@@ -71,18 +74,42 @@ class ObservedBatch:
         )
 
     def _again(self, completions: Sequence[Completion]) -> tuple[AgainFacts | None, list[Finding]]:
+        """Compute rows again: of this batch if it is clean, else of a trial where the evaluation has no clean batch."""
+        if self.trial is not None:
+            return self._trial(self.trial)
         responses = [completion.token_ids for completion in completions]
         # What was not observed well is refused for that; it cannot be computed again.
         whole = len(responses) == len(self.prompts) and all(responses) and not self.observation.problems
         if not self.is_clean or not whole:
             return None, []
+        return self._computed(self.observation, self.prompts, responses)
+
+    def _trial(self, trial: Sampling) -> tuple[AgainFacts | None, list[Finding]]:
+        """Decode some prompts without noise, and compute them again: noise has no part in what the decoder does."""
+        prompts = self.prompts[:: max(1, len(self.prompts) // _TRIAL_ROWS)][:_TRIAL_ROWS]
+        padding_token = self.generator.special_tokens[1]
+        seen = Observation(self.generator.model, prompts, padding_token, Choice(), number=self.number, draws=False)
+        with seen:
+            responses = [one.token_ids for one in self.generator.decode_without_noise(prompts, trial)]
+        rows = seen.rows()
+        problems: list[Finding] = [(None, f"trial without noise, row {row}: {text}") for row, text in seen.problems]
+        if not problems and any(tuple(text[:-1]) != row.fed for text, row in zip(responses, rows, strict=True)):
+            problems = [(None, "trial without noise: the responses are not those that the model gave")]
+        if problems:
+            return None, problems
+        facts, found = self._computed(seen, prompts, responses)
+        return facts, [(None, f"trial without noise, row {row}: {text}") for row, text in found]
+
+    def _computed(
+        self, seen: Observation, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> tuple[AgainFacts, list[Finding]]:
         end_token, padding_token = self.generator.special_tokens
         return compute_again(
             self.generator.model,
-            self.prompts,
+            prompts,
             responses,
-            self.observation.choices.values(),
-            self.choice,
+            seen.choices.values(),
+            Choice() if self.trial is not None else self.choice,
             number=self.number,
             generate=is_generated(self.number, self.place.step),
             end_token=end_token,
@@ -104,7 +131,17 @@ def observed(
     observation = Observation(generator.model, prompts, generator.special_tokens[1], choice, number=number, draws=draws)
     is_clean = place.noise_level == 0 and not spec.faults
     with observation:
-        yield ObservedBatch(observation, generator, prompts, place, number, choice, draws, is_clean)
+        yield ObservedBatch(
+            observation, generator, prompts, place, number, choice, draws, is_clean, _trial(spec, place)
+        )
+
+
+def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:
+    """Return how the first batch of an evaluation without a clean pass is tried without noise; None for all others."""
+    passes = spec.evaluation.passes()
+    is_first = (place.noise_level, place.noise_seed, place.step) == (*passes[0], 0)
+    has_clean_pass = not spec.faults and any(level == 0 for level, _ in passes)
+    return Sampling(max_response_tokens=_TRIAL_TOKENS) if is_first and not has_clean_pass else None
 
 
 def _digest(logits: Tensor) -> str:
