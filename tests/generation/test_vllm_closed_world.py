@@ -1,4 +1,4 @@
-"""Every operation of a noised layer of vLLM is noised, known to be no product, or refused by its name and module."""
+"""The audit on vLLM: operations of noised layers are noised or known, and sampled numbers are the requested ones."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ SABOTAGES = {
     "product as a sum": r"aten\.mul on a weight matrix in model\.layers\.1\.mlp escaped",
     "an operator of its own": r"aqnpipe_test\.fused_mlp in model\.layers\.1\.mlp escaped",
     "clean attention": r"vllm\.unified_attention_with_output in model\.layers\.1\.self_attn\S* escaped",
-    "clean logits": r"aten\.mm in lm_head escaped",
+    "clean logits": r"aten\.mm in logits_processor escaped",
     "clean later": r"linear\.up_proj in model\.layers\.1 escaped",
 }
 
@@ -97,7 +97,7 @@ def sabotage(engine):
 
 
 @pytest.mark.parametrize("operators", ["matmul", "all"])
-def test_an_honest_pass_is_classified_in_both_kinds_of_forwards(engine, operators):
+def test_an_honest_pass_is_audited_in_both_kinds_of_forwards(engine, operators):
     requested = noise(operators=operators)
     fault = Fault(type="dead_zone", layer=1, magnitude=0.3, site="q_proj")
     for asked in (requested, requested.model_copy(update={"faults": (fault,)})):
@@ -105,8 +105,13 @@ def test_an_honest_pass_is_classified_in_both_kinds_of_forwards(engine, operator
         pass_receipt(asked, [measurements]).check()
         (record,) = measurements.states[0].phases
         assert record.escaped == {}
-        assert record.census["several tokens"] > 100
-        assert record.census["one token"] > 100
+        # Six layers and the output projection of the first forward of each kind, and some of later ones.
+        assert record.audit.passes["several tokens"] == 7
+        assert record.audit.passes["one token"] >= 7
+        assert record.audit.classified > 200
+        assert record.audit.numbers > 5000
+        assert record.audit.largest_deviation <= 1
+        assert record.audit.contradictions == {}
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -125,17 +130,17 @@ def test_places_without_noise_may_compute_what_they_like(engine, sabotage, name)
     pass_receipt(requested, [run(engine, requested)[1]]).check()
 
 
-def test_a_pass_without_a_census_is_refused(engine, monkeypatch):
+def test_a_pass_without_an_audit_is_refused(engine, monkeypatch):
     rpc = engine._llm.collective_rpc
 
-    def without_census(method, **rest):
+    def without_audit(method, **rest):
         replies = rpc(method, **rest)
         if method == "aqnpipe_end_pass":
             replies[0]["state"] = replies[0]["state"].replace('"one token"', '"another"')
         return replies
 
-    monkeypatch.setattr(engine._llm, "collective_rpc", without_census)
-    with pytest.raises(ReceiptError, match=r"classified no operations of noised layers .* over one token"):
+    monkeypatch.setattr(engine._llm, "collective_rpc", without_audit)
+    with pytest.raises(ReceiptError, match=r"audited no layer in evaluation \(forward passes over one token\)"):
         run(engine, noise())
 
 
