@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decoder_families import tiny_model_of
 from random_models import (
     ARCHITECTURES,
     LAYER_NORM_ARCHITECTURES,
@@ -73,6 +74,51 @@ def test_an_arm_without_aqn_needs_no_rms_norm(architecture):
     receipt = measure_arm(model, OPERATOR_NOISE, prompt_tokens=16).check()
     shares = {record.phase: record.noised_share for record in receipt.phases if record.noised_calls}
     assert shares == {"rollout": 1.0, "reference": 1.0, "actor_forward": 1.0, "backward": None}
+
+
+@pytest.mark.parametrize("family", ["gptj", "codegen", "gpt_oss", "llama4_text", "dbrx", "diffllama", "longcat_flash"])
+def test_other_ways_to_write_attention_and_experts_are_reached(family):
+    receipt = measure_arm(tiny_model_of(family), OPERATOR_NOISE, batch=2, prompt_tokens=8).check()
+    shares = {record.phase: record.noised_share for record in receipt.phases if record.noised_calls}
+    assert shares == {"rollout": 1.0, "reference": 1.0, "actor_forward": 1.0, "backward": None}
+
+
+def test_matrices_outside_the_layers_are_refused_by_name_unless_the_arm_names_its_layers():
+    with pytest.raises(ModelError, match=r"does not reach model\.per_layer_model_projection\.weight.*name the noised"):
+        measure_arm(tiny_model_of("gemma4_text"), OPERATOR_NOISE, prompt_tokens=8)
+    noise = OPERATOR_NOISE.operator_noise.model_copy(update={"layers": (0, 1)})
+    measure_arm(tiny_model_of("gemma4_text"), OPERATOR_NOISE.model_copy(update={"operator_noise": noise})).check()
+
+
+@pytest.mark.xfail(strict=True, reason="operator_checks: a layer whose linear modules use `@` has no linear or addmm")
+@pytest.mark.parametrize("family", ["falcon", "falcon with ALiBi"])
+def test_linear_modules_written_as_matmul_are_accepted(family):
+    """Every product of Falcon has noise: `FalconLinear` computes `input @ weight.T`. Only the list of kinds objects."""
+    receipt = measure_arm(tiny_model_of(family), OPERATOR_NOISE, batch=2, prompt_tokens=8)
+    assert {record.noised_share for record in receipt.phases if record.noised_calls} == {1.0, None}
+    receipt.check()
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "modernbert-decoder"])
+def test_a_share_below_the_requested_one_is_refused_in_every_phase(family):
+    model = tiny_model_of(family)
+    spec = NoiseSpec(operator_noise=OPERATOR_NOISE.operator_noise)
+    recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=2, num_norms=0)
+    with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=0, step=0), recorder):
+        model(input_ids=torch.arange(3, 15).reshape(2, 6))
+    (record,) = recorder.receipt().phases
+    assert record.noised_share < 1
+    assert any("outside the decoder layers" in problem for problem in recorder.receipt().problems())
+
+
+@pytest.mark.xfail(strict=True, reason="operator_checks: the line does not say what to do")
+@pytest.mark.parametrize("family", ["opt", "gpt2", "arcee"])
+def test_other_activations_under_all_operators_are_refused_with_what_to_do(family):
+    noise = OPERATOR_NOISE.operator_noise.model_copy(update={"operators": "all"})
+    arm = OPERATOR_NOISE.model_copy(update={"operator_noise": noise})
+    problems = measure_arm(tiny_model_of(family), arm, batch=2, prompt_tokens=8).problems()
+    assert any("no silu or gelu" in problem for problem in problems)
+    assert any("operators: matmul" in problem for problem in problems)
 
 
 def test_aqn_on_a_model_without_rms_norm_is_refused_in_one_line():
