@@ -65,7 +65,7 @@ test-vllm: vllm
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py \
 	    tests/training/test_training_on_vllm.py
 
-# Tries every sabotage on a small study and writes what caught it into docs/attacks.md; some minutes.
+# Tries every sabotage on small studies in two processes and writes what caught it into docs/attacks.md: a quarter of an hour.
 attacks: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/attacks:tests/support $(BIN)/python tests/attacks/table.py
 

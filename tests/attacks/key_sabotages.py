@@ -50,16 +50,16 @@ def _evaluation_key(change: Any) -> Any:
     return replaced((EVALUATION_KEY, make))
 
 
-def _place(self: Any, stream: str, counters: tuple[int, ...], **changes: Any) -> int:
+def _place(self: Any, place: tuple[str, tuple[int, ...]], **changes: Any) -> int:
     """The key of a place with some of its parts replaced."""
     parts = {
         "seed": self.key.seed,
-        "stream": stream,
+        "stream": place[0],
         "step": self.key.step,
         "micro_step": self.key.micro_step,
         "rank": self.key.rank,
         "forward": self.forward_index,
-        "counters": counters,
+        "counters": place[1],
         **changes,
     }
     numbers = (parts["step"], parts["micro_step"], parts["rank"], parts["forward"], *parts["counters"])
@@ -70,7 +70,7 @@ def _parts(change: Any) -> Any:
     """Keys with the parts that `change(state, stream, counters)` replaces."""
 
     def key(original: Any, self: Any, stream: str, *counters: int) -> int:
-        return _place(self, stream, counters, **change(self, stream, counters))
+        return _place(self, (stream, counters), **change(self, stream, counters))
 
     return seeds(key)
 

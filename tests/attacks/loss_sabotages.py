@@ -180,21 +180,26 @@ def _reference_in_bfloat16(trainer: Any, logps: Any, model: Any, ids: Any, mask:
 def _kl(estimate: Callable[[torch.Tensor], torch.Tensor]) -> Apply:
     """The KL term is another function of the difference of log-probabilities (reference - policy)."""
 
-    def extra(trainer: Any, model: Any, inputs: dict[str, Any], loss: Any) -> Any:
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        output = model(input_ids=ids, attention_mask=mask).logits[:, inputs["prompt_ids"].shape[1] - 1 : -1]
-        chosen = (output / trainer.temperature).log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
-        difference = inputs["ref_per_token_logps"] - chosen
-        change = estimate(difference) - (difference.exp() - difference - 1)
-        normaliser = (
-            inputs["num_items_in_batch"]
-            * trainer.current_gradient_accumulation_steps
-            / trainer.args.steps_per_generation
-        )
-        return loss + trainer.beta * (change * inputs["completion_mask"]).sum() / normaliser
+    @contextmanager
+    def apply(study: Any) -> Any:
+        policy: list[torch.Tensor] = []
 
-    return _loss_plus(extra)
+        def noting(trainer: Any, logps: Any, model: Any, ids: Any, mask: Any) -> Any:
+            found, *rest = logps()
+            policy[:] = [found]
+            return (found, *rest)
+
+        def extra(trainer: Any, model: Any, inputs: dict[str, Any], loss: Any) -> Any:
+            difference = inputs["ref_per_token_logps"] - policy[0]
+            change = estimate(difference) - (difference.exp() - difference - 1)
+            share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+            normaliser = inputs["num_items_in_batch"] * share
+            return loss + trainer.beta * (change * inputs["completion_mask"]).sum() / normaliser
+
+        with _logps(noting)(study), _loss_plus(extra)(study):
+            yield
+
+    return apply
 
 
 def _penalty(trainer: Any, model: Any, inputs: dict[str, Any], loss: Any) -> Any:
@@ -209,8 +214,8 @@ def training(name: str, what: str, apply: Any, cause: str = "") -> Sabotage:
 
 
 _ADVANTAGE = r"advantage"
-_KL = r"KL|kl_coefficient|reference|loss|beta"
-_RATIO = r"log.?prob|logps|ratio|loss"
+_KL = r"KL|kl_coefficient|beta"
+_RATIO = r"log.?prob|logps|ratio|old"
 
 SABOTAGES = of_group(
     "trainer: loss",
@@ -240,17 +245,17 @@ SABOTAGES = of_group(
         ),
         training(
             "advantages against the others",
-            "the mean leaves the response itself out",
+            "the mean leaves the response itself out: all are larger by n/(n - 1)",
             _from_rewards(
                 lambda r: (r - (r.sum(1, keepdim=True) - r) / (_GROUP - 1)) / (r.std(1, keepdim=True) + 1e-4)
             ),
-            _ADVANTAGE,
+            rf"{_ADVANTAGE}|loss is scaled",
         ),
         training(
             "advantages by the population",
-            "the deviation divides by n in place of n - 1",
+            "the deviation divides by n in place of n - 1: all are larger",
             _from_rewards(lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True, correction=0) + 1e-4)),
-            _ADVANTAGE,
+            rf"{_ADVANTAGE}|loss is scaled",
         ),
         training("rewards in place of advantages", "no baseline", _from_rewards(lambda r: r), _ADVANTAGE),
         training(
@@ -271,11 +276,11 @@ SABOTAGES = of_group(
             _KL,
         ),
         training(
-            "no clipping", "ratios are not bounded", _loss(epsilon_low=1e9, epsilon_high=1e9), r"clip|epsilon|loss"
+            "no clipping", "ratios are not bounded", _loss(epsilon_low=1e9, epsilon_high=1e9), r"clip|epsilon|ratio"
         ),
         training("clipping twice as wide", "the argument of TRL is another", arguments(epsilon=0.2), r"clip|epsilon"),
         training(
-            "clipping on one side", "ratios above 1 are not bounded", _loss(epsilon_high=1e9), r"clip|epsilon|loss"
+            "clipping on one side", "ratios above 1 are not bounded", _loss(epsilon_high=1e9), r"clip|epsilon|ratio"
         ),
         training(
             "ratios always 1",
@@ -293,7 +298,7 @@ SABOTAGES = of_group(
             "ratio of sequences",
             "one ratio per response",
             _loss(importance_sampling_level="sequence"),
-            r"importance_sampling_level|ratio|loss",
+            r"importance_sampling_level|ratio",
         ),
         training(
             "mean per response", "loss type grpo: long responses count less", arguments(loss_type="grpo"), r"loss"
@@ -310,22 +315,20 @@ SABOTAGES = of_group(
             "padding counts",
             "the mask of responses is 1 everywhere",
             _tensor("completion_mask", lambda t, v: torch.ones_like(v)),
-            r"mask|token|loss",
+            r"mask|token",
         ),
         training(
             "truncated responses masked",
             "they do not count in the loss",
             _scored(_mask_of_truncated),
-            r"mask|truncated|token|loss",
+            r"mask|truncated|token",
         ),
-        training(
-            "end tokens masked", "the model does not learn to stop", _scored(_mask_without_end), r"mask|token|loss"
-        ),
+        training("end tokens masked", "the model does not learn to stop", _scored(_mask_without_end), r"mask|token"),
         training(
             "first token masked",
             "the mask begins one token late",
             _tensor("completion_mask", lambda t, v: v * (torch.arange(v.shape[1]) > 0)),
-            r"mask|token|loss",
+            r"mask|token",
         ),
         training(
             "policy as reference", "the reference is the current policy", _logps(_policy_as_reference), r"reference|KL"
@@ -335,19 +338,19 @@ SABOTAGES = of_group(
             "reference of other rows",
             "each row has those of the one before",
             _logps(_reference_of_other_rows),
-            r"reference|KL|loss",
+            r"reference|KL",
         ),
         training(
             "reference in bfloat16",
             "its log-probabilities have two digits",
             _logps(_reference_in_bfloat16),
-            r"reference|KL|loss",
+            r"reference|KL",
         ),
         training(
             "padding attended",
             "the actor sees the padding of prompts",
             _logps(_without_mask),
-            r"mask|padding|log.?prob|logits|loss",
+            r"mask|padding|log.?prob|logits",
         ),
         training(
             "log-probabilities at temperature 1",
@@ -355,13 +358,13 @@ SABOTAGES = of_group(
             _logps(_at_temperature_1),
             r"temperature|log.?prob",
         ),
-        training("log-probabilities shifted", "those of the tokens before", _logps(_shifted), r"token|log.?prob|loss"),
+        training("log-probabilities shifted", "those of the tokens before", _logps(_shifted), r"token|log.?prob"),
         training("a penalty of the weights", "added to the loss", _loss_plus(_penalty), r"loss|gradient"),
         training(
             "iterations doubled",
             "each rollout is used twice",
             arguments(num_iterations=2),
-            r"num_iterations|iteration|rollout|loss|prompt",
+            r"num_iterations|iteration",
         ),
     ),
 )

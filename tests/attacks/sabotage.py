@@ -86,9 +86,14 @@ def attempt(study: MicroStudy, sabotage: Sabotage) -> Outcome:
     return replace(
         outcome,
         has_effect=effects() > seen,
-        names_cause=bool(re.search(sabotage.cause, outcome.words, re.IGNORECASE)),
+        names_cause=names_cause(sabotage, outcome.words),
         changed=None if caught else study.digests() != before,
     )
+
+
+def names_cause(sabotage: Sabotage, words: str) -> bool:
+    """Whether a message names what was done."""
+    return bool(re.search(sabotage.cause, words, re.IGNORECASE))
 
 
 def untouched(study: MicroStudy, jobs: tuple[Job, ...]) -> Outcome:

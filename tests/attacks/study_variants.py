@@ -102,6 +102,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "max_grad_norm": 0.3,
             "clip_ratio": 0.1,
             "temperature": 0.9,
+            "max_response_tokens": 18,
             "checkpoint_every": 2,
             "validate_every": 2,
             "resume_every": 2,

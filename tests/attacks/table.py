@@ -4,6 +4,8 @@ PYTHONPATH=tests/attacks:tests/support python tests/attacks/table.py
 """
 
 import argparse
+import dataclasses
+import json
 import multiprocessing
 import re
 import resource
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 from attack_list import SABOTAGES, TEN_WAYS
 from micro_study import MicroStudy, finished_study
-from sabotage import Job, Outcome, Sabotage, attempt, untouched
+from sabotage import Job, Outcome, Sabotage, attempt, names_cause, untouched
 from study_variants import VARIANTS
 from transformers.utils import logging
 
@@ -41,9 +43,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "attacks.md")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", default="", help="try sabotages whose group or name matches, and write no page")
+    parser.add_argument(
+        "--only", default="", help="try sabotages whose `group: name` matches; the page has the others too"
+    )
+    parser.add_argument("--results", type=Path, help="file of outcomes; those that it has are not tried again")
     arguments = parser.parse_args()
-    tried = [s for s in SABOTAGES if re.search(arguments.only, f"{s.group}: {s.name}")]
+    known = _read(arguments.results)
+    tried = [s for s in SABOTAGES if s.name not in known and re.search(arguments.only, f"{s.group}: {s.name}")]
     # A fresh process, not a fork: torch has threads.
     context = multiprocessing.get_context("spawn")
     with (
@@ -56,11 +62,13 @@ def main() -> int:
             flaws += [flaw for flaw in pool.map(_control, controls) if flaw]
         if flaws:
             return _say("\n".join(flaws))
-        outcomes = dict(pool.map(_try, [sabotage.name for sabotage in tried]))
+        for name, outcome in pool.map(_try, [sabotage.name for sabotage in tried]):
+            known[name] = outcome
+            _append(arguments.results, name, outcome)
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN)
     _say(f"{seconds.ru_utime + seconds.ru_stime:.0f} CPU seconds")
-    rows = [(sabotage, outcomes[sabotage.name]) for sabotage in tried]
-    if not arguments.only:
+    rows = [(sabotage, known[sabotage.name]) for sabotage in SABOTAGES if sabotage.name in known]
+    if not arguments.only or arguments.results:
         _write(arguments.page, rows)
     for group, (caught, of) in _counts(rows).items():
         _say(f"{group}: {caught} of {of}")
@@ -76,7 +84,8 @@ def table_of(rows: list[tuple[Sabotage, Outcome]]) -> str:
     return "\n".join(
         [
             f"{caught} of {len(rows)} sabotages were caught. The unchanged studies and the same jobs without sabotage "
-            "pass.",
+            "pass."
+            + (f" {len(SABOTAGES) - len(rows)} more have not been tried." if len(rows) < len(SABOTAGES) else ""),
             "",
             "| group | sabotages | caught |",
             "|---|---|---|",
@@ -137,6 +146,26 @@ def _write(page: Path, rows: list[tuple[Sabotage, Outcome]]) -> None:
     text = page.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text(f"{before}{BEGIN}\n{table_of(rows)}\n{END}{after}", encoding="utf-8")
+
+
+def _read(path: Path | None) -> dict[str, Outcome]:
+    """Return the outcomes of a file by name; none if there is no file."""
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {line.pop("name"): Outcome(**line) for line in lines}
+    # By the present causes, which may have changed since.
+    return {
+        name: dataclasses.replace(outcome, names_cause=names_cause(_BY_NAME[name], outcome.words))
+        for name, outcome in found.items()
+        if name in _BY_NAME
+    }
+
+
+def _append(path: Path | None, name: str, outcome: Outcome) -> None:
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, **dataclasses.asdict(outcome)}) + "\n")
 
 
 def _variants(tried: list[Sabotage]) -> list[str]:
