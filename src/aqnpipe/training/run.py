@@ -39,7 +39,7 @@ from aqnpipe.training.metrics import metrics_table
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.ranks import rank_and_size
-from aqnpipe.training.resume import ResumeCallback
+from aqnpipe.training.resume import ResumeCallback, resume_interval
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 from aqnpipe.training.workspace import Workspace
@@ -155,6 +155,7 @@ def _build_trainer(
         train_problems=inputs.train_problems,
         test_problems=inputs.test_problems,
         checkpoints=workspace.run / "checkpoints",
+        receipt_steps=(1, resume_interval(spec.training)),
     )
     validation = _validation(spec, inputs, tokenizer, plan, audit)
     trainer = NoisyGRPOTrainer(

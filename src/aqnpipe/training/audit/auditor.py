@@ -4,7 +4,7 @@ Which steps are audited follows from the run's seed and the step, by a key of th
 in 16 of the others. Checks that cost little, such as prompts, rewards and learning rates, run at every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class TrainingAudit(TrainerCallback):
     """Observes a trainer; a difference between what it does and the study ends the run in one line.
 
     Create it with the policy before a resume point is loaded, give `engine(...)` to the trainer, then `attach` it. As
-    a callback it must come behind those that save and validate.
+    a callback it must come behind those that save and validate. After the steps `receipt_steps` the receipt so far is
+    checked too, so that a wrong set-up costs minutes and not a day.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class TrainingAudit(TrainerCallback):
         train_problems: Path,
         test_problems: Path,
         checkpoints: Path,
+        receipt_steps: Collection[int] = (),
     ) -> None:
         self._spec = spec
         self._model = model
         self._tokenizer = tokenizer
         self._model_folder = model_folder
         self._checkpoint_folder = checkpoints
+        self._receipt_steps = frozenset(receipt_steps)
         self._errors = Errors()
         self._problems: list[str] = []
         self._audited: list[int] = []
@@ -203,6 +206,8 @@ class TrainingAudit(TrainerCallback):
             every = [problem for problems in gathered(self._problems) for problem in problems]
             self._refuse(every or partial_problems(self.facts(), self._spec))
         self._refuse(self._problems)
+        if self._updates.steps in self._receipt_steps:
+            self._trainer.noise_plan.recorder.check_so_far(self._updates.steps)
 
     def facts(self) -> TrainingFacts:
         """Return the facts of this worker so far."""
