@@ -22,9 +22,12 @@ from aqnpipe.config.noise import Phase
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.noise.audit.classification import running_module, storage_of
 from aqnpipe.noise.audit.observer import Frame, Observer
-from aqnpipe.noise.audit.phase_audit import ONE_TOKEN, SEVERAL_TOKENS, AuditedPart, PhaseAudit
+from aqnpipe.noise.audit.phase_audit import AuditedPart, PhaseAudit
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+FORWARD_KINDS = ("several tokens", "one token")
+"""The kinds of forward passes of a batch, in their order."""
 
 ATTENTION = frozenset({"vllm.unified_attention", "vllm.unified_attention_with_output"})
 """vLLM's operators for attention: products, known only within a noised call."""
@@ -78,7 +81,7 @@ class EngineAudit(PhaseAudit):
 
     def _kind_of(self, args: Any, kwargs: Mapping[str, Any]) -> str:
         # Rows of a vLLM batch can have different numbers of tokens. All prompts are read first, mostly in one forward.
-        return ONE_TOKEN if self.position.forward else SEVERAL_TOKENS
+        return FORWARD_KINDS[min(self.position.forward, 1)]
 
     def _leave_model(self, module: Any, args: Any, output: Any) -> None:
         if self._whole is not None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.audit.phase_audit import ONE_TOKEN, SEVERAL_TOKENS
+from aqnpipe.generation.vllm.audit import FORWARD_KINDS
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 
@@ -40,7 +40,7 @@ def checked_measurements(
 def _check_audit(worker: WorkerMeasurements) -> None:
     """Raise ReceiptError if no layer was observed in one of the kinds of forward passes."""
     for record in worker.state.phases:
-        missing = [kind for kind in (SEVERAL_TOKENS, ONE_TOKEN)[: record.forwards] if not record.audit.passes.get(kind)]
+        missing = [kind for kind in FORWARD_KINDS[: record.forwards] if not record.audit.passes.get(kind)]
         if missing:
             raise ReceiptError(
                 f"receipt refused: vLLM's {worker.label} audited no layer in {record.phase} "
