@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PROGRESS := awk -f .ci/progress.awk
 
 .PHONY: setup browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm attacks faults
-.PHONY: audit-dependencies compare-results lint format clean
+.PHONY: architectures audit-dependencies compare-results lint format clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,11 @@ FAULTS ?= /var/tmp/aqnpipe-faults
 MINUTES ?= 60
 faults: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python benchmarks/pipeline_faults.py --folder $(FAULTS) --minutes $(MINUTES)
+
+# Tries noise, AQN and the diagnosis on a tiny model of every decoder family of transformers and writes
+# docs/architectures.md; ten minutes or more.
+architectures: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/architectures.py
 
 # Known vulnerabilities of the dependencies. Asks a database on the network, so it is not part of `make lint`.
 audit-dependencies: setup
