@@ -157,12 +157,12 @@ class EngineObserver(Observer):
             self._followed.pop(storage_of(value), None)
         self._follow(func, [], written, int(_name(func) in ATTENTION), [])
 
-    def _classify(self, func: Any, inputs: list[Tensor], output: Any) -> None:
+    def _classify(self, func: Any, inputs: list[Tensor], output: Any, *, is_product: bool) -> None:
         frame = self._frames[-1]
         if _name(func) in _NO_PRODUCTS and not any(value in frame.parameters for value in inputs):
             self.classified += 1
         else:
-            super()._classify(func, inputs, output)
+            super()._classify(func, inputs, output, is_product=is_product)
 
     def _note_launch(self, kernel: str) -> None:
         frame = self.frame
