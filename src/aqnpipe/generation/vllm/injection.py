@@ -20,7 +20,7 @@ forward.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -252,7 +252,8 @@ class _EngineInjection:
         state.place = state.outside
 
     def _noised_call(self) -> AbstractContextManager[None]:
-        return self._state.audit.noised_call(self._state.place.error)
+        observer = self._state.audit.observer
+        return observer.noised_call(self._state.place.error) if observer is not None else nullcontext()
 
     def _apply_error(self, operator: str, tensor: Tensor) -> Tensor:
         """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor."""
