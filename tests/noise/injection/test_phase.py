@@ -287,7 +287,9 @@ def test_noise_at_half_the_scale_is_refused(model, monkeypatch):
 
     monkeypatch.setattr("aqnpipe.noise.kernels.error_models.add_relative_gaussian_", half)
     _, receipt = logits(model, MATMUL)
-    with pytest.raises(ReceiptError, match=r"linear layer 0: \d+% of the sampled values are not those of the requested noise"):
+    with pytest.raises(
+        ReceiptError, match=r"linear layer 0: \d+% of the sampled values are not those of the requested noise"
+    ):
         receipt.check()
 
 
@@ -389,7 +391,9 @@ def test_an_error_below_the_resolution_of_the_format_is_refused(make_model):
     """1e-5 of a bfloat16 is rounded away: what was requested did not happen."""
     model = make_model().to(torch.bfloat16)
     _, receipt = logits(model, noise_with(RelativeGaussian(scale=1e-5)))
-    with pytest.raises(ReceiptError, match="measured scale 0, requested 1e-05: rounding to the number format leaves too little"):
+    with pytest.raises(
+        ReceiptError, match="measured scale 0, requested 1e-05: rounding to the number format leaves too little"
+    ):
         receipt.check()
 
 

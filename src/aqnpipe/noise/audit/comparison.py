@@ -77,7 +77,7 @@ def compare(samples: Sequence[Sample], comparison: Comparison, name: Callable[[C
         )
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             expected, allowed = expected_values(clean, found[0].expected_error, found[0].dtype, draws, elements)
-            deviation = np.where(used == expected, 0.0, np.abs(used - expected) / allowed)
+            deviation = np.where((used == expected) | (allowed == np.inf), 0.0, np.abs(used - expected) / allowed)
         # Where the product itself is not finite there is nothing to compare.
         deviation[~np.isfinite(clean)] = 0.0
         deviation[np.isnan(deviation)] = np.inf

@@ -17,6 +17,7 @@ _SMALLEST_EXPONENT = {torch.float64: -1021, torch.float32: -125, torch.float16: 
 _ARITHMETIC = 2.0**-22
 """Relative error of a result computed in float32 by two multiplications and an addition."""
 
+_NEARLY_LARGEST = 0.999
 _ROUNDED_ONCE = 0.5001
 _FLOAT32_STEPS = 2.0
 
@@ -47,10 +48,13 @@ def expected_values(
             step = np.ldexp(1.0, exponent - 1 - bits)
             return np.trunc(clean / step) * step, np.zeros(clean.shape)
     steps = _ROUNDED_ONCE if dtype in (torch.float16, torch.bfloat16) else _FLOAT32_STEPS
-    return expected, slack + steps * spacing(expected, dtype)
+    allowed = slack + steps * spacing(expected, dtype)
+    # Near the largest number of the format a result may become infinite.
+    return expected, np.where(np.abs(expected) < _NEARLY_LARGEST * torch.finfo(dtype).max, allowed, np.inf)
 
 
 def spacing(values: FloatArray, dtype: torch.dtype) -> FloatArray:
     """Return the distance between neighbouring numbers of `dtype` at `values`."""
-    exponent = np.maximum(np.frexp(values)[1], _SMALLEST_EXPONENT[dtype])
+    exponent = np.where(values == 0, _SMALLEST_EXPONENT[dtype], np.frexp(values)[1])
+    exponent = np.maximum(exponent, _SMALLEST_EXPONENT[dtype])
     return np.asarray(np.ldexp(1.0, exponent - _SIGNIFICAND_BITS[dtype]))

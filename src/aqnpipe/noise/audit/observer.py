@@ -33,6 +33,8 @@ _SAMPLED_ELEMENTS = 64
 _SAME_VALUES = frozenset({"_unsafe_view", "clone", "_to_copy", "contiguous"})
 """Operations whose output has the values of their input: a product stays a product."""
 
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
+
 _ACCUMULATIONS = frozenset({"sum", "add", "add_"})
 """In a backward pass a product may be summed over broadcast dimensions before it is the gradient of an operand."""
 
@@ -118,6 +120,7 @@ class Followed:
     operations: int = 0
     claims: list[Claim] = field(default_factory=list)
     read_inside: bool = False
+    is_passed_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class Observer(TorchDispatchMode):
             if followed.frame is not frame:
                 continue
             del self._followed[storage]
-            if storage in kept or (frame.is_backward and followed.claims):
+            if storage in kept or (frame.is_backward and not followed.is_passed_on):
                 self._settle(followed)
             elif followed.claims:
                 _count(self.unused, f"{followed.made_by}")
@@ -285,10 +288,13 @@ class Observer(TorchDispatchMode):
             passes_on = name in _SAME_VALUES or (followed.frame.is_backward and name in _ACCUMULATIONS)
             if followed.is_product and not followed.claims and passes_on:
                 # The original stays a product too: if only a copy of it gets the noise, nothing may read the original.
+                followed.is_passed_on = True
                 carried.append(followed)
             elif not followed.claims and self._depth and followed.call == self._call:
                 followed.read_inside = True
             else:
+                if followed.claims and name in _OVERWRITES and storage == storages[0]:
+                    _count(self.unused, f"{followed.claims[-1].operator} (overwritten by aten.{name})")
                 self._settle(followed)
                 del self._followed[storage]
         return carried

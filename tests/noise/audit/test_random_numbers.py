@@ -1,0 +1,76 @@
+"""The audit's own keys and random numbers are those of the definition, and so are the kernels'."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aqnpipe.noise.audit.random_numbers import Draws, Position, key_at, key_at_step, normals
+from aqnpipe.noise.injection.phase_state import NoiseKey
+from aqnpipe.noise.kernels.gaussian import standard_normal
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.seeding import derive_seed
+
+COUNTERS = st.integers(min_value=0, max_value=2**31)
+KEYS = st.integers(min_value=0, max_value=2**63 - 1)
+
+
+def draws(key, call, stream):
+    return Draws(*(np.array(value, np.uint64) for value in (key, call, stream)))
+
+
+@given(st.integers(-(2**63), 2**63 - 1), COUNTERS, COUNTERS, COUNTERS, COUNTERS, COUNTERS)
+def test_two_derivations_give_the_same_key(seed, step, micro_step, rank, forward, place):
+    position = Position(seed, step, micro_step, rank, forward)
+    assert key_at(position, "rollout", place) == derive_seed(seed, "rollout", step, micro_step, rank, forward, place)
+    assert key_at_step(seed, "aqn", step) == derive_seed(seed, "aqn", step)
+
+
+def test_every_field_of_the_position_changes_the_key():
+    """What the audit compares with must itself depend on everything that a key must depend on."""
+    base = Position(*NoiseKey(seed=1, step=2, micro_step=3, rank=4).__dict__.values(), forward=5)
+    keys = {key_at(base, "rollout", 6), key_at(base, "reference", 6), key_at(base, "rollout", 7)}
+    for name in base._fields:
+        keys.add(key_at(base._replace(**{name: 9}), "rollout", 6))
+    assert len(keys) == 3 + len(base._fields)
+
+
+def test_the_words_are_those_of_the_published_generator():
+    """Philox4x32 with key and counter 0: the first words by the reference implementation with 7 rounds."""
+    from aqnpipe.noise.audit.random_numbers import _philox
+
+    words = _philox(np.zeros(1, np.uint64), draws(0, 0, 0))
+    assert [int(word[0]) for word in words] == philox_in_plain_integers([0, 0, 0, 0], [0, 0])
+    words = _philox(np.array([7], np.uint64), draws(2**40 + 5, 3, 11))
+    assert [int(word[0]) for word in words] == philox_in_plain_integers([7, 3, 11, 0], [5, 2**8])
+
+
+def philox_in_plain_integers(counter, key):
+    c, k = list(counter), list(key)
+    for _ in range(7):
+        first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(second >> 32) ^ c[1] ^ k[0], second % 2**32, (first >> 32) ^ c[3] ^ k[1], first % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+@settings(deadline=None, max_examples=25)
+@given(KEYS, COUNTERS, st.integers(0, 40))
+def test_the_kernel_draws_these_numbers_to_within_its_stated_error(key, call, stream):
+    drawn = standard_normal(5000, NoiseStream(key, call, stream)).double().numpy()
+    expected, error = normals(np.arange(5000), draws(key, call, stream))
+    assert (np.abs(drawn - expected) <= error).all()
+    assert np.median(error) < 2e-6
+
+
+@pytest.mark.parametrize("dropped", [(0, 3, 1), (5, 0, 1), (5, 3, 0)])
+def test_another_key_call_or_stream_gives_other_numbers(dropped):
+    expected, error = normals(np.arange(1000), draws(5, 3, 1))
+    other, _ = normals(np.arange(1000), draws(*dropped))
+    assert (np.abs(other - expected) > error).mean() > 0.99
+
+
+def test_numbers_are_independent_of_the_other_elements_asked_for():
+    elements = torch.randperm(10_000, generator=torch.Generator().manual_seed(0)).numpy()[:500]
+    assert np.array_equal(normals(elements, draws(9, 1, 0))[0], normals(np.arange(10_000), draws(9, 1, 0))[0][elements])
