@@ -77,7 +77,7 @@ faults: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python benchmarks/pipeline_faults.py --folder $(FAULTS) --minutes $(MINUTES)
 
 # Tries noise, AQN and the diagnosis on a tiny model of every decoder family of transformers and writes
-# docs/architectures.md; ten minutes or more.
+# docs/architectures.md; some minutes.
 architectures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/architectures.py
 
