@@ -5,7 +5,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from aqnpipe.cli.main import app
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, find_base, read_adapters_header
@@ -21,8 +23,10 @@ from aqnpipe.models.adapters import (
     refuse_other_adapters,
     save_adapters,
 )
+from aqnpipe.models.layout import select_modules
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
+from aqnpipe.models.sites import layer_sites, site_module
 from aqnpipe.models.tokenizer import build_tokenizer
 
 LORA = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
@@ -166,6 +170,23 @@ def test_a_missing_base_another_one_and_another_configuration_are_one_line(check
     with pytest.raises(ModelError, match=r"no folder models above it contains one") as missing:
         find_base(checkpoint)
     assert all("\n" not in str(error.value) and error.value.exit_code == 2 for error in (other, missing))
+
+
+def test_a_linear_with_an_adapter_is_one_site_and_one_module_of_a_scope(make_model):
+    plain, model = make_model(num_layers=2), adapted_model(make_model)
+    assert layer_sites(model.model.layers[0]).modules.keys() == layer_sites(plain.model.layers[0]).modules.keys()
+    assert site_module(model, 1, "down_proj") is model.model.layers[1].mlp.down_proj
+    assert site_module(model, 1, "up_proj") is model.model.layers[1].mlp.up_proj
+    chosen = select_modules(model, "mlp")
+    parts = ("base_layer", "lora_A.default", "lora_B.default")
+    assert {name for name in chosen if "layers.1.mlp" in name} == {f"model.layers.1.mlp.down_proj.{p}" for p in parts}
+    assert len(select_modules(plain, "mlp")) == len(chosen) - 4  # two layers with two linears more
+
+
+def test_the_command_diagnose_refuses_adapters_and_names_their_base(checkpoint):
+    result = CliRunner().invoke(app, ["diagnose", str(checkpoint)])
+    assert isinstance(result.exception, ModelError)
+    assert str(checkpoint.parents[5] / "models" / "base") in str(result.exception)
 
 
 def test_merging_is_computed_in_float32_and_rounded_once(make_model):

@@ -128,6 +128,7 @@ def _load(
     """Return the model and the prompts of the scans: word problems or, without a tokenizer, random tokens."""
     import torch
 
+    from aqnpipe.models.adapted import find_base, has_only_adapters
     from aqnpipe.models.loading import load_model, source_folder
     from aqnpipe.seeding import derive_seed, keyed_generator
 
@@ -138,6 +139,11 @@ def _load(
             folder = source_folder(ModelConfig.model_validate({"source": source}))
         except ValidationError as error:
             raise ModelError(describe_validation_error(error).split("Value error, ")[-1]) from error
+        if has_only_adapters(folder):
+            raise ModelError(
+                f"model {str(folder)!r}: a checkpoint of adapters; a diagnosis is of the machine and needs whole "
+                f"weights, expected its base {str(find_base(folder))!r}"
+            )
         loaded = load_model(folder, dtype=dtype, attention=attention, device=device)
         if (folder / "tokenizer.json").is_file():
             return loaded, [ids.to(device) for ids in _word_problems(folder, config.num_prompts)]

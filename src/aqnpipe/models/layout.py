@@ -222,7 +222,8 @@ def _in_scope(linears: Set[str], norms: Set[str], scope: ModuleScope) -> Set[str
         case "minimal":
             return norms
         case "mlp":
-            return norms | {name for name in linears if name.endswith("down_proj")}
+            # With adapters, its linears are `down_proj.base_layer` and the two of the adapter.
+            return norms | {name for name in linears if "down_proj" in name.split(".")}
         case "linear":
             return linears
         case "all":

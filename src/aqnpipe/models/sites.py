@@ -1,6 +1,6 @@
 """The sites of a decoder layer: modules whose output can be observed or faulty, by name, in any architecture."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -13,13 +13,17 @@ _MLP_NAMES = ("mlp", "feed_forward")
 
 @dataclass(frozen=True)
 class LayerSites:
-    """The modules of one decoder layer by role; linears and norms by the last part of their names, in module order."""
+    """The modules of one decoder layer by role; linears and norms by the last part of their names, in module order.
+
+    `adapted` are linears with a low-rank adapter: modules of several linears whose outputs are added.
+    """
 
     layer: nn.Module
     attention: nn.Module
     mlp: nn.Module
     linears: dict[str, nn.Linear]
     norms: dict[str, nn.Module]
+    adapted: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def branch_ends(self) -> tuple[nn.Module, nn.Module]:
@@ -32,7 +36,7 @@ class LayerSites:
     def modules(self) -> dict[str, nn.Module]:
         """All sites by name: the three outputs, linears and norms."""
         outputs = {"layer_output": self.layer, "attention_output": self.attention, "mlp_output": self.mlp}
-        return {**outputs, **self.linears, **self.norms}
+        return {**outputs, **self.linears, **self.adapted, **self.norms}
 
 
 def layer_sites(layer: nn.Module) -> LayerSites:
@@ -43,7 +47,10 @@ def layer_sites(layer: nn.Module) -> LayerSites:
     linears: dict[str, nn.Linear] = {}
     norms: dict[str, nn.Module] = {}
     repeated: set[str] = set()
+    adapted = {path: module for path, module in layer.named_modules() if hasattr(module, "base_layer")}
     for path, module in layer.named_modules():
+        if any(path.startswith(f"{owner}.") for owner in adapted):
+            continue
         name = path.rsplit(".", 1)[-1]
         repeated |= {name} & (linears.keys() | norms.keys())
         if isinstance(module, nn.Linear):
@@ -56,6 +63,7 @@ def layer_sites(layer: nn.Module) -> LayerSites:
         mlp=mlp_of(layer),
         linears={name: module for name, module in linears.items() if name not in repeated},
         norms={name: module for name, module in norms.items() if name not in repeated},
+        adapted={path.rsplit(".", 1)[-1]: module for path, module in adapted.items()},
     )
 
 
