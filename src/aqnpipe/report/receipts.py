@@ -121,7 +121,7 @@ def _phase_table(receipt: Receipt, words: Words) -> Table:
     rows = tuple(_phase_row(receipt, record, words) for record in receipt.phases)
     names = (
         *("phase", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements"),
-        *("noised_calls", "noised_share", "reference_check"),
+        *("noised_calls", "noised_share", "recomputed_numbers", "reference_check"),
     )
     headers = tuple(words(f"column.{name}") for name in names)
     return Table("phases", words("receipts.phases"), headers, rows)
@@ -140,10 +140,19 @@ def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> Row:
         *_measured_cells(measured, [], words),
         numbers.count(record.noised_calls),
         numbers.percent(record.noised_share),
+        _recomputed_text(record, words),
         reference_check if record.reference_checked_elements else numbers.MISSING,
     )
     unrequested = not requested and bool(record.noised_calls)
-    return Row(cells, alert=bool(record.escaped) or unrequested or bool(requested and not measured))
+    found = bool(record.escaped) or bool(record.contradictions)
+    return Row(cells, alert=found or unrequested or bool(requested and not measured))
+
+
+def _recomputed_text(record: PhaseRecord, words: Words) -> str:
+    """Return how many numbers of the noise were recomputed, and their largest difference from those used."""
+    if not record.recomputed_numbers:
+        return numbers.MISSING
+    return words("receipts.recomputed", numbers=record.recomputed_numbers, deviation=record.largest_deviation)
 
 
 def _requested_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNoise]:

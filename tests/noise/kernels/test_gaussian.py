@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from aqnpipe.noise.kernels.gaussian import (
+    _apply_,
+    _apply_by_torch_,
     add_absolute_gaussian_,
     add_relative_gaussian_,
     in_memory_order,
@@ -188,3 +190,15 @@ def test_nan_and_infinity_stay_visible():
 
 def test_an_empty_tensor_stays_empty():
     assert add_relative_gaussian_(torch.empty(0, 3), 0.05, NoiseStream(1)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 5000, 1_100_000])
+@pytest.mark.parametrize("relative", [True, False])
+def test_other_devices_compute_the_same_numbers_without_a_kernel(numel, relative):
+    source = NoiseStream(2**62 + 12345, 3, 9)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    by_torch, by_kernel = values.clone(), values.clone()
+    _apply_by_torch_(by_torch, 0.5, source, relative)
+    _apply_(by_kernel, 0.5, source, relative)
+    torch.testing.assert_close(by_torch, by_kernel, rtol=2e-6, atol=2e-5)
+    assert not torch.equal(by_torch, values)

@@ -3,10 +3,10 @@
 Philox4x32 with 7 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011: 7 rounds
 pass BigCrush) and the Box-Muller transform in float32. Elements are numbered in memory order, in groups of 1,024:
 counter `256*group + j` yields the elements j, j+256, j+512 and j+768 of its group. `gaussian_cuda.py` computes the same
-numbers on a GPU. On other devices torch's own generator is seeded with the same key: equally reproducible, but with
-other numbers.
+numbers on a GPU. On other devices torch's integer arithmetic computes them, without a kernel.
 """
 
+import math
 from typing import Any
 
 import numba
@@ -21,11 +21,12 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from aqnpipe.noise.kernels.stream import GROUP, ROUNDS, NoiseStream
-from aqnpipe.seeding import derive_seed
 
 _QUARTER = GROUP // 4
 _CPU_BLOCK_ELEMENTS = 64 * GROUP
+_TORCH_BLOCK_ELEMENTS = 1024 * GROUP
 _CACHE_LINE_BYTES = 64
+_MASK = 0xFFFFFFFF
 
 
 def _use_wide_vectors() -> None:
@@ -85,7 +86,7 @@ def _apply_(tensor: Tensor, scale: float, source: NoiseStream, relative: bool) -
 
         apply_gaussian_(flat, scale, source, relative=relative)
     else:
-        _apply_generator_(flat, scale, source, relative)
+        _apply_by_torch_(flat, scale, source, relative)
     return tensor
 
 
@@ -111,12 +112,41 @@ def _apply_cpu_(flat: Tensor, scale: float, source: NoiseStream, relative: bool)
         part.copy_(wide)
 
 
-def _apply_generator_(flat: Tensor, scale: float, source: NoiseStream, relative: bool) -> None:
-    generator = torch.Generator(device=flat.device)
-    generator.manual_seed(derive_seed(source.key, "device generator", source.call, source.stream))
+def _apply_by_torch_(flat: Tensor, scale: float, source: NoiseStream, relative: bool) -> None:
+    """Put the same noise on a tensor of any device, by torch's own integer arithmetic; slower than a kernel."""
     values = flat.detach()
-    noise = torch.empty_like(values, dtype=torch.float32).normal_(generator=generator).mul_(scale)
-    values.copy_(noise.add_(1).mul_(values) if relative else noise.add_(values))
+    for block, part in enumerate(values.split(_TORCH_BLOCK_ELEMENTS)):
+        first_counter = block * (_TORCH_BLOCK_ELEMENTS // 4)
+        noise = _normals_by_torch(part.numel(), first_counter, source, part.device).mul_(scale)
+        part.copy_(noise.add_(1).mul_(part) if relative else noise.add_(part))
+
+
+def _normals_by_torch(numel: int, first_counter: int, source: NoiseStream, device: torch.device) -> Tensor:
+    """Return the numbers ~ N(0, 1) of `numel` elements, in float32."""
+    groups = -(-numel // GROUP)
+    counters = torch.arange(first_counter, first_counter + groups * _QUARTER, device=device)
+    words = [counters & _MASK, *(torch.full_like(counters, word) for word in (source.call, source.stream, 0))]
+    key_0, key_1 = source.key & _MASK, source.key >> 32 & _MASK
+    for _ in range(ROUNDS):
+        # Products wrap around at 2^64; the mask after the shift removes the copies of the sign bit.
+        product_0, product_1 = words[0] * int(_MULTIPLIER_0), words[2] * int(_MULTIPLIER_1)
+        words = [
+            (product_1 >> 32 & _MASK) ^ words[1] ^ key_0,
+            product_1 & _MASK,
+            (product_0 >> 32 & _MASK) ^ words[3] ^ key_1,
+            product_0 & _MASK,
+        ]
+        key_0, key_1 = key_0 + int(_WEYL_0) & _MASK, key_1 + int(_WEYL_1) & _MASK
+    pairs = [_pair_by_torch(words[0], words[1]), _pair_by_torch(words[2], words[3])]
+    normals = torch.stack([number.view(groups, _QUARTER) for pair in pairs for number in pair], 1)
+    return normals.flatten()[:numel]
+
+
+def _pair_by_torch(word_0: Tensor, word_1: Tensor) -> tuple[Tensor, Tensor]:
+    """Box-Muller: two independent N(0, 1) from two uniform words."""
+    radius = (word_0.float() * 2.0**-32 + 2.0**-33).log_().mul_(-2).clamp_min_(0).sqrt_()
+    angle = ((word_1 ^ 0x80000000) - 0x80000000).float() * (math.pi * 2.0**-31)
+    return radius * angle.cos(), radius * angle.sin()
 
 
 # -- the CPU kernel. LLVM vectorises the loops; functions are compiled once and cached on disk. ------------------------
