@@ -251,7 +251,7 @@ CASES = {
     ),
     "graded with other golds": ("score", graded_with_the_prompt, "stored grade is not that of its response and gold"),
     "rows labelled with another level": ("score", labelled, "labelled with another noise level"),
-    "autocast": ("run_shard", autocast_shard, "autocast is on|number format"),
+    "autocast": ("run_shard", autocast_shard, "computed in bfloat16 by autocast|number format"),
 }
 
 

@@ -1,10 +1,13 @@
 """Follows rows through the cache of keys and values of one layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Tokens = tuple[list[int], list[int] | None]
+"""The tokens that the rows read now, and those chosen by the rows before; None if these are not known."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,8 +41,12 @@ class CacheRows:
         keys = self._keys(cache)
         self._mark = None if keys is None else keys[:, :, -1].detach().clone()
 
-    def places(self, cache: Any) -> tuple[list[int], int]:
-        """Return which place each row of the cache had in the last forward, and the number of rows not recognised."""
+    def places(self, cache: Any, tokens: Callable[[], Tokens]) -> tuple[list[int], int]:
+        """Return which place each row of the cache had in the last forward, and the number of rows not recognised.
+
+        tokens: the tokens that are read now, and those that were chosen at the places before; they decide between rows
+        of equal keys.
+        """
         keys = self._keys(cache)
         if keys is None:
             raise ValueError("no layer has keys; this is a bug")
@@ -47,14 +54,17 @@ class CacheRows:
             now = keys[:, :, -1]
             if now.shape == self._mark.shape and torch.equal(now, self._mark):
                 return list(range(len(now))), 0
-            return _matched(_bits(now), _bits(self._mark))
+            return _assigned(_equal_rows(_bits(now), _bits(self._mark)), *tokens())
         marks = torch.stack(self._marks)
-        last = keys.shape[2] - 1
-        columns = torch.tensor([min(column, last) for column in self._columns], device=keys.device)
+        columns = [min(column, keys.shape[2] - 1) for column in self._columns]
         if len(keys) == len(marks):
-            own = _bits(keys[torch.arange(len(keys), device=keys.device), :, columns])
-            return _matched(own, marks)
-        return _searched(keys, columns, marks)
+            rows = torch.arange(len(keys), device=keys.device)
+            if torch.equal(_bits(keys[rows, :, torch.tensor(columns, device=keys.device)]), marks):
+                return list(range(len(marks))), 0
+        found = [
+            _equal_rows(_bits(keys[:, :, column]), mark[None]) for column, mark in zip(columns, marks, strict=True)
+        ]
+        return _assigned(torch.cat(found, dim=1), *tokens())
 
     def _keys(self, cache: Any) -> Tensor | None:
         """Return the keys [rows, heads, tokens, channels] of the chosen layer; None if no layer has such keys."""
@@ -63,7 +73,9 @@ class CacheRows:
             usable = [number for number, layer in enumerate(layers) if _has_keys(layer)]
             if not usable:
                 return None
-            self._layer = usable[self._number % len(usable)]
+            # In the first layer, keys depend on token and position alone: rows have equal ones.
+            deep = usable[1:] or usable
+            self._layer = deep[self._number % len(deep)]
         keys: Tensor = layers[self._layer].keys
         return keys
 
@@ -83,35 +95,28 @@ def _bits(keys: Tensor) -> Tensor:
     return keys.detach().clone(memory_format=torch.contiguous_format).view(_BITS[keys.element_size()])
 
 
-def _matched(now: Tensor, before: Tensor) -> tuple[list[int], int]:
-    """Match rows by equal keys. Most rows keep their place, so only the others are searched."""
-    count = min(len(now), len(before))
-    kept = (now[:count] == before[:count]).flatten(1).all(1).tolist() + [False] * (len(now) - count)
-    free = [place for place in range(len(before)) if place >= count or not kept[place]]
-    moved = [place for place, same in enumerate(kept) if not same]
-    places, strangers = list(range(len(now))), 0
-    for place in moved:
-        same = (before[free] == now[place]).flatten(1).all(1).tolist() if free else []
-        strangers += not any(same)
-        chosen = free[same.index(True)] if any(same) else place
-        if any(same):
-            free.remove(chosen)
-        places[place] = chosen
-    return places, strangers
+def _equal_rows(now: Tensor, before: Tensor) -> Tensor:
+    """Return whether rows have equal keys, [rows now, rows before]: by a sum in which each place has its own weight."""
+    sums = []
+    for bits in (now, before):
+        flat = bits.flatten(1).long()
+        sums.append((flat * torch.arange(1, 2 * flat.shape[1], 2, device=flat.device)).sum(1))
+    return sums[0][:, None] == sums[1][None, :]
 
 
-def _searched(keys: Tensor, columns: Tensor, marks: Tensor) -> tuple[list[int], int]:
-    """Match the rows of a cache with prompts that end at different columns; rows of equal prompts keep their order."""
-    found = [
-        (_bits(keys[:, :, column]) == mark).flatten(1).all(1)
-        for column, mark in zip(columns.tolist(), marks, strict=True)
-    ]
-    free, places, strangers = set(range(len(marks))), [], 0
-    for place, same in enumerate(torch.stack(found, dim=1).tolist()):
+def _assigned(equal: Tensor, read: Sequence[int], chosen: Sequence[int] | None) -> tuple[list[int], int]:
+    """Assign places before to places now by `equal` [now, before].
+
+    Of several rows with equal keys, one whose choice is now read is taken; of these the same place, or the last one,
+    because rows move from the end. A row without equals is taken to have kept its place.
+    """
+    free, places, strangers = set(range(equal.shape[1])), [], 0
+    for place, same in enumerate(equal.tolist()):
         candidates = [before for before in sorted(free) if same[before]]
         strangers += not candidates
-        # Without a candidate, and among equal ones, a row is taken to have kept its place.
-        chosen = place if place in candidates or not candidates else candidates[0]
-        free.discard(chosen)
-        places.append(chosen)
+        if len(candidates) > 1 and chosen is not None:
+            candidates = [before for before in candidates if chosen[before] == read[place]] or candidates
+        fitting = candidates or [place]
+        places.append(place if place in fitting else fitting[-1])
+        free.discard(places[-1])
     return places, strangers

@@ -51,6 +51,14 @@ class Choices:
         self._rows = [self._rows[place] for place in places]
         self._logits = self._logits[index]
 
+    def chosen(self) -> list[int] | None:
+        """Return the token that each place's logits choose; None if only the draws of the generator know it."""
+        is_known = self._choice.temperature is None or self._perturbation is not None
+        if self._logits is None or not is_known:
+            return None
+        tokens: list[int] = self._scores(self._logits, self._rows).argmax(-1).tolist()
+        return tokens
+
     def check(self, tokens: Tensor, logits: Tensor) -> None:
         """Compare the tokens [rows] that a step read with the choice; `logits` [rows, vocabulary] are behind them."""
         if self._logits is not None:

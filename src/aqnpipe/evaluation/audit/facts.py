@@ -75,7 +75,7 @@ class BatchFacts:
     first_logits: str
     dtype: str
     attention: str
-    autocast: bool
+    autocast: str | None
     training: bool
     draws_checked: bool
     num_tokens: int

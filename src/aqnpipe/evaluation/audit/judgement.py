@@ -42,7 +42,7 @@ class Judge:
     def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
         """Raise ReceiptError if a pass, or the table of it, is not what the study requests."""
         where = f"pass at level {result.noise_level:g}, noise seed {result.noise_seed}"
-        problems = list(self._problems(result, rows))
+        problems = list(dict.fromkeys(self._problems(result, rows)))
         if not problems:
             self._passes.append(self._facts(result))
             # Compared with the passes before, and judged again by the comparison.
@@ -107,7 +107,7 @@ class Judge:
         if facts.dtype != spec.dtype:
             yield f"the weights are in {facts.dtype}, the study requests {spec.dtype}"
         if facts.autocast:
-            yield f"autocast is on: the products are not in {spec.dtype}, which the study requests"
+            yield f"computed in {facts.autocast} by autocast, the study requests {spec.dtype}"
         if facts.attention not in _ATTENTION[spec.attention]:
             yield f"attention is {facts.attention}, the study requests {spec.attention}"
         if facts.training:

@@ -52,7 +52,8 @@ class Observation:
         self.noise_key: tuple[int, int] | None = None
         self.first_logits: Tensor | None = None
         self.dtype = self.attention = ""
-        self.autocast = self.training = False
+        self.autocast: str | None = None
+        self.training = False
 
     def __enter__(self) -> Self:
         embedding = self._model.get_input_embeddings()
@@ -91,7 +92,7 @@ class Observation:
         self._is_prefill = self._rows is None and self._seen == len(self._prefix)
         if not self._is_prefill:
             self._end_prefill()
-            self._follow_rows(cache)
+            self._follow_rows(cache, kwargs.get("input_ids"))
 
     def _embed(self, module: Any, args: Any) -> None:
         self._ids = args[0] if args else None
@@ -112,12 +113,13 @@ class Observation:
         self.noise_key = None if state is None else (state.key.seed, state.key.step)
         self.first_logits = logits[0, -1].detach()
         self.attention = str(self._model.config._attn_implementation)
-        self.autocast = torch.is_autocast_enabled(logits.device.type)
+        kind = logits.device.type
+        self.autocast = _name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         self.training = any(module.training for module in self._model.modules())
         sizes: dict[torch.dtype, int] = {}
         for parameter in self._model.parameters():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        self.dtype = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+        self.dtype = _name(max(sizes, key=lambda dtype: sizes[dtype]))
 
     def _read_prompts(self, ids: Tensor, kwargs: dict[str, Any], logits: Tensor) -> None:
         rows: list[list[int]] = ids.tolist()
@@ -149,7 +151,7 @@ class Observation:
         left = sorted(set(range(max(len(self._read), len(self._prompts)))).difference(order))
         return [left.pop(0) if number < 0 else number for number in order]
 
-    def _follow_rows(self, cache: Any) -> None:
+    def _follow_rows(self, cache: Any, ids: Tensor | None) -> None:
         """Find out which row is at which place now."""
         if self._rows is None:
             raise RuntimeError("the prompts were not read; this is a bug")
@@ -158,7 +160,9 @@ class Observation:
                 f"{type(self._model).__name__}: its cache holds no keys of tokens, by which the rows of a batch are "
                 "followed; an evaluation needs a model with attention to cached keys"
             )
-        places, strangers = self._cache.places(cache)
+        places, strangers = self._cache.places(
+            cache, lambda: (ids[:, 0].tolist(), self.choices.chosen()) if ids is not None else ([], None)
+        )
         if strangers:
             self.problems.append((None, f"the cache of {strangers} rows holds keys that no row of the batch has"))
         self.choices.move(places)
@@ -172,3 +176,7 @@ class Observation:
             self._fed[row].append(token)
         self.choices.check(ids[:, 0], logits[:, -1])
         self._cache.note_step(kwargs.get("past_key_values"))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
