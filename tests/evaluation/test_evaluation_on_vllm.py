@@ -4,19 +4,25 @@ import os
 
 import polars as pl
 import pytest
+import torch
+from tiny_training import training_spec
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.model import ModelConfig, builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.models.adapters import adapter_weights
+from aqnpipe.models.loading import load_tokenizer, prepare_model
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
+from aqnpipe.training.checkpoints import CheckpointWriter
+from aqnpipe.training.policy import load_policy
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 
@@ -38,14 +44,14 @@ def problems(tmp_path_factory):
     return path
 
 
-def run(folder, problems, backend, say=lambda _: None, **runner):
+def run(folder, problems, backend, say=lambda _: None, model=None, dtype="float32", **runner):
     spec = EvaluationSpec(
         model_role="base",
         arm_id="test",
         seed=0,
         step=1,
         faults=({"type": "dead_zone", "layer": 1, "magnitude": 0.001},),
-        dtype="float32",
+        dtype=dtype,
         attention="sdpa",
         prompt={},
         generation={"backend": backend},
@@ -53,7 +59,7 @@ def run(folder, problems, backend, say=lambda _: None, **runner):
     )
     folder.mkdir()
     outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
-    evaluate(spec, builtin_folder("tiny"), problems, outputs, say, **runner)
+    evaluate(spec, model or builtin_folder("tiny"), problems, outputs, say, **runner)
     return outputs
 
 
@@ -91,6 +97,38 @@ def test_same_bytes_again(tmp_path, problems, on_vllm):
     again = run(tmp_path / "two", problems, "vllm")
     for name in ("table", "receipt", "record"):
         assert sha256_of_file(getattr(on_vllm, name)) == sha256_of_file(getattr(again, name)), name
+
+
+def checkpoint_of_adapters(results, dtype, update):
+    """Write a checkpoint of adapters whose B has values of size `update`; return its folder."""
+    prepare_model(ModelConfig(source="tiny"), results / "models" / "base")
+    spec = training_spec(lora={"rank": 4, "alpha": 8}, dtype=dtype)
+    policy = load_policy(spec, results / "models" / "base")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in adapter_weights(policy).items():
+        if "lora_B" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * update
+    folder = results / "runs" / "checkpoints" / "step1"
+    writer = CheckpointWriter(spec, results / "models" / "base", load_tokenizer(builtin_folder("tiny")))
+    writer.write(policy, folder, "made up")
+    return folder
+
+
+def test_adapters_are_merged_in_float32_and_the_merged_weights_removed(tmp_path, problems, on_vllm):
+    folder = checkpoint_of_adapters(tmp_path, "float32", 0.3)
+    merged = run(tmp_path / "vllm", problems, "vllm", model=folder)
+    applied = run(tmp_path / "transformers", problems, "transformers", model=folder)
+    assert rows(merged, 0.0).equals(rows(applied, 0.0))
+    assert not rows(merged, 0.0)["response"].equals(rows(on_vllm, 0.0)["response"])
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_adapters_that_merging_would_lose_are_not_evaluated(tmp_path, problems):
+    folder = checkpoint_of_adapters(tmp_path, "bfloat16", 1e-6)
+    with pytest.raises(ReceiptError, match=r"in bfloat16 weights \d+% of their update is lost .*backend: transformers"):
+        run(tmp_path / "vllm", problems, "vllm", model=folder, dtype="bfloat16")
+    assert list((tmp_path / "vllm").iterdir()) == []
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_worker_without_the_plugin_fails_the_stage_and_nothing_is_written(tmp_path, problems, monkeypatch):
