@@ -98,6 +98,7 @@ class TrainingAudit(TrainerCallback):
         self._settings: dict[str, str | int | float | bool | None] = {}
         self._not_checked: tuple[str, ...] = ()
         self._trainer: Any = None
+        self._referenced = -1
         self._validation: ChoiceAudit | None = None
         self._tests = Questions.read(spec, test_problems, train_problems, tokenizer, spec.training.validation_questions)
         questions = Questions.read(spec, train_problems, train_problems, tokenizer)
@@ -302,14 +303,20 @@ class TrainingAudit(TrainerCallback):
         kind = "reference" if adapters_are_off(module) else "old"
         audited = self._audits_rollout(self._updates.steps)
         if kind == "reference" and audited:
-            self._weights.check_reference(module)
+            self._check_reference(module)
         self._scoring.observe(kwargs, logits, kind, audited)
 
     def _observe_reference(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if _is_scoring(kwargs) and self._audits_rollout(self._updates.steps):
             with unobserved():
-                self._weights.check_reference(module)
+                self._check_reference(module)
                 self._scoring.observe(kwargs, output.logits, "reference", True)
+
+    def _check_reference(self, module: nn.Module) -> None:
+        """Compare the weights of the reference, once per rollout."""
+        if self._referenced != self._updates.steps:
+            self._referenced = self._updates.steps
+            self._weights.check_reference(module)
 
     def _check_weights(self, step: int) -> None:
         self._weights.check_frozen(self._model)
