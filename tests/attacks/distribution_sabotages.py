@@ -170,7 +170,7 @@ def evaluating(name: str, what: str, apply: Any) -> Sabotage:
 
 SABOTAGES = of_group(
     "distributions",
-    r"(draw|recomputed|noised value|random number|formula|measured scale)",
+    r"not those of the requested noise|random numbers|measured scale",
     (
         evaluating("uniform noise", "uniform within sqrt 3 standard deviations", _drawn(_uniform)),
         evaluating("Laplace noise", "heavier tails, the same standard deviation", _drawn(_laplace)),

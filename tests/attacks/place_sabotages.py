@@ -29,8 +29,14 @@ _AFTER_TRAINING = (("evaluate", "guided", 0, 1), *EVALUATE, *COMPARE)
 
 
 def _only_measured() -> Apply:
-    """A call that is not measured is not noised, like a branch that forgets its work."""
-    return skipped(lambda call: call.phase != "backward" and not call.state.is_measured)
+    """Forwards in which one would measure are noised: the first over prompts and over single tokens, and every 16th."""
+    return skipped(
+        lambda call: (
+            call.phase != "backward"
+            and not call.state.is_first_of_kind
+            and (call.state.forward_index + call.state.key.step) % 16 != 0
+        )
+    )
 
 
 def _fast_path_clean() -> Apply:
@@ -286,9 +292,15 @@ SABOTAGES = of_group(
     "place",
     _NOISE,
     (
-        training("only measured calls noised", "calls that are not measured stay clean", _only_measured()),
+        training(
+            "only every 16th forward noised",
+            "and the first of each kind; others stay clean",
+            _only_measured(),
+        ),
         evaluating(
-            "only measured calls noised in the evaluation", "calls that are not measured stay clean", _only_measured()
+            "only every 16th forward noised in the evaluation",
+            "and the first of each kind; others stay clean",
+            _only_measured(),
         ),
         training("fast path clean", "linear modules outside surveys compute in plain torch", _fast_path_clean()),
         training("copy of attention clean", "the copied code calls torch's own product", _attention_copy_clean()),

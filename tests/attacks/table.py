@@ -83,9 +83,7 @@ def table_of(rows: list[tuple[Sabotage, Outcome]]) -> str:
     ways = "; ".join(f"{number}: {text}" for number, text in TEN_WAYS.items())
     return "\n".join(
         [
-            f"{caught} of {len(rows)} sabotages were caught. The unchanged studies and the same jobs without sabotage "
-            "pass."
-            + (f" {len(SABOTAGES) - len(rows)} more have not been tried." if len(rows) < len(SABOTAGES) else ""),
+            f"{caught} of {len(rows)} sabotages were caught. {_controls(len(rows))}",
             "",
             "| group | sabotages | caught |",
             "|---|---|---|",
@@ -101,6 +99,12 @@ def table_of(rows: list[tuple[Sabotage, Outcome]]) -> str:
             f"Fault: which of the ten faults of the original experiments it repeats. {ways}.",
         ]
     )
+
+
+def _controls(tried: int) -> str:
+    if tried == len(SABOTAGES):
+        return "The unchanged studies and the same jobs without sabotage pass."
+    return f"{len(SABOTAGES) - tried} more have not been tried yet; the outcomes are of several runs."
 
 
 def _not_caught(rows: list[tuple[Sabotage, Outcome]]) -> list[str]:
