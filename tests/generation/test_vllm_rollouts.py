@@ -81,13 +81,14 @@ CLEAN = NoiseSpec()
 WITH_AQN = NoiseSpec(aqn=AQN)
 
 
-def recorder(model, spec=CLEAN):
+def recorder(model, spec=CLEAN, **changes):
     made = ReceiptRecorder(
         spec,
         expected_phases=("rollout",),
         num_layers=len(model.model.layers),
         num_norms=len(rms_norms(model)),
         watch_norms=True,
+        **changes,
     )
     made.note_clean_norms(model)
     return made
@@ -120,7 +121,8 @@ def test_after_a_sync_the_engine_computes_what_the_policy_does(engine, rollouts,
     assert engine.generate(PROMPTS, GREEDY) == before
     moved(policy, seed=1, by=0.3)
     recorded.note_clean_norms(policy)
-    assert_rollout_engine(policy, rollouts.roll_out(policy, recorded, rollout(policy)))
+    second = rollout(policy, key=NoiseKey(seed=3, step=3))
+    assert_rollout_engine(policy, rollouts.roll_out(policy, recorded, second))
     after = TransformersBackend(policy, TOKENIZER).generate(PROMPTS, GREEDY)
     assert engine.generate(PROMPTS, GREEDY) == after != before
     (record,) = recorded.receipt().check().phases
@@ -197,7 +199,7 @@ def test_aqn_on_hidden_states_has_its_size_in_every_layer_and_combines_with_faul
     spec = NoiseSpec(aqn=requested, faults=(fault,))
     drawn = []
     for rollout_engine in (rollouts, TransformersRolloutEngine(TOKENIZER)):
-        recorded = recorder(policy, spec)
+        recorded = recorder(policy, spec, num_steps=10, num_epochs=1)
         completions = rollout_engine.roll_out(policy, recorded, rollout(policy, spec, sigma=0.05, factors=factors))
         state = recorded.state()
         assert recorded.receipt().fault_cells[0].affected_elements > 0
