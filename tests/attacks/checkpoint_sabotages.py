@@ -194,8 +194,17 @@ def _in_the_second(change: Callable[[], Any]) -> Apply:
 
 
 def _other_weights(trainer: Any) -> None:
-    with torch.no_grad():
-        next(iter(trainer.model.parameters())).mul_(1.01)
+    """A matrix changes in the first step: before, the workers are given the same weights."""
+    whole, done = trainer.training_step, []
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(True)
+            with torch.no_grad():
+                next(iter(trainer.model.parameters())).mul_(1.01)
+        return whole(*args, **kwargs)
+
+    trainer.training_step = training_step
 
 
 def _unsynchronised(trainer: Any) -> None:
@@ -348,7 +357,7 @@ SABOTAGES = (
         (
             by_two(
                 "workers with other weights",
-                "the second begins with a matrix 1 % larger",
+                "a matrix of the second is 1 % larger",
                 _in_the_second(_other_weights),
             ),
             by_two("gradients not synchronised", "the second halves its own", _in_the_second(_unsynchronised)),
