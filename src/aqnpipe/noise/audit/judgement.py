@@ -20,7 +20,8 @@ HIDDEN_STATES = "aqn.hidden"
 class Origin:
     """Where a product was computed: its part of the model, the forward, and the error that it was requested to have.
 
-    `keyed_phase` is the phase in the keys of its noise: a backward pass has the keys of its forward.
+    `keyed_phase` is the phase in the keys of its noise: a backward pass has the keys of its forward. `name` is the
+    qualified name of the part, for backward passes.
     """
 
     phase: Phase
@@ -30,6 +31,7 @@ class Origin:
     layer: int | None
     error: ErrorModel | None
     needs_noise: bool
+    name: str = ""
 
 
 class Judge:
@@ -76,12 +78,13 @@ class Judge:
         compare(samples, self._comparison, where)
 
     def _judge_unclaimed(self, followed: Followed, origin: Origin, clean: FloatArray, used: FloatArray) -> None:
+        made_by = f"{followed.made_by} in {origin.name}" if origin.name else followed.made_by
         if origin.needs_noise:
             # Products outside noised calls are already counted where they ran.
             if followed.call or followed.frame.is_backward:
-                self._recorder.count_escape(origin.phase, followed.made_by)
+                self._recorder.count_escape(origin.phase, made_by)
         elif not np.array_equal(clean, used, equal_nan=True):
-            self._comparison.note(f"{followed.made_by}: its values were changed, no noise was requested")
+            self._comparison.note(f"{made_by}: its values were changed, no noise was requested")
 
     def _expected(self, claim: Claim, origin: Origin) -> tuple[OutputErrorModel | None, int]:
         """Return the requested error and the key of a claim; note what contradicts the request."""

@@ -85,6 +85,7 @@ class Frame:
 
     `position` and `place` are what the keys of its noise must depend on: places number the layers, then follow the
     output projection and the rest of the model. `error` is what operators here were requested to have, None for none.
+    `is_recomputed`: a backward pass computes a checkpointed layer again, and stops when it has what it needs.
     `refuses_weights`: no product with a weight may be computed here, outside the parts that noise reaches.
     """
 
@@ -96,6 +97,7 @@ class Frame:
     module: nn.Module
     name: str
     is_backward: bool = False
+    is_recomputed: bool = False
     refuses_weights: bool = False
     parameters: MatrixParameters = field(default_factory=MatrixParameters)
 
@@ -169,7 +171,8 @@ class Observer(TorchDispatchMode):
             if followed.frame is not frame:
                 continue
             del self._followed[storage]
-            if storage in kept or (frame.is_backward and not followed.is_passed_on):
+            stays_unread = frame.is_recomputed or (frame.is_backward and not followed.is_passed_on)
+            if storage in kept or stays_unread:
                 self._settle(followed)
             elif followed.claims:
                 _count(self.unused, f"{followed.made_by}")
@@ -234,14 +237,18 @@ class Observer(TorchDispatchMode):
         """Note that `error` was put on `tensor` with the random numbers of `draw`: key, call and stream."""
         self._call_claims += 1
         with torch._C.DisableTorchFunction():
+            is_empty = not tensor.numel()
             followed = self._followed.get(storage_of(tensor))
             geometry = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        claim = Claim(phase, operator, layer, error, *draw, *geometry)
+        self.claims.append(claim)
+        if is_empty:
+            # An expert without tokens: there is nothing to compare.
+            return
         if followed is None:
             _count(self.unused, f"{operator} (noise on a tensor that no operation of the pass made)")
             return
-        claim = Claim(phase, operator, layer, error, *draw, *geometry)
         followed.claims.append(claim)
-        self.claims.append(claim)
 
     def is_noised(self, tensor: Tensor) -> bool:
         """Whether `tensor` has noise that nothing has read yet."""
@@ -310,7 +317,7 @@ class Observer(TorchDispatchMode):
                 continue
             is_product = operations > 0 or bool(carried)
             made_by = carried[0].made_by if carried else f"{func.namespace}.{func.overloadpacket.__name__}"
-            if is_product and not carried:
+            if is_product and not carried and frame.name:
                 made_by = f"{made_by} in {frame.name}"
             addresses = self._addresses(value)
             self._followed[storage] = Followed(

@@ -283,7 +283,14 @@ class PhaseAudit:
         noise = self._recorder.requested.operator_noise_in("backward")
         error = noise.error_in(frame.layer) if noise is not None else None
         return Origin(
-            "backward", frame.phase, frame.position, frame.place, frame.layer, error, needs_noise=error is not None
+            "backward",
+            frame.phase,
+            frame.position,
+            frame.place,
+            frame.layer,
+            error,
+            needs_noise=error is not None,
+            name=frame.name,
         )
 
     def recompute(self, part_number: int, forward: int, stack: ExitStack) -> None:
@@ -292,7 +299,7 @@ class PhaseAudit:
         if observer is None:
             return
         frame = self._frame(part.place, part.layer, part.module)
-        frame.position = self.position._replace(forward=forward)
+        frame.position, frame.is_recomputed = self.position._replace(forward=forward), True
         started: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:

@@ -11,6 +11,7 @@ from aqnpipe.config.noise import (
 from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord, ReceiptContent
 
 _LISTED_CONTRADICTIONS = 8
+_ELEMENTWISE_KINDS = (("rms_norm", "layer_norm"), ("silu", "gelu"))
 
 
 def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> list[str]:
@@ -88,7 +89,8 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
     for kinds in _operator_kinds(noise):
         without = sorted(layer for layer in wanted & reached.keys() if reached[layer].isdisjoint(kinds))
         if without:
-            problems.append(f"no {' or '.join(kinds)} was noised in layers {without}")
+            advice = ", expected operators: matmul" if kinds in _ELEMENTWISE_KINDS else ""
+            problems.append(f"no {' or '.join(kinds)} was noised in layers {without}{advice}")
     head = noise.error_in(None) is not None
     if head != (None in reached):
         problems.append(f"lm_head was {'not noised although requested' if head else 'noised although excluded'}")
@@ -104,9 +106,9 @@ def _operator_kinds(noise: OperatorNoise) -> list[tuple[str, ...]]:
         return [("linear",)]
     attention = ("scaled_dot_product_attention",) if noise.attention == "fused" else ("matmul", "bmm", "baddbmm")
     return [
-        ("linear", "addmm"),
+        ("linear", "addmm", "matmul"),
         attention,
-        *([("rms_norm", "layer_norm"), ("silu", "gelu")] if noise.operators == "all" else []),
+        *(_ELEMENTWISE_KINDS if noise.operators == "all" else []),
     ]
 
 
