@@ -252,7 +252,11 @@ SABOTAGES = of_group(
             "responses run to the limit",
             _draws(lambda x, t: x.index_fill(-1, torch.tensor([1]), -torch.inf)),
         ),
-        training("draws of another seed", "the sampling has a seed of its own", _sampling(seed=lambda seed: seed ^ 1)),
+        training(
+            "rollouts with draws of another seed",
+            "the sampling has a seed of its own",
+            _sampling(seed=lambda seed: seed ^ 1),
+        ),
         training("the same draws in each step", "the step is not in the key of the sampling", _sampling(seed=12345)),
         training(
             "the same draws in each row",
@@ -260,13 +264,16 @@ SABOTAGES = of_group(
             replaced((_DRAWS, _draws_of_the_first_row)),
         ),
         training(
-            "responses one token shorter",
+            "rollouts one token shorter",
             "the limit is 17",
             _sampling(max_response_tokens=17),
             r"token|length|limit|max",
         ),
         training(
-            "last token cut off", "responses lose their end token", _completions(_shorter), r"token|end|length|response"
+            "last token of rollouts cut off",
+            "responses lose their end token",
+            _completions(_shorter),
+            r"token|end|length|response",
         ),
         training(
             "responses of other prompts",
