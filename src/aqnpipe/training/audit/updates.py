@@ -201,7 +201,9 @@ class Updates:
         limit = self._spec.training.max_grad_norm
         is_clipped = factor < 1 - _NORM_ERROR
         error = abs(norm - limit) if is_clipped else max(0.0, norm - limit)
-        if not self._errors.add(CLIPPING, torch.tensor([error]), 2 * _NORM_ERROR * limit):
+        # In bfloat16 the factor itself is rounded to two digits.
+        allowed = 2 * _NORM_ERROR + 2 * max(rounding_of(weight.dtype) for weight in self._trained.values())
+        if not self._errors.add(CLIPPING, torch.tensor([error]), allowed * limit):
             self._report(
                 f"gradient clipping: norm {norm:.4g} after a scaling by {factor:.4g} in step {step}, the study asks "
                 f"for at most {limit:g}"
