@@ -326,13 +326,13 @@ SABOTAGES = of_group(
             "another prompt format", "an instruction before each question", _dataset(_instruction_added), _PROMPTS
         ),
         training(
-            "prompts cut on the left",
+            "training prompts cut on the left",
             "the first five tokens are missing",
             _tokens(lambda ids: [i[5:] for i in ids]),
             _PROMPTS,
         ),
         training(
-            "prompts cut on the right",
+            "training prompts cut on the right",
             "the last token is missing",
             _tokens(lambda ids: [i[:-1] for i in ids]),
             _PROMPTS,
