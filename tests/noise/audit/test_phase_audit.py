@@ -259,3 +259,24 @@ def test_a_product_with_a_weight_outside_the_layers_is_refused(make_model):
     with pytest.raises(ReceiptError, match=match):
         generate(model).check()
     generate(model, noise=NOISE.model_copy(update={"layers": (0, 1, 2)})).check()
+
+
+def test_streams_of_the_operands_exchanged_are_refused(model, monkeypatch):
+    @replaced(monkeypatch, PhaseState, "put_error")
+    def put_error(original, state, phase, operator, layer, error, source, tensor, **kwargs):
+        if phase == "backward":
+            source = source._replace(stream=3 - source.stream)
+        original(phase, operator, layer, error, source, tensor, **kwargs)
+
+    with pytest.raises(ReceiptError, match="its random numbers are those of another stream"):
+        step(model).check()
+
+
+def test_a_softmax_without_noise_is_refused_where_all_operators_have_it(model, monkeypatch):
+    from aqnpipe.noise.injection import operators
+
+    names = {"softmax"}
+    table = {function: name for function, name in operators._ELEMENTWISE.items() if name not in names}
+    monkeypatch.setattr(operators, "_ELEMENTWISE", table)
+    with pytest.raises(ReceiptError, match="aten._softmax in model.layers.0.self_attn escaped the noise"):
+        generate(model, NOISE.model_copy(update={"operators": "all"})).check()

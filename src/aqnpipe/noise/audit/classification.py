@@ -141,6 +141,9 @@ _KEEPS_THE_PARAMETER = frozenset(
 )
 """Operations whose output contains the values of a parameter, besides views."""
 
+_ELEMENTWISE = frozenset({"_safe_softmax", "_softmax", "gelu", "native_layer_norm", "silu"})
+"""Operations with noise under `operators: all`. An RMSNorm is several operations; its noise is added by module."""
+
 _ADDITIONS = frozenset({"add", "add_", "sub", "sub_"})
 
 
@@ -159,12 +162,17 @@ class MatrixParameters:
         return storage_of(tensor) in self._tensors
 
 
-def escape(func: Any, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters) -> str | None:
+def escape(
+    func: Any, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters, *, elementwise: bool
+) -> str | None:
     """Return the name of an operation that may be a product without noise; None if it is known to be none.
 
     `inputs` are the tensors among its arguments. Adds views and copies of matrix parameters to `parameters`.
+    `elementwise`: softmax, activations and norms must have noise too.
     """
     name = func.overloadpacket.__name__
+    if elementwise and func.namespace == "aten" and name in _ELEMENTWISE:
+        return f"aten.{name}"
     takes_matrix = any(value in parameters for value in inputs)
     if func.is_view or (func.namespace == "aten" and name in _KEEPS_THE_PARAMETER):
         if takes_matrix:

@@ -15,6 +15,9 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 HIDDEN_STATES = "aqn.hidden"
 """Name of AQN's noise on hidden states, as an operator and as a stream of keys."""
 
+_HIDDEN, _FIRST_MODULE = 8, 16
+"""Streams: 0 for outputs, 1 + i for the gradient of operand i, one for hidden states, and from 16 on for modules."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -123,6 +126,8 @@ class Judge:
         seen: set[tuple[int, int, int]] = set()
         calls: dict[int, list[int]] = defaultdict(list)
         for claim in observer.claims:
+            if not _has_its_stream(claim):
+                self._comparison.note(f"{where(claim)}: its random numbers are those of another stream")
             draw = (claim.key, claim.call, claim.stream)
             if draw in seen:
                 self._comparison.note(f"{where(claim)}: random numbers of another call were used again")
@@ -136,6 +141,18 @@ class Judge:
     def _record(self, claim: Claim, clean: FloatArray, used: FloatArray) -> None:
         if claim.operator != HIDDEN_STATES:
             self._recorder.measure_values(claim.phase, claim.operator, claim.layer, clean, used)
+
+
+def _has_its_stream(claim: Claim) -> bool:
+    """Whether the stream of a draw is the one of its kind: outputs, gradients by operand, hidden states, modules."""
+    operator, _, part = claim.operator.partition(".")
+    if operator == "module":
+        return claim.stream >= _FIRST_MODULE
+    if claim.operator == HIDDEN_STATES:
+        return (claim.call, claim.stream) == (0, _HIDDEN)
+    if part.startswith("gradient_"):
+        return claim.stream == 1 + int(part.removeprefix("gradient_"))
+    return claim.stream == 0
 
 
 def where(claim: Claim) -> str:

@@ -87,6 +87,7 @@ class Frame:
     output projection and the rest of the model. `error` is what operators here were requested to have, None for none.
     `is_recomputed`: a backward pass computes a checkpointed layer again, and stops when it has what it needs.
     `refuses_weights`: no product with a weight may be computed here, outside the parts that noise reaches.
+    `noises_elementwise`: softmax, activations and norms must have noise too.
     """
 
     phase: Phase
@@ -99,6 +100,7 @@ class Frame:
     is_backward: bool = False
     is_recomputed: bool = False
     refuses_weights: bool = False
+    noises_elementwise: bool = False
     parameters: MatrixParameters = field(default_factory=MatrixParameters)
 
     @property
@@ -340,7 +342,7 @@ class Observer(TorchDispatchMode):
             _count(self.escapes, f"{name} in {running_module(frame.module, frame.name)}, outside the decoder layers")
         if frame.is_backward or frame.error is None:
             return
-        found = escape(func, inputs, output, frame.parameters)
+        found = escape(func, inputs, output, frame.parameters, elementwise=frame.noises_elementwise)
         if found is not None:
             _count(self.escapes, f"{found} in {running_module(frame.module, frame.name)}")
 

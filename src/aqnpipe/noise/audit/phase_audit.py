@@ -192,6 +192,7 @@ class PhaseAudit:
             module,
             self._name(module),
             refuses_weights=is_outside and wants_all,
+            noises_elementwise=self._noise is not None and self._noise.operators == "all",
         )
 
     def _judge(self, origin_of: Callable[[Followed], Origin | None]) -> Judge:
