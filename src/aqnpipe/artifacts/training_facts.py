@@ -66,9 +66,20 @@ class TrainingFacts(Artifact):
     problems: tuple[str, ...] = Field(default=(), description="differences that were found while the run trained")
 
 
-def audited_at_start(num_steps: int) -> range:
-    """Return the first steps of a run, which are always audited."""
-    return range(1, min(3, num_steps) + 1)
+def audited_at_start(spec: TrainingSpec) -> list[int]:
+    """Return the steps that are always audited: the first three, and the first with ratios other than 1.
+
+    That is the first step on a rollout whose weights an earlier step on the same rollout has changed.
+    """
+    first = range(1, min(3, spec.num_steps) + 1)
+    moved = next((step for step in range(1, spec.num_steps + 1) if _has_ratios(spec, step)), 1)
+    return sorted({*first, moved})
+
+
+def _has_ratios(spec: TrainingSpec, step: int) -> bool:
+    """Whether an update since the rollout of `step` had a learning rate above 0."""
+    updates = (step - 1) % spec.training.steps_per_rollout
+    return any(expected_learning_rate(spec, earlier) > 0 for earlier in range(step - updates, step))
 
 
 def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
@@ -233,7 +244,7 @@ def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str
     for name, (found, expected) in counts.items():
         if found != expected:
             problems.append(f"{name}: found {found}, the study asks for {expected}")
-    if missing := sorted(set(audited_at_start(spec.num_steps)) - set(facts.audited_steps)):
+    if missing := sorted(set(audited_at_start(spec)) - set(facts.audited_steps)):
         problems.append(f"the numbers of steps {missing} were not recomputed")
     for name in required_recomputations(spec):
         entry = facts.recomputed.get(name)

@@ -11,6 +11,7 @@ from aqnpipe.artifacts.training_facts import (
     ConstantRate,
     Recomputed,
     TrainingFacts,
+    audited_at_start,
     expected_learning_rate,
     expected_settings,
     fact_problems,
@@ -109,3 +110,19 @@ def test_the_schedule_is_the_librarys(kind, warmup):
         assert expected_learning_rate(spec, step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_steps": 2}, [1, 2]),
+        ({"num_steps": 9}, [1, 2, 3]),
+        ({"num_steps": 9, "steps_per_rollout": 3}, [1, 2, 3]),
+        # The first steps have a learning rate of 0, so the second rollout is the first that weights change on.
+        ({"num_steps": 8, "steps_per_rollout": 2, "warmup_steps": 2}, [1, 2, 3, 4]),
+        ({"num_steps": 12, "steps_per_rollout": 4, "warmup_steps": 1}, [1, 2, 3]),
+        ({"num_steps": 12, "steps_per_rollout": 6, "warmup_steps": 1}, [1, 2, 3]),
+    ],
+)
+def test_the_first_step_with_ratios_is_audited(settings, expected):
+    assert audited_at_start(training_spec(**settings)) == expected

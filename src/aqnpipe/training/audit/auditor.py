@@ -1,7 +1,8 @@
 """The audit of one worker: observes the run, keeps its facts in resume points, and refuses the run.
 
-Which steps are audited follows from the run's seed and the step, by a key of the audit's own: the first three, and one
-in 16 of the others. Checks that cost little, such as prompts, rewards and learning rates, run at every step.
+Which steps are audited follows from the run's seed and the step, by a key of the audit's own: the first three, the
+first with ratios other than 1, and one in 16 of the others. Checks that cost little, such as prompts, rewards and
+learning rates, run at every step.
 """
 
 from collections.abc import Collection, Sequence
@@ -90,6 +91,7 @@ class TrainingAudit(TrainerCallback):
         self._model_folder = model_folder
         self._checkpoint_folder = checkpoints
         self._receipt_steps = frozenset(receipt_steps)
+        self._always_audited = frozenset(audited_at_start(spec))
         self._errors = Errors()
         self._problems: list[str] = []
         self._audited: list[int] = []
@@ -124,7 +126,7 @@ class TrainingAudit(TrainerCallback):
 
     def is_audited(self, step: int) -> bool:
         """Whether the numbers of optimiser step `step`, counted from 1, are recomputed."""
-        if step in audited_at_start(self._spec.num_steps):
+        if step in self._always_audited:
             return True
         return derive_seed(self._spec.random_seed, "audited steps", step) % _ONE_AUDITED_IN == 0
 
