@@ -333,6 +333,15 @@ SABOTAGES = {
         "before training is not the weight of the prepared model",
     ),
     "dropout": (with_policy(drop_attention), {}, r"attention_dropout is 0\.1"),
+    "dropout while a micro-batch is computed": (
+        around(
+            NoisyGRPOTrainer,
+            "training_step",
+            lambda o: lambda self, *a, **k: (drop_attention(self.policy), o(self, *a, **k))[1],
+        ),
+        {},
+        r"step 1: .*attention_dropout is 0\.1",
+    ),
     "checkpoint of the step before": (
         around(CheckpointCallback, "on_step_end", checkpoint_of_the_step_before),
         {},

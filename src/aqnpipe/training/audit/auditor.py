@@ -300,7 +300,11 @@ class TrainingAudit(TrainerCallback):
     def _observe_scoring(self, kwargs: dict[str, Any], logits: Any, module: nn.Module) -> None:
         if logits.requires_grad:
             self._updates.end_micro_batch()
-            self._scoring.observe(kwargs, logits, "trained", self.is_audited(self._updates.steps + 1))
+            is_audited = self.is_audited(self._updates.steps + 1)
+            if is_audited:
+                for problem in dropout_problems(module, self._spec, self._model_folder):
+                    self._report(f"step {self._updates.steps + 1}: {problem}")
+            self._scoring.observe(kwargs, logits, "trained", is_audited)
             return
         kind = "reference" if adapters_are_off(module) else "old"
         audited = self._audits_rollout(self._updates.steps)

@@ -6,6 +6,7 @@ A setting that this list does not know must have the default of TRL, so that a n
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,20 @@ def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
 
 def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -> Iterator[str]:
     """Yield every dropout rate of `model` that neither its own configuration nor the study's adapters ask for."""
-    config = AutoConfig.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False).to_dict()
-    allowed = {0.0, spec.training.lora.dropout if spec.training.lora else 0.0}
-    allowed |= {float(value) for name, value in config.items() if "drop" in name and isinstance(value, int | float)}
+    allowed = {0.0, spec.training.lora.dropout if spec.training.lora else 0.0, *_own_dropout(model_folder)}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             is_rate = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
             if is_rate and isinstance(value, int | float) and float(value) not in allowed:
                 yield f"{name}: {attribute} is {value:g}, neither the model nor the study has this dropout"
                 return
+
+
+@cache
+def _own_dropout(model_folder: Path) -> frozenset[float]:
+    """Return the dropout rates in the configuration of a model."""
+    config = AutoConfig.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False).to_dict()
+    return frozenset(float(rate) for name, rate in config.items() if "drop" in name and isinstance(rate, int | float))
 
 
 def trainable_problems(model: nn.Module, spec: TrainingSpec) -> Iterator[str]:
