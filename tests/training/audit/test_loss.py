@@ -1,5 +1,6 @@
 """The formula of the loss's gradient against autograd, and the causes that it names."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,8 @@ OTHER_ADVANTAGES = {0: -0.4, 1: 0.7, 2: -0.7, 3: 1.4}
         (lambda t: -whole(t), "the sign of the advantages or of the loss is flipped"),
         (lambda t: whole(t) / 3, "the loss is scaled by 0.3333"),
         (lambda t: policy_slope(t, None) + 0.1 * kl_slope(t), "ratios are not clipped"),
+        (lambda t: policy_slope(t, None if t.ratio > 1 else 0.2) + 0.1 * kl_slope(t), "ratios above 1 are not clipped"),
+        (lambda t: policy_slope(t, 0.2) + 0.1 * math.expm1(-t.reference_gap) / 40, "KL term is that of the other"),
         (lambda t: whole(t, advantage=t.centred_reward), "not divided by the standard deviation"),
         (lambda t: whole(t, advantage=t.reward), "the rewards themselves"),
         (lambda t: whole(t) * 40 / t.row_tokens / 4, "averaged per completion"),
@@ -120,3 +123,26 @@ def test_advantages_of_other_completions_are_named():
         replace(item, slope=whole(item, advantage=OTHER_ADVANTAGES[item.row]), allowed=1e-9) for item in unclipped
     ]
     assert "those of other completions" in cause_of(shuffled, SPEC)
+
+
+def test_log_probabilities_of_another_reference_are_named_as_such():
+    gaps = iter([0.4, -0.3, 0.2, 0.1] * 4)
+    tokens = [replace(item, advantage=0.0) if item.row == 1 else item for item in TOKENS]
+    other = [replace(item, slope=whole(item, reference_gap=next(gaps)), allowed=1e-9) for item in tokens]
+    assert "KL term has log-probabilities of another reference" in cause_of(other, SPEC)
+
+
+def test_a_rounded_reference_is_not_reported_as_wrong_advantages():
+    tokens = [
+        replace(item, slope=whole(item, reference_gap=item.reference_gap + 1e-3 * (-1) ** place), allowed=1e-9)
+        for place, item in enumerate(TOKENS)
+    ]
+    assert "reference, or the ratios, are rounded" in cause_of(tokens, SPEC)
+
+
+def test_ratios_to_other_tokens_are_not_reported_as_advantages_alone():
+    """One token per completion: a ratio of 0.9 looks like an advantage that is 0.9 of the study's."""
+    ratios = iter([0.9, 0.85, 1.05, 0.95])
+    tokens = [item for item in TOKENS if item.ratio == 1.0]
+    other = [replace(item, slope=whole(item, ratio=next(ratios)), allowed=1e-9) for item in tokens]
+    assert "old log-probabilities of other tokens" in cause_of(other, SPEC)

@@ -10,7 +10,7 @@ so its derivative by l is (-A r w [not clipped] + beta (1 - exp(l_ref - l))) / N
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,6 +153,8 @@ def _other_terms(tokens: Sequence[Token], spec: TrainingSpec) -> Iterator[tuple[
         ),
     )
     yield "ratios are not clipped", _vector(policy_slope(token, None) for token in tokens) + kl
+    yield "ratios above 1 are not clipped", _one_sided(tokens, clip, above=False) + kl
+    yield "ratios below 1 are not clipped", _one_sided(tokens, clip, above=True) + kl
     if any(token.weight != 1 for token in tokens):
         unweighted = _vector(policy_slope(replace(token, weight=1.0), clip) for token in tokens) + kl
         yield "the importance sampling correction is missing", unweighted
@@ -163,6 +165,15 @@ def _other_terms(tokens: Sequence[Token], spec: TrainingSpec) -> Iterator[tuple[
         yield "the KL term has another form (k1, log ratio)", with_kl(lambda gap: 1.0)
         yield "the KL term has another form (k2, half the squared log ratio)", with_kl(lambda gap: -gap)
         yield "the KL term has another form (ratio of the policy to the reference)", with_kl(lambda gap: 1 - gap)
+        yield (
+            "the KL term is that of the other direction (reference and policy are swapped)",
+            with_kl(lambda gap: math.expm1(min(-gap, 700.0))),
+        )
+
+
+def _one_sided(tokens: Sequence[Token], clip: float, *, above: bool) -> Tensor:
+    """Return the slopes of the policy term if only ratios above 1, or only those below 1, are clipped."""
+    return _vector(policy_slope(token, clip if (token.ratio > 1) == above else None) for token in tokens)
 
 
 def _by_row(tokens: Sequence[Token], spec: TrainingSpec) -> str:
@@ -172,7 +183,9 @@ def _by_row(tokens: Sequence[Token], spec: TrainingSpec) -> str:
     of_row = {token.row: token for token in tokens}
     clip, beta = spec.training.clip_ratio, spec.training.kl_coefficient
     for token in tokens:
-        unit = policy_slope(replace(token, advantage=1.0), clip)
+        # Which ratios are clipped depends on the sign.
+        sign = math.copysign(1.0, token.advantage)
+        unit = policy_slope(replace(token, advantage=sign), clip) * sign
         if unit:
             found.setdefault(token.row, []).append((token.slope - beta * kl_slope(token)) / unit)
         whole = slope(token, spec)
@@ -182,16 +195,43 @@ def _by_row(tokens: Sequence[Token], spec: TrainingSpec) -> str:
     differ = len({of_row[row].row_tokens for row in lengths}) > 1
     if differ and max(lengths.values()) - min(lengths.values()) < 0.01 * abs(max(lengths.values(), key=abs)):
         return "every completion has the same weight: the loss is averaged per completion, not over tokens"
-    if any(max(values) - min(values) > 1e-3 * (1 + max(map(abs, values))) for values in found.values()):
-        return "it is not that of the study's loss (old log-probabilities, ratios or masks of other tokens?)"
+    differing = {row for row, values in found.items() if _spread(values) > 1e-3 * (1 + max(map(abs, values)))}
+    if differing:
+        return _of_tokens({row: of_row[row].advantage for row in found}, differing, beta > 0)
     implied = {row: sum(values) / len(values) for row, values in found.items()}
     expected = {row: of_row[row].advantage for row in implied}
     return _of_advantages(implied, expected)
 
 
-def _of_advantages(implied: dict[int, float], expected: dict[int, float]) -> str:
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values)
+
+
+def _of_tokens(advantages: Mapping[int, float], differing: set[int], has_kl: bool) -> str:
+    """Return the cause where tokens of the same completion need different factors; `differing`: those completions."""
+    if has_kl and any(advantages[row] == 0 for row in differing):
+        # No ratio matters where the advantage is 0.
+        return "the KL term has log-probabilities of another reference, or of other tokens"
+    if has_kl and all(advantages[row] != 0 for row in advantages):
+        return (
+            "it is not that of the study's loss (old log-probabilities, ratios or masks of other tokens, or a KL term "
+            "with another reference?)"
+        )
+    return "it is not that of the study's loss (old log-probabilities, ratios or masks of other tokens?)"
+
+
+def _of_advantages(implied: Mapping[int, float], expected: Mapping[int, float]) -> str:
+    """Return the cause where each completion has a factor of its own, `implied` in place of `expected`."""
+    if all(abs(implied[row] - expected[row]) < 0.01 for row in expected):
+        return "the log-probabilities of the KL term's reference, or the ratios, are rounded"
     if all(abs(a - b) < 0.01 for a, b in zip(sorted(implied.values()), sorted(expected.values()), strict=True)):
         return "the advantages are those of other completions (shuffled, or of another group)"
+    if all(abs(implied[row]) < 1e-3 if expected[row] == 0 else implied[row] * expected[row] >= 0 for row in expected):
+        # A ratio changes neither a sign nor an advantage of 0.
+        return (
+            "the advantages are not those of the rewards graded again from the texts, or the ratios are to old "
+            "log-probabilities of other tokens"
+        )
     return "the advantages are not those of the rewards graded again from the texts"
 
 
