@@ -190,6 +190,12 @@ def drop_attention(model):
     model.model.layers[0].self_attn.attention_dropout = 0.1
 
 
+def decay_all(optimizer):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    return optimizer
+
+
 def scale_weights(model):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1.01)
@@ -323,6 +329,11 @@ SABOTAGES = {
         "gradient clipping",
     ),
     "weight decay": (with_argument(weight_decay=0.1), {}, r"weight_decay is 0\.1, the study asks for 0\.0"),
+    "weight decay of norms": (
+        around(Trainer, "create_optimizer", lambda o: lambda self, *a: decay_all(o(self, *a))),
+        {"weight_decay": 0.1},
+        r"step 1: the weight decay of .*(bias|norm.*) is 0\.1, the study asks for 0",
+    ),
     "betas": (with_optimiser(betas=(0.8, 0.99)), {}, r"beta1 is 0\.8, the study asks for 0\.9"),
     "epsilon": (with_optimiser(eps=1e-3), {}, "update 1 is not AdamW's|epsilon is"),
     "moments lost": (around(torch.optim.AdamW, "step", lose_moments), {}, "not AdamW's|moments"),

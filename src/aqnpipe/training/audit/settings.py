@@ -5,11 +5,13 @@ A setting that this list does not know must have the default of TRL, so that a n
 
 import dataclasses
 import enum
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft.tuners.lora import Linear as AdaptedLinear
 from torch import nn
 from transformers import AutoConfig
@@ -42,6 +44,10 @@ _FIXED_ATTRIBUTES = {
     "tools": None,
     "rollout_func": None,
 }
+
+
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+"""Names of norms and biases, which have no weight decay; nor has any `nn.LayerNorm`."""
 
 
 def held_settings(trainer: Any, spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
@@ -91,6 +97,31 @@ def _own_dropout(model_folder: Path) -> frozenset[float]:
     """Return the dropout rates in the configuration of a model."""
     config = AutoConfig.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False).to_dict()
     return frozenset(float(rate) for name, rate in config.items() if "drop" in name and isinstance(rate, int | float))
+
+
+def weight_decays(model: nn.Module, decay: float) -> dict[str, float]:
+    """Return the weight decay of every weight by its name: norms and biases have none."""
+    norms = {
+        f"{owner}.{name}" if owner else name
+        for owner, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return {
+        name: 0.0 if name in norms or _NOT_DECAYED.search(name.lower()) else decay
+        for name, _ in model.named_parameters()
+    }
+
+
+def decay_problems(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], decays: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield the first weight that `optimizer` decays by another factor than `decays` has for it."""
+    found = {id(weight): float(group["weight_decay"]) for group in optimizer.param_groups for weight in group["params"]}
+    for name, weight in trained.items():
+        if found.get(id(weight), decays[name]) != decays[name]:
+            yield f"the weight decay of {name} is {found[id(weight)]:g}, the study asks for {decays[name]:g}"
+            return
 
 
 def trainable_problems(model: nn.Module, spec: TrainingSpec) -> Iterator[str]:

@@ -23,6 +23,7 @@ from aqnpipe.artifacts.training_facts import (
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import ElementSample, Errors, rounding_of, unobserved
+from aqnpipe.training.audit.settings import decay_problems, weight_decays
 from aqnpipe.training.ranks import gathered
 
 _FOLLOWED = 24
@@ -45,6 +46,7 @@ class Updates:
         self._errors = errors
         self._report = report
         self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._decays = weight_decays(model, spec.training.weight_decay)
         shapes = {name: weight.shape for name, weight in self._trained.items()}
         seed = derive_seed(spec.random_seed, "audit of updates")
         self._followed = ElementSample.draw(shapes, seed, 1, names=_FOLLOWED)
@@ -106,6 +108,9 @@ class Updates:
         step = self.steps + 1
         self.end_micro_batch()
         self._note_rates(optimizer, step)
+        if self._is_audited(step):
+            for problem in decay_problems(optimizer, self._trained, self._decays):
+                self._report(f"step {step}: {problem}")
         if len(self._last) == 3:
             before = self._moments(optimizer, self._followed)
             changed = torch.stack(before) - torch.tensor(self._last, dtype=torch.float64)
