@@ -434,6 +434,17 @@ SABOTAGES = {
         {},
         "reports an accuracy of 1, graded again it is 0",
     ),
+    "validation edited after it was graded": (
+        around(
+            callbacks.ValidationCallback,
+            "on_step_end",
+            lambda o: (
+                lambda self, *a, **k: (o(self, *a, **k), self.accuracy.update(dict.fromkeys(self.accuracy, 0.9)))[0]
+            ),
+        ),
+        {},
+        "stored with an accuracy of 0.9, graded again it is 0",
+    ),
     "validation sampled": (
         around(transformers_backend, "_most_probable", lambda o: lambda logits, rows: logits.argmin(-1)),
         {},

@@ -5,6 +5,7 @@ first with ratios other than 1, and one in 16 of the others. Checks that cost li
 learning rates, run at every step.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -236,9 +237,20 @@ class TrainingAudit(TrainerCallback):
 
     def facts_of_all(self) -> TrainingFacts:
         """Return the checked facts of the run; a collective operation. Raises ReceiptError on any difference."""
+        self._check_accuracies()
         facts = merged_facts(gathered(self.facts()))
         self._refuse(facts.problems or fact_problems(facts, self._spec))
         return facts
+
+    def _check_accuracies(self) -> None:
+        """Compare the accuracies that the run will store with the validations that were graded again."""
+        for step, accuracy in self._trainer.validation_accuracy.items():
+            correct = self._validated.get(step, math.nan)
+            if not abs(accuracy - correct / len(self._tests.golds)) <= 1e-12:
+                self._report(
+                    f"validation after step {step} is stored with an accuracy of {accuracy:.4g}, graded again it is "
+                    f"{correct / len(self._tests.golds):.4g}"
+                )
 
     def state(self) -> AuditState:
         """Return what a resume point needs."""
