@@ -424,6 +424,19 @@ SABOTAGES = {
         {},
         "the loss is scaled by 2",
     ),
+    "penalty of the weights": (
+        around(
+            GRPOTrainer,
+            "_compute_loss",
+            lambda o: (
+                lambda self, model, inputs: (
+                    o(self, model, inputs) + 1e-3 * next(iter(model.parameters())).square().sum()
+                )
+            ),
+        ),
+        {},
+        "the loss in step 1 depends on weights other than through the logits",
+    ),
     "old log-probabilities of other rows": (
         with_inputs(lambda i: {**i, "old_per_token_logps": i["old_per_token_logps"].roll(1, 0)}),
         OFF_POLICY,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from aqnpipe.artifacts.base import Artifact
@@ -32,6 +32,7 @@ from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine, Transform
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit import grading
 from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
+from aqnpipe.training.audit.graph import reaches_around
 from aqnpipe.training.audit.measure import Errors, unobserved
 from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit
 from aqnpipe.training.audit.scoring import ScoringAudit
@@ -101,6 +102,7 @@ class TrainingAudit(TrainerCallback):
         self._settings: dict[str, str | int | float | bool | None] = {}
         self._not_checked: tuple[str, ...] = ()
         self._trainer: Any = None
+        self._logits: Tensor | None = None
         self._referenced = -1
         self._validation: ChoiceAudit | None = None
         self._tests = Questions.read(spec, test_problems, train_problems, tokenizer, spec.training.validation_questions)
@@ -120,6 +122,13 @@ class TrainingAudit(TrainerCallback):
     def attach(self, trainer: Any) -> None:
         """Observe the networks of `trainer`."""
         self._trainer = trainer
+        backward = trainer.accelerator.backward
+
+        def observed(loss: Tensor, **kwargs: Any) -> None:
+            self._check_graph(loss)
+            backward(loss, **kwargs)
+
+        trainer.accelerator.backward = observed
         self._model.register_forward_hook(self._observe_policy, with_kwargs=True)
         reference = trainer.ref_model
         if isinstance(reference, nn.Module) and reference is not self._model:
@@ -316,6 +325,7 @@ class TrainingAudit(TrainerCallback):
             if is_audited:
                 for problem in dropout_problems(module, self._spec, self._model_folder):
                     self._report(f"step {self._updates.steps + 1}: {problem}")
+            self._logits = logits if is_audited else None
             self._scoring.observe(kwargs, logits, "trained", is_audited)
             return
         kind = "reference" if adapters_are_off(module) else "old"
@@ -329,6 +339,15 @@ class TrainingAudit(TrainerCallback):
             with unobserved():
                 self._check_reference(module)
                 self._scoring.observe(kwargs, output.logits, "reference", True)
+
+    def _check_graph(self, loss: Tensor) -> None:
+        """Compare what the loss of an audited micro-batch depends on."""
+        logits, self._logits = self._logits, None
+        if logits is not None and reaches_around(loss, logits):
+            self._report(
+                f"the loss in step {self._updates.steps + 1} depends on weights other than through the logits: it has "
+                "a term that the study does not ask for (a penalty?), which no gradient of the study's loss explains"
+            )
 
     def _check_reference(self, module: nn.Module) -> None:
         """Compare the weights of the reference, once per rollout."""
