@@ -16,11 +16,17 @@ from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Errors
 
 _WATCHED = 12
-"""Tokens of each response, from the first on, whose choice is audited."""
+"""Tokens of each response, from the first on, whose choice is always audited; more while their logits fit."""
 _PLACES = 16
-"""Rows of a forward whose logits are kept."""
+"""Rows of a forward whose logits are kept, if those of all rows are too large."""
+_SMALL = 2**22
+"""Bytes of the logits of a forward that are kept for all rows."""
+_MEMORY = 2**27
+"""Bytes of kept logits from which on no more tokens are watched."""
 _ALLOWED_GAP = 2e-5
 """Logarithmic distance of a chosen token to the best one that rounding in float32 explains."""
+
+Draws = dict[tuple[int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,15 @@ class ChoiceAudit:
         self._read = 0
         self._steps: list[_Observed] = []
         self._wrong_prompts = 0
+        self._kept = 0
 
     def observe(self, kwargs: Mapping[str, Any], logits: Tensor) -> None:
         """Note a forward of the network with a cache; `logits` have the shape [rows, places, vocabulary]."""
         ids = kwargs["input_ids"]
         if self._read < len(self._order):
             self._observe_prompts(ids, kwargs.get("logits_to_keep"), logits)
-        elif len(self._steps) < _WATCHED:
-            places = self._places(len(ids), 1 + len(self._steps))
+        elif len(self._steps) < _WATCHED or self._kept < _MEMORY:
+            places = self._places(logits[:, -1], 1 + len(self._steps))
             self._steps.append(_Observed(ids[:, -1].tolist(), {place: logits[place, -1].clone() for place in places}))
 
     def _observe_prompts(self, ids: Tensor, kept: Any, logits: Tensor) -> None:
@@ -71,14 +78,18 @@ class ChoiceAudit:
             tokens = ids[place].tolist()
             read = tokens[: len(prompt)] if ends is not None else tokens[-len(prompt) :]
             self._wrong_prompts += read != prompt
-        for place in self._places(len(rows), 0):
+        for place in self._places(logits[:, -1], 0):
             end = len(self._decoding.prompts[rows[place]]) - 1
             self._first[rows[place]] = logits[place, -1 if ends is None else ends.index(end)].clone()
         self._read += len(rows)
 
-    def _places(self, rows: int, step: int) -> list[int]:
+    def _places(self, logits: Tensor, step: int) -> list[int]:
+        """Return the rows of a forward that are kept; `logits` have the shape [rows, vocabulary]."""
+        rows, of_row = len(logits), logits[0].numel() * logits.element_size()
         ranked = sorted(range(rows), key=lambda place: derive_seed(self._decoding.seed, "audited rows", step, place))
-        return sorted(ranked[:_PLACES])
+        places = sorted(ranked if rows * of_row <= _SMALL else ranked[:_PLACES])
+        self._kept += len(places) * of_row
+        return places
 
     def finish(
         self, name: str, responses: Sequence[Sequence[int]], errors: Errors, report: Callable[[str], None]
@@ -89,7 +100,7 @@ class ChoiceAudit:
         if self._wrong_prompts:
             report(f"{name}: the network read {self._wrong_prompts} prompts that were not requested")
         chosen = self._chosen(name, responses, report)
-        draws = self._draws()
+        draws = self._draws(chosen)
         gaps = [self._gap(logits, row, step, token, draws) for row, step, token, logits in chosen]
         if errors.add(name, torch.tensor(gaps, dtype=torch.float64), _ALLOWED_GAP):
             return
@@ -115,32 +126,34 @@ class ChoiceAudit:
             ]
         return chosen
 
-    def _draws(self) -> list[Tensor]:
+    def _draws(self, chosen: Sequence[tuple[int, int, int, Tensor]]) -> Draws:
+        """Return the exponential variates of every chosen token, by its row and number; none for greedy decoding."""
         decoding = self._decoding
         if decoding.temperature is None:
-            return []
-        sample = next(iter(self._first.values()))
+            return {}
+        sample = chosen[0][3]
         generator = torch.Generator(device=sample.device).manual_seed(decoding.seed)
-        shape = (decoding.num_rows, sample.shape[-1])
-        return [
-            torch.empty(shape, device=sample.device).exponential_(generator=generator)[
-                decoding.first_row : decoding.first_row + len(decoding.prompts)
-            ]
-            for _ in range(1 + len(self._steps))
-        ]
+        draws: Draws = {}
+        for step in range(1 + max(number for _, number, _, _ in chosen)):
+            whole = torch.empty((decoding.num_rows, sample.shape[-1]), device=sample.device)
+            whole.exponential_(generator=generator)
+            rows = [row for row, number, _, _ in chosen if number == step]
+            kept = whole[[decoding.first_row + row for row in rows]]
+            draws.update(((row, step), values) for row, values in zip(rows, kept, strict=True))
+        return draws
 
-    def _scores(self, logits: Tensor, row: int, step: int, draws: Sequence[Tensor], temperature: float) -> Tensor:
+    def _scores(self, logits: Tensor, row: int, step: int, draws: Draws, temperature: float) -> Tensor:
         # argmax p/e is argmax (log p - log e), and the normaliser of p does not matter.
-        return logits.double() / temperature - draws[step][row].double().log()
+        return logits.double() / temperature - draws[row, step].double().log()
 
-    def _gap(self, logits: Tensor, row: int, step: int, token: int, draws: Sequence[Tensor]) -> float:
+    def _gap(self, logits: Tensor, row: int, step: int, token: int, draws: Draws) -> float:
         temperature = self._decoding.temperature
         if not logits.isfinite().all():
             return 0.0  # The guard of the run ends it at the loss.
         scores = logits.double() if temperature is None else self._scores(logits, row, step, draws, temperature)
         return float(scores.max() - scores[token])
 
-    def _cause(self, chosen: Sequence[tuple[int, int, int, Tensor]], draws: Sequence[Tensor]) -> str:
+    def _cause(self, chosen: Sequence[tuple[int, int, int, Tensor]], draws: Draws) -> str:
         """Return the setting that explains the tokens, if there is one."""
         if all(float(logits.max() - logits[token]) == 0 for _, _, token, logits in chosen):
             return ": they are the most probable tokens (greedy)"
@@ -158,7 +171,7 @@ class ChoiceAudit:
     def _explains(
         self,
         chosen: Sequence[tuple[int, int, int, Tensor]],
-        draws: Sequence[Tensor],
+        draws: Draws,
         temperature: float,
         top: int | None,
     ) -> bool:
