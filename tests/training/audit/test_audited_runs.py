@@ -299,6 +299,15 @@ SABOTAGES = {
         {},
         "temperature|scaled",
     ),
+    "logits rounded by the sampler": (
+        around(
+            transformers_backend._Draws,
+            "__call__",
+            lambda o: lambda self, logits, rows: o(self, logits.bfloat16().float(), rows),
+        ),
+        {},
+        "the sampler noted a log-probability|are not those of the study's draws",
+    ),
     "optimiser step skipped": (
         around(AcceleratedOptimizer, "step", every_second),
         {},

@@ -25,6 +25,8 @@ _MEMORY = 2**27
 """Bytes of kept logits from which on no more tokens are watched."""
 _ALLOWED_GAP = 2e-5
 """Logarithmic distance of a chosen token to the best one that rounding in float32 explains."""
+_NOTED_ERROR = 2e-4
+"""Absolute error of a log-probability that the sampler computes in float32."""
 
 Draws = dict[tuple[int, int], Tensor]
 
@@ -125,6 +127,26 @@ class ChoiceAudit:
                 (rows[place], step, responses[rows[place]][step], kept) for place, kept in observed.logits.items()
             ]
         return chosen
+
+    def check_noted(
+        self,
+        name: str,
+        noted: Sequence[Sequence[float]],
+        responses: Sequence[Sequence[int]],
+        report: Callable[[str], None],
+    ) -> None:
+        """Compare the log-probabilities that the sampler noted with those of the observed logits."""
+        temperature = self._decoding.temperature or 1.0
+        for row, number, token, logits in self._chosen(name, responses, lambda problem: None):
+            if not noted[row] or not logits.isfinite().all():
+                continue
+            expected = float((logits.double() / temperature).log_softmax(-1)[token])
+            if abs(noted[row][number] - expected) > _NOTED_ERROR:
+                report(
+                    f"{name}: the sampler noted a log-probability of {noted[row][number]:.6g}, the network's logits "
+                    f"give {expected:.6g}: it drew from other (rounded?) logits"
+                )
+                return
 
     def _draws(self, chosen: Sequence[tuple[int, int, int, Tensor]]) -> Draws:
         """Return the exponential variates of every chosen token, by its row and number; none for greedy decoding."""

@@ -113,6 +113,8 @@ class RolloutAudit:
         self._check_ends(responses, step)
         if self._choices is not None:
             self._choices.finish(DRAWS, responses, self._errors, self._report)
+            noted = [completion.log_probabilities or [] for completion in completions]
+            self._choices.check_noted(DRAWS, noted, responses, self._report)
             self._choices = None
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         golds = [self._questions.golds[question] for question in share]
