@@ -40,8 +40,14 @@ def test_gradient_checkpointing_changes_no_byte(inputs, tmp_path, operators):
     noise = {**NOISE, "operators": operators}
     kept = run(training_spec(noise, AQN), inputs, tmp_path / "kept")
     again = run(training_spec(noise, AQN, gradient_checkpointing=True), inputs, tmp_path / "again")
-    for file in ("metrics.parquet", "checkpoints/step2/model.safetensors", "receipt.json"):
+    for file in ("metrics.parquet", "checkpoints/step2/model.safetensors"):
         assert sha256_of_file(kept / file) == sha256_of_file(again / file), file
+    # An observed backward pass sees the recomputed layers too, so the receipts differ in what was audited.
+    calls = [
+        [(cell.where, cell.calls, cell.elements) for cell in read_json(folder / "receipt.json", Receipt).cells]
+        for folder in (kept, again)
+    ]
+    assert calls[0] == calls[1]
 
 
 def test_gradient_checkpointing_computes_layers_again(inputs, tmp_path, monkeypatch):
@@ -106,7 +112,10 @@ def test_forward_passes_compute_in_the_models_format_on_weights_in_their_own(
 ):
     formats = set()
     handle = nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: formats.add(output.dtype) if isinstance(module, nn.Linear) else None
+        # The probe of a checkpoint computes in double precision.
+        lambda module, args, output: (
+            formats.add(output.dtype) if isinstance(module, nn.Linear) and output.dtype != torch.float64 else None
+        )
     )
     try:
         spec = training_spec(NOISE, AQN, dtype="bfloat16", weights_dtype=weights_dtype)

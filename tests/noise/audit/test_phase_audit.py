@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.audit.phase_audit import audited_backward
+from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.injection.phase_state import PhaseState
@@ -280,3 +282,44 @@ def test_a_softmax_without_noise_is_refused_where_all_operators_have_it(model, m
     monkeypatch.setattr(operators, "_ELEMENTWISE", table)
     with pytest.raises(ReceiptError, match="aten._softmax in model.layers.0.self_attn escaped the noise"):
         generate(model, NOISE.model_copy(update={"operators": "all"})).check()
+
+
+def hidden_states_receipt(model, monkeypatch=None, returned=None):
+    """Return the receipt of a rollout with AQN on hidden states; `returned` changes what the injection returns."""
+    aqn = AdaptiveNoise(schedule=ConstantSigma(sigma=0.1), targets="hidden_states")
+    spec = NoiseSpec(aqn=aqn)
+    recorder = recorder_of(spec, num_steps=1, num_epochs=1)
+    if returned is not None:
+
+        @replaced(monkeypatch, FaultInjection, "_noised")
+        def noised(original, injection, layer, sigma, hidden):
+            return returned(layer, hidden, original(layer, sigma, hidden))
+
+    factors, key = target_factors(model, aqn, None), NoiseKey(seed=0, step=0)
+    with (
+        torch.no_grad(),
+        noised_rollout(model, aqn, factors, recorder, sigma=0.1, seed=0, step=0) as sigmas,
+        phase_noise(model, spec, "rollout", key, recorder, hidden_sigmas=sigmas),
+    ):
+        cache = model(TOKENS, use_cache=True).past_key_values
+        model(TOKENS[:, :1], past_key_values=cache, use_cache=True)
+    return recorder.receipt()
+
+
+def test_noise_on_hidden_states_passes(model):
+    record = hidden_states_receipt(model).check().phases[0]
+    assert record.recomputed_numbers >= 2 * 3 * 64
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda layer, hidden, noised: hidden if layer == 1 else noised,
+        lambda layer, hidden, noised: noised if hidden.shape[1] > 1 else hidden,
+        lambda layer, hidden, noised: hidden + 0.1 * hidden.std() * torch.randn_like(hidden),
+    ],
+    ids=["one layer clean", "decoding clean", "other noise"],
+)
+def test_hidden_states_that_continue_without_the_noise_are_refused(model, monkeypatch, returned):
+    with pytest.raises(ReceiptError, match=r"AQN: the hidden states of layer \d have no noise"):
+        hidden_states_receipt(model, monkeypatch, returned).check()

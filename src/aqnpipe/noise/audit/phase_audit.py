@@ -158,7 +158,7 @@ class PhaseAudit:
 
     def _leave_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any, output: Any) -> None:
         self._linears.remove()
-        self._expect_hidden(observer, part)
+        self._expect_hidden(observer, part, output)
         self._recorder.count_audit(self._phase, self._kind)
         if self._whole is None:
             self._stop(observer, output)
@@ -251,11 +251,18 @@ class PhaseAudit:
         if not observer.is_noised(tensor):
             self._comparison.note(f"{what}: its {self._modules.point if self._modules else 'value'} has no noise")
 
-    def _expect_hidden(self, observer: Observer, part: AuditedPart) -> None:
-        if part.layer is None or not self._hidden_sigma(part.layer):
+    def _expect_hidden(self, observer: Observer, part: AuditedPart, output: Any) -> None:
+        """Check that what a decoder layer returns is the tensor that AQN's noise was put on."""
+        layer = part.layer
+        if layer is None or not self._hidden_sigma(layer):
             return
-        if not any(claim.operator == HIDDEN_STATES and claim.layer == part.layer for claim in observer.claims):
-            self._comparison.note(f"AQN: the hidden states of layer {part.layer} have no noise")
+        states = output[0] if isinstance(output, tuple) else output
+        claimed = any(claim.operator == HIDDEN_STATES and claim.layer == layer for claim in observer.claims)
+        # A fault of the layer's output comes after the noise and makes a tensor of its own.
+        faults = self._recorder.requested.faults
+        is_faulty = any((fault.layer, fault.site) == (layer, "layer_output") for fault in faults)
+        if not claimed or not (is_faulty or observer.is_noised(states)):
+            self._comparison.note(f"AQN: the hidden states of layer {layer} have no noise")
 
     def _hidden_sigma(self, layer: int) -> float:
         """Return the sigma that AQN's noise on the hidden states of `layer` should have in this phase."""
