@@ -280,7 +280,7 @@ def test_a_softmax_without_noise_is_refused_where_all_operators_have_it(model, m
     names = {"softmax"}
     table = {function: name for function, name in operators._ELEMENTWISE.items() if name not in names}
     monkeypatch.setattr(operators, "_ELEMENTWISE", table)
-    with pytest.raises(ReceiptError, match="aten._softmax in model.layers.0.self_attn escaped the noise"):
+    with pytest.raises(ReceiptError, match=r"aten\._softmax in model\.layers\.0\.self_attn escaped the noise"):
         generate(model, NOISE.model_copy(update={"operators": "all"})).check()
 
 

@@ -1,7 +1,7 @@
 """Applies simulated faults and AQN's noise on hidden states to the outputs of sites, after all other noise."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,9 +131,11 @@ class FaultInjection:
         key = self.state.seed("aqn.hidden", layer)
         noised = hidden.clone()
         error, source = RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN)
-        apply_error_(noised.detach(), error, source)
-        if self.state.audit.observer is not None:
-            self.state.audit.observer.claim(noised, self.state.phase, HIDDEN_STATES, layer, error, source)
-        if not self.state.recomputing:
-            self.state.recorder.measure_hidden(layer, sample(hidden), sample(noised))
+        observer = self.state.audit.observer
+        with observer.unobserved() if observer is not None else nullcontext():
+            apply_error_(noised.detach(), error, source)
+            if not self.state.recomputing:
+                self.state.recorder.measure_hidden(layer, sample(hidden), sample(noised))
+        if observer is not None:
+            observer.claim(noised, self.state.phase, HIDDEN_STATES, layer, error, source)
         return noised
