@@ -33,7 +33,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "noise.audit": (FOUNDATION - {"seeding"}) | {"models", "noise.receipts"},
     "noise.injection": FOUNDATION | {"models", "noise.kernels", "noise.receipts", "noise.audit"},
     "noise": FOUNDATION
-    | {"models", "noise.schedule", "noise.control_layers", "noise.kernels", "noise.receipts", "noise.injection", "noise.audit"},
+    | {
+        "models",
+        "noise.schedule",
+        "noise.control_layers",
+        "noise.kernels",
+        "noise.receipts",
+        "noise.injection",
+        "noise.audit",
+    },
     "generation": COMPUTING - {"generation"},
     # The stages: they hand each other artifacts and import no other stage.
     "diagnosis": COMPUTING - {"generation"},
