@@ -215,7 +215,7 @@ def test_second_fault_is_refused_and_the_first_stays():
 def test_reference_is_the_maximum_mean_or_deviation(fault_type, reference):
     # |h| sums to 23.9 over 6 values; its largest is 10
     expected = reference if reference is not None else HIDDEN.double().std(correction=0).item()
-    found = faults.fault_reference(HIDDEN.requires_grad_(), Fault(type=fault_type, layer=0, magnitude=0.5))
+    found = faults.fault_reference(HIDDEN.clone().requires_grad_(), Fault(type=fault_type, layer=0, magnitude=0.5))
     assert found.item() == pytest.approx(expected)
     assert not found.requires_grad
 
