@@ -467,7 +467,7 @@ SABOTAGES = of_group(
                     lambda original: lambda *args, **kw: (took_effect(), _actor_as_reference(*args, **kw))[1],
                 )
             ),
-            cause=r"actor_forward|backward|phase",
+            cause=r"actor_forward|backward|phase|reference: the key of its noise is used twice",
         ),
         training(
             "second step clean",
