@@ -246,7 +246,7 @@ def _inserted(change: Callable[[Any], None]) -> Apply:
 
         return add
 
-    return replaced(("aqnpipe.training.policy._add_adapters", make))
+    return replaced(("aqnpipe.training.policy.add_adapters", make))
 
 
 def _scaled_twice(module: Any) -> None:
