@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -201,14 +201,14 @@ def _restored_rounded(model: Any, noised: Any) -> Any:
 
 @contextmanager
 def _subtracted(model: Any, noised: Any) -> Any:
-    """The noise is subtracted after the rollout in place of restoring: rounding errors remain."""
+    """The noise is kept in float16 and subtracted after the rollout in place of restoring: rounding errors remain."""
     clean = {name: weight_of(norm).detach().clone() for name, norm in rms_norms(model).items()}
     with noised():
-        added = {name: weight_of(norm).detach() - clean[name] for name, norm in rms_norms(model).items()}
+        whole = {name: weight_of(norm).detach().clone() for name, norm in rms_norms(model).items()}
         yield
     with torch.no_grad():
         for name, norm in rms_norms(model).items():
-            weight_of(norm).copy_((clean[name] + added[name]) - added[name])
+            weight_of(norm).copy_(whole[name] - (whole[name] - clean[name]).half())
 
 
 def _sigma(change: Callable[[Any, int, Any], float]) -> Apply:
@@ -238,20 +238,29 @@ def _reversed(factors: dict[str, float]) -> dict[str, float]:
 
 
 def _in_the_actor_too() -> Apply:
-    """Validation and actor compute with the noise of the rollout, which is put back only before the optimiser steps."""
-    method = "aqnpipe.training.trainer.NoisyGRPOTrainer._log_probabilities"
+    """The actor has noised norms. The backward pass reads them too, so they are restored only after it."""
+    trainer = "aqnpipe.training.trainer.NoisyGRPOTrainer"
+    changes = ExitStack()
 
-    def make(original: Any) -> Any:
+    def make_forward(original: Any) -> Any:
         def log_probabilities(self: Any, model: Any, phase: str, *args: Any, **kwargs: Any) -> Any:
-            if phase != "actor_forward":
-                return original(self, model, phase, *args, **kwargs)
-            took_effect()
-            with _changed(self.policy, lambda name, weight: weight + 0.02 * torch.randn_like(weight)):
-                return original(self, model, phase, *args, **kwargs)
+            if phase == "actor_forward" and torch.is_grad_enabled():
+                took_effect()
+                changes.enter_context(
+                    _changed(self.policy, lambda name, weight: weight + 0.02 * torch.randn_like(weight))
+                )
+            return original(self, model, phase, *args, **kwargs)
 
         return log_probabilities
 
-    return replaced((method, make))
+    def make_step(original: Any) -> Any:
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with changes:
+                return original(*args, **kwargs)
+
+        return training_step
+
+    return replaced((f"{trainer}._log_probabilities", make_forward), (f"{trainer}.training_step", make_step))
 
 
 def _hidden(act: Callable[..., Tensor]) -> Apply:
@@ -428,10 +437,18 @@ SABOTAGES = of_group(
             "the clean weights are back after the first forward",
             _norms(_clean_after_the_prompt),
         ),
-        training("AQN on half of the rows", "the second half rolls out with clean weights", _first_half_of_the_rows()),
+        training(
+            "AQN on half of the rows",
+            "the second half rolls out with clean weights",
+            _first_half_of_the_rows(),
+            # Its responses are none that the noised network has read.
+            cause=r"AQN|the network read other tokens .*than those in the responses",
+        ),
         training("AQN rounded to bfloat16", "noised weights lose their digits", _norms(_rounded)),
         training("AQN restored in bfloat16", "clean weights lose their digits", _norms(_restored_rounded)),
-        training("AQN restored by subtraction", "rounding errors remain in the weights", _norms(_subtracted)),
+        training(
+            "AQN restored by subtraction", "of noise kept in float16: rounding errors remain", _norms(_subtracted)
+        ),
         training("AQN restores the first weights", "the norms never learn", _kept_between_steps),
         training("AQN in the actor too", "the forward pass of the actor has noised norms", _in_the_actor_too()),
         training("AQN on hidden states", "in place of norm weights", _hidden_states_in_place_of_norms()),
