@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -246,6 +247,7 @@ def _arm(point: str, call: int, when: str, number: signal.Signals) -> None:
         owner = getattr(importlib.import_module(module_name), attribute)
     function, calls = getattr(owner, name), 0
 
+    @functools.wraps(function)
     def killing(*args, **kwargs):
         nonlocal calls
         calls += 1
