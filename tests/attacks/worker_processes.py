@@ -30,7 +30,12 @@ def launch(spec: Any, inputs: Any, workspace: Any, resume_from: Path | None, say
     arguments = (spec, inputs, workspace, resume_from, sabotage_name)
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     command = [sys.executable, __file__, str(folder)]
-    workers = [subprocess.Popen([*command, str(rank)], stderr=subprocess.DEVNULL) for rank in range(NUM_WORKERS)]
+    # A relative PYTHONPATH does not hold here: the current folder is that of the study.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    workers = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.DEVNULL)
+        for rank in range(NUM_WORKERS)
+    ]
     results: list[Any] = []
     deadline = time.monotonic() + _SECONDS
     with contextlib.ExitStack() as stack:
