@@ -408,7 +408,7 @@ SABOTAGES = of_group(
             "dropped rows",
             "one question is missing in one arm",
             _with_table("guided", _no_first_question),
-            cause=r"step2.parquet|not in the table",
+            cause=r"step2.parquet|not in the table|responses in the table",
         ),
         Sabotage(
             "duplicated rows, record updated",
@@ -420,7 +420,7 @@ SABOTAGES = of_group(
             "dropped rows, records updated",
             "one question is missing in all arms, and every record has the new digest",
             _everywhere_forged,
-            cause=r"not in the table",
+            cause=r"not in the table|responses in the table",
         ),
         ending("results edited by hand", "correct_strict is set with another tool", _plain_edit, cause=r"checksum"),
         Sabotage(
