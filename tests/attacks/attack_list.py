@@ -1,5 +1,7 @@
 """All sabotages, and the ten faults of the original experiments that some of them repeat."""
 
+import dataclasses
+
 import aqn_sabotages
 import checkpoint_sabotages
 import distribution_sabotages
@@ -26,7 +28,23 @@ TEN_WAYS = {
     9: "arms differed in more than the named factor, single runs were unseeded",
     10: "a patch was left behind",
 }
-SABOTAGES = (
+_UNPROVEN_FAULT = "faults are recorded as the injection counts them; nothing recomputes their effect yet"
+_NOT_CAUGHT = {
+    "fault in another layer": _UNPROVEN_FAULT,
+    "fault of half the magnitude": _UNPROVEN_FAULT,
+    "fault in prompts alone": _UNPROVEN_FAULT,
+    "fault with other channels in each call": _UNPROVEN_FAULT,
+    "fault with a threshold per row": _UNPROVEN_FAULT,
+    "fault of another type": _UNPROVEN_FAULT,
+    "clipping on one side": "few tokens have a ratio above the bound, and none of the audited places had one",
+    "ratio of sequences": "refused, but as wrong advantages: the recomputed loss knows no ratio per response",
+    "checkpoint with another tokenizer": "the tokenizer of a checkpoint is not compared with that of its base",
+    "prompts padded with visible tokens": "rows of one length are read as they are stored, and the study has few others",
+    "stop text ignored": "it changes nothing here: no response continues behind the stop text",
+}
+"""Sabotages that no check catches, with the reason. They stay in the list until one does."""
+
+_ALL = (
     *noise_sabotages.SABOTAGES,
     *key_sabotages.SABOTAGES,
     *distribution_sabotages.SABOTAGES,
@@ -42,5 +60,18 @@ SABOTAGES = (
     *file_sabotages.SABOTAGES,
 )
 
-ONLY_IN_THE_TABLE = {"noise not installed in one trainer"}
-"""What the tests leave to `make attacks`: Ray Train takes a minute of processor time to launch trainers."""
+SABOTAGES = tuple(
+    dataclasses.replace(sabotage, reason=_NOT_CAUGHT.get(sabotage.name, sabotage.reason)) for sabotage in _ALL
+)
+
+ONLY_IN_THE_TABLE = {
+    "noise not installed in one trainer",
+    "resumed without moments",
+    "resumed with the schedule at its start",
+    "resumed with the first weights",
+    "resumed with the first prompts",
+    "workers with other weights",
+    "gradients not synchronised",
+    "workers with other rates",
+}
+"""What the tests leave to `make attacks`: two workers take a minute to start, and the stop of a run came too late."""
