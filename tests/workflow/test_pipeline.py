@@ -315,7 +315,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     result = copy_of.snakemake("--forcerun", "train", "--", str(run / "run.json"))
     assert result.returncode != 0
     assert "ERROR: receipt refused" in result.stdout
-    assert "measured scale 0, requested 0.05" in result.stdout
+    assert "the values used have no noise" in result.stdout
     assert "results/smoke/logs/train/base_srdd_guided_seed0.log" in result.stdout
     assert "Traceback" not in (copy_of.folder / RESULTS / "logs/train/base_srdd_guided_seed0.log").read_text()
     assert not list((copy_of.folder / run).glob("**/*.*")), "a failed run must leave nothing"

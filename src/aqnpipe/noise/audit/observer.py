@@ -149,7 +149,8 @@ class Observer(TorchDispatchMode):
         self.unused: dict[str, int] = {}
         self.readings: list[Reading] = []
         self.claims: list[Claim] = []
-        self._rng = rng
+        # Drawn once: what is sampled must not depend on how many other tensors were followed before.
+        self._stretch_places = rng.random(_SAMPLED_ELEMENTS)
         self._frames: list[Frame] = []
         self._followed: dict[int, Followed] = {}
         self._depth = 0
@@ -360,7 +361,7 @@ class Observer(TorchDispatchMode):
         """Return sampled places of a tensor, as offsets in its storage: one in each of equal stretches."""
         numel = tensor.numel()
         count = min(numel, _SAMPLED_ELEMENTS)
-        places = ((np.arange(count) + self._rng.random(count)) * (numel / count)).astype(np.int64)
+        places = ((np.arange(count) + self._stretch_places[:count]) * (numel / count)).astype(np.int64)
         if not tensor.is_contiguous():
             indices = np.unravel_index(places, tuple(tensor.shape))
             places = sum(
