@@ -77,7 +77,6 @@ def test_honest_noise_passes_in_every_kind_of_pass(make_model, operators, dtype)
     assert rollout.audited_passes["several tokens"] == 4
     assert rollout.audited_passes["one token"] > 4 + 5, "beside the whole forward single layers, drawn at random"
     assert rollout.recomputed_numbers > 64 * 9 * 3
-    assert rollout.classified_operations > 500
     records = {record.phase: record for record in step(model, noise).check().phases}
     # Both operands of 9 products in 3 layers and of the output projection.
     assert records["backward"].recomputed_numbers > 0.5 * 64 * 2 * (9 * 3 + 1)
@@ -85,7 +84,7 @@ def test_honest_noise_passes_in_every_kind_of_pass(make_model, operators, dtype)
 
 def test_what_is_audited_depends_on_the_key_and_not_on_the_model_alone(model):
     first, second = (generate(model, key=NoiseKey(seed=seed, step=0)).phases[0] for seed in (0, 1))
-    assert first.audited_passes != second.audited_passes or first.classified_operations != second.classified_operations
+    assert first != second
     assert generate(model, key=NoiseKey(seed=0, step=0)).phases[0] == first
 
 

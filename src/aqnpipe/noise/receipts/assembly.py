@@ -29,7 +29,6 @@ def phase_record(sums: PhaseSums) -> PhaseRecord:
         reference_check_difference=reference.largest_difference,
         reference_check_scale=(reference.squares / relative) ** 0.5 if relative else 0.0,
         audited_passes=dict(audit.passes),
-        classified_operations=audit.classified,
         recomputed_numbers=audit.numbers,
         largest_deviation=audit.largest_deviation,
         contradictions=dict(audit.contradictions),

@@ -96,7 +96,6 @@ class PhaseRecord(ReceiptModel):
     audited_passes: dict[str, int] = Field(
         default_factory=dict, description="observed passes of layers, by kind of forward; the observation is at random"
     )
-    classified_operations: int = Field(default=0, description="operations of these passes that were classified")
     recomputed_numbers: int = Field(default=0, description="elements whose noise was recomputed from independent keys")
     largest_deviation: float = Field(
         default=0.0, description="their largest difference from the recomputed values; 1 is what rounding explains"
