@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import (
+    AdaptiveNoise,
+    ConstantSigma,
+    FakeQuantization,
+    ModuleNoise,
+    NoiseSpec,
+    OperatorNoise,
+    RelativeGaussian,
+)
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.audit.phase_audit import audited_backward
@@ -73,7 +81,9 @@ def _through(self, function, original, *args, **kwargs):
 def test_honest_noise_passes_in_every_kind_of_pass(make_model, operators, dtype):
     model = make_model().to(dtype)
     noise = NOISE.model_copy(update={"operators": operators})
-    rollout = generate(model, noise).check().phases[0]
+    recorder = recorder_of(NoiseSpec(operator_noise=noise))
+    rollout = generate(model, noise, recorder=recorder).check().phases[0]
+    assert recorder.state().phases[0].audit.classified > 500
     assert rollout.audited_passes["several tokens"] == 4
     assert rollout.audited_passes["one token"] > 4 + 5, "beside the whole forward single layers, drawn at random"
     assert rollout.recomputed_numbers > 64 * 9 * 3
@@ -83,9 +93,9 @@ def test_honest_noise_passes_in_every_kind_of_pass(make_model, operators, dtype)
 
 
 def test_what_is_audited_depends_on_the_key_and_not_on_the_model_alone(model):
-    first, second = (generate(model, key=NoiseKey(seed=seed, step=0)).phases[0] for seed in (0, 1))
-    assert first != second
-    assert generate(model, key=NoiseKey(seed=0, step=0)).phases[0] == first
+    records = [generate(model, key=NoiseKey(seed=seed, step=0)).phases[0] for seed in range(6)]
+    assert len({tuple(record.audited_passes.items()) for record in records}) > 1
+    assert generate(model, key=NoiseKey(seed=0, step=0)).phases[0] == records[0]
 
 
 def test_an_audit_changes_no_bit(model, monkeypatch):
@@ -322,3 +332,34 @@ def test_noise_on_hidden_states_passes(model):
 def test_hidden_states_that_continue_without_the_noise_are_refused(model, monkeypatch, returned):
     with pytest.raises(ReceiptError, match=r"AQN: the hidden states of layer \d have no noise"):
         hidden_states_receipt(model, monkeypatch, returned).check()
+
+
+def test_a_quantization_that_the_products_do_not_use_is_refused(make_model, monkeypatch):
+    """The operands are quantized and recorded, and the product is computed with the original ones."""
+    model = make_model(intermediate_size=64)
+    noise = OperatorNoise(error=FakeQuantization(format="mxfp4"), phases=("rollout",))
+    generate(model, noise).check()
+
+    @replaced(monkeypatch, OperatorErrors, "_quantized")
+    def quantized(original, errors, operand, error, tensor):
+        original(operand, error, tensor)
+        return tensor
+
+    with pytest.raises(ReceiptError, match="outputs do not differ from plain torch, fake_quantization was requested"):
+        generate(model, noise).check()
+
+
+def test_layers_without_noise_must_equal_plain_torch_beside_layers_with_noise(model):
+    def disturb(module, args, output):
+        return output * (1 + 1e-3)
+
+    noise = NOISE.model_copy(update={"layers": (0, 2)})
+    generate(model, noise).check()
+    projection = model.model.layers[1].mlp.up_proj
+    forward = projection.forward
+    projection.forward = lambda x: disturb(projection, x, forward(x))
+    try:
+        with pytest.raises(ReceiptError, match=r"operators differ from plain torch by .*, no noise was requested"):
+            generate(model, noise).check()
+    finally:
+        del projection.forward

@@ -18,8 +18,9 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ModelError
-from aqnpipe.evaluation.audit.facts import derived_key, tokens_digest, without_padding
+from aqnpipe.evaluation.audit.facts import tokens_digest, without_padding
 from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.noise.audit.random_numbers import derived_key
 
 
 @dataclass(frozen=True)

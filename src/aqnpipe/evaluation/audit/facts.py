@@ -1,7 +1,6 @@
 """What a worker observed in one batch, and the keys and digests that the audit derives for itself."""
 
 import hashlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,6 +9,7 @@ import numpy as np
 from pydantic import ConfigDict
 
 from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.noise.audit.random_numbers import derived_key
 
 _PLAIN = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -85,14 +85,6 @@ class BatchFacts:
     again: AgainFacts | None
     problems: tuple[Finding, ...]
     problems_again: tuple[Finding, ...] = ()
-
-
-def derived_key(seed: int, stream: str, *counters: int) -> int:
-    """Return the key that the product must use for (seed, stream, counters), derived independently of `seeding`."""
-    name = stream.encode()
-    content = seed.to_bytes(8, "little", signed=True) + len(name).to_bytes(4, "little") + name
-    content += b"".join(struct.pack("<q", counter) for counter in counters)
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") // 2
 
 
 def requested_choice(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Choice:

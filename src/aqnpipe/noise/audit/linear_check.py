@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import ErrorModel, FakeQuantization
+from aqnpipe.config.noise import ErrorModel, FakeQuantization, quantity_of, requested_size
 from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.expected_values import expected_values, spacing
 from aqnpipe.noise.audit.observer import Claim, Observer
@@ -125,15 +125,17 @@ class LinearCheck:
             difference = float(np.abs(found - product).max(initial=0.0))
             self.sums.largest_difference = max(self.sums.largest_difference, difference)
             return
-        draws = Draws(*(np.array(value, np.uint64) for value in (claim.key, claim.call, claim.stream)))
+        draws = Draws.of(claim.key, claim.call, claim.stream)
         expected, allowed = expected_values(product, claim.error, dtype, draws, places)
         if bias is not None:
             added = bias.double().cpu().numpy()
             expected = expected + added
             allowed = allowed + spacing(expected, dtype)
         allowed = allowed + _SUMMATION * spacing(np.array(np.abs(product).max(initial=0.0)), dtype)
-        # The sum with a large bias keeps too few digits of the noise to measure its size.
-        precise = np.abs(expected - (added if bias is not None else 0.0) - product) > 8 * spacing(expected, dtype)
+        # The sum with a large bias keeps too few digits of the noise to measure its size. The choice must not depend on
+        # the draw: the larger numbers alone would measure too large a size.
+        size = requested_size(claim.error) * (1.0 if quantity_of(claim.error) != "relative" else np.abs(product))
+        precise = size > 8 * spacing(expected, dtype)
         self._note(product[precise], (found - (added if bias is not None else 0.0))[precise])
         with np.errstate(invalid="ignore"):
             wrong = ~(np.abs(found - expected) <= allowed) & np.isfinite(expected)

@@ -34,15 +34,16 @@ class Position(NamedTuple):
 
 def key_at(position: Position, stream: str, *counters: int) -> int:
     """Return the 63-bit key of `stream` at `position`: BLAKE2b-64 of the little-endian fields, shifted right by one."""
-    return _digest(position.seed, stream, (*position[1:], *counters))
+    return derived_key(position.seed, stream, *position[1:], *counters)
 
 
 def key_at_step(seed: int, stream: str, step: int) -> int:
     """Return the 63-bit key of `stream` at an optimiser step, for noise that a whole rollout shares."""
-    return _digest(seed, stream, (step,))
+    return derived_key(seed, stream, step)
 
 
-def _digest(seed: int, stream: str, fields: tuple[int, ...]) -> int:
+def derived_key(seed: int, stream: str, *fields: int) -> int:
+    """Return the 63-bit key of (seed, stream, fields), derived by code that shares nothing with `aqnpipe.seeding`."""
     name = stream.encode("utf-8")
     message = seed.to_bytes(8, "little", signed=True) + len(name).to_bytes(4, "little") + name
     message += b"".join(field.to_bytes(8, "little", signed=True) for field in fields)
@@ -58,6 +59,11 @@ class Draws(NamedTuple):
     key: npt.NDArray[np.uint64]
     call: npt.NDArray[np.uint64]
     stream: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, key: int, call: int, stream: int) -> "Draws":
+        """Return the random numbers of one tensor."""
+        return cls(*(np.array(value, np.uint64) for value in (key, call, stream)))
 
 
 def normals(elements: IntArray, draws: Draws) -> tuple[FloatArray, FloatArray]:

@@ -50,7 +50,7 @@ def compare_norms(
         if call is None or sigma == 0:
             wrong = used != clean
         else:
-            draws = Draws(*(np.array(value, np.uint64) for value in (key, call, 0)))
+            draws = Draws.of(key, call, 0)
             expected, allowed = expected_values(clean, AbsoluteGaussian(scale=sigma), weight.dtype, draws, elements)
             wrong = np.abs(used - expected) > allowed
             comparison.numbers += len(elements)
