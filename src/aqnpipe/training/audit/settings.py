@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as AdaptedLinear
 from torch import nn
 from transformers import AutoConfig
 from trl import GRPOConfig
 
 from aqnpipe.artifacts.training_facts import expected_settings, setting_problems
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.models.adapters import adapted_modules
 
 _WITHOUT_EFFECT = frozenset(
     {
         "output_dir", "run_name", "report_to", "disable_tqdm", "use_cpu", "local_rank", "project", "log_level",
-        "logging_steps", "logging_nan_inf_filter", "save_strategy", "eval_strategy", "num_train_epochs",
+        "logging_nan_inf_filter", "save_strategy", "eval_strategy", "num_train_epochs",
         "dataloader_pin_memory", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "generation_batch_size",
         "gradient_checkpointing_kwargs", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
         "vllm_importance_sampling_clip_min", "per_device_eval_batch_size", "accelerator_config", "debug",
@@ -55,7 +55,7 @@ def held_settings(trainer: Any, spec: TrainingSpec) -> dict[str, str | int | flo
     found = {}
     for name in expected_settings(spec):
         holder = trainer if hasattr(trainer, name) else trainer.args
-        found[name] = _plain(getattr(holder, {"epsilon": "epsilon"}.get(name, name)))
+        found[name] = _plain(getattr(holder, name))
     return found
 
 
@@ -78,7 +78,10 @@ def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
         yield f"the trainer's importance sampling correction is {trainer.use_vllm}, the arm asks for the opposite"
     if [float(weight) for weight in trainer.reward_weights] != [1.0]:
         yield f"rewards are weighted by {trainer.reward_weights.tolist()}, the study asks for one reward of weight 1"
-    yield from _other_arguments(trainer.args, {*expected, *_WITHOUT_EFFECT})
+    if trainer.args.logging_steps != 1:
+        # Problems are judged, and the receipt so far is checked, when a step is logged.
+        yield f"the trainer's logging_steps is {trainer.args.logging_steps!r}, expected 1"
+    yield from _other_arguments(trainer.args, {"logging_steps", *expected, *_WITHOUT_EFFECT})
 
 
 def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -> Iterator[str]:
@@ -135,7 +138,7 @@ def trainable_problems(model: nn.Module, spec: TrainingSpec) -> Iterator[str]:
 
 def adapter_facts(model: nn.Module) -> dict[str, int | float]:
     """Return rank and scale of the low-rank adapters of `model`; nothing if it has none. NaN where they differ."""
-    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    layers = adapted_modules(model).values()
     ranks = {int(rank) for layer in layers for rank in layer.r.values()}
     scales = {float(scale) for layer in layers for scale in layer.scaling.values()}
     if not layers:

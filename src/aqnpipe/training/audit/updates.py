@@ -6,7 +6,7 @@ micro-batches. A few elements are followed through all steps: between two update
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -302,8 +302,3 @@ class Updates:
             f"update {step} is not AdamW's with the study's settings (about {scale:.3g} of the expected change): "
             "another learning rate, weight decay, beta or optimiser state"
         )
-
-
-def expected_trainable(model: nn.Module, has_adapters: bool) -> Mapping[str, bool]:
-    """Return for each weight whether the study trains it: all of them, or the low-rank adapters."""
-    return {name: "lora_" in name if has_adapters else True for name, _ in model.named_parameters()}

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from peft.tuners.lora import Linear as AdaptedLinear
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
+from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Element, ElementSample, Errors, unobserved
 
@@ -65,7 +65,7 @@ class WeightAudit:
                 self._report(f"{name} is not 0 before training: the policy does not begin as the prepared model")
                 return
 
-    def check_reference(self, model: nn.Module, dtype_of_policy: torch.dtype | None = None) -> None:
+    def check_reference(self, model: nn.Module) -> None:
         """Compare a model that computes for the reference with the weights before training."""
         found = self._sample.read(_tensors_of(model))
         weights = dict(model.named_parameters())
@@ -119,7 +119,7 @@ class WeightAudit:
 
 def adapters_are_off(model: nn.Module) -> bool:
     """Whether `model` has low-rank adapters and computes without them now."""
-    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    layers = adapted_modules(model).values()
     return bool(layers) and all(layer.disable_adapters for layer in layers)
 
 
