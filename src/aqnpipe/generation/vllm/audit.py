@@ -11,7 +11,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -101,16 +101,11 @@ class EngineAudit(PhaseAudit):
         for name in self._engine.select(self._modules.modules):
             if not name.startswith(prefix):
                 continue
-            check = partial(self._expect_noise, observer, f"module {name}")
             if self._modules.point == "input":
-                tap = projections[name].input if name in projections else self._engine.norm_inputs[name]
-                handle = tap.register_forward_pre_hook(lambda _, args, check=check: check(args[0]))
+                module = projections[name].input if name in projections else self._engine.norm_inputs[name]
             else:
-                tap = projections[name].output if name in projections else modules[name]
-                handle = tap.register_forward_hook(
-                    lambda _, args, output, check=check: check(output[0] if isinstance(output, tuple) else output)
-                )
-            self._handles.append(handle.remove)
+                module = projections[name].output if name in projections else modules[name]
+            self._expect_noise_at(module, observer, name)
 
 
 class EngineObserver(Observer):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OutputErrorModel
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.generation.vllm.audit import EngineAudit, audited_parts
+from aqnpipe.generation.vllm.audit import EngineAudit
 from aqnpipe.generation.vllm.modules import EngineModel, Linear
 from aqnpipe.generation.vllm.reference_check import EngineReferenceCheck
 from aqnpipe.models.layout import layer_of
@@ -96,9 +96,13 @@ def engine_noise(
     check_noise_is_supported(engine, noise)
     if hasattr(engine.model, ACTIVE_MARK):
         raise ModelError(f"noise is already installed on this {type(engine.model).__name__}; injections do not nest")
-    state = PhaseState(engine.model, noise.phase, key, recorder, audited_parts(engine))
-    position = state.audit.position._replace(forward=0)
-    state.audit = EngineAudit(engine, noise.phase, position, recorder, hidden_sigmas or {})
+    state = PhaseState(
+        engine.model,
+        noise.phase,
+        key,
+        recorder,
+        lambda position: EngineAudit(engine, noise.phase, position, recorder, hidden_sigmas or {}),
+    )
     recorder.note_installed(
         noise.phase, operator_noise=noise.operator_noise, module_noise=noise.module_noise, faults=noise.faults
     )

@@ -38,7 +38,11 @@ class Origin:
 
 
 class Judge:
-    """Judges readings. `num_places`: layers and output projections; the rest of the model has the place after them."""
+    """Judges what an observer saw.
+
+    `outside`: the place of the model around layers and output projection. `origin_of` returns where a tensor was made,
+    None if not in an audited part. `sigma_of`: AQN's requested sigma on the hidden states of a layer.
+    """
 
     def __init__(
         self,

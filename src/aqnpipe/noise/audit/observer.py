@@ -10,7 +10,7 @@ names the error and the draw. For each tensor that is read:
   derives itself, and with a draw that no other tensor of the pass has.
 - A claimed tensor must be read: noise on a copy that nothing uses is none.
 
-Samples stay on their device; `differences` compares them when the pass has ended.
+Samples stay on their device until the pass has ended; `judgement.Judge` compares them.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import IntArray, Position
 
 _SAMPLED_ELEMENTS = 64
-_SAME_VALUES = frozenset({"_unsafe_view", "clone", "_to_copy", "contiguous"})
+_SAME_VALUES = frozenset({"_unsafe_view", "clone", "_to_copy"})
 """Operations whose output has the values of their input: a product stays a product."""
 
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
@@ -218,7 +218,7 @@ class Observer(TorchDispatchMode):
 
     @contextmanager
     def known_escape(self) -> Iterator[None]:
-        """Observe nothing of the body, a call that is already counted as escaped, but its operations."""
+        """Count the operations of the body, and nothing else: the call is already recorded as escaped."""
         self._depth += 1
         self._call += 1
         try:

@@ -49,11 +49,11 @@ class AuditedPart:
 
 
 class PhaseAudit:
-    """The audit of one phase: it hears where the injection put noise, and takes everything else from other sources.
+    """The audit of one phase: which tensors have noise is reported by the injection, everything else is found here.
 
-    `parts` are the layers and output projections in the order of their places. `position` is where the run is;
-    `recorder` has the request and gets the result. `observer` observes the pass that runs, None if it is not audited:
-    the injection tells it where a noised call begins and ends, and claims the tensors with noise.
+    `parts` are the layers and output projections in the order of their places. `position` is where the run is.
+    `recorder` contains the request and receives the result. `observer` is active during an audited pass, otherwise
+    None: the injection wraps each noised call in `observer.noised_call` and reports noised tensors to `observer.claim`.
     """
 
     def __init__(
@@ -238,14 +238,18 @@ class PhaseAudit:
             return
         for name, module in select_modules(self._model, self._modules.modules).items():
             if name != frame.name and name.startswith(f"{frame.name}."):
-                check = partial(self._expect_noise, observer, f"module {name}")
-                if self._modules.point == "input":
-                    handle = module.register_forward_pre_hook(lambda _, args, check=check: check(args[0]))
-                else:
-                    handle = module.register_forward_hook(
-                        lambda _, args, output, check=check: check(output[0] if isinstance(output, tuple) else output)
-                    )
-                self._handles.append(handle.remove)
+                self._expect_noise_at(module, observer, name)
+
+    def _expect_noise_at(self, module: nn.Module, observer: Observer, name: str) -> None:
+        """Check the input or output of `module`, where module noise on the module called `name` is applied."""
+        check = partial(self._expect_noise, observer, f"module {name}")
+        if self._modules is not None and self._modules.point == "input":
+            handle = module.register_forward_pre_hook(lambda _, args: check(args[0]))
+        else:
+            handle = module.register_forward_hook(
+                lambda _, args, output: check(output[0] if isinstance(output, tuple) else output)
+            )
+        self._handles.append(handle.remove)
 
     def _expect_noise(self, observer: Observer, what: str, tensor: Tensor) -> None:
         if not observer.is_noised(tensor):
@@ -330,7 +334,7 @@ class PhaseAudit:
 def audited_backward(model: nn.Module, recorder: ReceiptRecorder) -> Iterator[None]:
     """Observe the backward pass in the body, if the audits of its forwards decided so.
 
-    Raises ReceiptError never: what was found is in the receipt.
+    Contradictions are recorded for the receipt; nothing is raised here.
     """
     audits: list[PhaseAudit] = list(recorder.pending_audits)
     recorder.pending_audits.clear()

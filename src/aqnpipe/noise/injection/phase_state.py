@@ -1,7 +1,7 @@
 """State shared by the parts of one phase's injection: the layer that computes, and the key of its random numbers."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +47,7 @@ class PhaseState:
 
     `forward_index` counts the model's forward passes in this phase. `reads_one_token`: the current pass reads a single
     token per row. `is_first_of_kind`: it is the first pass of this phase that does, or the first that does not.
-    `parts` are the layers and output projections that the audit observes, by default those of transformers' model.
+    `audit_at` makes the audit of the phase at a position; by default it observes the layers of transformers' model.
     `recomputing` is true while a checkpointed layer is recomputed, so that nothing is counted or measured twice.
     """
 
@@ -57,7 +57,7 @@ class PhaseState:
         phase: Phase,
         key: NoiseKey,
         recorder: ReceiptRecorder,
-        parts: Sequence[AuditedPart] | None = None,
+        audit_at: Callable[[Position], PhaseAudit] | None = None,
     ) -> None:
         self.model = model
         recorder.note_key(phase, key.seed, key.step, key.micro_step, key.rank)
@@ -71,12 +71,14 @@ class PhaseState:
         self._kinds: set[bool] = set()
         self.recomputing = False
         self.outside = self.place = Place()
-        if parts is None:
-            parts = [AuditedPart(index, index, layer) for index, layer in enumerate(self.layers)]
-            parts.append(AuditedPart(len(parts), None, self.head))
         seed, step = recorder.position(key.seed, key.step)
         position = Position(seed, step if phase != "validation" else key.step, key.micro_step, key.rank, 0)
-        self.audit = PhaseAudit(model, parts, phase, position, recorder)
+        self.audit = self._audit_at(position) if audit_at is None else audit_at(position)
+
+    def _audit_at(self, position: Position) -> PhaseAudit:
+        parts = [AuditedPart(index, index, layer) for index, layer in enumerate(self.layers)]
+        parts.append(AuditedPart(len(parts), None, self.head))
+        return PhaseAudit(self.model, parts, self.phase, position, self.recorder)
 
     def start_forward(self, num_tokens: int | None) -> None:
         """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
