@@ -1,4 +1,4 @@
-"""Tells a checkpoint that learned nothing: its weights are those of the model that it was trained from."""
+"""Detects checkpoints that learned nothing: their weights are those of the model that they were trained from."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -78,7 +78,7 @@ class ObservedBatch:
         if self.trial is not None:
             return self._trial(self.trial)
         responses = [completion.token_ids for completion in completions]
-        # What was not observed well is refused for that; it cannot be computed again.
+        # A batch with problems is refused because of them; its rows cannot be computed again.
         whole = len(responses) == len(self.prompts) and all(responses) and not self.observation.problems
         if not self.is_clean or not whole:
             return None, []
