@@ -204,15 +204,14 @@ class _EngineInjection:
         layer = self._engine.layers[index]
         expected = self._expected[index]
         for attention in layer.attentions:
-            expected.add("scaled_dot_product_attention")
-            attention.forward = partial(self._attention, attention.forward)
-            stack.callback(delattr, attention, "forward")
+            self._noise_forward(stack, expected, "scaled_dot_product_attention", attention)
         if self._noise is None or self._noise.operators != "all":
             return
-        for operator, norms in (("rms_norm", layer.norms.values()), ("layer_norm", layer.layer_norms)):
-            for norm in norms:
-                expected.add(operator)
-                keep(stack, norm.register_forward_hook(partial(self._after, operator)))
+        for norm in layer.norms.values():
+            expected.add("rms_norm")
+            keep(stack, norm.register_forward_hook(partial(self._after, "rms_norm")))
+        for norm in layer.layer_norms:
+            self._noise_forward(stack, expected, "layer_norm", norm)
         for activation in layer.activations:
             name, function = _GATED[type(activation).__name__]
             if name == "gelu":
@@ -220,6 +219,12 @@ class _EngineInjection:
             expected.add(name)
             activation.forward = partial(self._gated, name, function)
             stack.callback(delattr, activation, "forward")
+
+    def _noise_forward(self, stack: ExitStack, expected: set[str], operator: str, module: nn.Module) -> None:
+        """Make the forward of `module`, one operator, a noised call."""
+        expected.add(operator)
+        module.forward = partial(self._noised, operator, module.forward)  # type: ignore[method-assign]
+        stack.callback(delattr, module, "forward")
 
     def _install_place(self, stack: ExitStack, index: int, module: nn.Module) -> None:
         keep(stack, module.register_forward_pre_hook(partial(self._enter, index)))
@@ -311,16 +316,16 @@ class _EngineInjection:
         hooked = [projection.output(output) for projection, output in zip(projections, outputs, strict=False)]
         return _joined([*hooked, *outputs[len(projections) :]])
 
-    def _attention(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _noised(self, operator: str, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         with self._noised_call():
-            return self._apply_error("scaled_dot_product_attention", forward(*args, **kwargs))
+            return self._apply_error(operator, function(*args, **kwargs))
 
     def _after(self, operator: str, module: nn.Module, args: Any, output: Any) -> None:
         self._apply_error(operator, output[0] if isinstance(output, tuple) else output)
 
     def _gated(self, operator: str, function: Callable[..., Tensor], x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return self._apply_error(operator, function(gate.contiguous())) * up
+        return self._noised(operator, function, gate.contiguous()) * up
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
