@@ -28,13 +28,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, Phase, RelativeGaussian
+from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 DEVICE = "cuda"
-ROUNDS, WARM_UPS = 10, 2
+ROUNDS, GENERATION_ROUNDS, WARM_UPS = 10, 4, 2
 SCALE = 0.05
 SHAPES = Qwen2Config(
     vocab_size=151936,
@@ -48,16 +49,23 @@ SHAPES = Qwen2Config(
 )
 PREFILL, TRAINING, GENERATION = (4, 1024), (4, 512), (32, 128)
 """Sequences and tokens in each."""
+Noise = Callable[[], AbstractContextManager[ReceiptRecorder | None]]
+"""Turns noise on; yields the recorder that has to audit the backward pass, None where there is none."""
+
 NEW_TOKENS = 64
 KERNEL_ROWS, KERNEL_COLUMNS = 4096, (1536, 8960)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """`what` against `against`: time ratios over the rounds, and the ratio of peak memory."""
+    """`what` against `against`: time ratios over the rounds, and the ratio of peak memory.
+
+    `milliseconds`: median time of `what`.
+    """
 
     what: str
     against: str
+    milliseconds: float
     median: float
     lowest: float
     highest: float
@@ -72,12 +80,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("ERROR: noise_overhead_cuda measures on a CUDA device, and torch finds none")
     torch.manual_seed(0)
-    ratios = [*kernel_ratios(), *model_ratios()]
-    table = Table("what", "against", "median ratio", "lowest", "highest", "peak memory")
+    console, ratios = Console(), []
+    for ratio in itertools.chain(kernel_ratios(), model_ratios()):
+        ratios.append(ratio)
+        console.print(
+            f"{ratio.what}: {ratio.median:.3f} of {ratio.against}, {ratio.milliseconds:.2f} ms", highlight=False
+        )
+    table = Table("what", "against", "ms", "median ratio", "lowest", "highest", "peak memory")
     for ratio in ratios:
         figures = (ratio.median, ratio.lowest, ratio.highest, ratio.memory)
-        table.add_row(ratio.what, ratio.against, *(f"{figure:.3f}" for figure in figures))
-    Console().print(torch.cuda.get_device_name(), table)
+        table.add_row(ratio.what, ratio.against, f"{ratio.milliseconds:.2f}", *(f"{figure:.3f}" for figure in figures))
+    console.print(torch.cuda.get_device_name(), table)
     if arguments.json:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         arguments.json.write_text(
@@ -88,15 +101,12 @@ def main() -> None:
 # -- the work ----------------------------------------------------------------------------------------------------------
 
 
-def model_ratios() -> list[Ratio]:
+def model_ratios() -> Iterator[Ratio]:
     """Measure prefill, training step and generation of the whole model, noisy and naive against clean."""
     model = Qwen2ForCausalLM(SHAPES).to(DEVICE, torch.bfloat16).eval()
-    return [
-        ratio
-        for attention in ("eager", "sdpa")
-        for measure in (prefill_ratios, training_ratios, generation_ratios)
-        for ratio in measure(model, attention)
-    ]
+    for attention in ("eager", "sdpa"):
+        for measure in (prefill_ratios, training_ratios, generation_ratios):
+            yield from measure(model, attention)
 
 
 def prefill_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
@@ -104,7 +114,7 @@ def prefill_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
     spec, ids = noise_spec(attention, "evaluation"), random_ids(*PREFILL)
 
     @torch.no_grad()
-    def prefill(noise: Callable[[], AbstractContextManager[None]]) -> None:
+    def prefill(noise: Noise) -> None:
         with noise():
             model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
@@ -115,10 +125,13 @@ def training_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
     """Measure forward and backward; gradients of the weights are dropped afterwards."""
     spec, ids = noise_spec(attention, "actor_forward", "backward"), random_ids(*TRAINING)
 
-    def step(noise: Callable[[], AbstractContextManager[None]]) -> None:
-        with noise():
+    def step(noise: Noise) -> None:
+        with noise() as recorder:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        with audited_backward(model, recorder) if recorder is not None else nullcontext():
+            loss.backward()
+        if recorder is not None:
+            recorder.count_forward("backward")
         model.zero_grad()
 
     return in_each_way(f"training step, {attention}", model, attention, spec, "actor_forward", step)
@@ -129,7 +142,7 @@ def generation_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
     spec, ids = noise_spec(attention, "evaluation"), random_ids(*GENERATION)
 
     @torch.no_grad()
-    def generate(noise: Callable[[], AbstractContextManager[None]]) -> None:
+    def generate(noise: Noise) -> None:
         with noise():
             model.generate(
                 ids,
@@ -140,7 +153,7 @@ def generation_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
                 pad_token_id=0,
             )
 
-    return in_each_way(f"generation, {attention}", model, attention, spec, "evaluation", generate)
+    return in_each_way(f"generation, {attention}", model, attention, spec, "evaluation", generate, GENERATION_ROUNDS)
 
 
 def in_each_way(
@@ -149,7 +162,8 @@ def in_each_way(
     attention: str,
     spec: NoiseSpec,
     phase: Phase,
-    work: Callable[[Callable[[], AbstractContextManager[None]]], None],
+    work: Callable[[Noise], None],
+    rounds: int = ROUNDS,
 ) -> list[Ratio]:
     """Run `work` clean, with our noise and with the naive one; the receipt of ours is checked."""
     model.set_attn_implementation(attention)
@@ -160,28 +174,26 @@ def in_each_way(
     steps, trains = itertools.count(), phase == "actor_forward"
 
     @contextmanager
-    def ours() -> Iterator[None]:
+    def ours() -> Iterator[ReceiptRecorder]:
         with phase_noise(model, spec, phase, NoiseKey(seed=0, step=next(steps)), recorder, backward=trains):
-            yield
-        if trains:
-            recorder.count_forward("backward")
+            yield recorder
 
     found = ratios_to_first(
-        {"clean": lambda: work(nullcontext), what: lambda: work(ours), f"{what}, naive": lambda: work(naive)}
+        {"clean": lambda: work(nullcontext), what: lambda: work(ours), f"{what}, naive": lambda: work(naive)}, rounds
     )
     recorder.receipt().check()
     return found
 
 
-def kernel_ratios() -> list[Ratio]:
+def kernel_ratios() -> Iterator[Ratio]:
     """Measure noise on one tensor, and a product with noise by each method against the clean product."""
     from gemm_cuda import matmul_with_relative_error
 
-    source, found = NoiseStream(key=1), []
+    source = NoiseStream(key=1)
     for columns in KERNEL_COLUMNS:
         y = torch.randn(KERNEL_ROWS, columns, device=DEVICE, dtype=torch.bfloat16)
         size = f"{KERNEL_ROWS} x {columns}"
-        found += ratios_to_first(
+        yield from ratios_to_first(
             {
                 f"y.mul_(1), {size}": lambda y=y: y.mul_(1),
                 f"noise on one tensor, {size}": lambda y=y: add_relative_gaussian_(y, SCALE, source),
@@ -190,7 +202,7 @@ def kernel_ratios() -> list[Ratio]:
         )
         a = torch.randn(KERNEL_ROWS, SHAPES.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         b = torch.randn(columns, SHAPES.hidden_size, device=DEVICE, dtype=torch.bfloat16).t()
-        found += ratios_to_first(
+        yield from ratios_to_first(
             {
                 f"a @ b, {size}": lambda a=a, b=b: a @ b,
                 f"product, then noise, {size}": lambda a=a, b=b: add_relative_gaussian_(a @ b, SCALE, source),
@@ -198,7 +210,6 @@ def kernel_ratios() -> list[Ratio]:
                 f"product, then noise, {size}, naive": lambda a=a, b=b: naive_error(a @ b),
             }
         )
-    return found
 
 
 def noise_spec(attention: str, *phases: Phase) -> NoiseSpec:
@@ -237,7 +248,7 @@ class _NaiveError(torch.autograd.Function):
         return naive_error(gradients[0]) if ctx.on_gradient else gradients[0], None, None
 
 
-class naive(TorchFunctionMode):  # noqa: N801 - used as a context manager
+class _NaiveMode(TorchFunctionMode):
     """Naive noise on every matrix product and on the gradients of its operands."""
 
     FUNCTIONS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, F.scaled_dot_product_attention)
@@ -249,17 +260,24 @@ class naive(TorchFunctionMode):  # noqa: N801 - used as a context manager
         return _NaiveError.apply(func(*operands, **(kwargs or {})), True, False)
 
 
+@contextmanager
+def naive() -> Iterator[None]:
+    """Turn naive noise on."""
+    with _NaiveMode():
+        yield
+
+
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def ratios_to_first(works: Mapping[str, Callable[[], object]]) -> list[Ratio]:
+def ratios_to_first(works: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> list[Ratio]:
     """Run all works in turn, round by round; return time and peak memory of each as ratios to the first work's."""
     for work in works.values():
         for _ in range(WARM_UPS):
             work()
     seconds: dict[str, list[float]] = {what: [] for what in works}
     memory = dict.fromkeys(works, 0)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for what, work in works.items():
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
@@ -272,7 +290,9 @@ def ratios_to_first(works: Mapping[str, Callable[[], object]]) -> list[Ratio]:
     found = []
     for what in others:
         times = [ours / reference for ours, reference in zip(seconds[what], seconds[first], strict=True)]
-        found.append(Ratio(what, first, statistics.median(times), min(times), max(times), memory[what] / memory[first]))
+        milliseconds = 1000 * statistics.median(seconds[what])
+        memory_ratio = memory[what] / memory[first]
+        found.append(Ratio(what, first, milliseconds, statistics.median(times), min(times), max(times), memory_ratio))
     return found
 
 

@@ -223,7 +223,7 @@ class _EngineInjection:
     def _noise_forward(self, stack: ExitStack, expected: set[str], operator: str, module: nn.Module) -> None:
         """Make the forward of `module`, one operator, a noised call."""
         expected.add(operator)
-        module.forward = partial(self._noised, operator, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(self._noised, operator, module.forward)
         stack.callback(delattr, module, "forward")
 
     def _install_place(self, stack: ExitStack, index: int, module: nn.Module) -> None:

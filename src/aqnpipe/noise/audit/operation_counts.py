@@ -1,5 +1,6 @@
 """Floating-point operations from the shapes of what is really computed."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,15 +8,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+_ATTENTION = re.compile(
+    r"_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?(?P<backward>_backward)?$"
+)
 _MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
 
 def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> int:
     """Return the operations of one call of an operator: of matrix products, convolutions and attentions; else 0.
 
-    Uses the formulas of torch, and our own for grouped products, which torch does not count.
+    Uses the formulas of torch, and our own where torch has none (grouped products, attention on a CPU) or where they
+    depend on its version (attention in which several heads share keys).
     """
     packet = func.overloadpacket
+    if func.namespace == "aten" and (attention := _ATTENTION.match(packet.__name__)):
+        return _of_attention(args, is_backward=attention["backward"] is not None)
     if packet in _MATRIX_PRODUCTS and args[-1].shape[-2] == 1:
         # Nothing is summed: the rotary embedding multiplies frequencies and positions in this way.
         return 0
@@ -23,6 +30,17 @@ def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
         return _of_grouped_product(args[0], args[1])
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
+
+
+def _of_attention(args: tuple[Any, ...], *, is_backward: bool) -> int:
+    """Return the operations of attention without regard to its mask: two products, or five in a backward pass.
+
+    `args` begin with the query [B, H, L, E], key [B, H', S, E] and value [B, H', S, V], in a backward pass after the
+    gradient of the output. A backward pass computes the scores again, and two gradients per product.
+    """
+    query, key, value = args[1:4] if is_backward else args[:3]
+    per_element = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
+    return int(2 * query.shape[:-1].numel() * key.shape[-2] * per_element)
 
 
 def _of_grouped_product(left: Tensor, right: Tensor) -> int:
