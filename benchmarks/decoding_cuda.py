@@ -2,7 +2,7 @@
 
     python benchmarks/decoding_cuda.py [--json FILE]
 
-Random weights in bfloat16, 64 new tokens after prompts of 128, by `TransformersBackend`, which runs and evaluations use.
+Random weights in bfloat16, 64 new tokens after prompts of 128, by the `TransformersBackend` of runs and evaluations.
 Clean and noisy generations alternate. Besides tokens per second it reports the time of one decoding step, and how much
 of it the GPU computes: where that is far below the whole, the GPU waits for Python.
 """
@@ -68,7 +68,9 @@ def main() -> None:
     console.print(torch.cuda.get_device_name(), table)
     if arguments.json:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        arguments.json.write_text(json.dumps(machine | {"speeds": [asdict(speed) for speed in speeds]}, indent=2) + "\n")
+        arguments.json.write_text(
+            json.dumps(machine | {"speeds": [asdict(speed) for speed in speeds]}, indent=2) + "\n"
+        )
 
 
 def speeds_of(model: Qwen2ForCausalLM, attention: str, batch: int) -> list[Speed]:
