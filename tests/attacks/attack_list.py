@@ -38,8 +38,6 @@ _NOT_CAUGHT = {
     "fault of another type": _UNPROVEN_FAULT,
     "clipping on one side": "few tokens have a ratio above the bound, and none of the audited places had one",
     "ratio of sequences": "refused, but as wrong advantages: the recomputed loss knows no ratio per response",
-    "checkpoint with another tokenizer": "the tokenizer of a checkpoint is not compared with that of its base",
-    "prompts padded with visible tokens": "responses change and no check sees it; why is not found",
     "stop text ignored": "it changes nothing here: no response continues behind the stop text",
 }
 """Sabotages that no check catches, with the reason. They stay in the list until one does."""

@@ -237,7 +237,7 @@ CASES = {
     "cut one token early": (wrapped(_generate, shortened), "was cut one token early"),
     "last token replaced": (wrapped(_generate, other_end), "the last token of the response is 5, the model chose"),
     "prompts truncated": (truncated_prompts, "the model read another prompt than its text"),
-    "prompts padded on the left": (padded_prompts, "has another logit"),
+    "prompts padded on the left": (padded_prompts, "the model read another prompt than its text"),
     "sampled in one pass": (
         "sampling_of",
         sampled_in_one_pass,

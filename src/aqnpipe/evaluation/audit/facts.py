@@ -101,9 +101,11 @@ def tokens_digest(token_ids: Sequence[int]) -> str:
 
 
 def without_padding(token_ids: Sequence[int], padding_token: int) -> list[int]:
-    """Return token ids without padding tokens at either end."""
-    kept = [place for place, token in enumerate(token_ids) if token != padding_token]
-    return list(token_ids[kept[0] : kept[-1] + 1]) if kept else []
+    """Return token ids without the padding tokens at the end, which no token before them sees."""
+    length = len(token_ids)
+    while length and token_ids[length - 1] == padding_token:
+        length -= 1
+    return list(token_ids[:length])
 
 
 def audit_number(*parts: object) -> int:

@@ -128,8 +128,9 @@ class Observation:
         ends = (torch.arange(width, device=ids.device) * present).amax(1).tolist()
         keep = kwargs.get("logits_to_keep")
         kept = keep.tolist() if isinstance(keep, Tensor) else list(range(width - logits.shape[1], width))
-        for row, (raw, end) in enumerate(zip(rows, ends, strict=True)):
-            self._read.append(without_padding(self._prefix + raw, self._padding_token))
+        visible = _visible(kwargs.get("attention_mask"), rows)
+        for row, (seen, end) in enumerate(zip(visible, ends, strict=True)):
+            self._read.append(without_padding(self._prefix + seen, self._padding_token))
             place = kept.index(end) if end in kept else len(kept) - 1
             self.choices.start(logits[row, place])
         self._cache.note_prompts(kwargs.get("past_key_values"), [self._seen + end for end in ends], self._seen + width)
@@ -176,6 +177,16 @@ class Observation:
             self._fed[row].append(token)
         self.choices.check(ids[:, 0], logits[:, -1])
         self._cache.note_step(kwargs.get("past_key_values"))
+
+
+def _visible(mask: Tensor | None, rows: list[list[int]]) -> list[list[int]]:
+    """Return the tokens of `rows` that a mask [rows, tokens] leaves visible; all of them without such a mask."""
+    if mask is None or mask.ndim != 2:
+        return rows
+    return [
+        [token for token, shown in zip(row, shows[-len(row) :], strict=True) if shown]
+        for row, shows in zip(rows, mask.tolist(), strict=True)
+    ]
 
 
 def _name(dtype: torch.dtype) -> str:

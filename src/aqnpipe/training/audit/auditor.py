@@ -29,6 +29,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine, TransformersRolloutEngine
+from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit import grading
 from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
@@ -106,6 +107,7 @@ class TrainingAudit(TrainerCallback):
         self._referenced = -1
         self._validation: ChoiceAudit | None = None
         self._tests = Questions.read(spec, test_problems, train_problems, tokenizer, spec.training.validation_questions)
+        self._test_files = (test_problems, train_problems)
         questions = Questions.read(spec, train_problems, train_problems, tokenizer)
         self._rollouts = RolloutAudit(spec, questions, tokenizer, self._errors, self._report)
         self._scoring = ScoringAudit(spec, self._errors, self._report, {tokenizer.eos_token_id})
@@ -371,6 +373,25 @@ class TrainingAudit(TrainerCallback):
         digests = self._weights.check_checkpoint(self._model, folder, step)
         if digests:
             self._checkpoints[step] = digests
+        self._check_tokenizer(folder, step)
+
+    def _check_tokenizer(self, folder: Path, step: int) -> None:
+        """Compare the tokenizer of a checkpoint with that of the run: its vocabulary, and the prompts of the tests."""
+        found, own = load_tokenizer(folder), self._tokenizer
+        known, expected = found.get_vocab(), own.get_vocab()
+        wrong = sorted(token for token in {*known, *expected} if known.get(token) != expected.get(token))
+        ends = [(tokenizer.eos_token_id, tokenizer.pad_token_id) for tokenizer in (found, own)]
+        if wrong:
+            difference = f"{wrong[0]!r} is {known.get(wrong[0])}, expected {expected.get(wrong[0])} as in training"
+        elif ends[0] != ends[1]:
+            difference = f"its end and padding tokens are {ends[0]}, expected {ends[1]} as in training"
+        elif Questions.read(self._spec, *self._test_files, found, len(self._tests.prompts)).prompts != (
+            self._tests.prompts
+        ):
+            difference = "it makes other token ids of the test prompts than in training"
+        else:
+            return
+        self._report(f"the checkpoint of step {step} has another tokenizer: {difference}")
 
 
 def merged_facts(facts: Sequence[TrainingFacts]) -> TrainingFacts:
