@@ -1,14 +1,22 @@
-"""Comparison of observed with expected tensors, channel by channel."""
+"""Comparison of observed with expected tensors, channel by channel, within the tolerance of the probe.
+
+The tolerance belongs to the probe and never to what the device or its other layers show, so a fault that all layers
+share cannot widen it. There are three classes:
+
+- exact: every bit agrees (the default), because every operation of the probe is exact in the dtype.
+- ulps: a fixed number of units in the last place, for roots and exponentials, which devices round differently.
+- bounded: a forward error bound of each element, for sums whose order is the device's choice (see bounds.py).
+"""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from aqnpipe.errors import ModelError
 
-Probe = Literal["identity", "linear", "norm", "attention", "mlp", "integer", "monomial", "repeat"]
+OUTSIDE_LAYERS = -1
+"""Layer of checks of the modules before and after the decoder layers: embedding, final norm, lm_head."""
 
 KEPT_CHANNELS = 64
 """Number of channels of a mismatch whose values are kept; all channels are counted."""
@@ -29,49 +37,49 @@ class Mismatch:
     maximum: float
     mean: float
     std: float
-    eps: float
+    dtype: torch.dtype
     calls: int = 1
 
-    def beyond(self, bound: float) -> "Mismatch | None":
-        """Return the part of the mismatch on channels whose deviation exceeds `bound`, None if there is none."""
-        keep = self.deviations > bound
-        if keep.all():
-            return self
-        if not keep.any():
-            return None
-        kept = keep[: self.expected.shape[1]]
-        return Mismatch(
-            self.channels[keep],
-            self.deviations[keep],
-            self.expected[:, kept],
-            self.observed[:, kept],
-            self.maximum,
-            self.mean,
-            self.std,
-            self.eps,
-            self.calls,
-        )
+    @property
+    def eps(self) -> float:
+        """Spacing of the numbers of the dtype at 1."""
+        return torch.finfo(self.dtype).eps
 
 
 @dataclass(frozen=True)
 class Check:
     """A comparison at one site of one layer: the number of values compared, and the mismatch if there is one."""
 
-    probe: Probe
+    probe: str
     layer: int
     site: str
     num_channels: int
     elements_per_channel: int
     mismatch: Mismatch | None
+    calls: int = 1
 
     @property
     def deviation(self) -> float:
-        """Largest relative deviation; 0 if all bits agree."""
+        """Largest relative deviation of a value that is wrong; 0 if none is."""
         return float(self.mismatch.deviations.max()) if self.mismatch else 0.0
 
 
-def compare(probe: Probe, layer: int, site: str, expected: Tensor, observed: Tensor, calls: int = 1) -> Check:
+def compare(
+    probe: str,
+    layer: int,
+    site: str,
+    expected: Tensor,
+    observed: Tensor,
+    calls: int = 1,
+    *,
+    ulps: float = 0.0,
+    allowed: Tensor | float | None = None,
+) -> Check:
     """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0 and NaN equals NaN.
+
+    `ulps`: allowed deviation in units in the last place of the expected value, in the dtype of `observed`. `allowed`:
+    allowed absolute deviation, broadcast to `expected`. With either, `expected` may be more precise than `observed`.
+    Without them, every bit must agree. NaN and infinity are never close to a finite number.
 
     Raises ModelError if a module computes something else than its name says, so that the shapes differ.
     """
@@ -82,10 +90,35 @@ def compare(probe: Probe, layer: int, site: str, expected: Tensor, observed: Ten
             f"{tuple(expected.shape)}, found {found}; use a model of another family"
         )
     num_channels = observed.shape[-1]
-    expected = expected.to(observed.device, observed.dtype).reshape(-1, num_channels)
+    precise = expected.reshape(-1, num_channels)
     observed = observed.detach().reshape(-1, num_channels)
-    mismatch = None if torch.equal(expected, observed) else _mismatch(expected, observed, calls)
-    return Check(probe, layer, site, num_channels, len(observed), mismatch)
+    rounded = precise.to(observed.device, observed.dtype)
+    mismatch = None
+    if not torch.equal(rounded, observed):
+        changed = differs(rounded, observed).cpu()
+        if ulps or allowed is not None:
+            bound = _bound(expected, ulps, allowed, observed.dtype).reshape(-1, num_channels)
+            changed &= ~((observed.cpu().double() - precise.cpu().double()).abs() <= bound)
+        mismatch = _mismatch(rounded, observed, changed, calls)
+    return Check(probe, layer, site, num_channels, len(observed), mismatch, calls)
+
+
+def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the unit in the last place of float64 `values` in `dtype`, at least the smallest normal number.
+
+    A device that flushes subnormal numbers to zero is therefore within one ulp.
+    """
+    format = torch.finfo(dtype)
+    exponent = torch.frexp(values.double().abs()).exponent - 1  # values are in [2^exponent, 2^(exponent + 1))
+    return torch.ldexp(torch.full_like(values, format.eps, dtype=torch.float64), exponent).clamp(min=format.tiny)
+
+
+def _bound(expected: Tensor, ulps: float, allowed: Tensor | float | None, dtype: torch.dtype) -> Tensor:
+    """Return the allowed absolute deviation, float64 on the CPU, in the shape of `expected`."""
+    bound = ulps * ulp(expected.cpu(), dtype)
+    if allowed is not None:
+        bound = bound + torch.as_tensor(allowed, dtype=torch.float64).cpu()
+    return bound
 
 
 def differs(expected: Tensor, observed: Tensor) -> Tensor:
@@ -93,26 +126,25 @@ def differs(expected: Tensor, observed: Tensor) -> Tensor:
     return (expected != observed) & ~(expected.isnan() & observed.isnan())
 
 
-def _mismatch(expected: Tensor, observed: Tensor, calls: int) -> Mismatch | None:
-    changed = differs(expected, observed)
+def _mismatch(expected: Tensor, observed: Tensor, changed: Tensor, calls: int) -> Mismatch | None:
+    """Return the mismatch of the elements `changed` (on the CPU); others, within tolerance, count as expected."""
     channels = changed.any(0).nonzero().squeeze(1)
     if not len(channels):
         return None
-    magnitudes = expected.double().abs()
+    magnitudes = expected.double().abs().cpu()
     mean = float(magnitudes.mean())
-    scale = magnitudes[:, channels]
-    scale = torch.where(scale > 0, scale, mean or 1.0)
-    relative = (observed[:, channels].double() - expected[:, channels].double()).abs() / scale
-    relative = torch.where(changed[:, channels], relative.nan_to_num(nan=torch.inf), 0.0)
-    kept = channels[:KEPT_CHANNELS]
+    at = channels.to(expected.device)
+    wanted, seen, wrong = expected[:, at].double().cpu(), observed[:, at].double().cpu(), changed[:, channels]
+    scale = torch.where(wanted != 0, wanted.abs(), mean or 1.0)
+    relative = torch.where(wrong, ((seen - wanted).abs() / scale).nan_to_num(nan=torch.inf), 0.0)
     return Mismatch(
-        channels=channels.cpu(),
-        deviations=relative.amax(0).cpu(),
-        expected=expected[:, kept].double().cpu(),
-        observed=observed[:, kept].double().cpu(),
+        channels=channels,
+        deviations=relative.amax(0),
+        expected=wanted[:, :KEPT_CHANNELS],
+        observed=torch.where(wrong, seen, wanted)[:, :KEPT_CHANNELS],
         maximum=float(magnitudes.max()),
         mean=mean,
         std=float(expected.double().std(correction=0)),
-        eps=torch.finfo(observed.dtype).eps,
+        dtype=observed.dtype,
         calls=calls,
     )

@@ -15,8 +15,11 @@ from aqnpipe.artifacts.diagnoses import FaultKind, LocatedFault
 from aqnpipe.diagnosis.checks import Check, Mismatch, differs
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
-_MOST_INFORMATIVE_FIRST = ("identity", "linear", "attention", "mlp", "norm", "integer", "repeat", "monomial")
+_MOST_INFORMATIVE = ("identity", "linear", "attention", "mlp", "norm", "integer")
 """Probes in order of how much their mismatch reveals about the type: known answers over a wide range come first."""
+
+_LEAST_INFORMATIVE = ("repeat", "monomial")
+"""Probes that compare the device with itself; those of neither list stand between."""
 
 _ROUNDINGS = 4.0
 """Tolerance of explanations in roundings: both the fault and its difference from the expected value are rounded."""
@@ -62,10 +65,17 @@ def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Seque
 
 def most_informative(evidence: Sequence[Check]) -> Mismatch:
     """Return the mismatch that reveals most about the type."""
-    best = min(evidence, key=lambda check: (_MOST_INFORMATIVE_FIRST.index(check.probe), -check.deviation))
+    best = min(evidence, key=lambda check: (_rank(check.probe), -check.deviation))
     if best.mismatch is None:
         raise ValueError(f"{best.probe} of {best.site} has no mismatch")
     return best.mismatch
+
+
+def _rank(probe: str) -> int:
+    if probe in _MOST_INFORMATIVE:
+        return _MOST_INFORMATIVE.index(probe)
+    least = len(_MOST_INFORMATIVE) + 1
+    return least + _LEAST_INFORMATIVE.index(probe) if probe in _LEAST_INFORMATIVE else least - 1
 
 
 def faulty_channel_indices_of(evidence: Sequence[Check]) -> list[int]:

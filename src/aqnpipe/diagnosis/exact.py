@@ -147,10 +147,8 @@ def suspected(
     """Return the checks that exceed their tolerance by (layer, site), each reduced to the channels that exceed it."""
     found: dict[tuple[int, str], list[Check]] = defaultdict(list)
     for check in checks:
-        key = f"{check.probe}:{check.site}"
-        beyond = check.mismatch.beyond(tolerance.get(key, 0.0)) if check.mismatch and key not in unfit else None
-        if beyond:
-            found[check.layer, check.site].append(replace(check, mismatch=beyond))
+        if check.mismatch and f"{check.probe}:{check.site}" not in unfit:
+            found[check.layer, check.site].append(check)
     return dict(found)
 
 
