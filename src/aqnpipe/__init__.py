@@ -1,3 +1,27 @@
-"""aqnpipe: declarative experiments on noise-robust post-training, with measured noise in every run."""
+"""aqnpipe: declarative experiments on noise-robust post-training of language models, with measured noise in every run.
+
+`aqnpipe.diagnose(model)` diagnoses the machine with a model in memory. It is imported on first use, because it needs
+torch. The imports are relative so that the digest of the code of a stage (artifacts/provenance.py), which follows
+imports by their full names, does not include the diagnosis for every stage.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .diagnosis.api import diagnose as diagnose
 
 __version__ = "0.1.0"
+
+_PUBLIC = {"diagnose": ".diagnosis.api"}
+"""Public functions by the module that defines them."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -93,6 +93,13 @@ def name_of_device(device: "torch.device") -> str | None:
     return None
 
 
+def uuid_of_device(device: "torch.device") -> str | None:
+    """Return the UUID of one GPU, as `nvidia-smi` writes it; None where torch does not know it."""
+    backend = _backend("cuda") if device.type == "cuda" else None
+    uuid = getattr(backend.get_device_properties(device), "uuid", None) if backend is not None else None
+    return None if uuid is None else f"GPU-{uuid}"
+
+
 def visible_ids(kind: DeviceKind) -> tuple[str, ...]:
     """Return the device ids that the environment lists for this process; empty if it lists none."""
     text = os.environ.get(VISIBLE_DEVICES[kind], "") if kind in VISIBLE_DEVICES else ""

@@ -1,11 +1,13 @@
 """Files of a diagnosis: the table of layers, the verdict, and the AQN sigmas derived from it."""
 
+from datetime import datetime
 from typing import Literal
 
 import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.config.diagnosis import DiagnosisMethod
 
 FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
@@ -141,13 +143,29 @@ class LayerMetrics(Artifact):
 
 
 class DiagnosisFile(Verdict):
-    """Output of `aqnpipe diagnose --json`: the verdict, model and device, and the metrics of every layer."""
+    """Output of `aqnpipe diagnose --json`: the verdict, what was tested where and when, the metrics of every layer."""
 
     model: str
     device: str
     dtype: str
+    attention: str
+    seed: int
+    time: datetime = Field(description="start, UTC")
+    host: str
+    hardware: Hardware
+    versions: dict[str, str]
     seconds: float = Field(ge=0)
     layers: tuple[LayerMetrics, ...]
+
+    @property
+    def untested(self) -> tuple[str, ...]:
+        """Sites that were not tested."""
+        return self.uncovered_sites
+
+    @property
+    def cost(self) -> float:
+        """Cost in forwards of the whole model."""
+        return self.forward_equivalents
 
 
 class AqnSection(Artifact):

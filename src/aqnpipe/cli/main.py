@@ -8,7 +8,7 @@ import typer
 
 from aqnpipe.cli.check import check
 from aqnpipe.cli.check_published import check_published
-from aqnpipe.cli.diagnose import diagnose
+from aqnpipe.cli.diagnose.command import diagnose
 from aqnpipe.cli.doctor.command import doctor
 from aqnpipe.cli.measure_noise import measure_noise
 from aqnpipe.cli.report import report

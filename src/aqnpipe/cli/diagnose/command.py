@@ -1,0 +1,123 @@
+"""`aqnpipe diagnose`: diagnose a device or all devices of a node with any model, without a study."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from aqnpipe.cli.diagnose.fleet import diagnose_node, read_report
+from aqnpipe.cli.diagnose.here import diagnose_here
+from aqnpipe.cli.diagnose.loading import find_model
+from aqnpipe.cli.diagnose.options import Outputs, parse_devices, parse_duration, usable_device
+from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
+from aqnpipe.config.fault_spec import parse_fault
+from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aqnpipe.artifacts.node_reports import Outcome
+
+_FLEET = "For several devices"
+
+
+def diagnose(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="model: a folder, a hub id, or `tiny`")] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="simulate a fault: comma-separated key=value pairs, keys type, layer, magnitude, sparsity, site"
+        ),
+    ] = None,
+    method: Annotated[
+        DiagnosisMethod, typer.Option(help="exact probes, statistical scans, or both; exact probes decide if they run")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
+    attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
+    json: Annotated[
+        Path | None, typer.Option(help="write the verdict and the metrics of every layer, or of every device, here")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="number of prompts for the scans")] = 5,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="draw random weights for the shape in the config.json of the folder"),
+    ] = False,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads, of every device")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="seed of probes, scan noise and random weights")] = 0,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="`all` (every GPU or NPU), or a list such as cuda:0,cuda:1 or cpu,cpu: a process each, in parallel",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    duration: Annotated[
+        str | None,
+        typer.Option(help="repeat with new seeds and shapes for 30s, 15m or 2h", rich_help_panel=_FLEET),
+    ] = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(help="existing folder: add the report under host and time", rich_help_panel=_FLEET),
+    ] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(help="existing folder for the log of every device", rich_help_panel=_FLEET),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="two files of earlier diagnoses: what changed?", rich_help_panel=_FLEET),
+    ] = None,
+) -> None:
+    """Diagnose this machine: find faulty layers, sites and channels. Exit code 0: healthy, 3: fault, 4: no verdict.
+
+    The weights of one layer at a time are replaced by known ones and then restored. A model with random weights and the
+    real shape tests a device as well as a trained model.
+
+    Of several devices the worst decides: a fault (3), then an error (2), then no verdict (4).
+    """
+    given = _given(context)
+    if compare is not None:
+        _compare(compare, given - {"compare"})
+    if model is None:
+        raise ConfigError("diagnose: MODEL is missing, expected a folder, a hub id or `tiny`")
+    if {"device", "devices"} <= given:
+        raise ConfigError("diagnose: found --device and --devices, expected one of the two")
+    config = DiagnosisConfig(num_prompts=prompts, threads=threads, seed=seed)
+    faults = tuple(parse_fault(spec) for spec in fault or ())
+    outputs = Outputs(json=json, history=history, logs=logs)
+    outputs.check()
+    if given & {"devices", "duration", "history", "logs"}:
+        names = parse_devices("--devices", devices) if devices is not None else parse_devices("--device", device)
+        seconds = None if duration is None else parse_duration(duration)
+        source = find_model(model, dtype, attention, random_weights=random_weights)
+        _leave(diagnose_node(source, names, seconds, method, config, faults, outputs).verdict)
+    target = usable_device(device)
+    source = find_model(model, dtype, attention, random_weights=random_weights)
+    _leave(diagnose_here(source, target, method, config, faults, json).verdict)
+
+
+def _leave(verdict: "Outcome") -> NoReturn:
+    from aqnpipe.artifacts.node_reports import EXIT_CODES
+
+    raise typer.Exit(EXIT_CODES[verdict])
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Return the names of the arguments and options on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _compare(paths: tuple[Path, Path], others: set[str]) -> NoReturn:
+    """Print what changed between two files of `aqnpipe diagnose`; exit code as in `Comparison`."""
+    if others:
+        raise ConfigError(
+            f"--compare: found {', '.join(sorted(others))} beside it, expected two files and nothing else"
+        )
+    from aqnpipe.cli.diagnose.show import show_comparison
+    from aqnpipe.diagnosis.node_comparison import compare_nodes
+
+    comparison = compare_nodes(*(read_report(path) for path in paths))
+    show_comparison(comparison)
+    raise typer.Exit(comparison.exit_code)

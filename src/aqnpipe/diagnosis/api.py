@@ -1,0 +1,114 @@
+"""`aqnpipe.diagnose`: the diagnosis of a model in memory, with what a file of it says."""
+
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from aqnpipe.artifacts.diagnoses import DiagnosisFile
+from aqnpipe.artifacts.hardware import Hardware, read_hardware
+from aqnpipe.artifacts.provenance import versions
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
+from aqnpipe.config.fault_spec import parse_fault
+from aqnpipe.config.noise import Fault
+from aqnpipe.diagnosis.diagnose import diagnose_model, layer_metrics
+from aqnpipe.errors import ConfigError
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.seeding import keyed_generator
+
+RANDOM_PROMPT_TOKENS = 64
+
+
+def diagnose(
+    model: nn.Module,
+    *,
+    method: DiagnosisMethod = "all",
+    prompt_ids: Sequence[Tensor] | None = None,
+    faults: Sequence[Fault | str] = (),
+    name: str | None = None,
+    show_progress: Callable[[str], None] = lambda line: None,
+    **options: object,
+) -> DiagnosisFile:
+    """Diagnose the machine with `model`, a causal language model of transformers, where it is now.
+
+    The weights of one layer at a time are replaced by known ones and then restored bit for bit, also after an error.
+    The result shows `verdict` ("healthy", "fault" or "abstain"), `faults`, `untested`, `cost` and everything else that
+    `aqnpipe diagnose --json` writes.
+
+    - method: exact probes, which decide, statistical scans, or both.
+    - prompt_ids: prompts [tokens] of the scans; by default random tokens.
+    - faults: faults to simulate, as in `type=saturation,layer=3,magnitude=0.3`.
+    - options: settings of the diagnosis by their names in a study (`seed`, `num_prompts`, ...).
+
+    Raises ConfigError if an option or a fault is unknown, ModelError if the model is of a family that cannot be
+    diagnosed.
+    """
+    config = _config(options)
+    simulated = tuple(parse_fault(fault) if isinstance(fault, str) else fault for fault in faults)
+    decoder_layers(model)
+    started, clock = datetime.now(UTC), time.monotonic()
+    hardware = read_hardware(device_of(model))
+    prompts = prompt_ids if prompt_ids is not None else random_prompts(model, config)
+    with _threads(config.threads if "threads" in options else None):
+        diagnosed = diagnose_model(model, prompts, config, faults=simulated, method=method, show_progress=show_progress)
+    settings = getattr(model, "config", None)
+    return DiagnosisFile.model_validate(
+        {
+            **diagnosed.verdict.model_dump(),
+            "model": name or getattr(settings, "name_or_path", "") or type(model).__name__,
+            "device": device_label(device_of(model), hardware),
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "attention": str(getattr(settings, "_attn_implementation", None) or "unknown"),
+            "seed": config.seed,
+            "time": started,
+            "host": socket.gethostname(),
+            "hardware": hardware,
+            "versions": versions(),
+            "seconds": round(time.monotonic() - clock, 2),
+            "layers": [layer.model_dump() for layer in layer_metrics(diagnosed)],
+        }
+    )
+
+
+def random_prompts(model: nn.Module, config: DiagnosisConfig, num_tokens: int = RANDOM_PROMPT_TOKENS) -> list[Tensor]:
+    """Return `num_prompts` prompts [tokens] of random tokens on the device of `model`."""
+    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    shape = (config.num_prompts, num_tokens)
+    ids = torch.randint(0, vocabulary, shape, generator=keyed_generator("cpu", config.seed, "diagnosis.prompts"))
+    return list(ids.to(device_of(model)))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the weights of `model`."""
+    return next(model.parameters()).device
+
+
+def device_label(device: torch.device, hardware: Hardware) -> str:
+    """Return text for a device: the name of a GPU or NPU, or `cpu` and its instruction set."""
+    return hardware.name if device.type != "cpu" else f"{device} ({platform.processor() or platform.machine()})"
+
+
+def _config(options: dict[str, object]) -> DiagnosisConfig:
+    try:
+        return DiagnosisConfig.model_validate(options)
+    except ValidationError as error:
+        raise ConfigError(f"diagnose: {describe_validation_error(error)}") from error
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Compute with `number` CPU threads in the body; with those of the process if it is None."""
+    before = torch.get_num_threads()
+    try:
+        if number is not None:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,138 @@
+"""What changed between two reports of a node: devices, verdicts, faults, versions and what was not tested."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault
+from aqnpipe.artifacts.node_reports import EXIT_CODES, DeviceReport, NodeReport
+
+_SETTINGS = ("host", "model", "dtype", "attention", "method", "seed")
+_PARTS = ("name", "uuid", "serial", "driver", "toolkit")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Changes in words. The exit code is 3 for a new fault, 4 if less was tested than before, else 0."""
+
+    lines: tuple[str, ...]
+    new_faults: int
+    less_tested: int
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of `aqnpipe diagnose --compare`."""
+        if self.new_faults:
+            return EXIT_CODES["fault"]
+        return EXIT_CODES["abstain"] if self.less_tested else EXIT_CODES["healthy"]
+
+    @property
+    def summary(self) -> str:
+        """The last line: whether anything got worse."""
+        if self.new_faults:
+            return f"{self.new_faults} new {'fault' if self.new_faults == 1 else 'faults'}"
+        return "no new fault" + (", but less was tested than before" if self.less_tested else "")
+
+
+def node_of(file: DiagnosisFile) -> NodeReport:
+    """Return the diagnosis of one device as the report of a node with this device alone."""
+    device = DeviceReport(
+        device=file.device,
+        hardware=file.hardware,
+        verdict=file.verdict,
+        reason=file.reason,
+        faults=file.faults,
+        untested=file.untested,
+        forward_equivalents=file.forward_equivalents,
+        seconds=file.seconds,
+    )
+    shared = {name: getattr(file, name) for name in ("time", "verdict", "versions", "seconds", *_SETTINGS)}
+    return NodeReport.model_validate({**shared, "exit_code": EXIT_CODES[file.verdict], "devices": (device,)})
+
+
+def compare_nodes(before: NodeReport, after: NodeReport) -> Comparison:
+    """Return what changed from `before` to `after`. Devices are matched by UUID or serial number, else by name."""
+    lines = [*_settings(before, after), *_versions("", before.versions, after.versions)]
+    old, new = _by_identity(before), _by_identity(after)
+    new_faults, less_tested = 0, 0
+    for key in [key for key in old if key not in new]:
+        lines.append(f"{old[key].device}: gone ({_named(old[key])})")
+        less_tested += 1
+    for key, device in new.items():
+        earlier = old.get(key)
+        if earlier is None:
+            lines.append(f"{device.device}: new ({_named(device)}), {device.verdict}")
+        changes, appeared, lost = _device_changes(earlier, device)
+        lines += [f"{device.device}: {change}" for change in changes]
+        new_faults += appeared
+        less_tested += lost
+    return Comparison(tuple(lines), new_faults, less_tested)
+
+
+def _settings(before: NodeReport, after: NodeReport) -> Iterator[str]:
+    for name in _SETTINGS:
+        if getattr(before, name) != getattr(after, name):
+            yield f"{name}: {getattr(before, name)} -> {getattr(after, name)}"
+
+
+def _versions(what: str, before: Mapping[str, str | None], after: Mapping[str, str | None]) -> Iterator[str]:
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield f"{what}{name}: {before.get(name) or 'unknown'} -> {after.get(name) or 'unknown'}"
+
+
+def _device_changes(before: DeviceReport | None, after: DeviceReport) -> tuple[list[str], int, int]:
+    """Return (changes in words, number of new faults, 1 if less was tested than before else 0)."""
+    old = _by_place(before) if before else {}
+    new = _by_place(after)
+    appeared = [fault for place, fault in new.items() if place not in old]
+    changes = [f"new fault: {_fault(fault)}" for fault in appeared]
+    if before is None:
+        return changes, len(appeared), 0
+    changes += [f"fault gone: {_fault(fault)}" for place, fault in old.items() if place not in new]
+    changes += [
+        f"fault changed: {_fault(old[place])} -> {_fault(new[place])}"
+        for place in old.keys() & new.keys()
+        if _fault(old[place]) != _fault(new[place])
+    ]
+    if before.verdict != after.verdict:
+        reason = "" if after.verdict in ("healthy", "fault") else f" ({after.reason})"
+        changes.insert(0, f"{before.verdict} -> {after.verdict}{reason}")
+    untested = [site for site in after.untested if site not in before.untested]
+    if untested:
+        changes.append(f"no longer tested: {', '.join(untested)}")
+    tested = [site for site in before.untested if site not in after.untested]
+    if tested:
+        changes.append(f"now tested: {', '.join(tested)}")
+    changes += _versions("", _parts(before), _parts(after))
+    decided = ("healthy", "fault")
+    lost = bool(untested) or (before.verdict in decided and after.verdict not in decided)
+    return changes, len(appeared), int(lost)
+
+
+def _by_identity(report: NodeReport) -> dict[str, DeviceReport]:
+    found: dict[str, DeviceReport] = {}
+    for device in report.devices:
+        parts = device.hardware
+        key = (parts.uuid or parts.serial if parts else None) or device.device
+        # Two processes of one CPU are the first and the second of the same name.
+        number = sum(other.partition("#")[0] == key for other in found)
+        found[f"{key}#{number}"] = device
+    return found
+
+
+def _by_place(device: DeviceReport) -> dict[tuple[int | None, str], LocatedFault]:
+    return {(fault.layer, fault.site): fault for fault in device.faults}
+
+
+def _fault(fault: LocatedFault) -> str:
+    layer = "whole device" if fault.layer is None else f"layer {fault.layer}"
+    channels = "" if fault.num_faulty_channels is None else f", {fault.num_faulty_channels} channels"
+    return f"{layer}, {fault.site}: {fault.type}{channels}"
+
+
+def _named(device: DeviceReport) -> str:
+    return device.hardware.name if device.hardware else "unknown device"
+
+
+def _parts(device: DeviceReport) -> dict[str, str | None]:
+    return {name: getattr(device.hardware, name, None) for name in _PARTS} if device.hardware else {}
