@@ -148,8 +148,9 @@ def _no_moments(trainer: Any) -> None:
 
 
 def _schedule_from_the_start(trainer: Any) -> None:
-    trainer.lr_scheduler.last_epoch = 0
-    trainer.lr_scheduler._step_count = 1
+    # The next step has the restored rate; what follows it is the rate of the first step.
+    trainer.lr_scheduler.last_epoch = -1
+    trainer.lr_scheduler._step_count = 0
 
 
 def _weights_not_restored(original: Any) -> Any:
@@ -162,9 +163,15 @@ def _weights_not_restored(original: Any) -> Any:
 def _order_from_the_start(original: Any) -> Any:
     def make(self: Any, dataset: Any = None) -> Any:
         sampler = original(self, dataset)
-        took_effect()
-        done = self.state.global_step
-        sampler._steps_done = lambda: max(0, self.state.global_step - done)
+        started: list[int] = []
+
+        def steps_done() -> int:
+            # The state of the run is restored after the sampler was made.
+            started.append(self.state.global_step)
+            took_effect()
+            return self.state.global_step - started[0]
+
+        sampler._steps_done = steps_done
         return sampler
 
     return make

@@ -34,6 +34,7 @@ from aqnpipe.report.stage import ReportOutputs, build_report
 from aqnpipe.runtime import training as runtime
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
 from aqnpipe.runtime.training import run_training_job
+from aqnpipe.training.resume import ResumeCallback
 from aqnpipe.training.run import TrainingInputs
 
 
@@ -130,10 +131,8 @@ class MicroStudy:
             machine=machine,
         )
 
-    def train(
-        self, arm: str, seed: int, spec: TrainingSpec | None = None, say: Callable[[str], None] = lambda _: None
-    ) -> None:
-        """Train one run, by the study's settings or by others; what it says goes to `say`."""
+    def train(self, arm: str, seed: int, spec: TrainingSpec | None = None) -> None:
+        """Train one run, by the study's settings or by others."""
         sigmas = self.plan.sigmas_input("base", arm)
         run_training_job(
             spec or TrainingSpec.model_validate(self.plan.training_spec(arm, seed)),
@@ -145,20 +144,21 @@ class MicroStudy:
             ),
             Path(f"results/runs/base/{arm}/seed{seed}"),
             Path(f"scratch/{arm}{seed}"),
-            say,
+            lambda _: None,
         )
         shutil.rmtree("scratch")
 
     def train_with_a_stop(self, arm: str, seed: int) -> None:
         """Train one run, stop it when its half is done, and train on from the resume point."""
-        half = f"step {self.last_step // 2}/"
+        half, on_step_end = self.last_step // 2, ResumeCallback.on_step_end
 
-        def say(line: str) -> None:
-            if half in line:
-                next(Path("scratch").glob("*/*/run")).with_name("stop").touch()
+        def stop(callback: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == half:
+                callback._stop_file.touch()
+            on_step_end(callback, args, state, control, **kwargs)
 
-        with pytest.raises(RunInterruptedError):
-            self.train(arm, seed, say=say)
+        with mock.patch.object(ResumeCallback, "on_step_end", stop), pytest.raises(RunInterruptedError):
+            self.train(arm, seed)
         self.train(arm, seed)
 
     def train_in_two_processes(self, arm: str, seed: int) -> None:
