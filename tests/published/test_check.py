@@ -13,6 +13,7 @@ from statsmodels.stats.proportion import proportions_ztest
 
 from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.published import PublishedFile, RatioClaim
+from aqnpipe.errors import ConfigError
 from aqnpipe.published.check import check_published_figures, check_published_file
 from aqnpipe.published.summary_tests import Proportion, Result, largest_discordance, ratio_result
 from aqnpipe.report.words import load_words
@@ -200,7 +201,7 @@ def test_a_claim_that_a_paper_contradicts_is_refuted():
     ("change", "message"),
     [
         ({"accuracies": [{"id": "a", "label": "a", "percent": 70.2, "num_questions": 10}]}, "percent"),
-        ({"accuracies": [{"id": "a", "label": "a", "percent": "1e3", "num_questions": 10}]}, "percentage from 0"),
+        ({"accuracies": [{"id": "a", "label": "a", "percent": "x70", "num_questions": 10}]}, "percentage from 0"),
         ({"claims": [minimal()["claims"][0] | {"control": "nobody"}]}, "unknown id 'nobody'"),
         ({"claims": minimal()["claims"] * 2}, "id 'better' is used twice"),
         ({"titel": "x"}, "titel: unknown key"),
@@ -208,11 +209,9 @@ def test_a_claim_that_a_paper_contradicts_is_refuted():
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path, change, message):
-    from aqnpipe.errors import DataError
-
     path = tmp_path / "paper.yaml"
     path.write_text(yaml.safe_dump(minimal(**change)))
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         check_published_file(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)

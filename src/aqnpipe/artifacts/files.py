@@ -93,16 +93,6 @@ def read_yaml(path: Path, model: type[Model]) -> Model:
     return _valid(path, lambda: model.model_validate(yaml.safe_load(read_verified(path).decode())))
 
 
-def read_users_yaml(path: Path, model: type[Model]) -> Model:
-    """Read and validate a YAML file written by a user, which has no checksum; DataError as in `read_yaml`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise DataError(f"{path}: {'no such file' if missing else f'cannot be read ({error})'}") from error
-    return _valid(path, lambda: model.model_validate(yaml.safe_load(text)))
-
-
 def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
     """Validate `table` against `schema` and write it as parquet with a checksum in its metadata, atomically."""
     validated = _validated(target, table, schema)

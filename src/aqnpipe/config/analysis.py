@@ -109,7 +109,7 @@ class StatisticsConfig(FrozenModel):
         default=0.8, gt=0.5, lt=1, description="power for which the minimum detectable difference is computed"
     )
     seed: int = Field(default=0, ge=0, description="seed of the bootstrap and of the permutations")
-    bootstrap_samples: int = Field(default=2000, ge=200)
+    bootstrap_samples: int = Field(default=2000, ge=200, le=1_000_000)
     published: str | None = Field(
         default=None, description="file of published figures to check along with the study; null: none"
     )

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, ModuleNoise, OperatorNoise
 
 ModelRole = Literal["base", "large"]
@@ -76,4 +76,4 @@ class Arm(FrozenModel):
 class ArmsFile(FrozenModel):
     """Content of `config/arms.yaml`: arms by id."""
 
-    arms: dict[str, Arm] = Field(min_length=1)
+    arms: dict[Identifier, Arm] = Field(min_length=1)

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from aqnpipe.config.base import FrozenModel
 
 Split = Literal["train", "test"]
-SplitSize = Annotated[int, Field(ge=1)]
+SplitSize = Annotated[int, Field(ge=1, le=10_000_000)]
 GeneratedTask = Literal["word_problems", "comparison"]
 AnswerFormat = Literal["gsm8k", "number"]
 

@@ -1,15 +1,15 @@
 """A study: the configuration of one workflow, validated as a whole before any job starts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from aqnpipe.config.analysis import Comparison, ReportConfig, StatisticsConfig
 from aqnpipe.config.arm import Arm, ArmsFile
-from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, PromptFormat
 from aqnpipe.config.default_comparisons import default_comparisons
@@ -20,11 +20,12 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, validated
 from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""A name that is used as a folder name and as a wildcard of the workflow."""
+_MOST_STEPS = 10_000_000
+_MOST_EVALUATIONS = 1_000_000
 
 
 class StudyConfig(FrozenModel):
@@ -42,7 +43,7 @@ class StudyConfig(FrozenModel):
     machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
     dataset: DatasetConfig
     prompt: PromptFormat = PromptFormat()
-    arms: tuple[str, ...] = Field(min_length=1)
+    arms: tuple[Identifier, ...] = Field(min_length=1)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     device: RequestedDevice = Field(
         default="auto",
@@ -91,6 +92,21 @@ class StudyConfig(FrozenModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _can_be_planned(self) -> Self:
+        if self.num_steps > _MOST_STEPS:
+            raise ValueError(
+                f"training.epochs: a run would have {self.num_steps:,} steps, expected at most {_MOST_STEPS:,}"
+            )
+        checkpoints = self.num_steps // (self.training.checkpoint_every or self.num_steps)
+        evaluations = len(self.arms) * len(self.seeds) * checkpoints
+        if evaluations > _MOST_EVALUATIONS:
+            raise ValueError(
+                f"training.checkpoint_every: {evaluations:,} checkpoints would be evaluated, expected at most "
+                f"{_MOST_EVALUATIONS:,}"
+            )
+        return self
+
     @property
     def num_steps(self) -> int:
         """Optimiser steps of every run."""
@@ -121,9 +137,9 @@ class Study(FrozenModel):
 def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
     """Validate the merged configuration `config` (read from `source`) and its arms.
 
-    Raises ConfigError with the first problem: file, key, what was found and what is expected.
+    Raises ConfigError with the mistakes on one line: file, key, what was found and what is expected.
     """
-    study = _validate(StudyConfig, config, source)
+    study = validated(StudyConfig, config, source)
     arms = read_arms(Path(study.arms_file))
     for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
@@ -132,42 +148,34 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
 
 def load_study_file(path: Path) -> Study:
     """Read and validate the study file at `path`; ConfigError if it is missing or invalid."""
-    return load_study(_read_yaml(path), str(path))
+    return load_study_files([path])
+
+
+def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = MappingProxyType({})) -> Study:
+    """Read and validate a study: later files extend earlier ones, and `overrides` both, key by key as in Snakemake.
+
+    Raises ConfigError if a file is missing or the study is invalid.
+    """
+    merged: Any = {}
+    for path in paths:
+        merged = _extended(merged, _mapping(read_yaml_file(path), path))
+    names = [*map(str, paths), *(["--config"] if overrides else [])]
+    return load_study(_extended(merged, overrides), ", ".join(names))
 
 
 def read_arms(path: Path) -> dict[str, Arm]:
     """Return the arms of an arms file by id; ConfigError if it is missing or invalid."""
-    arms: dict[str, Arm] = _validate(ArmsFile, _read_yaml(path), str(path)).arms
-    return arms
+    return load_yaml(path, ArmsFile).arms
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys; plain YAML would silently drop the first one."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-                seen.add(key.value)
-        return node
+def _mapping(content: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: found {'nothing' if content is None else 'no keys'}, expected the keys of a study")
+    return content
 
 
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-
-
-def _validate(model: type[Any], content: Any, source: str) -> Any:
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {describe_validation_error(error)}") from error
+def _extended(base: Any, addition: Any) -> Any:
+    """Return `base` with the keys of `addition`; mappings are merged, anything else is replaced."""
+    if not isinstance(base, Mapping) or not isinstance(addition, Mapping):
+        return addition
+    return {**base, **{key: _extended(base.get(key), value) for key, value in addition.items()}}

@@ -8,7 +8,6 @@ import numpy as np
 from statsmodels.stats.proportion import proportion_confint, proportions_chisquare
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
-from aqnpipe.artifacts.files import read_users_yaml
 from aqnpipe.artifacts.published import (
     CheckedAccuracy,
     CheckedClaim,
@@ -32,6 +31,7 @@ from aqnpipe.config.published import (
     PublishedSeries,
     RatioClaim,
 )
+from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.published import statements
 from aqnpipe.published.summary_tests import (
     Proportion,
@@ -63,8 +63,8 @@ class _Tested:
 
 
 def check_published_file(path: Path) -> PublishedCheck:
-    """Read a file of published figures and check it; DataError in one line if the file is broken."""
-    return check_published_figures(read_users_yaml(path, PublishedFile))
+    """Read a file of published figures and check it; ConfigError in one line if the file is broken."""
+    return check_published_figures(load_yaml(path, PublishedFile))
 
 
 def check_published_figures(published: PublishedFile) -> PublishedCheck:

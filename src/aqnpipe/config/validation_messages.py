@@ -1,0 +1,222 @@
+"""Validation errors of pydantic in words of this package: key, what was found, what is expected, and near misses."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+_MAX_SHOWN = 3
+_MAX_KEYS_LISTED = 12
+_LONGEST_VALUE = 80
+
+IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+_PATTERNS = {
+    IDENTIFIER_PATTERN: "a name of letters, digits, `_`, `.` and `-` that begins with a letter or digit",
+    r"^[A-Za-z0-9][A-Za-z0-9_./-]*$": "a folder below this one, of letters, digits, `_`, `.`, `-` and `/`",
+    r"^[\w.-]+/[\w.-]+$": "an id of the form owner/name",
+}
+"""Patterns of text fields, and what they mean."""
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text",
+    "bool": "true or false",
+    "dict": "a mapping of keys",
+    "model": "a mapping of keys",
+    "model_attributes": "a mapping of keys",
+    "list": "a list",
+    "tuple": "a list",
+    "none": "null",
+}
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A problem: its key without pydantic's tags, the raw location, and either a text or what is expected."""
+
+    key: tuple[str | int, ...]
+    kind: str
+    text: str
+    found: str | None = None
+    """The value found, if the text is what is expected in its place."""
+
+
+def describe_validation_error(error: ValidationError, content: Any = None, model: type[BaseModel] | None = None) -> str:
+    """Return the problems of `error` on one line, the most telling first: key, what was found, what is expected.
+
+    content, model: what was validated and as what, for exact keys and for suggestions of similar ones.
+    """
+    problems = [_problem(details, content, model) for details in error.errors(include_url=False)]
+    # An unknown key is often a misspelling of the key reported as missing, so it comes first and stands for it.
+    problems.sort(key=lambda problem: problem.kind != "extra_forbidden")
+    explained = {
+        (*problem.key[:-1], problem.text.split("did you mean ")[1].rstrip("?"))
+        for problem in problems
+        if problem.kind == "extra_forbidden" and "did you mean " in problem.text
+    }
+    problems = [problem for problem in problems if problem.kind != "missing" or problem.key not in explained]
+    texts = list(_texts(problems))
+    more = f"; and {len(texts) - _MAX_SHOWN} more mistakes" if len(texts) > _MAX_SHOWN else ""
+    return "; ".join(texts[:_MAX_SHOWN]) + more
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean X?` for the known name that is most similar to `name`; "" if none is."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _texts(problems: Sequence[_Problem]) -> Iterator[str]:
+    """Yield one text per key; a value that fits no member of a union has one problem per member."""
+    by_key: dict[tuple[str | int, ...], list[_Problem]] = {}
+    for problem in problems:
+        by_key.setdefault(problem.key, []).append(problem)
+    for key, members in by_key.items():
+        name = ".".join(map(str, key)) or "(top level)"
+        wanted = list(dict.fromkeys(member.text for member in members if member.found is not None))
+        other = list(dict.fromkeys(member.text for member in members if member.found is None))
+        if wanted:
+            found = next(member.found for member in members if member.found is not None)
+            yield f"{name}: found {found}, expected {' or '.join(wanted)}"
+        elif other:
+            yield f"{name}: {other[0]}"
+
+
+def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Problem:
+    raw, kind, context = details["loc"], details["type"], details.get("ctx", {})
+    key = _plain_key(raw, kind, content)
+    found = _shown(details["input"])
+    if kind == "extra_forbidden":
+        known = _keys_at(model, raw[:-1]) if model is not None else []
+        near = did_you_mean(str(raw[-1]), known)
+        listed = f", expected one of {', '.join(known)}" if 0 < len(known) <= _MAX_KEYS_LISTED else ""
+        return _Problem(key, kind, f"unknown key{near or listed}")
+    if kind == "missing":
+        return _Problem(key, kind, "missing key")
+    if kind == "union_tag_not_found":
+        tag = context["discriminator"].strip("'")
+        return _Problem((*key, tag), "missing", "missing key")
+    if kind == "union_tag_invalid":
+        wanted = f"{context['expected_tags']}{_near_value(context['tag'], context['expected_tags'])}"
+        return _Problem((*key, context["discriminator"].strip("'")), kind, wanted, repr(context["tag"]))
+    if kind == "json_invalid":
+        return _Problem((), kind, f"a text or value that cannot be stored ({context['error']})")
+    if kind in ("value_error", "assertion_error"):
+        return _Problem(key, kind, str(context["error"]))
+    expected = _expected(kind, context, details["input"])
+    if expected is None:
+        return _Problem(key, kind, f"{details['msg']}, found {found}")
+    return _Problem(key, kind, expected, found)
+
+
+def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
+    """Return what is expected in place of a value; None for a kind of error that has no words here."""
+    number = _KINDS.get(kind.removesuffix("_type").removesuffix("_parsing"))
+    if number is not None:
+        return number
+    match kind:
+        case "literal_error":
+            return f"{context['expected']}{_near_value(value, context['expected'])}"
+        case "int_from_float" | "int_parsing_size":
+            return "a whole number"
+        case "none_required":
+            return "null"
+        case "finite_number":
+            return "a finite number"
+        case "greater_than":
+            return f"a number above {context['gt']:g}"
+        case "greater_than_equal":
+            return f"at least {context['ge']:g}"
+        case "less_than":
+            return f"a number below {context['lt']:g}"
+        case "less_than_equal":
+            return f"at most {context['le']:,}"
+        case "too_short" | "string_too_short":
+            return f"at least {context['min_length']} {'characters' if kind.startswith('string') else 'entries'}"
+        case "string_pattern_mismatch":
+            return _PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")
+        case _:
+            return None
+
+
+def _near_value(value: Any, expected: str) -> str:
+    """Return a suggestion from pydantic's list of allowed values, `'a', 'b' or 'c'`."""
+    return did_you_mean(str(value), expected.split("'")[1::2])
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a user may have written it, on one line and cut."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def _plain_key(raw: Sequence[str | int], kind: str, content: Any) -> tuple[str | int, ...]:
+    """Return a location without the parts that pydantic adds for members of unions and for keys."""
+    if content is None:
+        return tuple(part for part in raw if part != "[key]")
+    key: list[str | int] = []
+    inner = content
+    for place, part in enumerate(raw):
+        if isinstance(inner, Mapping):
+            name = next((own for own in inner if own == part or str(own) == str(part)), None)
+            if name is not None:
+                key.append(part)
+                inner = inner[name]
+                continue
+        elif isinstance(inner, list | tuple) and isinstance(part, int) and part < len(inner):
+            key.append(part)
+            inner = inner[part]
+            continue
+        if kind == "missing" and place == len(raw) - 1:
+            key.append(part)
+    return tuple(key)
+
+
+def _keys_at(model: type[BaseModel], raw: Sequence[str | int]) -> list[str]:
+    """Return the keys of the models that may stand at a raw location within `model`."""
+    annotations: list[Any] = [model]
+    for part in raw:
+        annotations = [step for annotation in annotations for step in _step(annotation, part)]
+    return list(dict.fromkeys(name for annotation in annotations for name in _models(annotation)))
+
+
+def _models(annotation: Any) -> Iterator[str]:
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            yield from member.model_fields
+
+
+def _step(annotation: Any, part: str | int) -> Iterator[Any]:
+    """Yield the types one part of a location further; a tag of a union selects its member."""
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            if part in member.model_fields:
+                yield member.model_fields[str(part)].annotation
+            elif part == member.__name__ or any(
+                part in get_args(field.annotation)
+                for field in member.model_fields.values()
+                if get_origin(field.annotation) is Literal
+            ):
+                yield member
+        elif get_origin(member) is dict:
+            yield get_args(member)[1]
+        elif get_origin(member) in (tuple, list) and isinstance(part, int):
+            yield get_args(member)[0]
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """Yield the members of a union at any depth; `annotation` itself if it is none."""
+    if get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation

@@ -1,0 +1,133 @@
+"""Reading YAML files that users write: every mistake is one line with the file, and where YAML is broken the position.
+
+The reader is stricter than plain YAML. A duplicate key is refused, because YAML would silently drop the first one.
+`1e-6` is a number, as in YAML 1.2 and in every programming language; YAML 1.1 reads it as text. Aliases that expand to
+very many values are refused before they are expanded.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from aqnpipe.config.validation_messages import describe_validation_error
+from aqnpipe.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_LARGEST_DOCUMENT = 1_000_000
+"""Values in a document, aliases counted as often as they are used."""
+
+_EXACT_INTEGERS = 2**53
+
+
+def read_yaml_file(path: Path) -> Any:
+    """Return the content of a YAML file written by a user; ConfigError if it is missing, unreadable or malformed."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file{_did_you_mean(path)}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid YAML: byte {error.start} is not UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        words = ", ".join(part for part in (error.context, error.problem, error.note) if part)
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(words.split())}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def validated(model: type[Model], content: Any, source: str) -> Model:
+    """Return `content`, read from the file `source`, as a model; ConfigError with all mistakes on one line.
+
+    Text is not converted to numbers: `seeds: ["0"]` is refused. A whole number may be written as `1e4` or `100.0`.
+    """
+    try:
+        # JSON, because pydantic's strict mode accepts lists for tuples only there.
+        return model.model_validate_json(json.dumps(_with_integers(content), default=str), strict=True)
+    except (RecursionError, TypeError) as error:
+        raise ConfigError(f"{source}: expected a mapping of keys with simple values") from error
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {describe_validation_error(error, content, model)}") from error
+
+
+def load_yaml(path: Path, model: type[Model]) -> Model:
+    """Read and validate a YAML file written by a user; ConfigError as in `read_yaml_file` and `validated`."""
+    return validated(model, read_yaml_file(path), str(path))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML loader that refuses duplicate keys, keys that are not scalars, and aliases that expand without bound."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _size(node, {}) > _LARGEST_DOCUMENT:
+            raise yaml.YAMLError(f"its aliases expand to more than {_LARGEST_DOCUMENT:,} values")
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.composer.ComposerError(None, None, "expected a name as key", key.start_mark)
+            if key.value in seen and key.value != "<<":
+                first = seen[key.value].start_mark.line + 1
+                raise yaml.composer.ComposerError(
+                    None, None, f"duplicate key {key.value!r}, first on line {first}", key.start_mark
+                )
+            seen[key.value] = key
+        return node
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def _size(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return the number of values that a node expands to; infinite if it contains itself."""
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        known[id(node)] = 1 + sum(_size(child, known) for child in _children(node))
+    return known[id(node)]
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key
+            yield value
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def _with_integers(content: Any) -> Any:
+    """Return `content` with floats that are whole numbers as integers, which fields of either kind accept."""
+    if isinstance(content, dict):
+        return {key: _with_integers(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_with_integers(value) for value in content]
+    if isinstance(content, float) and content.is_integer() and abs(content) < _EXACT_INTEGERS:
+        return int(content)
+    return content
+
+
+def _did_you_mean(path: Path) -> str:
+    from difflib import get_close_matches
+
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return ""
+    close = get_close_matches(path.name, names, n=1)
+    return f", did you mean {path.with_name(close[0])}?" if close else ""
