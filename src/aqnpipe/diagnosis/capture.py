@@ -13,6 +13,16 @@ from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
 
 
+class NonFiniteOutputError(ModelError):
+    """A decoder layer outputs NaN or infinity. `layer` is its index."""
+
+    def __init__(self, layer: int, model: nn.Module) -> None:
+        super().__init__(
+            f"decoder layer {layer} of {type(model).__name__} outputs NaN or infinity, expected finite numbers"
+        )
+        self.layer = layer
+
+
 @dataclass(frozen=True)
 class LayerInput:
     """Arguments of a decoder layer: hidden states [sequences, tokens, hidden] and all others by name."""
@@ -72,12 +82,11 @@ def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInpu
 def run_layer(model: nn.Module, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Run only decoder layer `index`, with its hooks, and return its output as float32 on the CPU.
 
-    Raises ModelError if the output has NaN or infinite values, because no statistic of it would be meaningful.
+    Raises NonFiniteOutputError if the output has NaN or infinite values, because no statistic of it would be
+    meaningful.
     """
     output = decoder_layers(model)[index](hidden, **kwargs)
     result: Tensor = (output[0] if isinstance(output, tuple) else output).float().cpu()
     if not torch.isfinite(result).all():
-        raise ModelError(
-            f"decoder layer {index} of {type(model).__name__} outputs NaN or infinity, expected finite numbers"
-        )
+        raise NonFiniteOutputError(index, model)
     return result

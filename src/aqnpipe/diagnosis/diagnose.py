@@ -4,26 +4,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import polars as pl
+import torch
 from torch import Tensor, nn
 
-from aqnpipe.artifacts.diagnoses import LayerMetrics, Verdict
+from aqnpipe.artifacts.diagnoses import Finding, LayerMetrics, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import format_fault
 from aqnpipe.config.noise import Fault
+from aqnpipe.diagnosis.capture import NonFiniteOutputError
 from aqnpipe.diagnosis.exact import ExactResult, run_exact
+from aqnpipe.diagnosis.non_finite import verdict_without_scans
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.verdict import judge
-from aqnpipe.errors import ReceiptError
+from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.models.layout import decoder_layers
 from aqnpipe.noise.injection.faults import FaultRecord, simulated_faults
 
 
 @dataclass(frozen=True)
 class Diagnosed:
-    """A verdict and its evidence. `table` is a LayerTable, None if the scans did not run."""
+    """A verdict and its evidence. `table` is a LayerTable, None if the scans did not run.
+
+    `unscanned` is the reason why scans that were asked for gave no table: a layer outputs NaN or infinity.
+    """
 
     verdict: Verdict
     exact: ExactResult | None
     table: pl.DataFrame | None
+    unscanned: NonFiniteOutputError | None = None
 
 
 def diagnose_model(
@@ -37,17 +45,35 @@ def diagnose_model(
 ) -> Diagnosed:
     """Diagnose `model` by `method`; the scans use the prompts [tokens]. Weights and mode are restored.
 
-    Raises ModelError if the layer or site of a fault does not exist or a scan finds NaN, ReceiptError if a simulated
-    fault changed no value.
+    A layer with finite weights that outputs NaN or infinity is a fault, and no scan is reported. Raises ModelError if
+    the layer or site of a fault does not exist or weights are not finite, ReceiptError if a simulated fault changed no
+    value.
     """
     with simulated_faults(model, faults) as records:
-        if method != "exact":
-            show_progress(f"statistical scans: {len(prompt_ids)} prompts")
         # The scans run first, so that a cached threshold is taken from an ordinary forward and not from a probe.
-        scans = None if method == "exact" else run_scans(model, prompt_ids, config)
+        scans, unscanned = (None, None) if method == "exact" else _scan(model, prompt_ids, config, show_progress)
         exact = None if method == "statistical" else run_exact(model, config, show_progress)
-    verdict = judge(exact, scans, config, [describe_fault(record) for record in records])
-    return Diagnosed(verdict, exact, scans[0] if scans else None)
+    simulated = [describe_fault(record) for record in records]
+    if unscanned is None:
+        verdict = judge(exact, scans, config, simulated)
+    else:
+        judged = judge(exact, None, config, simulated) if exact else None
+        verdict = verdict_without_scans(unscanned, judged, model, simulated)
+    return Diagnosed(verdict, exact, scans[0] if scans else None, unscanned)
+
+
+def _scan(
+    model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisConfig, show_progress: Callable[[str], None]
+) -> tuple[tuple[pl.DataFrame, list[Finding], float] | None, NonFiniteOutputError | None]:
+    """Return the result of the scans, or the reason why there is none."""
+    show_progress(f"statistical scans: {len(prompt_ids)} prompts")
+    try:
+        return run_scans(model, prompt_ids, config), None
+    except NonFiniteOutputError as error:
+        weights = decoder_layers(model)[error.layer].parameters()
+        if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+            raise ModelError(f"{error}: its weights are not finite") from error
+        return None, error
 
 
 def describe_fault(record: FaultRecord) -> dict[str, object]:

@@ -1,0 +1,101 @@
+"""What two reports of a node say about its change, in words and as an exit code."""
+
+import pytest
+from made_up_diagnoses import HARDWARE, diagnosis, located
+
+from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
+
+
+def node(*devices, **changes):
+    """The report of a node from (name, UUID, diagnosis) of its devices."""
+    base = node_of(diagnosis())
+    reports = []
+    for name, uuid, file in devices:
+        report = node_of(file).devices[0]
+        hardware = HARDWARE.model_copy(update={"uuid": uuid, **changes.get("hardware", {})})
+        reports.append(report.model_copy(update={"device": name, "hardware": hardware}))
+    others = {key: value for key, value in changes.items() if key != "hardware"}
+    return base.model_copy(update={"devices": tuple(reports), **others})
+
+
+HEALTHY = node(("cuda:0", "GPU-a", diagnosis()), ("cuda:1", "GPU-b", diagnosis()))
+
+
+def test_the_same_report_twice_has_no_changes():
+    found = compare_nodes(HEALTHY, HEALTHY)
+    assert (found.lines, found.exit_code, found.summary) == ((), 0, "no new fault")
+
+
+def test_a_new_fault_is_exit_3():
+    after = node(("cuda:0", "GPU-a", diagnosis()), ("cuda:1", "GPU-b", diagnosis(located(4))))
+    found = compare_nodes(HEALTHY, after)
+    assert found.lines == ("cuda:1: healthy -> fault", "cuda:1: new fault: layer 4, o_proj: noise, 1 channels")
+    assert found.exit_code == 3
+
+
+def test_a_fault_that_was_there_before_is_not_new_and_one_that_is_gone_is_named():
+    before = node(("cuda:0", "GPU-a", diagnosis(located(4), located(0, "silu"))))
+    after = node(("cuda:0", "GPU-a", diagnosis(located(4, kind="bias"))))
+    found = compare_nodes(before, after)
+    assert found.exit_code == 0
+    assert found.lines == (
+        "cuda:0: fault gone: layer 0, silu: noise, 1 channels",
+        "cuda:0: fault changed: layer 4, o_proj: noise, 1 channels -> layer 4, o_proj: bias, 1 channels",
+    )
+
+
+def test_devices_are_matched_by_uuid_and_not_by_number():
+    before = node(("cuda:0", "GPU-a", diagnosis(located(4))), ("cuda:1", "GPU-b", diagnosis()))
+    after = node(("cuda:0", "GPU-b", diagnosis()), ("cuda:1", "GPU-a", diagnosis(located(4))))
+    assert compare_nodes(before, after).exit_code == 0
+
+
+def test_a_device_that_is_gone_is_exit_4_and_a_faulty_one_in_its_place_exit_3():
+    found = compare_nodes(HEALTHY, node(("cuda:0", "GPU-a", diagnosis())))
+    assert found.exit_code == 4
+    assert found.lines == ("cuda:1: gone (H100)",)
+    replaced = node(("cuda:0", "GPU-a", diagnosis()), ("cuda:1", "GPU-c", diagnosis(located(0))))
+    assert compare_nodes(HEALTHY, replaced).exit_code == 3
+
+
+def test_sites_that_are_no_longer_tested_are_exit_4():
+    report = HEALTHY.devices[0].model_copy(update={"untested": ("lm_head",)})
+    after = HEALTHY.model_copy(update={"devices": (report, HEALTHY.devices[1])})
+    found = compare_nodes(HEALTHY, after)
+    assert (found.lines, found.exit_code) == (("cuda:0: no longer tested: lm_head",), 4)
+    assert compare_nodes(after, HEALTHY).lines == ("cuda:0: now tested: lm_head",)
+    assert compare_nodes(after, HEALTHY).exit_code == 0
+
+
+@pytest.mark.parametrize("verdict", ["abstain", "error"])
+def test_a_verdict_that_is_lost_is_exit_4_with_the_reason(verdict):
+    report = HEALTHY.devices[0].model_copy(update={"verdict": verdict, "reason": "why"})
+    found = compare_nodes(HEALTHY, HEALTHY.model_copy(update={"devices": (report, HEALTHY.devices[1])}))
+    assert (found.lines, found.exit_code) == ((f"cuda:0: healthy -> {verdict} (why)",), 4)
+
+
+def test_versions_settings_and_drivers():
+    after = node(
+        ("cuda:0", "GPU-a", diagnosis()),
+        ("cuda:1", "GPU-b", diagnosis()),
+        versions={"torch": "3", "new": "1"},
+        dtype="float32",
+        hardware={"driver": "570"},
+    )
+    found = compare_nodes(HEALTHY, after)
+    assert found.lines == (
+        "dtype: bfloat16 -> float32",
+        "new: unknown -> 1",
+        "torch: 2 -> 3",
+        "cuda:0: driver: unknown -> 570",
+        "cuda:1: driver: unknown -> 570",
+    )
+    assert found.exit_code == 0
+
+
+def test_two_processes_of_one_cpu_are_told_apart():
+    before = node(("cpu", None, diagnosis()), ("cpu", None, diagnosis()))
+    after = node(("cpu", None, diagnosis()), ("cpu", None, diagnosis(located(1))))
+    found = compare_nodes(before, after)
+    assert found.lines[0] == "cpu: healthy -> fault"
+    assert found.new_faults == 1

@@ -1,0 +1,65 @@
+"""A layer that outputs NaN is a fault of the machine, unless its weights or the range of float16 explain it."""
+
+import math
+
+import pytest
+import torch
+
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.diagnose import diagnose_model
+from aqnpipe.errors import ModelError
+
+CONFIG = DiagnosisConfig(num_prompts=1)
+
+
+@pytest.fixture
+def prompts(prompt_ids):
+    return [ids % 50 for ids in prompt_ids[:1]]
+
+
+def with_nan(model, layer=1, only_text=False):
+    """Make channel 5 of the MLP NaN; with `only_text` not for the probes, whose batches have more than one row."""
+
+    def hook(_module, _args, output):
+        if not only_text or (len(output) == 1 and output.shape[1] > 1):
+            output[..., 5] = math.nan
+        return output
+
+    model.model.layers[layer].mlp.register_forward_hook(hook)
+    return model
+
+
+def test_exact_probes_name_the_site_of_nan(random_model, prompts):
+    found = diagnose_model(with_nan(random_model()), prompts, CONFIG)
+    assert found.verdict.verdict == "fault"
+    assert {fault.layer for fault in found.verdict.faults} == {1}
+    assert "NaN or infinity" in found.verdict.reason
+    assert found.table is None
+    assert found.unscanned.layer == 1
+
+
+def test_nan_that_only_texts_show_is_a_fault_of_its_layer(random_model, prompts):
+    found = diagnose_model(with_nan(random_model(), only_text=True), prompts, CONFIG).verdict
+    assert (found.verdict, found.layer, found.site) == ("fault", 1, "layer")
+    assert found.method == "all"
+
+
+def test_scans_alone_find_it_too(random_model, prompts):
+    found = diagnose_model(with_nan(random_model()), prompts, CONFIG, method="statistical").verdict
+    assert (found.verdict, found.layer) == ("fault", 1)
+    assert found.num_layers == 3
+
+
+def test_in_float16_it_may_be_overflow(random_model, prompts):
+    model = with_nan(random_model(dtype=torch.float16), only_text=True)
+    found = diagnose_model(model, prompts, CONFIG).verdict
+    assert found.verdict == "abstain"
+    assert "float16" in found.reason
+
+
+def test_weights_that_are_not_finite_are_no_fault_of_the_machine(random_model, prompts):
+    model = random_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+    with pytest.raises(ModelError, match=r"layer 1 .* its weights are not finite"):
+        diagnose_model(model, prompts, CONFIG)
