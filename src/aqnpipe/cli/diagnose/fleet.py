@@ -1,5 +1,6 @@
 """The report of a node: from the reports of its devices to a table, a file and a history."""
 
+import os
 import re
 import socket
 import time
@@ -36,7 +37,7 @@ def diagnose_node(
     from aqnpipe.cli.diagnose.show import console_of, show_node
 
     def orders(folder: Path) -> "list[Order]":
-        return _orders(folder, source, devices, duration_seconds, method, config, faults)
+        return make_orders(folder, source, devices, duration_seconds, method, config, faults)
 
     started, clock = datetime.now(UTC), time.monotonic()
     with console_of(stderr=True).status("starting") as status:
@@ -77,7 +78,7 @@ def read_report(path: Path) -> "NodeReport":
     return node_of(read_json(path, DiagnosisFile))
 
 
-def _orders(
+def make_orders(
     folder: Path,
     source: ModelSource,
     devices: Sequence[str],
@@ -86,8 +87,7 @@ def _orders(
     config: DiagnosisConfig,
     faults: tuple[Fault, ...],
 ) -> "list[Order]":
-    import os
-
+    """Return the orders of `devices`, whose reports are numbered files in `folder`."""
     from aqnpipe.cli.diagnose.worker import Order
 
     return [

@@ -1,0 +1,144 @@
+"""One process per device: crashes, refusals and interrupts of pretended workers, and which outcome wins."""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from made_up_diagnoses import HARDWARE, diagnosis, located
+
+from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.node_reports import worst
+from aqnpipe.cli.diagnose import node
+from aqnpipe.cli.diagnose.fleet import make_orders
+from aqnpipe.cli.diagnose.loading import ModelSource
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.repetition import INTERRUPTED, RunsOfDevice, record_of
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(autouse=True)
+def pretend(monkeypatch, tmp_path_factory):
+    reports = tmp_path_factory.mktemp("reports")
+    for name, file in (("healthy", diagnosis()), ("fault", diagnosis(located(1)))):
+        runs = RunsOfDevice("cpu", HARDWARE, repeated=True)
+        runs.add(file, record_of(file, DiagnosisConfig(), 64))
+        write_json(reports / f"{name}.json", runs.report())
+    monkeypatch.setattr(node, "_MODULE", "pretend_worker")
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PRETENDED_REPORTS", str(reports))
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return temporary
+
+
+def run(act, logs=None, duration=None, show_progress=lambda line: None):
+    source = ModelSource(name=act, folder=Path(), random_weights=False, dtype="float32", attention="eager")
+
+    def orders(folder):
+        return make_orders(folder, source, ("cpu", "cpu"), duration, "exact", DiagnosisConfig(), ())
+
+    return node.diagnose_devices(orders, logs, show_progress)
+
+
+def interrupt_when(condition):
+    """Send SIGINT to this process as soon as `condition` holds."""
+
+    def wait():
+        while not condition():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def verdicts(reports):
+    return [report.verdict for report in reports]
+
+
+def test_two_healthy_devices_leave_nothing_behind(pretend):
+    reports = run("healthy")
+    assert verdicts(reports) == ["healthy", "healthy"]
+    assert [report.log for report in reports] == [None, None]
+    assert list(pretend.iterdir()) == []
+
+
+def test_every_device_has_its_own_log(tmp_path):
+    reports = run("fault", logs=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.cpu.log", "1.cpu.log"]
+    assert Path(reports[1].log).read_text().startswith("process ")
+    assert verdicts(reports) == ["fault", "healthy"]
+    assert worst(verdicts(reports)) == "fault"
+
+
+def test_a_crash_is_an_error_with_its_last_words_and_its_log_is_kept():
+    first, second = run("crash")
+    assert first.verdict == "error"
+    assert "SIGKILL: CUDA error: an illegal memory access" in first.reason
+    assert "illegal memory access" in Path(first.log).read_text()
+    assert second.verdict == "healthy"
+
+
+def test_a_fault_found_before_a_crash_is_a_fault():
+    first, _ = run("fault crash")
+    assert first.verdict == "fault"
+    assert "; then: its process was ended by signal SIGKILL" in first.reason
+    assert len(first.faults) == 1
+
+
+def test_healthy_runs_before_a_crash_are_an_error():
+    first, _ = run("healthy crash")
+    assert first.verdict == "error"
+    assert first.reason.startswith("1 runs: 1 healthy; then: ")
+
+
+def test_a_refusal_is_its_line():
+    first, second = run("refuse")
+    assert (first.verdict, first.reason) == ("error", "--device cuda:9: not usable here (no such device)")
+    assert worst(verdicts([first, second])) == "error"
+
+
+def at_work(folder, number):
+    return _starts(folder / f"{number}.cpu.log", "process")
+
+
+def test_an_interrupt_ends_with_what_was_found(tmp_path):
+    interrupt_when(lambda: at_work(tmp_path, 0) and at_work(tmp_path, 1))
+    before = signal.getsignal(signal.SIGINT)
+    first, second = run("fault wait", logs=tmp_path, duration=3600.0)
+    assert (first.verdict, len(first.repetition.runs)) == ("fault", 1)
+    assert second.verdict == "healthy"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_before_the_first_result_is_no_verdict(tmp_path):
+    interrupt_when(lambda: at_work(tmp_path, 0) and at_work(tmp_path, 1))
+    first, second = run("deaf wait", logs=tmp_path)
+    assert (first.verdict, first.reason) == ("abstain", INTERRUPTED)
+    assert second.verdict == "healthy"
+
+
+def test_a_process_that_a_scheduler_ended_with_this_one_keeps_its_runs(tmp_path):
+    interrupt_when(lambda: at_work(tmp_path, 0) and at_work(tmp_path, 1))
+    first, _ = run("healthy deaf wait", logs=tmp_path)
+    assert (first.verdict, first.repetition.interrupted) == ("healthy", True)
+
+
+def test_an_exception_here_ends_the_processes(tmp_path):
+    def fail(line):
+        if at_work(tmp_path, 0):
+            raise KeyError("anything")
+
+    with pytest.raises(KeyError):
+        run("wait", logs=tmp_path, show_progress=fail)
+    process = int((tmp_path / "0.cpu.log").read_text().split()[1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def _starts(path, text):
+    return path.is_file() and path.read_text().startswith(text) and path.read_text().endswith("\n")
