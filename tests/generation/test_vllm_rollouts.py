@@ -156,6 +156,15 @@ def test_aqn_is_only_on_the_norms_of_the_engine(engine, rollouts, policy):
     assert engine.generate(PROMPTS, GREEDY) == TransformersBackend(policy, TOKENIZER).generate(PROMPTS, GREEDY)
 
 
+def test_numbers_of_aqn_on_norms_are_recomputed_in_the_engine(rollouts, policy):
+    recorded = recorder(policy, WITH_AQN)
+    rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.05))
+    (record,) = recorded.receipt().phases
+    assert not record.contradictions
+    # 64 weights of each of the 13 norms, at least in the first forward of each kind.
+    assert record.recomputed_numbers >= 2 * 13 * 64
+
+
 def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
     """Two rollouts with a sync between them: hooks survive it, and the threshold of the first call stays cached."""
     noise = OperatorNoise(error=RelativeGaussian(scale=0.2), phases=("rollout",), attention="fused")

@@ -35,6 +35,11 @@ class PassNoise(NoiseSpec):
         noised = self.operator_noise_in(self.phase) or self.module_noise_in(self.phase) or self.aqn
         return noised is None and not self.faults
 
+    @property
+    def norm_sigmas(self) -> dict[str, float]:
+        """Sigma of AQN on every norm that has it, by name."""
+        return {}
+
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
         """Return a recorder that expects exactly this noise, for a model with these numbers of layers and RMSNorms."""
         return ReceiptRecorder(
@@ -62,6 +67,12 @@ class RolloutNoise(PassNoise):
     factors: dict[str, float] = Field(default_factory=dict)
     clean_norms: str
     fault_states: tuple[ActiveFaultState, ...]
+
+    @property
+    def norm_sigmas(self) -> dict[str, float]:
+        """Sigma of AQN on every norm that has it, by name."""
+        on_norms = self.aqn is not None and self.aqn.targets != "hidden_states"
+        return {name: self.sigma * factor for name, factor in self.factors.items()} if on_norms else {}
 
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
         """Return a recorder for one rollout."""

@@ -62,7 +62,10 @@ def audited_parts(engine: EngineModel) -> list[AuditedPart]:
 
 
 class EngineAudit(PhaseAudit):
-    """The audit of one batch on one worker's model. `hidden_sigmas`: AQN on hidden states, by layer."""
+    """The audit of one batch on one worker's model.
+
+    `hidden_sigmas`: AQN on hidden states, by layer. `norm_sigmas`: AQN on norm weights, by name.
+    """
 
     def __init__(
         self,
@@ -71,10 +74,12 @@ class EngineAudit(PhaseAudit):
         position: Position,
         recorder: ReceiptRecorder,
         hidden_sigmas: Mapping[int, float],
+        norm_sigmas: Mapping[str, float],
     ) -> None:
         super().__init__(engine.model, audited_parts(engine), phase, position, recorder)
         self._engine = engine
         self._hidden_sigmas = hidden_sigmas
+        self._norm_sigmas = norm_sigmas
 
     def _new_observer(self) -> Observer:
         return EngineObserver(self._rng)
@@ -88,6 +93,9 @@ class EngineAudit(PhaseAudit):
             # The operations of attention are not known from its arguments, so there is no share to record.
             self._whole.total = self._whole.noised = 0
         super()._leave_model(module, args, output)
+
+    def _norm_sigma(self, name: str) -> float:
+        return self._norm_sigmas.get(name, 0.0)
 
     def _hidden_sigma(self, layer: int) -> float:
         return self._hidden_sigmas.get(layer, 0.0)

@@ -101,7 +101,7 @@ def engine_noise(
         noise.phase,
         key,
         recorder,
-        lambda position: EngineAudit(engine, noise.phase, position, recorder, hidden_sigmas or {}),
+        lambda position: EngineAudit(engine, noise.phase, position, recorder, hidden_sigmas or {}, noise.norm_sigmas),
     )
     recorder.note_installed(
         noise.phase, operator_noise=noise.operator_noise, module_noise=noise.module_noise, faults=noise.faults

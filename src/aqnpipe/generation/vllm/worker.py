@@ -31,6 +31,8 @@ class _WorkerPass:
         self.noise = noise
         self.faults = noise.active_faults()
         self.recorder: ReceiptRecorder = noise.recorder(len(engine.layers), num_rms_norms(engine.model))
+        if isinstance(noise, RolloutNoise):
+            self.recorder.expect_clean_norms(noise.clean_norms, engine.model)
         self.batch: ExitStack | None = None
 
 

@@ -121,7 +121,9 @@ class PhaseAudit:
         whole = self._recorder.wants_whole_audit(self._phase, self._kind)
         if not whole and self._choices.random() >= max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             return
-        compare_norms(self._model, self._phase, self.position, self._recorder, self._comparison, self._rng)
+        compare_norms(
+            self._model, self._phase, self.position, self._recorder, self._comparison, self._rng, self._norm_sigma
+        )
         observer = self._new_observer()
         if whole:
             self._whole = observer
@@ -267,6 +269,10 @@ class PhaseAudit:
         is_faulty = any((fault.layer, fault.site) == (layer, "layer_output") for fault in faults)
         if not claimed or not (is_faulty or observer.is_noised(states)):
             self._comparison.note(f"AQN: the hidden states of layer {layer} have no noise")
+
+    def _norm_sigma(self, name: str) -> float:
+        """Return the sigma that AQN's noise on the norm called `name` should have in this rollout."""
+        return self._recorder.requested_sigma(self.position.step, name)
 
     def _hidden_sigma(self, layer: int) -> float:
         """Return the sigma that AQN's noise on the hidden states of `layer` should have in this phase."""

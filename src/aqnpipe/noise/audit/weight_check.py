@@ -1,5 +1,7 @@
 """Compares the norm weights that a forward reads with the clean ones and the noise that AQN adds to them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import nn
@@ -22,11 +24,13 @@ def compare_norms(
     recorder: ReceiptRecorder,
     comparison: Comparison,
     rng: np.random.Generator,
+    sigma_of: Callable[[str], float],
 ) -> None:
     """Compare sampled weights of every RMSNorm with what they should be in this phase, at this step.
 
     In a rollout AQN's targets have the noise of the step, the same in all forwards of the rollout. Everywhere else they
-    are clean. Nothing is compared if the recorder does not know the clean weights.
+    are clean. `sigma_of` returns the requested sigma of a norm, by name. Nothing is compared if the recorder does not
+    know the clean weights.
     """
     clean_weights = recorder.clean_norm_weights
     if not clean_weights or phase == "reference":
@@ -46,7 +50,7 @@ def compare_norms(
         index = torch.from_numpy(elements)
         used, clean = (tensor.flatten()[index.to(tensor.device)].double().cpu().numpy() for tensor in (weight, before))
         call = noised.index(name) if name in noised else None
-        sigma = recorder.requested_sigma(position.step, name) if call is not None else 0.0
+        sigma = sigma_of(name) if call is not None else 0.0
         if call is None or sigma == 0:
             wrong = used != clean
         else:

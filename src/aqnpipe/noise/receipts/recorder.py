@@ -134,16 +134,22 @@ class ReceiptRecorder:
         """Note the policy's present norm weights as the clean ones: at the start, and after each optimiser step."""
         if self._watch_norms:
             self._clean_norms = norms_sha256(model)
-            self.clean_norm_weights = {
-                name: weight_of(module).detach().clone()
-                for name, module in model.named_modules()
-                if is_rms_norm(module)
-            }
+            self._keep_clean_norms(model)
             self._clean_matrices = matrices_sha256(model)
 
-    def expect_clean_norms(self, sha256: str) -> None:
-        """Note the SHA-256 of the clean norm weights, computed in another process."""
+    def expect_clean_norms(self, sha256: str, model: nn.Module | None = None) -> None:
+        """Note the SHA-256 of the clean norm weights, computed in another process, and those of `model` if it has them.
+
+        Weights of `model` with another SHA-256 are found when its first phase begins.
+        """
         self._clean_norms = sha256
+        if model is not None:
+            self._keep_clean_norms(model)
+
+    def _keep_clean_norms(self, model: nn.Module) -> None:
+        self.clean_norm_weights = {
+            name: weight_of(module).detach().clone() for name, module in model.named_modules() if is_rms_norm(module)
+        }
 
     def watch_norms(self, phase: Phase, model: nn.Module) -> None:
         """Compare the norm weights of `model`, before it computes, with the clean ones, which only AQN may change.
