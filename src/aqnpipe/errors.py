@@ -56,6 +56,12 @@ class TrainingError(AqnpipeError):
     advice = "look at the last steps in the log; a lower training.learning_rate or max_grad_norm usually helps"
 
 
+class NoRewardError(TrainingError):
+    """The rewards of no group differed, so a run had nothing to learn from."""
+
+    advice = "set prompt, dataset, models or training.max_response_tokens so that some responses are right, some wrong"
+
+
 class StorageError(AqnpipeError):
     """The disk is full or read-only."""
 

@@ -201,7 +201,7 @@ def test_a_claim_that_a_paper_contradicts_is_refuted():
     ("change", "message"),
     [
         ({"accuracies": [{"id": "a", "label": "a", "percent": 70.2, "num_questions": 10}]}, "percent"),
-        ({"accuracies": [{"id": "a", "label": "a", "percent": "x70", "num_questions": 10}]}, "percentage from 0"),
+        ({"accuracies": [{"id": "a", "label": "a", "percent": "170", "num_questions": 10}]}, "percentage from 0"),
         ({"claims": [minimal()["claims"][0] | {"control": "nobody"}]}, "unknown id 'nobody'"),
         ({"claims": minimal()["claims"] * 2}, "id 'better' is used twice"),
         ({"titel": "x"}, "titel: unknown key"),

@@ -24,7 +24,7 @@ from aqnpipe.data.prompts import (
 )
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.device import resolve_device
-from aqnpipe.errors import ReceiptError, RunInterruptedError, WorkerError
+from aqnpipe.errors import NoRewardError, ReceiptError, RunInterruptedError, WorkerError
 from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, sha256_of
@@ -75,8 +75,8 @@ def run_worker(
 
     resume_from: a resume point from `prepare_resume`; None starts at step 0. Several workers run this together, each
     with its share of every batch; the first one writes the files. Raises WorkerError if the number of workers differs
-    from the spec, ReceiptError if measured and requested noise differ, TrainingError if the numbers break down, and
-    RunInterruptedError after a stop request.
+    from the spec, ReceiptError if measured and requested noise differ, TrainingError if the numbers break down,
+    NoRewardError if there was nothing to learn from, and RunInterruptedError after a stop request.
     """
     torch.set_num_threads(spec.training.threads)
     tokenizer = load_tokenizer(inputs.model)
@@ -85,7 +85,12 @@ def run_worker(
         trainer = _build_trainer(spec, inputs, workspace, tokenizer, dataset, rollouts, say)
         _train(spec, trainer, resume_from)
     facts = trainer.audit.facts_of_all()
-    receipt = _receipt_of_all(trainer, workspace)
+    try:
+        receipt = _receipt_of_all(trainer, workspace)
+    except ReceiptError as error:
+        if trainer.audit.lacks_only_gradients(error):
+            raise NoRewardError(f"{run_label(spec)}: {trainer.audit.why_no_gradient()}") from error
+        raise
     if receipt is None:
         return
     if spec.num_steps not in trainer.validation_accuracy:

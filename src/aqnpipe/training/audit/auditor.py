@@ -62,6 +62,7 @@ class AuditState(Artifact):
     rollouts: int
     completions: int
     correct: tuple[int, ...]
+    differing_groups: int
     prompts_sha256: str
     validated: dict[int, int]
     checkpoints: dict[int, dict[str, str]]
@@ -222,7 +223,29 @@ class TrainingAudit(TrainerCallback):
             self._refuse(every or partial_problems(self.facts(), self._spec))
         self._refuse(self._problems)
         if self._updates.steps in self._receipt_steps:
-            self._trainer.noise_plan.recorder.check_so_far(self._updates.steps)
+            try:
+                self._trainer.noise_plan.recorder.check_so_far(self._updates.steps)
+            except ReceiptError as error:
+                if not self.lacks_only_gradients(error):
+                    raise
+
+    def lacks_only_gradients(self, error: ReceiptError) -> bool:
+        """Whether a receipt was refused because no reward differed within a group: no gradient, so no noise on it."""
+        problems = str(error.args[0]).partition("receipt refused")[2].split("; ")
+        return not self._rollouts.differing_groups and all(": backward " in f": {problem}" for problem in problems)
+
+    def why_no_gradient(self) -> str:
+        """Return what the rewards of a run were in which no group had different ones."""
+        rollouts = self._rollouts
+        if any(rollouts.correct):
+            return (
+                f"no reward that differs within a group: {sum(rollouts.correct)} of {rollouts.completions} responses "
+                "have reward 1, each with its whole group; expected harder questions or a higher training.temperature"
+            )
+        return (
+            f"no reward in any group: all {rollouts.completions} responses have reward 0; expected a model that "
+            "sometimes ends with `#### number`, easier questions, or a larger training.max_response_tokens"
+        )
 
     def facts(self) -> TrainingFacts:
         """Return the facts of this worker so far."""
@@ -273,6 +296,7 @@ class TrainingAudit(TrainerCallback):
             rollouts=self._rollouts.rollouts,
             completions=self._rollouts.completions,
             correct=tuple(self._rollouts.correct),
+            differing_groups=self._rollouts.differing_groups,
             prompts_sha256=self._rollouts.prompts_sha256,
             validated=self._validated,
             checkpoints=self._checkpoints,
@@ -287,6 +311,7 @@ class TrainingAudit(TrainerCallback):
         rollouts = self._rollouts
         rollouts.rollouts, rollouts.completions = state.rollouts, state.completions
         rollouts.correct, rollouts.prompts_sha256 = list(state.correct), state.prompts_sha256
+        rollouts.differing_groups = state.differing_groups
         self._errors.restore(state.recomputed)
 
     def _report(self, problem: str) -> None:

@@ -67,6 +67,7 @@ class RolloutAudit:
         self.rollouts = 0
         self.completions = 0
         self.correct: list[int] = []
+        self.differing_groups = 0
         self.prompts_sha256 = ""
         self._spec = spec
         self._questions = questions
@@ -121,11 +122,13 @@ class RolloutAudit:
         rewards = grading.rewards(texts, golds, self._spec.prompt.stop_text)
         size = self._spec.training.rollouts_per_prompt
         of_group = grading.advantages(rewards, size)
-        every = gathered((sum(map(len, responses)), round(sum(rewards)), len(rewards)))
-        tokens, correct, rows = (sum(values) for values in zip(*every, strict=True))
+        differing = sum(len({*rewards[start : start + size]}) > 1 for start in range(0, len(rewards), size))
+        every = gathered((sum(map(len, responses)), round(sum(rewards)), len(rewards), differing))
+        tokens, correct, rows, groups = (sum(values) for values in zip(*every, strict=True))
         self.rollouts += 1
         self.completions += rows
         self.correct.append(correct)
+        self.differing_groups += groups
         ids = "\n".join(self._questions.ids[question] for question in share)
         self.prompts_sha256 = hashlib.sha256(f"{self.prompts_sha256}{ids}".encode()).hexdigest()
         completed = [
