@@ -8,7 +8,8 @@ from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
 
 _ATTENTION_NAMES = ("self_attn", "attention", "attn")
-_MLP_NAMES = ("mlp", "feed_forward")
+_MLP_NAMES = ("mlp", "feed_forward", "fc2")
+"""Modules whose output is that of the MLP; the layers of OPT have its linears and no module around them."""
 
 
 @dataclass(frozen=True)

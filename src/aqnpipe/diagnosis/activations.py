@@ -1,0 +1,172 @@
+"""The activation of a layer on every 16-bit number, against float64 on the host.
+
+The activation is run by itself, on all 65,536 bit patterns of bfloat16 or float16 (in float32 on the patterns of
+bfloat16, completed to full mantissas), and within a gated MLP whose projections select: there the gate takes the finite
+patterns and the up projection full mantissas, so that the product of the two is checked as well. The reference follows
+the name in the model's configuration, so a wrong activation module is a difference.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from scipy import special
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.patterns import selection, selection_weight
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.models.sites import LayerSites
+
+SITE = "mlp_core"
+_CONFIG_NAMES = ("hidden_act", "hidden_activation", "activation_function", "hidden_activation_function")
+_MODULE_NAMES = ("act_fn", "activation_fn", "act")
+_NUM_FACTORS = 8
+"""Channels of the MLP's input with full mantissas, which the rows of the up projection copy."""
+_WIDTH = 256
+_ULPS = 4.0
+_SMALLEST = {torch.float16: 2.0**-14}
+_WIDE_SMALLEST = 2.0**-100
+"""Results below this are not compared: healthy devices flush them to zero, or an exponential has overflowed."""
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * torch.from_numpy(special.ndtr(x.numpy()))
+
+
+Accuracy = Literal["exact", "one kernel", "composed"]
+"""Of a healthy activation: every bit; computed in float32 and rounded once; rounded to the dtype by each operation."""
+
+REFERENCES: dict[str, tuple[Callable[[Tensor], Tensor], Accuracy]] = {
+    "silu": (_silu, "one kernel"),
+    "swish": (_silu, "one kernel"),
+    "gelu": (_gelu, "one kernel"),
+    "gelu_pytorch_tanh": (_gelu_tanh, "one kernel"),
+    "gelu_new": (_gelu_tanh, "composed"),
+    "gelu_fast": (_gelu_tanh, "composed"),
+    "quick_gelu": (lambda x: x * torch.sigmoid(1.702 * x), "composed"),
+    "relu": (torch.relu, "exact"),
+}
+"""Reference of each activation in float64."""
+
+
+def activation_of(layer: nn.Module) -> nn.Module | None:
+    """Return the activation module of a decoder layer, None if it has none of a known name."""
+    for path, module in layer.named_modules():
+        if path.rsplit(".", 1)[-1] in _MODULE_NAMES and not list(module.parameters()):
+            return module
+    return None
+
+
+def activation_name(config: Any) -> str | None:
+    """Return the name of the activation in the model's configuration, None if it has none or no reference is known."""
+    name = next((value for key in _CONFIG_NAMES if (value := getattr(config, key, None)) is not None), None)
+    return name if name in REFERENCES else None
+
+
+def activation_sweep(
+    module: nn.Module, name: str, layer: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> list[Check]:
+    """Return the check of the activation `name` on all finite numbers of 16 bits."""
+    x = _in_rows(finite_numbers(dtype, generator), _WIDTH)
+    observed = module(x.to(device).unsqueeze(1))
+    expected, allowed = _reference(name, x)
+    return [compare("activation", layer, SITE, expected, observed.squeeze(1), allowed=allowed)]
+
+
+def gated_sweep(
+    sites: LayerSites, name: str, layer: int, dtype: torch.dtype, generator: torch.Generator
+) -> list[Check]:
+    """Return the check of activation times up projection at the input of down_proj, on all finite 16-bit numbers.
+
+    Gate and up projection may be two linears or the halves of one. A layer without them has no check.
+    """
+    found = _gate_and_up(sites)
+    if found is None:
+        return []
+    replaced, width, rows, down, block = found
+    numbers = _in_rows(finite_numbers(dtype, None), width - _NUM_FACTORS)
+    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
+    factors = full_mantissas((len(numbers), _NUM_FACTORS), bits, generator).to(dtype) / 2
+    x = torch.cat([factors, numbers], dim=1)
+    chosen, signs = selection(rows, width, skip=_NUM_FACTORS)
+    copied = torch.arange(rows) % _NUM_FACTORS
+    ones = torch.ones_like(signs)
+    if len(replaced) == 1:
+        weights = [
+            (replaced[0].weight, selection_weight(torch.cat([chosen, copied]), ones.repeat(2), replaced[0].weight))
+        ]
+    else:
+        weights = [
+            (module.weight, selection_weight(columns, ones, module.weight))
+            for module, columns in zip(replaced, (chosen, copied), strict=True)
+        ]
+    weights += [(module.bias, torch.zeros_like(module.bias)) for module in replaced if module.bias is not None]
+    fed: list[Tensor] = []
+    handle = down.register_forward_pre_hook(lambda _module, args: fed.append(args[0]))
+    try:
+        with substituted(weights):
+            block(x.to(down.weight.device).unsqueeze(1))
+    finally:
+        handle.remove()
+    activated, allowed = _reference(name, x[:, chosen])
+    times = x[:, copied].double()
+    bound = (allowed + torch.finfo(dtype).eps * activated.abs()) * times.abs() + _smallest(dtype)
+    return [compare("activation", layer, SITE, activated * times, fed[-1].squeeze(1), allowed=bound)]
+
+
+def _gate_and_up(sites: LayerSites) -> tuple[list[nn.Linear], int, int, nn.Linear, nn.Module] | None:
+    """Return the linears of gate and up projection, their width, rows of each, down_proj, and the module of all."""
+    linears = sites.linears
+    names = ["gate_proj", "up_proj"] if {"gate_proj", "up_proj"} <= linears.keys() else ["gate_up_proj"]
+    if not {*names, "down_proj"} <= linears.keys():
+        return None
+    replaced, down = [linears[name] for name in names], linears["down_proj"]
+    block = next(module for module in sites.layer.modules() if down in module.children())
+    width = replaced[0].in_features
+    if width <= 2 * _NUM_FACTORS:
+        return None
+    return replaced, width, down.in_features, down, block
+
+
+def finite_numbers(dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    """Return the numbers of 16 bits up to a quarter of the largest: of `dtype`, in float32 of bfloat16.
+
+    In float32 `generator` draws the lower bits. Without it they are 0, so that rounding to TF32 changes none.
+    """
+    patterns = torch.arange(2**16)
+    if dtype != torch.float32:
+        numbers = patterns.to(torch.uint16).view(dtype)
+    else:
+        lower = 0 if generator is None else torch.randint(0, 2**16, (2**16,), generator=generator)
+        numbers = ((patterns << 16) + lower).to(torch.uint32).view(torch.float32)
+    return numbers[numbers.double().abs() <= torch.finfo(dtype).max / 4]
+
+
+def _in_rows(numbers: Tensor, width: int) -> Tensor:
+    """Return rows of `width` numbers; the last row is completed with the first numbers."""
+    return numbers[torch.arange(-(-len(numbers) // width) * width) % len(numbers)].reshape(-1, width)
+
+
+def _reference(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the activation of `x` in float64, and the rounding allowed for each value."""
+    function, accuracy = REFERENCES[name]
+    expected = function(x.double())
+    eps = torch.finfo(x.dtype).eps
+    inner = {"exact": 0.0, "one kernel": FLOAT32_EPS, "composed": eps}[accuracy]
+    outer = 0.0 if accuracy == "exact" else eps
+    allowed = _ULPS * (outer * expected.abs() + inner * x.double().abs() * (expected != x.double()))
+    return expected, allowed + _smallest(x.dtype)
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    return _SMALLEST.get(dtype, _WIDE_SMALLEST)

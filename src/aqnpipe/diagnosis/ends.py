@@ -1,0 +1,99 @@
+"""Probes of the modules before and after the decoder layers: embedding, norms outside the layers, and lm_head."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.norms import norm_sweep
+from aqnpipe.diagnosis.patterns import selection, selection_weight
+from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.seeding import keyed_generator
+
+_NUM_TOKENS = 32
+_ROWS_AT_ONCE = 8192
+_LARGEST_SUM = {torch.bfloat16: 2**8, torch.float16: 2**11}
+"""Integers up to here are exact in the dtype, in which healthy kernels may hold the partial sums of a split sum."""
+
+
+def probe_ends(model: nn.Module, seed: int) -> list[Check]:
+    """Return the checks of embedding, norms outside the decoder layers, and lm_head; all rows of both tables.
+
+    lm_head takes a test weight of its own size for the duration of a call.
+    """
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    like = embedding.weight
+    generator = keyed_generator("cpu", seed, "diagnosis.ends")
+    checks = _embedding(embedding)
+    for site, module in outer_norms(model).items():
+        checks += norm_sweep(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
+    head = output_projection(model)
+    if isinstance(head, nn.Linear):
+        checks += [_selecting(head, generator), _summing(head, generator)]
+    return checks
+
+
+def outer_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the norms outside the decoder layers by site: `final_norm` if there is one, else their own names."""
+    inside = set(decoder_layers(model).modules())
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if module not in inside
+        and "norm" in type(module).__name__.lower()
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+    }
+    return {"final_norm" if len(found) == 1 else path: module for path, module in found.items()}
+
+
+def _embedding(module: nn.Module) -> list[Check]:
+    """Look up every row and compare it with the weight in memory, copied to the host."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        return []
+    scale = getattr(module, "embed_scale", None)
+    checks = []
+    for rows in torch.arange(weight.shape[0]).split(_ROWS_AT_ONCE):
+        expected = weight.detach()[rows[0] : rows[-1] + 1].cpu()
+        if scale is not None:
+            expected = expected * torch.as_tensor(scale).cpu().to(expected.dtype)
+        observed = module(rows.to(weight.device).unsqueeze(1)).squeeze(1)
+        checks.append(compare("embedding", OUTSIDE_LAYERS, "embedding", expected.double(), observed))
+    return checks
+
+
+def _selecting(head: nn.Linear, generator: torch.Generator) -> Check:
+    """Run lm_head with rows that each copy one input, times a factor; both have full mantissas as far as exact."""
+    dtype, device = head.weight.dtype, head.weight.device
+    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
+    x = full_mantissas((_NUM_TOKENS, head.in_features), bits, generator)
+    chosen, _ = selection(head.out_features, head.in_features)
+    factors = full_mantissas((head.out_features,), bits, generator)
+    with substituted([(head.weight, selection_weight(chosen, factors, head.weight)), *_zero_bias(head)]):
+        observed = head(x.unsqueeze(1).to(device, dtype))
+    return compare("head", OUTSIDE_LAYERS, "lm_head", x[:, chosen] * factors, observed)
+
+
+def _summing(head: nn.Linear, generator: torch.Generator) -> Check:
+    """Run lm_head on integers whose sums are exact in any order: the weight is the outer product of two vectors."""
+    dtype, device = head.weight.dtype, head.weight.device
+    rows, columns = _signs(head.out_features, generator), _signs(head.in_features, generator)
+    num_terms = min(head.in_features, _LARGEST_SUM.get(dtype, 2**24))
+    order = torch.rand(_NUM_TOKENS, head.in_features, generator=generator).argsort(-1)
+    x = torch.where(order < num_terms, 1.0, 0.0) * _signs(head.in_features, generator)
+    weight = rows.to(device, dtype).unsqueeze(1) * columns.to(device, dtype)
+    with substituted([(head.weight, weight), *_zero_bias(head)]):
+        observed = head(x.unsqueeze(1).to(device, dtype))
+    return compare("head", OUTSIDE_LAYERS, "lm_head", (x @ columns).unsqueeze(1) * rows, observed)
+
+
+def _zero_bias(module: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
+    if module.bias is not None:
+        yield module.bias, torch.zeros_like(module.bias)
+
+
+def _signs(count: int, generator: torch.Generator) -> Tensor:
+    return 1 - 2 * torch.randint(0, 2, (count,), generator=generator).double()

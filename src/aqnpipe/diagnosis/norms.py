@@ -1,0 +1,83 @@
+"""Norms over the whole range of their reciprocal root, with full mantissas in input, gain and bias.
+
+The exact norm probe has a mean square of 1024 and gains that are powers of two, where neither the reciprocal root nor
+the mantissas of a product can be wrong. This sweep has one mean square per row, from the smallest that epsilon leaves
+to the largest that float32 squares, and compares with float64 on the host.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.probes import norm_offset
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.models.layout import weight_of
+
+_EXPONENTS = {torch.float16: (-12, 10)}
+_WIDE_EXPONENTS = (-12, 48)
+"""Exponents of the inputs: sums of squares stay finite in float32 with up to 2^28 channels."""
+
+_ROUNDINGS = 2.0
+"""Roundings to the dtype of the model: the normalised value and its product with the gain, in units of epsilon."""
+
+_SHARE_OF_MEAN = 0.25
+_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
+
+
+def norm_sweep(
+    module: nn.Module, layer: int, site: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> list[Check]:
+    """Return the check of one norm against float64: one row per exponent, twice, each channel with every mantissa sign.
+
+    The norm may subtract the mean (LayerNorm) and may add 1 to its weight (Gemma). A norm without epsilon is not
+    known and has no check.
+    """
+    epsilon = next(
+        (float(value) for name in _EPSILON_NAMES if (value := getattr(module, name, None)) is not None), None
+    )
+    if epsilon is None:
+        return []
+    weight = weight_of(module)
+    bias = getattr(module, "bias", None)
+    x = _inputs(tuple(weight.shape), dtype, generator)
+    bits = mantissa_bits(dtype)
+    gain = full_mantissas(tuple(weight.shape), bits, generator).to(weight.device, weight.dtype)
+    replaced: list[tuple[Tensor, Tensor]] = [(weight, gain)]
+    offset = torch.zeros_like(gain)
+    if isinstance(bias, nn.Parameter):
+        offset = full_mantissas(tuple(bias.shape), bits, generator).to(bias.device, bias.dtype)
+        replaced.append((bias, offset))
+    unit = norm_offset(module, dtype, device) if not subtracts_mean(module) else 0.0
+    with substituted(replaced):
+        observed = module(x.to(device, dtype))
+    factors = gain.double().cpu() + unit
+    normal, magnitude = _normalised(x, epsilon, subtracts_mean(module))
+    share = _ROUNDINGS * torch.finfo(dtype).eps + (8 + x.shape[-1] ** 0.5 / 4) * FLOAT32_EPS
+    shift = offset.double().cpu()
+    allowed = share * (magnitude * factors.abs() + shift.abs())
+    return [compare("norm_range", layer, site, normal * factors + shift, observed, allowed=allowed)]
+
+
+def subtracts_mean(module: nn.Module) -> bool:
+    """Return whether a norm is a LayerNorm, by the name of its class."""
+    name = type(module).__name__.lower()
+    return "layernorm" in name and "rms" not in name
+
+
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return [rows, 1, *shape]: full mantissas of one exponent per row, within three powers of two of each other."""
+    low, high = _EXPONENTS.get(dtype, _WIDE_EXPONENTS)
+    scales = (2.0 ** torch.arange(low, high + 1, dtype=torch.float64)).repeat(2)
+    values = full_mantissas((len(scales), 1, *shape), mantissa_bits(dtype), generator)
+    values *= 2.0 ** torch.randint(-2, 1, values.shape, generator=generator).double()
+    values += _SHARE_OF_MEAN
+    values *= scales.reshape(-1, 1, *[1] * len(shape))
+    return values.to(dtype).double()
+
+
+def _normalised(x: Tensor, epsilon: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """Return x over its root mean square, and the magnitude of the terms that were added for it."""
+    mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
+    root = ((x - mean).square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (x - mean) * root, (x.abs() + mean.abs()) * root

@@ -1,0 +1,27 @@
+"""What known answers that are computed in float64 on the host have in common: operands, and roundings of devices."""
+
+import torch
+from torch import Tensor
+
+FLOAT32_EPS = 2.0**-23
+"""Normalisations, softmax and sums of 16-bit models are computed in float32."""
+
+NARROW_PRODUCTS = 2.0**-10
+"""Rounding of float32 operands to TF32, which matrix units of healthy devices may apply to float32 products."""
+
+PRODUCT_BITS = 11
+"""Significant bits of operands whose product is exact in float32, also after rounding to TF32."""
+
+_MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+
+def mantissa_bits(dtype: torch.dtype) -> int:
+    """Return the significant bits of `dtype`, with the leading one."""
+    return _MANTISSA_BITS[dtype]
+
+
+def full_mantissas(shape: tuple[int, ...], bits: int, generator: torch.Generator) -> Tensor:
+    """Return signed numbers with `bits` random significant bits, magnitudes in [1, 2), float64 on the CPU."""
+    low = 2 ** (bits - 1)
+    values = torch.randint(low, 2 * low, shape, generator=generator).double() / low
+    return values * (1 - 2 * torch.randint(0, 2, shape, generator=generator).double())

@@ -1,0 +1,208 @@
+"""Whole sequences through the model: attention over many keys, prefill and decode with the KV cache, residual sums.
+
+Two batches run through the whole model. The first has no padding, the second has some at the start of each sequence,
+because kernels are chosen by the mask. Each is a prefill followed by single tokens. Kernels run on test operands (see
+attention_kernel.py), everything else on what the model makes of them: every sum of the residual stream, the way from
+one layer to the next, and from lm_head to the logits, is recomputed on the host from its own terms, bit for bit.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.attention_kernel import SITE, Observation, replaced_operands
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
+from aqnpipe.diagnosis.rotary import TABLE_SITE, rotation_checks, shown_projections, table_checks, zero_angles
+from aqnpipe.diagnosis.trace import first_tensor
+from aqnpipe.models.layout import output_projection
+from aqnpipe.models.sites import LayerSites
+
+_PREFILL = 131
+"""Tokens of the first prefill, more than two tiles of 64 and not a multiple of any tile."""
+_PADDED_PREFILL = 71
+_PADDING = (7, 0, 19)
+_NUM_DECODED = 2
+_ENDS_OF_ATTENTION = ("o_proj", "dense", "c_proj", "out_proj")
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+FAMILIES = frozenset(
+    {
+        "qwen2",
+        "llama",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "mistral",
+        "phi3",
+        "olmo2",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+    }
+    | {"deepseek_v3", "gpt_neox", "gpt2", "opt", "cohere", "stablelm", "starcoder2"}
+)
+"""Model types whose residual sums are known: two branches added to the input of the layer."""
+
+
+@dataclass
+class _LayerCall:
+    hidden: Tensor | None = None
+    branches: list[Tensor] = field(default_factory=list)
+
+
+def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, untested: dict[str, str]) -> list[Check]:
+    """Return the checks of kernels, cache, rotation, residual sums and logits; `untested` names what is not reached."""
+    longest = next((int(value) for name in _POSITIONS if (value := getattr(model.config, name, None))), _PREFILL + 8)
+    length = min(_PREFILL, longest - _NUM_DECODED - 2)
+    first = _run_batch(model, layers, length, Observation(torch.zeros(3, dtype=torch.long), seed), untested)
+    unrotated = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
+    with zero_angles(model):
+        _run_batch(model, layers, length, unrotated, untested)
+    short = min(_PADDED_PREFILL, length)
+    padding = torch.tensor(_PADDING).clamp(max=short - 1)
+    second = _run_batch(model, layers, short, Observation(padding, seed + 1), untested)
+    rotations: list[Check] = []
+    if not first.tables:
+        untested[ROTARY_SITE] = "the layers get no table of cosines and sines"
+    elif not _is_known(model):
+        untested[ROTARY_SITE] = f"the layout of model type {_model_type(model)} is not known"
+    else:
+        rotations = rotation_checks(unrotated.operands, first.operands, first.tables)
+        rotations += _table_checks(model, first, untested)
+    if not any(check.site == SITE for check in first.checks):
+        untested.setdefault(SITE, "its kernel is not looked up in the table of transformers")
+    return first.checks + second.checks + rotations
+
+
+def _run_batch(
+    model: nn.Module, layers: Sequence[LayerSites], length: int, observation: Observation, untested: dict[str, str]
+) -> Observation:
+    """Prefill `length` tokens per sequence, then decode single tokens, with every layer observed."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    device = embedding.weight.device
+    num_sequences, total = len(observation.padding), length + _NUM_DECODED
+    ids = (torch.arange(num_sequences * total) * 7919 + 1 + observation.seed) % embedding.num_embeddings
+    ids = ids.reshape(num_sequences, total).to(device)
+    mask = (torch.arange(total) >= observation.padding.unsqueeze(1)).long().to(device)
+    attention = {sites.attention: index for index, sites in enumerate(layers)}
+    cache = None
+    with (
+        shown_projections(attention, observation.seed, total, lambda: observation.seen + observation.num_new),
+        replaced_operands(attention, observation),
+        _observed(model, layers, observation, untested),
+    ):
+        for start, end in [(0, length), *((at, at + 1) for at in range(length, total))]:
+            observation.seen, observation.num_new = start, end - start
+            shown = mask[:, :end] if observation.padding.any() else None
+            output = model(input_ids=ids[:, start:end], attention_mask=shown, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            observation.checks += _logits_check(model, observation, output.logits)
+    untested.update(observation.unknown)
+    return observation
+
+
+def _model_type(model: nn.Module) -> str:
+    return str(getattr(model.config, "model_type", None))
+
+
+def _is_known(model: nn.Module) -> bool:
+    return _model_type(model) in FAMILIES
+
+
+@contextmanager
+def _observed(
+    model: nn.Module, layers: Sequence[LayerSites], observation: Observation, untested: dict[str, str]
+) -> Iterator[None]:
+    """Compare residual sums, the inputs of layers, and the input of every output projection of attention."""
+    calls: dict[int, _LayerCall] = {}
+    previous: dict[int, Tensor] = {}
+    known = _is_known(model) and not observation.only_records
+    if not _is_known(model):
+        untested["residual sums"] = f"the sums of model type {_model_type(model)} are not known"
+
+    def enter(index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        calls[index] = _LayerCall(hidden)
+        table = kwargs.get("position_embeddings")
+        if isinstance(table, tuple) and len(table) == 2:
+            observation.tables[index, observation.seen] = (table[0][0].cpu(), table[1][0].cpu())
+        if index and known:
+            observation.checks.append(compare("chain", index - 1, "layer_output", previous[index - 1].cpu(), hidden))
+
+    def leave(index: int, output: Any) -> None:
+        previous[index] = first_tensor(output)
+        if known:
+            observation.checks.append(_residual_check(index, calls[index], previous[index]))
+
+    def fed(index: int, args: tuple[Any, ...]) -> None:
+        result = observation.results.pop(index, None)
+        if result is not None and known:
+            wanted = result.reshape(args[0].shape).cpu()
+            observation.checks.append(compare("attention_feed", index, SITE, wanted, args[0]))
+
+    handles = []
+    for index, sites in enumerate(layers):
+        layer = sites.layer
+        handles += [
+            layer.register_forward_pre_hook(lambda m, a, kw, i=index: enter(i, a, kw), with_kwargs=True),
+            layer.register_forward_hook(lambda m, a, out, i=index: leave(i, out)),
+        ]
+        for end in sites.branch_ends:
+            handles.append(
+                end.register_forward_hook(lambda m, a, out, i=index: calls[i].branches.append(first_tensor(out)))
+            )
+        for name, module in sites.attention.named_children():
+            if name in _ENDS_OF_ATTENTION:
+                handles.append(module.register_forward_pre_hook(lambda m, a, i=index: fed(i, a)))
+    head = output_projection(model)
+    handles.append(head.register_forward_hook(lambda m, a, out: observation.results.__setitem__(OUTSIDE_LAYERS, out)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check:
+    """Compare the output of a layer with the sum of its input and branches, in the order that fits best."""
+    host = output.detach().cpu()
+    if call.hidden is None or len(call.branches) != 2:
+        return compare("residual", index, "layer_output", host, host)
+    h, a, m = (tensor.detach().cpu().reshape(host.shape) for tensor in (call.hidden, *call.branches))
+    sums = ((h + a) + m, (a + m) + h, (h + m) + a)
+    best = min(sums, key=lambda total: int((total != host).sum()))
+    return compare("residual", index, "layer_output", best, host)
+
+
+def _logits_check(model: nn.Module, observation: Observation, logits: Tensor) -> list[Check]:
+    """Compare the logits with the output of lm_head, unless the model caps or scales them."""
+    raw = observation.results.pop(OUTSIDE_LAYERS, None)
+    config = model.config
+    changed = any(
+        getattr(config, name, None) not in (None, 1.0)
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    )
+    if raw is None or changed:
+        return []
+    return [compare("logits", OUTSIDE_LAYERS, "lm_head", raw.cpu(), logits.cpu())]
+
+
+def _table_checks(model: nn.Module, observation: Observation, untested: dict[str, str]) -> list[Check]:
+    """Compare the tables of cosines and sines with the host, each different one once."""
+    modules = [module for module in model.modules() if "rotaryembedding" in type(module).__name__.lower()]
+    if len(modules) != 1:
+        untested[TABLE_SITE] = f"{len(modules)} modules make tables, expected one"
+        return []
+    checks: list[Check] = []
+    compared: list[tuple[int, Tensor]] = []
+    for (_, seen), (cos, sin) in observation.tables.items():
+        if not any(seen == other and torch.equal(cos, table) for other, table in compared):
+            compared.append((seen, cos))
+            checks += table_checks(modules[0], cos, sin, seen, untested)
+    return checks

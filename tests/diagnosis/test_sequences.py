@@ -1,0 +1,225 @@
+"""Kernels over many keys, cache, rotation and residual sums: healthy models, and faults put in by patches."""
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from decoder_families import tiny_model_of
+
+from aqnpipe.diagnosis import attention_kernel
+from aqnpipe.diagnosis.sequences import FAMILIES, probe_sequences
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.sites import layer_sites
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYER = 1
+
+
+def probed(model):
+    untested = {}
+    layers = [layer_sites(layer) for layer in decoder_layers(model)]
+    with torch.no_grad():
+        checks = probe_sequences(model, layers, 0, untested)
+    return checks, untested
+
+
+def places(model):
+    return {(check.layer, check.site) for check in probed(model)[0] if check.mismatch}
+
+
+def model_of(family="qwen2", dtype=torch.float32, attention="eager", **settings):
+    model = tiny_model_of(family, **settings).to(dtype)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@contextmanager
+def patched(owner, name, value):
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield own
+    finally:
+        setattr(owner, name, own)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_healthy_models_give_every_answer(family, dtype, attention):
+    checks, untested = probed(model_of(family, dtype, attention))
+    assert not [check for check in checks if check.mismatch]
+    assert set(untested) <= {"rotary"}
+    assert ("rotary" in untested) == (family in ("gpt2", "opt"))
+    probes = {check.probe for check in checks}
+    assert {"attention_one_hot", "attention_uniform", "attention_ordinary", "cache", "residual", "chain"} <= probes
+
+
+def of_layer(kernel, change):
+    """A kernel of which `change` alters the arguments or the result in one layer only."""
+
+    def run(module, *args, **kwargs):
+        if module.layer_idx != LAYER:
+            return kernel(module, *args, **kwargs)
+        return change(kernel, module, *args, **kwargs)
+
+    return run
+
+
+def scores_too_large(kernel, module, q, k, v, mask, scaling, **kwargs):
+    return kernel(module, q, k, v, mask, scaling=scaling * 1.05, **kwargs)
+
+
+def mask_of_one_key_lost(kernel, module, q, k, v, mask, **kwargs):
+    mask = mask.clone() if mask is not None else torch.zeros(1, 1, q.shape[2], k.shape[2], dtype=q.dtype)
+    mask[..., 5] = 0
+    return kernel(module, q, k, v, mask, **kwargs)
+
+
+def values_of_neighbours(kernel, module, q, k, v, mask, **kwargs):
+    swapped = v.clone()
+    swapped[:, :, [40, 41]] = v[:, :, [41, 40]]
+    return kernel(module, q, k, swapped, mask, **kwargs)
+
+
+def one_channel_of_one_head(kernel, module, q, k, v, mask, **kwargs):
+    output, weights = kernel(module, q, k, v, mask, **kwargs)
+    output = output.clone()
+    output[:, :, 2, 3] *= 1.25
+    return output, weights
+
+
+def wrong_beyond_the_first_tile(kernel, module, q, k, v, mask, **kwargs):
+    output, weights = kernel(module, q, k, v, mask, **kwargs)
+    output = output.clone()
+    output[:, 50:] *= 1.5
+    return output, weights
+
+
+def wrong_for_single_tokens(kernel, module, q, k, v, mask, **kwargs):
+    output, weights = kernel(module, q, k, v, mask, **kwargs)
+    return (output * 1.5 if q.shape[2] == 1 else output), weights
+
+
+CHANGES = [
+    scores_too_large,
+    mask_of_one_key_lost,
+    values_of_neighbours,
+    one_channel_of_one_head,
+    wrong_beyond_the_first_tile,
+    wrong_for_single_tokens,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "deepseek_v3"])
+def test_a_faulty_kernel_is_found_in_its_layer(family, dtype, change):
+    model = model_of(family, dtype)
+    file = sys.modules[type(model).__module__]
+    kernel = file.eager_attention_forward
+    with patched(file, "eager_attention_forward", of_layer(kernel, change)):
+        assert places(model) == {(LAYER, "attention_core")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_with_a_wrong_exponential_is_found_in_every_layer(dtype):
+    def steep(scores, dim=-1, dtype=None):
+        weights = torch.exp(1.05 * (scores.float() - scores.float().amax(dim, keepdim=True)))
+        return weights / weights.sum(dim, keepdim=True)
+
+    with patched(torch.nn.functional, "softmax", steep):
+        assert places(model_of(dtype=dtype)) == {(0, "attention_core"), (1, "attention_core")}
+
+
+def test_fused_attention_alone_is_found_faulty():
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def faulty(*args, **kwargs):
+        return own(*args, **kwargs) * 1.02
+
+    with patched(torch.nn.functional, "scaled_dot_product_attention", faulty):
+        assert places(model_of(attention="sdpa")) == {(0, "attention_core"), (1, "attention_core")}
+        assert not places(model_of(attention="eager"))
+
+
+def test_a_corrupted_cache_is_found_in_its_layer():
+    from transformers import DynamicCache
+
+    own = DynamicCache.update
+
+    def update(cache, keys, values, layer, *args, **kwargs):
+        keys, values = own(cache, keys, values, layer, *args, **kwargs)
+        if layer == LAYER and keys.shape[2] > 1:
+            cache.layers[layer].keys = cache.layers[layer].keys.clone()
+            cache.layers[layer].keys[..., 3, 0] += 1
+        return keys, values
+
+    with patched(DynamicCache, "update", update):
+        assert places(model_of()) == {(LAYER, "kv_cache")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "phi3", "cohere", "stablelm"])
+def test_a_wrong_rotation_is_found(family, dtype):
+    model = model_of(family, dtype)
+    file = sys.modules[type(model).__module__]
+    own = file.apply_rotary_pos_emb
+
+    def off_by_one(q, k, cos, sin, *args):
+        return own(q, k, cos.roll(1, 1), sin.roll(1, 1), *args)
+
+    with patched(file, "apply_rotary_pos_emb", off_by_one):
+        assert places(model) == {(0, "rotary"), (1, "rotary")}
+
+
+def test_a_wrong_table_of_angles_is_found():
+    model = model_of("llama")
+
+    def damaged(module, args, output):
+        cos = output[0].clone()
+        cos[..., 2] *= 1.01
+        return cos, output[1]
+
+    model.model.rotary_emb.register_forward_hook(damaged)
+    assert places(model) == {(-1, "rotary_table")}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_neox", "opt"])
+def test_a_mantissa_bit_of_the_residual_sum_is_found(family):
+    model = model_of(family)
+
+    def stuck(module, args, output):
+        tensor = output[0] if isinstance(output, tuple) else output
+        tensor = (tensor.view(torch.int32) & ~(1 << 12)).view(torch.float32)
+        return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
+
+    decoder_layers(model)[LAYER].register_forward_hook(stuck)
+    assert places(model) == {(LAYER, "layer_output")}
+
+
+def test_what_comes_between_two_layers_is_compared():
+    model = model_of()
+    decoder_layers(model)[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.001, *args[1:]))
+    assert places(model) == {(0, "layer_output")}
+
+
+def test_families_whose_sums_are_not_known_are_named():
+    _, untested = probed(model_of("granite"))
+    assert "granite" in untested["residual sums"]
+    assert "granite" in untested["rotary"]
+
+
+def test_the_lookup_of_kernels_is_restored_after_an_error(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def fail(*args):
+        raise RuntimeError
+
+    monkeypatch.setattr(attention_kernel, "reference", fail)
+    model = model_of()
+    with pytest.raises(RuntimeError):
+        probed(model)
+    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
