@@ -12,8 +12,10 @@ from aqnpipe.cli.diagnose.command import diagnose
 from aqnpipe.cli.doctor.command import doctor
 from aqnpipe.cli.measure_noise import measure_noise
 from aqnpipe.cli.report import report
+from aqnpipe.cli.robustness.command import robustness
 from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
+from aqnpipe.cli.sensitivity import sensitivity
 from aqnpipe.cli.sigmas import sigmas
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
 
@@ -39,7 +41,10 @@ def _options(
     """Experiments on noise-robust post-training of language models, with measured noise in every run."""
 
 
-for command in (check, check_published, diagnose, doctor, measure_noise, report, schema, score, sigmas):
+for command in (
+    *(check, check_published, diagnose, doctor, measure_noise, report),
+    *(robustness, schema, score, sensitivity, sigmas),
+):
     app.command()(command)
 
 

@@ -1,6 +1,6 @@
 """The evaluate stage: one checkpoint, every question at every noise level, noise seed and sample."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import polars as pl
 import torch
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
-from aqnpipe.artifacts.files import read_table, write_json, write_table
+from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
@@ -81,11 +81,29 @@ def evaluate(
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             say(f"{label}: noise {level:.0%} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes), facts=judge.facts()))
-    inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
-    record = _record(spec, model_dir, inputs, device.label, runner.description)
+    digests = _digests_of_inputs(model_dir, test_problems, train_problems)
+    record = _record(spec, digests, device.label, runner.description)
     written = digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
     write_json(outputs.record, record.model_copy(update={"outputs_sha256": written}))
+
+
+def is_evaluated(
+    spec: EvaluationSpec,
+    model_dir: Path,
+    outputs: EvaluationOutputs,
+    test_problems: Path,
+    train_problems: Path | None = None,
+) -> bool:
+    """Whether `outputs` are those of this evaluation: the same settings, weights, questions and code."""
+    if not all(path.is_file() for path in (outputs.table, outputs.receipt, outputs.record)):
+        return False
+    record = read_json(outputs.record, RunRecord)
+    return (
+        record.config == spec.model_dump(mode="json")
+        and record.code_digest == code_digest("aqnpipe.evaluation.stage")
+        and record.inputs_sha256 == _digests_of_inputs(model_dir, test_problems, train_problems)
+    )
 
 
 def score(
@@ -133,10 +151,16 @@ def pass_summary(rows: pl.DataFrame, primary: Scorer) -> str:
     return f"{correct}/{len(rows)} correct, {truncated} cut off; without an answer: {missing}"
 
 
+def _digests_of_inputs(model_dir: Path, test_problems: Path, train_problems: Path | None) -> dict[str, str]:
+    digests = {"test_problems": sha256_of_file(test_problems)}
+    if train_problems is not None:
+        digests["train_problems"] = sha256_of_file(train_problems)
+    return digests | {"weights": sha256_of(sorted(model_dir.glob("*.safetensors")))}
+
+
 def _record(
     spec: EvaluationSpec,
-    model_dir: Path,
-    inputs: Mapping[str, Path],
+    inputs_sha256: dict[str, str],
     device: str,
     generation: dict[str, str | int | bool],
 ) -> RunRecord:
@@ -145,10 +169,7 @@ def _record(
         identity={"model": spec.model_role, "arm": spec.arm_id, "seed": spec.seed, "step": spec.step},
         config=spec.model_dump(mode="json"),
         code_digest=code_digest("aqnpipe.evaluation.stage"),
-        inputs_sha256={
-            **{name: sha256_of_file(path) for name, path in inputs.items()},
-            "weights": sha256_of(sorted(model_dir.glob("*.safetensors"))),
-        },
+        inputs_sha256=inputs_sha256,
         versions=versions(),
         device=device,
         generation=generation,

@@ -72,6 +72,17 @@ def source_folder(config: ModelConfig) -> Path:
     return _download(config.source, config.revision)
 
 
+def checked_folder(config: ModelConfig) -> Path:
+    """Return the local folder of a model source that is a safe and complete model, or adapters of one.
+
+    Raises ModelError as `prepare_model` does.
+    """
+    folder = source_folder(config)
+    if not has_only_adapters(folder):
+        _model_files(folder)
+    return folder
+
+
 def _download(hub_id: str, revision: str | None) -> Path:
     """Download the data files of a hub model and return their folder; raises ModelError if that fails."""
     from huggingface_hub import snapshot_download

@@ -1,0 +1,65 @@
+"""What `aqnpipe robustness` writes: accuracies of given checkpoints over noise levels, and their comparisons."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from aqnpipe.artifacts.base import Artifact
+
+ComparisonKind = Literal["noise", "accuracy", "degradation"]
+"""noise: one checkpoint at a level against itself without noise. accuracy: two checkpoints at one level.
+
+degradation: the change of the first from no noise to a level, minus that of the second; above 0, the first loses less.
+"""
+
+
+class CheckpointAccuracy(Artifact):
+    """Accuracy of a checkpoint at one noise level, a fraction, with its Wilson interval over questions."""
+
+    checkpoint: str
+    noise_level: float
+    num_questions: int
+    num_noise_seeds: int
+    accuracy: float
+    ci_low: float
+    ci_high: float
+    truncated_fraction: float = Field(description="share of responses that were cut off at the token limit")
+    parse_failure_fraction: float = Field(description="share of responses in which the scorer finds no answer")
+
+
+class CheckpointComparison(Artifact):
+    """One paired comparison over questions; numbers are null where `refusal` says why it cannot be made.
+
+    `p_holm` is adjusted over all comparisons of the same kind.
+    """
+
+    kind: ComparisonKind
+    first: str
+    second: str
+    noise_level: float
+    difference: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    p_value: float | None = None
+    p_holm: float | None = None
+    method: str | None = None
+    refusal: str | None = None
+
+
+class EvaluatedCheckpoint(Artifact):
+    """A checkpoint: its name, where it came from, and the digest of its weights."""
+
+    name: str
+    source: str
+    weights_sha256: str
+
+
+class RobustnessReport(Artifact):
+    """robustness.json: everything that `aqnpipe robustness` found."""
+
+    scorer: str
+    alpha: float
+    checkpoints: tuple[EvaluatedCheckpoint, ...]
+    accuracies: tuple[CheckpointAccuracy, ...]
+    comparisons: tuple[CheckpointComparison, ...]
+    notes: tuple[str, ...]

@@ -1,0 +1,166 @@
+"""`aqnpipe robustness`: accuracy of checkpoints of any origin over noise levels, with receipts and statistics."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.dataset import DatasetConfig, PromptFormat
+from aqnpipe.config.evaluation import EvaluationConfig, Scorer
+from aqnpipe.config.generation import GenerationConfig, RequestedBackend
+from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
+from aqnpipe.config.noise import OperatorSet
+from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.device import RequestedDevice
+from aqnpipe.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_GSM8K = {"source": "hub", "hub_id": "openai/gsm8k"}
+
+
+def robustness(
+    checkpoints: Annotated[
+        list[str], typer.Argument(help="model folders, hub ids or `tiny`; NAME=FOLDER gives one a name")
+    ],
+    data: Annotated[
+        str,
+        typer.Option(help="generated, gsm8k, a folder with train and test as .jsonl or .parquet, or a hub id"),
+    ] = "generated",
+    levels: Annotated[str, typer.Option(help="relative scales of the operator noise; 0 is no noise")] = "0,0.05,0.1",
+    noise_seeds: Annotated[str, typer.Option(help="seeds of the noise; noisy levels run once with each")] = "0",
+    questions: Annotated[
+        int | None, typer.Option(min=2, help="first questions of the test split; default: all")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest response")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="questions per batch")] = 32,
+    style: Annotated[str, typer.Option(help="plain, or chat: the chat template of each checkpoint")] = "plain",
+    layout: Annotated[str, typer.Option(help="bare or question_answer")] = "bare",
+    instruction: Annotated[str, typer.Option(help="instruction in every prompt")] = "",
+    shots: Annotated[int, typer.Option(min=0, help="training questions with answers before each question")] = 0,
+    scorer: Annotated[Scorer, typer.Option(help="how answers are graded")] = "strict",
+    operators: Annotated[OperatorSet, typer.Option(help="operators with noise")] = "matmul",
+    dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
+    attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
+    backend: Annotated[RequestedBackend, typer.Option(help="generation backend")] = "auto",
+    device: Annotated[RequestedDevice, typer.Option(help="device")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
+    alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="error rate of each kind of comparison")] = 0.05,
+    output: Annotated[Path, typer.Option(help="folder of the results; what is there already is used again")] = Path(
+        "robustness"
+    ),
+) -> None:
+    """Evaluate checkpoints at several noise levels and compare them, paired over questions.
+
+    Every pass has a receipt: its noise was measured, or the command fails.
+    """
+    sources = named_sources(checkpoints)
+    _refuse_file(output)
+    dataset = _validated(DatasetConfig, dataset_settings(data), "--data")
+    prompt = _validated(
+        PromptFormat,
+        {"style": style, "layout": layout, "instruction": instruction, "num_examples": shots},
+        "--style, --layout, --instruction or --shots",
+    )
+    evaluation = _validated(
+        EvaluationConfig,
+        {
+            "noise_levels": sorted(numbers(levels, "--levels", float)),
+            "noise_seeds": numbers(noise_seeds, "--noise-seeds", int),
+            "operators": operators,
+            "num_questions": questions,
+            "max_response_tokens": max_tokens,
+            "batch_size": batch_size,
+            "primary_scorer": scorer,
+            "threads": threads,
+        },
+        "--levels, --noise-seeds, --questions, --max-tokens or --batch-size",
+    )
+    if 0.0 not in evaluation.noise_levels:
+        raise ConfigError(f"--levels {levels}: expected 0 among them, to which the other levels are compared")
+    specs = {
+        name: EvaluationSpec(
+            model_role=name,
+            arm_id=PRETRAINED,
+            seed=0,
+            step=0,
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            prompt=prompt,
+            generation=GenerationConfig(backend=backend),
+            evaluation=evaluation,
+        )
+        for name in sources
+    }
+    from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints
+
+    typer.echo("\n".join(evaluate_checkpoints(sources, specs, dataset, output, alpha)))
+    typer.echo(f"written: {output / 'robustness.json'}, robustness.csv and robustness.md")
+
+
+def named_sources(checkpoints: Sequence[str]) -> dict[str, str]:
+    """Return the source of every checkpoint by name: given as NAME=SOURCE, else the last part of its path."""
+    sources: dict[str, str] = {}
+    for given in checkpoints:
+        name, separator, source = given.partition("=")
+        if not separator:
+            source = given
+            path = Path(given)
+            name = (path.resolve() if path.is_dir() else path).name
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"checkpoint {given!r}: its name is {name!r}, expected letters, digits, `_`, `.` or `-`")
+        if name in sources:
+            raise ConfigError(
+                f"checkpoints {sources[name]!r} and {source!r} are both called {name!r}: name them, as in a={source}"
+            )
+        _refuse_missing(source)
+        sources[name] = source
+    return sources
+
+
+def numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]:
+    """Return the comma-separated numbers of an option; ConfigError names what is none."""
+    found = []
+    for part in text.split(","):
+        try:
+            found.append(kind(part))
+        except ValueError:
+            expected = "whole numbers" if kind is int else "numbers"
+            raise ConfigError(
+                f"{option} {text!r}: found {part!r}, expected {expected} with commas between them"
+            ) from None
+    return found
+
+
+def dataset_settings(data: str) -> dict[str, Any]:
+    """Return the settings of the data set that `--data` names."""
+    if data == "generated":
+        return {"source": "generated"}
+    if data == "gsm8k":
+        return _GSM8K
+    if Path(data).is_dir() or data.startswith((".", "/")):
+        return {"source": "local", "path": data}
+    return {"source": "hub", "hub_id": data}
+
+
+def _validated(kind: Any, settings: dict[str, Any], options: str) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError(f"{options}: {describe_validation_error(error)}") from error
+
+
+def _refuse_missing(source: str) -> None:
+    """Raise ModelError if a checkpoint is no model that could be loaded or fetched, before any work starts."""
+    if source_kind(source) == "folder":
+        read_model_config(Path(source))
+
+
+def _refuse_file(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output}: found a file, expected a folder or a new name")

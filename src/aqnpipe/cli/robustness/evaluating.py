@@ -1,0 +1,63 @@
+"""Evaluates the checkpoints of `aqnpipe robustness`, compares them, and writes what was found."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
+from aqnpipe.artifacts.files import write_json
+from aqnpipe.cli.robustness.show import csv_of, markdown_of, table_of
+from aqnpipe.comparison.checkpoints import report_of
+from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
+from aqnpipe.config.dataset import Split
+from aqnpipe.config.model import ModelConfig
+from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.data.stage import prepare_data
+from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
+from aqnpipe.models.loading import checked_folder
+
+_SPLITS: tuple[Split, Split] = ("test", "train")
+
+
+def evaluate_checkpoints(
+    sources: Mapping[str, str], specs: Mapping[str, EvaluationSpec], dataset: Any, output: Path, alpha: float
+) -> list[str]:
+    """Evaluate every checkpoint that has no evaluation yet and write the report to `output`; return its tables.
+
+    Raises ModelError, before anything is evaluated, if a checkpoint is no safe and complete model folder; DataError if
+    the data set is malformed; ReceiptError if a pass did not have its noise.
+    """
+    first = next(iter(specs.values()))
+    folders = {name: checked_folder(ModelConfig(source=source)) for name, source in sources.items()}
+    problems = {
+        split: output / "data" / f"{split}.parquet" for split in _SPLITS[: 2 if first.prompt.num_examples else 1]
+    }
+    for split, path in problems.items():
+        prepare_data(dataset.model_dump(), split, path)
+    loaded = [_evaluated(spec, folders[name], problems, output, alpha) for name, spec in specs.items()]
+    report = report_of(loaded, sources, first.evaluation.primary_scorer, alpha)
+    write_json(output / "robustness.json", report)
+    (output / "robustness.csv").write_text(csv_of(report), encoding="utf-8")
+    (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")
+    return table_of(report)
+
+
+def _evaluated(
+    spec: EvaluationSpec, folder: Path, problems: Mapping[Split, Path], output: Path, alpha: float
+) -> LoadedEvaluation:
+    """Return an evaluation, which is made unless its files are there, of this spec, these inputs and this code."""
+    files = evaluation_files(output, spec.model_role, spec.arm_id, spec.seed, spec.step)
+    outputs = EvaluationOutputs(files.table, files.receipt, files.record)
+    inputs = (problems["test"], problems.get("train"))
+    if is_evaluated(spec, folder, outputs, *inputs):
+        typer.echo(f"{spec.model_role}: evaluated before with these settings", err=True)
+    else:
+        files.table.parent.mkdir(parents=True, exist_ok=True)
+        evaluate(spec, folder, inputs[0], outputs, lambda line: typer.echo(line, err=True), inputs[1])
+    return load_evaluation(_input_of(files), spec.evaluation.primary_scorer, alpha)
+
+
+def _input_of(files: EvaluationFiles) -> EvaluationInput:
+    return EvaluationInput(**vars(files))

@@ -1,0 +1,89 @@
+"""The report of `aqnpipe robustness` as lines for the terminal, as Markdown and as CSV."""
+
+import csv
+import io
+from collections.abc import Iterator
+
+from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
+
+TITLES = {
+    "noise": "What noise costs each checkpoint",
+    "accuracy": "Differences at the same noise",
+    "degradation": "Differences in what noise costs (above 0: the first loses less)",
+}
+_HEADINGS = ("comparison", "noise", "difference, points", "p (Holm)", "")
+
+
+def markdown_of(report: RobustnessReport) -> list[str]:
+    """Return the report as lines of Markdown: accuracies, comparisons, and what they do not say."""
+    lines = ["# Robustness to operator noise", "", f"Accuracy in percent, graded by `{report.scorer}`.", ""]
+    heading, *rows = _accuracies(report)
+    lines += _markdown_table(heading, rows)
+    for title, cells in _comparisons(report):
+        lines += ["", f"## {title}", "", *_markdown_table(_HEADINGS, cells)]
+    return [*lines, "", *(f"- {note}" for note in report.notes)]
+
+
+def table_of(report: RobustnessReport) -> list[str]:
+    """Return the report as lines for the terminal."""
+    heading, *rows = _accuracies(report)
+    lines = [f"Accuracy in percent, graded by {report.scorer}", *_aligned([heading, *rows])]
+    for title, cells in _comparisons(report):
+        lines += ["", title, *_aligned([_HEADINGS, *cells])]
+    return [*lines, "", *report.notes]
+
+
+def csv_of(report: RobustnessReport) -> str:
+    """Return one line per comparison, with all numbers as fractions."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = list(CheckpointComparison.model_fields)
+    writer.writerow(columns)
+    writer.writerows([getattr(row, name) for name in columns] for row in report.comparisons)
+    return text.getvalue()
+
+
+def _accuracies(report: RobustnessReport) -> Iterator[tuple[str, ...]]:
+    levels = sorted({row.noise_level for row in report.accuracies})
+    yield ("checkpoint", *(f"{_percent(level)} noise" if level else "no noise" for level in levels))
+    for checkpoint in report.checkpoints:
+        found = {row.noise_level: row for row in report.accuracies if row.checkpoint == checkpoint.name}
+        yield checkpoint.name, *(_with_interval(found[level]) for level in levels)
+
+
+def _comparisons(report: RobustnessReport) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    for kind, title in TITLES.items():
+        rows = [_cells(row, report.alpha) for row in report.comparisons if row.kind == kind]
+        if rows:
+            yield title, rows
+
+
+def _cells(row: CheckpointComparison, alpha: float) -> tuple[str, ...]:
+    name = f"{row.first}: noise - none" if row.kind == "noise" else f"{row.first} - {row.second}"
+    level = _percent(row.noise_level)
+    if row.difference is None or row.ci_low is None or row.ci_high is None or row.p_holm is None:
+        return name, level, "", "", f"not compared: {row.refusal}"
+    points = f"{100 * row.difference:+.1f} ({100 * row.ci_low:+.1f} to {100 * row.ci_high:+.1f})"
+    return name, level, points, f"{row.p_holm:.2g}", "shown" if row.p_holm < alpha else "not shown"
+
+
+def _with_interval(row: CheckpointAccuracy) -> str:
+    return f"{100 * row.accuracy:.1f} ({100 * row.ci_low:.1f} to {100 * row.ci_high:.1f})"
+
+
+def _percent(level: float) -> str:
+    return f"{100 * level:g} %"
+
+
+def _markdown_table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    lines = [heading, tuple("---" for _ in heading), *(tuple(map(_escaped, row)) for row in rows)]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,90 @@
+"""`aqnpipe robustness` as a user types it, on the built-in models."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from aqnpipe.artifacts.checkpoints import RobustnessReport
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.cli.main import app
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.errors import AqnpipeError
+
+SMALL = ("--questions", "12", "--max-tokens", "8", "--batch-size", "12", "--levels", "0,0.2")
+
+
+def typed(*arguments):
+    return CliRunner().invoke(app, ["robustness", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("robustness")
+    own = folder / "my-model"
+    shutil.copytree(builtin_folder("tiny"), own)
+    result = typed(own, "other=tiny-large", *SMALL, "--output", folder / "out")
+    assert result.exit_code == 0, result.output
+    return folder, result
+
+
+def test_a_folder_and_a_named_model_are_evaluated_with_receipts(made):
+    folder, result = made
+    report = read_json(folder / "out" / "robustness.json", RobustnessReport)
+    assert [(c.name, c.source) for c in report.checkpoints] == [
+        ("my-model", str(folder / "my-model")),
+        ("other", "tiny-large"),
+    ]
+    assert {(row.checkpoint, row.noise_level) for row in report.accuracies} == {
+        (name, level) for name in ("my-model", "other") for level in (0.0, 0.2)
+    }
+    kinds = [row.kind for row in report.comparisons]
+    assert (kinds.count("noise"), kinds.count("accuracy"), kinds.count("degradation")) == (2, 2, 1)
+    receipt = json.loads((folder / "out/eval/my-model/pretrained/seed0/step0.receipt.json").read_text())
+    (noisy,) = [entry["receipt"] for entry in receipt["passes"] if entry["noise_level"] == 0.2]
+    assert noisy["phases"][0]["recomputed_numbers"] > 0
+    assert "Accuracy in percent" in result.stdout
+    assert (folder / "out" / "robustness.csv").read_text().count("\n") == 1 + len(report.comparisons)
+    assert "| my-model |" in (folder / "out" / "robustness.md").read_text()
+
+
+def test_what_is_there_is_used_again_and_other_settings_are_not(made):
+    folder, _ = made
+    out = folder / "out"
+    before = (out / "robustness.json").read_bytes()
+    again = typed(folder / "my-model", "other=tiny-large", *SMALL, "--output", out)
+    assert again.exit_code == 0
+    assert again.output.count("evaluated before with these settings") == 2
+    assert (out / "robustness.json").read_bytes() == before
+    more = typed(folder / "my-model", *SMALL, "--noise-seeds", "1", "--output", out)
+    assert more.exit_code == 0
+    assert "evaluated before" not in more.output
+
+
+MISTAKES = {
+    "no such folder": (["./nothing-here"], "model 'nothing-here': found no such folder"),
+    "unknown name": (["nothing"], "model source 'nothing' is unknown"),
+    "same name twice": (["tiny", "tiny"], "are both called 'tiny': name them"),
+    "bad name": (["a b=tiny"], "its name is 'a b'"),
+    "level is no number": (["tiny", "--levels", "0,five"], "--levels '0,five': found 'five'"),
+    "no clean level": (["tiny", "--levels", "0.1"], "expected 0 among them"),
+    "level above 1": (["tiny", "--levels", "0,5"], "noise_levels"),
+    "level twice": (["tiny", "--levels", "0,0.1,0.1"], "must not repeat"),
+    "seed is no whole number": (["tiny", "--noise-seeds", "0.5"], "--noise-seeds '0.5'"),
+    "no such data": (["tiny", "--data", "./no-data"], "no-data"),
+    "style unknown": (["tiny", "--style", "prose"], "--style"),
+    "output is a file": (["tiny", "--output", "FILE"], "found a file"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_writes_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    arguments, message = MISTAKES[name]
+    result = typed(*arguments)
+    assert isinstance(result.exception, AqnpipeError), result.output
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
