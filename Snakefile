@@ -7,11 +7,6 @@ from snakemake.utils import min_version
 
 min_version("9.0")
 
-# A study file on the command line stands instead of the default one; Snakemake would merge the two.
-if not workflow.overwrite_configfiles:
-
-    configfile: "config/config.yaml"
-
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/prepare.smk"
@@ -32,7 +27,17 @@ localrules:
     check_published,
 
 
+# All results, not only the report: Snakemake would not make a deleted evaluation again for a report that exists.
 rule all:
     default_target: True
     input:
-        f"{RESULTS}/report.html",
+        rules.report.output,
+        rules.report.input,
+        rules.compare.output,
+        rules.compare.input,
+
+
+# Not in the jobs themselves: Snakemake may delete their outputs until it has recorded that they are done.
+onsuccess:
+    if workflow.is_main_process:
+        finish()

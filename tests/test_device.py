@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aqnpipe import device as devices
-from aqnpipe.device import Device, name_of_device, resolve_device, torch_device, visible_ids
+from aqnpipe.device import Device, can_compute_on, name_of_device, resolve_device, torch_device, visible_ids
 from aqnpipe.errors import DeviceError
 
 
@@ -133,3 +133,15 @@ def test_the_name_of_one_device(monkeypatch):
 def test_the_module_does_not_import_torch():
     code = "import sys, aqnpipe.device; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("built", "expected"), [("cuda: Optional[str] = None\n", False), ("cuda: Optional[str] = '12.8'\n", True)]
+)
+def test_what_torch_was_built_for_is_known_without_importing_it(monkeypatch, tmp_path, built, expected):
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{built}hip: Optional[str] = None\n")
+    found = {"torch": types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))}
+    monkeypatch.setattr("aqnpipe.device.find_spec", found.get)
+    assert can_compute_on("cuda") is expected
+    assert not can_compute_on("npu")
+    assert can_compute_on("cpu")

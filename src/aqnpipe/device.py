@@ -5,8 +5,10 @@ Functions import torch where they need it, so that the configuration can be read
 
 import importlib
 import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
@@ -119,6 +121,17 @@ def local_device_id(kind: DeviceKind) -> str:
     """Return the id of the GPU or NPU that this process computes on."""
     number, ids = local_device_index(kind), visible_ids(kind)
     return ids[number] if ids else str(number)
+
+
+def can_compute_on(kind: DeviceKind) -> bool:
+    """Return whether the installed torch was built for devices of a kind; without importing torch."""
+    if kind == "npu":
+        return find_spec("torch_npu") is not None
+    torch = find_spec("torch")
+    if kind == "cpu" or torch is None or torch.origin is None:
+        return kind == "cpu"
+    built = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b[^=]*= *['\"]", built, re.MULTILINE) is not None
 
 
 def set_visible_devices(kind: DeviceKind, ids: tuple[str, ...]) -> None:

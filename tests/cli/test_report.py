@@ -13,6 +13,7 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.cli.main import app
 from aqnpipe.comparison import stage
+from aqnpipe.errors import DataError
 
 PUBLISHED = Path(__file__).parents[2] / "config" / "published.yaml"
 
@@ -37,18 +38,34 @@ def unfinished(tmp_path, monkeypatch):
 
 def test_evaluations_without_lineage_are_invalid(unfinished):
     CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
-    claims = read_json(Path("results/claims.json"), ClaimsFile).claims
+    claims = read_json(Path("results/partial/claims.json"), ClaimsFile).claims
     assert {claim.verdict for claim in claims} == {"invalid"}
     assert any("is not what the stage of the record wrote" in (claim.invalid_reason or "") for claim in claims)
 
 
 def test_existing_evaluations_are_reported_and_missing_ones_named(unfinished, with_lineage):
     result = CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
-    assert result.stdout.splitlines() == ["compare: 8 of 9 evaluations exist", "report: results/report.html"]
-    claims = read_json(Path("results/claims.json"), ClaimsFile)
+    assert result.stdout.splitlines() == ["compare: 8 of 9 evaluations exist", "report: results/partial/report.html"]
+    claims = read_json(Path("results/partial/claims.json"), ClaimsFile)
     assert claims.missing == ("base/E5 seed 1 step 60",)
     verdicts = {claim.comparison_id: claim.verdict for claim in claims.claims}
     assert verdicts["E5b-vs-E5@0"] == "invalid"
     assert verdicts["baseline-vs-pretrained@0"] == "supported"
-    assert "base/E5 seed 1 step 60" in Path("results/report.html").read_text()
-    assert read_json(Path("results/published.json"), PublishedCheck).claims
+    assert "base/E5 seed 1 step 60" in Path("results/partial/report.html").read_text()
+    assert read_json(Path("results/partial/published.json"), PublishedCheck).claims
+
+
+def test_nothing_is_written_where_the_study_writes(unfinished, with_lineage):
+    before = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*") if path.is_file()}
+    CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    after = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*") if path.is_file()}
+    assert {path: time for path, time in after.items() if path.parts[1] != "partial"} == before
+
+
+def test_a_malformed_artifact_leaves_no_half_report(unfinished, with_lineage):
+    broken = next(Path("results/eval").rglob("*.parquet"))
+    broken.write_bytes(broken.read_bytes()[:100])
+    with pytest.raises(DataError, match=broken.name):
+        CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    assert not Path("results/partial").exists()
+    assert not list(Path("results").glob(".partial*"))

@@ -84,7 +84,7 @@ def _set(config, path, value):
             6,
             r"study\.yaml: machines\.target\.faults\.0\.layer: found 6, model base \(tiny\) has layers 0 to 5",
         ),
-        (["machines"], {"device": {}}, r"arm srdd_guided needs the machine 'target', found device"),
+        (["machines"], {"device": {}}, r"arm \w+ needs the machine 'target', found device"),
         (
             ["training", "epochs"],
             3,

@@ -134,3 +134,57 @@ def test_leases_and_a_scheduler_exclude_each_other(in_slurm, monkeypatch):
         allocated_devices("cuda", 1),
     ):
         pass
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """A machine without a scheduler and without a profile, whose torch is built for its four GPUs."""
+    monkeypatch.setattr(allocation, "can_compute_on", lambda kind: kind == "cuda")
+    monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ("0", "1", "2", "3") if kind == "cuda" else ())
+
+
+@pytest.mark.parametrize("requested", ["auto", "cuda"])
+def test_without_a_profile_a_job_uses_one_device_of_several(four_gpus, requested):
+    with allocated_devices(requested) as first:
+        assert (first, os.environ["CUDA_VISIBLE_DEVICES"]) == (Allocation("cuda", ("0",), leased=True), "0")
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # as another job finds it
+        with allocated_devices(requested) as second:
+            assert second.ids == ("1",)
+
+
+def test_without_a_profile_a_job_uses_a_device_per_worker(four_gpus):
+    with allocated_devices("cuda", num_workers=2) as given:
+        assert given.ids == ("0", "1")
+
+
+def test_devices_that_the_user_excluded_are_not_used(four_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with allocated_devices("auto") as given:
+        assert given.ids == ("2",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with allocated_devices("auto") as given:
+        assert given.ids == ()
+
+
+def test_one_device_is_shared_as_before_and_a_cpu_study_has_none(four_gpus, monkeypatch):
+    with allocated_devices("cpu") as given:
+        assert given == Allocation("cpu", ())
+    monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ("0",))
+    with allocated_devices("cuda") as given:
+        assert given == Allocation("cpu", ())
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_torch_for_the_cpu_leases_nothing(four_gpus, monkeypatch):
+    monkeypatch.setattr(allocation, "can_compute_on", lambda kind: False)
+    with allocated_devices("auto") as given:
+        assert given == Allocation("cpu", ())
+
+
+def test_a_slurm_job_with_one_worker_uses_its_first_device(in_slurm, monkeypatch):
+    in_slurm("")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with allocated_devices("cuda", num_workers=2) as given:
+        assert given.ids == ("4", "5")
+    with allocated_devices("cuda") as given:
+        assert (given.ids, os.environ["CUDA_VISIBLE_DEVICES"]) == (("4",), "4")

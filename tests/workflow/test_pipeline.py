@@ -26,6 +26,8 @@ from aqnpipe.artifacts.diagnoses import SigmaFile
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml
 from aqnpipe.artifacts.runs import TrainingMetrics
+from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.report import report_on_existing_results
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
 
@@ -238,6 +240,50 @@ def test_memory_stays_under_4_gb_per_job(finished_cold):
 
 def test_a_second_run_finds_nothing_to_do(finished):
     assert finished.planned() == {}
+
+
+def test_the_last_line_names_the_report(finished):
+    run = finished.snakemake()
+    assert run.stdout.splitlines()[-1] == f"report: {RESULTS}/report.html"
+
+
+@pytest.mark.slow
+def test_a_report_on_an_unfinished_study_does_not_stop_it(copy_of, monkeypatch):
+    evaluation = RESULTS / "eval" / "base" / "baseline" / "seed0"
+    for path in [*copy_of.folder.glob(f"{evaluation}/step8.*"), *copy_of.folder.glob(f"{RESULTS}/*.*")]:
+        path.unlink()
+    monkeypatch.chdir(copy_of.folder)
+    *_, last = report_on_existing_results(open_study([Path(STUDY)]))
+    assert last == f"report: {RESULTS}/partial/report.html"
+    assert copy_of.planned() == {"evaluate": 1, "compare": 1, "report": 1}
+    assert copy_of.snakemake().returncode == 0
+    assert (copy_of.folder / RESULTS / "report.html").is_file()
+    assert not (copy_of.folder / RESULTS / "partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("deleted", "planned"),
+    [
+        ("eval/base/baseline/seed0/step8.parquet", {"evaluate": 1, "compare": 1, "report": 1}),
+        ("accuracy.csv", {"compare": 1, "report": 1}),
+        ("summary.md", {"report": 1}),
+    ],
+)
+def test_a_deleted_result_is_made_again(copy_of, deleted, planned):
+    (copy_of.folder / RESULTS / deleted).unlink()
+    assert copy_of.planned() == planned
+
+
+def test_words_re_train_nothing(copy_of):
+    def other_words(study):
+        study["description"] = "in other words"
+        study["report"]["title"] = "Another title"
+        study["comparisons"][0]["claim"] = "The same claim in other words"
+        study["machines"]["target"]["description"] = "the same machine"
+
+    copy_of.edit_yaml(STUDY, other_words)
+    copy_of.edit_yaml("config/arms.yaml", lambda content: content["arms"]["baseline"].update(description="the same"))
+    assert copy_of.planned() == {"compare": 1, "report": 1}
 
 
 def test_editing_one_arm_re_runs_that_arm_and_what_follows_it(copy_of):

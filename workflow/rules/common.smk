@@ -1,28 +1,42 @@
 """Shared by all rules: the validated study, wildcard constraints, paths, job parameters and the lock of the study."""
 
+import atexit
+import shlex
+import shutil
 import sys
+from pathlib import Path
 
-from snakemake.utils import validate
-
-from aqnpipe.cli.check import announcement
-from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.study import load_study
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
+from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
+from aqnpipe.cli.check import announcement
+from aqnpipe.cli.front_door import device_problem, open_study, shown_path
+from aqnpipe.cli.report import PARTIAL
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DeviceError
+from aqnpipe.runtime.run_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
 
-STUDY_FILE = ", ".join(map(str, workflow.overwrite_configfiles)) or "config/config.yaml"
+# Snakemake puts the interpreter into shell commands without quotes; in a folder with a space every job would fail.
+sys.executable = shlex.quote(sys.executable)
 
-try:
-    STUDY = load_study(config, source=STUDY_FILE)
-except AqnpipeError as error:
+
+def refuse(error: AqnpipeError):
+    """End Snakemake with the one line of a user-correctable error."""
     print(f"ERROR: {error}", file=sys.stderr)
     sys.exit(EXIT_USER_ERROR)
 
-validate(config, "../../config/schema.json", set_default=False)
 
-PLAN = StudyPlan(STUDY)
+# Not `configfile:`, because Snakemake's reader drops duplicate keys and reads 1e-6 as text. A study file on the command
+# line stands instead of the default one, `--config` changes single keys.
+STUDY_FILES = list(workflow.overwrite_configfiles) or [Path("config/config.yaml")]
+STUDY_FILE = ", ".join(str(shown_path(path)) for path in STUDY_FILES)
+
+try:
+    PLAN = open_study(STUDY_FILES, workflow.config_settings.config, look_outside=workflow.is_main_process)
+except AqnpipeError as error:
+    refuse(error)
+
+STUDY = PLAN.study
 RESULTS = PLAN.results
 
 # This must run before Snakemake reads its locks and file times, because a killed Snakemake leaves its locks behind.
@@ -30,8 +44,7 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
     try:
         WORKING = recover_study(RESULTS)
     except AqnpipeError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        refuse(error)
     if WORKING:
         print(WORKING, file=sys.stderr)
 
@@ -42,8 +55,34 @@ onstart:
         try:
             hold_study(RESULTS)
         except AqnpipeError as error:
-            print(f"ERROR: {error}", file=sys.stderr)
-            sys.exit(EXIT_USER_ERROR)
+            refuse(error)
+        problem = device_problem(STUDY.config.device) if workflow.local_exec else None
+        if problem:
+            refuse(DeviceError(f"{STUDY_FILE}: {problem}"))
+
+
+def finish() -> None:
+    """Remove what only unfinished studies need."""
+    remove_scratch(Path(RESULTS, "scratch"))
+    remove_staged(Path(RESULTS))
+    if _is_reported():
+        shutil.rmtree(Path(RESULTS, PARTIAL), ignore_errors=True)
+
+
+def _is_reported() -> bool:
+    """Return whether the report was asked for and every job is done."""
+    dag = workflow.dag
+    return "report" in {job.rule.name for job in dag.jobs} and not list(dag.needrun_jobs())
+
+
+def name_report() -> None:
+    """Name the report in the last line of a finished study, behind what Snakemake prints after `onsuccess`."""
+    if workflow.scheduler is not None and _is_reported():
+        print(f"report: {RESULTS}/report.html", file=sys.stderr)
+
+
+if workflow.is_main_process and not workflow.output_settings.dryrun:
+    atexit.register(name_report)
 
 
 # Printed once, before a large study and in its dry run. Every job reads this file again and must print nothing.

@@ -22,7 +22,9 @@ rule srdd_diagnose:
     resources:
         mem_mb=4000,
     params:
-        machine=lambda wildcards: STUDY.config.machines[wildcards.machine].model_dump(mode="json"),
+        machine=lambda wildcards: STUDY.config.machines[wildcards.machine].model_dump(
+            mode="json", exclude={"description"}
+        ),
         diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
         prompt=STUDY.config.prompt.model_dump(mode="json"),
         model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),

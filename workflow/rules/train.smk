@@ -37,14 +37,3 @@ rule train:
         f"train: {{wildcards.model}}/{{wildcards.arm}} seed {{wildcards.seed}}{given('train')}"
     script:
         "../scripts/train.py"
-
-
-# Not in the job itself: Snakemake may delete its outputs until it has recorded that the job is done.
-onsuccess:
-    if workflow.is_main_process:
-        from pathlib import Path
-        from aqnpipe.artifacts.files import remove_staged
-        from aqnpipe.runtime.run_lock import remove_scratch
-
-        remove_scratch(Path(RESULTS, "scratch"))
-        remove_staged(Path(RESULTS))

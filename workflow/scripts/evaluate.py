@@ -7,7 +7,8 @@ from aqnpipe.runtime.jobs import logged_device_job
 
 table = Path(snakemake.output.table)
 spec = EvaluationSpec.model_validate(snakemake.params.spec)
-with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
+leases, workers = snakemake.resources.get("devices", 0), int(snakemake.resources.get("workers", 1))
+with logged_device_job(Path(snakemake.log[0]), spec.device, leases, workers) as say:
     from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
     from aqnpipe.runtime.evaluation_workers import evaluation_runner
 
@@ -22,5 +23,5 @@ with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.
         ),
         say,
         *map(Path, snakemake.input.train_problems),
-        open_runner=evaluation_runner(int(snakemake.resources.get("workers", 1)), table.with_suffix(".workers"), say),
+        open_runner=evaluation_runner(workers, table.with_suffix(".workers"), say),
     )

@@ -6,7 +6,8 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.runtime.jobs import logged_device_job
 
 spec = TrainingSpec.model_validate(snakemake.params.spec)
-with logged_device_job(Path(snakemake.log[0]), spec.device, snakemake.resources.get("devices", 0)) as say:
+leases, workers = snakemake.resources.get("devices", 0), spec.training.num_workers
+with logged_device_job(Path(snakemake.log[0]), spec.device, leases, workers) as say:
     from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training.run import TrainingInputs
 

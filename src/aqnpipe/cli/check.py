@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from aqnpipe.cli.cost_estimate import A100, Assumptions, Estimate, Rates, default_rates, estimate_study
+from aqnpipe.cli.front_door import device_problem, open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.study import load_study_file
 from aqnpipe.errors import ConfigError
 
 LARGE_STUDY_HOURS = 4.0
@@ -52,7 +52,7 @@ def check(
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Validate a study file and its arms, list its jobs and estimate their cost."""
-    plan = StudyPlan(load_study_file(study))
+    plan = open_study([study])
     given = Assumptions(
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
@@ -64,6 +64,8 @@ def check(
         typer.echo(checked.model_dump_json(indent=2))
         return
     typer.echo("\n".join([_summary_of_jobs(study, plan), *_lines(checked)]))
+    if problem := device_problem(plan.study.config.device):
+        typer.echo(f"this machine cannot run its jobs: {problem}")
 
 
 def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:

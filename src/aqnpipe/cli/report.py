@@ -1,42 +1,62 @@
 """`aqnpipe report`: compare and report on the results of an unfinished study."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from aqnpipe.cli.front_door import open_study
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.study import load_study_file
+
+PARTIAL = "partial"
+"""Folder in the results for reports on what exists; in place of the final report they would stop the study."""
 
 
 def report(study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")]) -> None:
-    """Compare and report on the existing results of a study, for example after `snakemake --keep-going`."""
-    for line in report_on_existing_results(StudyPlan(load_study_file(study))):
+    """Compare and report on the existing results of a study, for example while it runs or after a failed job.
+
+    Writes a folder of its own in the results, so the study continues as if there were no such report.
+    """
+    for line in report_on_existing_results(open_study([study], look_outside=False)):
         typer.echo(line)
 
 
 def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     """Write the outputs of the rules compare, check_published and report from existing evaluations; yield a log.
 
-    Comparisons without one of their evaluations are invalid. Snakemake repeats these rules once the study is complete.
+    Comparisons without one of their evaluations are invalid. All files appear together, or none if an artifact is
+    malformed (DataError).
     """
-    from aqnpipe.artifacts.files import write_json
+    from aqnpipe.artifacts.files import atomic_path, write_json
     from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
     from aqnpipe.loss_study.comparison import compare_losses, existing_losses
     from aqnpipe.published.check import check_published_file
     from aqnpipe.report.inputs import inputs_of
     from aqnpipe.report.stage import ReportOutputs, build_report
 
-    results = Path(plan.results)
+    target = Path(plan.results) / PARTIAL
     evaluations = existing_evaluations(plan)
-    yield f"compare: {len(evaluations)} of {plan.num_evaluations} evaluations exist"
-    compare(plan.study, evaluations, ComparisonOutputs.in_folder(results))
     published = plan.study.config.statistics.published
-    if published is not None:
-        write_json(results / "published.json", check_published_file(Path(published)))
-    for inputs, claims in existing_losses(plan):
-        compare_losses(inputs, plan.study.config.statistics, claims)
-    outputs = ReportOutputs.in_folder(results)
-    build_report(plan.study, inputs_of(plan), outputs)
-    yield f"report: {outputs.html}"
+    inputs = inputs_of(plan)
+    with atomic_path(target) as folder:
+        folder.mkdir()
+        compare(plan.study, evaluations, ComparisonOutputs.in_folder(folder))
+        if published is not None:
+            write_json(folder / "published.json", check_published_file(Path(published)))
+        losses = {claims: folder / "loss_study" / claims.parent.name / claims.name for claims in inputs.loss_studies}
+        for loss_inputs, claims in existing_losses(plan):
+            compare_losses(loss_inputs, plan.study.config.statistics, losses[claims])
+        found = replace(
+            inputs,
+            accuracy=folder / inputs.accuracy.name,
+            comparisons=folder / inputs.comparisons.name,
+            robustness=folder / inputs.robustness.name,
+            claims=folder / inputs.claims.name,
+            published=folder / inputs.published.name if inputs.published else None,
+            loss_studies=tuple(made if made.exists() else path for path, made in losses.items()),
+        )
+        build_report(plan.study, found, ReportOutputs.in_folder(folder))
+    yield f"compare: {len(evaluations)} of {plan.num_evaluations} evaluations exist"
+    yield f"report: {ReportOutputs.in_folder(target).html}"

@@ -64,6 +64,10 @@ class Arm(FrozenModel):
         description="added to the study's seeds in training: gives an independent repetition of an arm",
     )
 
+    def as_trained(self) -> "Arm":
+        """Return the arm without what does not affect its training, so that editing that re-trains nothing."""
+        return self.model_copy(update={"description": "", "task": None, "aa_control_of": None})
+
     @model_validator(mode="after")
     def _phases_are_of_training(self) -> Self:
         for key, noise in (("operator_noise", self.operator_noise), ("module_noise", self.module_noise)):

@@ -20,7 +20,7 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, validated
+from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, typed_scalars, validated
 from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
@@ -160,7 +160,7 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
     for path in paths:
         merged = _extended(merged, _mapping(read_yaml_file(path), path))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
-    return load_study(_extended(merged, overrides), ", ".join(names))
+    return load_study(_extended(merged, typed_scalars(overrides)), ", ".join(names))
 
 
 def read_arms(path: Path) -> dict[str, Arm]:

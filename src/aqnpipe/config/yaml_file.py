@@ -7,7 +7,7 @@ very many values are refused before they are expanded.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,21 @@ def read_yaml_file(path: Path) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(words.split())}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def typed_scalars(content: Any) -> Any:
+    """Return `content` with texts that are numbers, true, false or null in YAML as such.
+
+    Snakemake reads `--config training={learning_rate: 1e-6}` as text only.
+    """
+    if isinstance(content, Mapping):
+        return {key: typed_scalars(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [typed_scalars(value) for value in content]
+    if not isinstance(content, str):
+        return content
+    tag = _StrictLoader("").resolve(yaml.ScalarNode, content, (True, False))
+    return yaml.load(content, Loader=_StrictLoader) if tag != "tag:yaml.org,2002:str" else content  # noqa: S506
 
 
 def validated(model: type[Model], content: Any, source: str) -> Model:

@@ -12,7 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aqnpipe.device import VISIBLE_DEVICES, DeviceKind, RequestedDevice, set_visible_devices, visible_ids
+from aqnpipe.device import (
+    VISIBLE_DEVICES,
+    DeviceKind,
+    RequestedDevice,
+    can_compute_on,
+    set_visible_devices,
+    visible_ids,
+)
 from aqnpipe.errors import DeviceError
 from aqnpipe.runtime.device_leases import LEASES, lease_devices
 
@@ -62,16 +69,25 @@ def environment_of_node(node: str) -> dict[str, str]:
 
 
 @contextmanager
-def allocated_devices(requested: RequestedDevice, num_leases: int = 0) -> Iterator[Allocation]:
+def allocated_devices(requested: RequestedDevice, num_leases: int = 0, num_workers: int = 1) -> Iterator[Allocation]:
     """Restrict this process to its devices while the body runs, and yield them.
 
-    num_leases: how many devices of this machine to lease, waiting until they are free; 0 if a scheduler gives the
-    devices. Raises DeviceError if the machine has fewer devices.
+    num_leases: how many devices of this machine to lease, waiting until they are free; 0 if the profile does not say.
+    Then a job without a scheduler leases one device per worker if the machine has several, and a Slurm job with a
+    single worker uses the first of its devices. Otherwise transformers would spread a single worker over all of them,
+    which TRL refuses, and jobs that run at once would share the first one. Raises DeviceError if the machine has fewer
+    devices than `num_leases`.
     """
-    if num_leases == 0:
-        yield current_allocation()
-        return
     job = os.environ.get("SLURM_JOB_ID")
+    if num_leases == 0:
+        own = _devices_of_torch(requested) if job is None else ("cpu", ())
+        if len(own[1]) <= 1 or len(own[1]) < num_workers:
+            alone = num_workers == 1 and requested != "cpu"
+            yield _first_device(current_allocation()) if alone else current_allocation()
+            return
+        with _leased(*own, num_workers) as allocation:
+            yield allocation
+        return
     if job is not None:
         raise DeviceError(
             f"device leases: found Slurm job {job}, expected a machine without a scheduler "
@@ -83,10 +99,34 @@ def allocated_devices(requested: RequestedDevice, num_leases: int = 0) -> Iterat
             f"device leases: the profile gives {num_leases} of this machine's devices to a job, found {len(ids)} "
             f"({', '.join(_DEVICE_FILES.values())} in /dev, or CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES)"
         )
-    with lease_devices(LEASES, kind, ids, num_leases, _SECONDS_BETWEEN_TRIES) as taken:
+    with _leased(kind, ids, num_leases) as allocation:
+        yield allocation
+
+
+@contextmanager
+def _leased(kind: DeviceKind, ids: tuple[str, ...], count: int) -> Iterator[Allocation]:
+    with lease_devices(LEASES, kind, ids, count, _SECONDS_BETWEEN_TRIES) as taken:
         set_visible_devices(kind, taken)
         # Not undone: the process ends soon after the job, and until then it must not fall back to all devices.
         yield Allocation(kind, taken, leased=True)
+
+
+def _first_device(allocation: Allocation) -> Allocation:
+    """Restrict this process to the first of its devices, if it has several."""
+    if len(allocation.ids) <= 1:
+        return allocation
+    set_visible_devices(allocation.kind, allocation.ids[:1])
+    return Allocation(allocation.kind, allocation.ids[:1])
+
+
+def _devices_of_torch(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
+    """Return kind and ids of the devices that a study can compute on here: those in the environment, else in /dev."""
+    for kind in _DEVICE_FILES:
+        if requested in (kind, "auto") and can_compute_on(kind):
+            ids = visible_ids(kind) if VISIBLE_DEVICES[kind] in os.environ else _ids_in_dev(kind)
+            if ids:
+                return kind, ids
+    return "cpu", ()
 
 
 def current_allocation() -> Allocation:

@@ -62,13 +62,16 @@ def _opened(log: Path) -> TextIO:
 
 
 @contextmanager
-def logged_device_job(log: Path, requested: RequestedDevice, num_leases: int = 0) -> Iterator[Say]:
+def logged_device_job(
+    log: Path, requested: RequestedDevice, num_leases: int = 0, num_workers: int = 1
+) -> Iterator[Say]:
     """Like `logged_job`, for a job that computes on a device; the log names the devices given and used.
 
-    num_leases: how many devices to lease on a machine without a scheduler. Import the stage in the body, because stages
-    import torch, which may query the devices at once. A missing device ends the job.
+    num_leases, num_workers: how many devices the profile lets the job lease, and how many it needs without a profile.
+    Import the stage in the body, because stages import torch, which may query the devices at once. A missing device
+    ends the job.
     """
-    with logged_job(log) as say, allocated_devices(requested, num_leases) as allocation:
+    with logged_job(log) as say, allocated_devices(requested, num_leases, num_workers) as allocation:
         print(allocation)  # noqa: T201
         device = resolve_device(requested)
         unused = " (a rehearsal: the devices given are not used)" if device.kind == "cpu" and allocation.ids else ""

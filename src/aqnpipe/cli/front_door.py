@@ -1,0 +1,125 @@
+"""The one way into a study: `aqnpipe check`, `aqnpipe report` and the Snakefile open it here, so they never disagree.
+
+A study is refused for mistakes in its files and for what it needs outside them: questions, chat templates, published
+figures. What is not there now would otherwise be missed minutes later, in a job.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from aqnpipe.config.dataset import GeneratedDataset, LocalDataset
+from aqnpipe.config.model import builtin_folder, read_json_object, source_kind
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.published import PublishedFile
+from aqnpipe.config.study import Study, load_study_files
+from aqnpipe.config.yaml_file import load_yaml, read_yaml_file
+from aqnpipe.device import RequestedDevice, resolve_device
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError
+
+_MOST_GENERATED = 5000
+"""Generated questions that are generated on opening a study; more would take seconds."""
+
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
+
+
+def open_study(
+    paths: Sequence[Path], overrides: Mapping[str, Any] = MappingProxyType({}), *, look_outside: bool = True
+) -> StudyPlan:
+    """Return the plan of the study in `paths`, of which later files extend earlier ones, and `overrides` all of them.
+
+    look_outside: also check data sets, chat templates and published figures. Raises AqnpipeError with one line.
+    """
+    shown = [shown_path(path) for path in paths]
+    study = load_study_files(shown, overrides)
+    if look_outside:
+        for problem in _outside_problems(study, ", ".join(map(str, shown))):
+            raise ConfigError(problem)
+    return StudyPlan(study)
+
+
+def shown_path(path: Path) -> Path:
+    """Return the path relative to the working directory if it is below it; Snakemake makes every path absolute."""
+    try:
+        return path.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+def device_problem(requested: RequestedDevice) -> str | None:
+    """Return why this machine cannot run jobs on the requested kind of device; None if it can, or for `auto`."""
+    if requested in ("auto", "cpu"):
+        return None
+    try:
+        resolve_device(requested)
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def refuse_unreadable_studies() -> None:
+    """End this process with one line if a file given to Snakemake as `--configfile` cannot be read.
+
+    Snakemake reads these files before the workflow, and ends in a traceback if it cannot. The default profile, which
+    Snakemake reads before everything else, calls this.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path)
+    try:
+        for path in parser.parse_known_args()[0].configfile:
+            if not isinstance(read_yaml_file(path), Mapping):
+                raise ConfigError(f"{path}: expected the keys of a study")
+    except AqnpipeError as error:
+        sys.stderr.write(f"ERROR: {error}\n")
+        sys.exit(EXIT_USER_ERROR)
+
+
+def _outside_problems(study: Study, source: str) -> Iterator[str]:
+    yield from _dataset_problems(study, source)
+    yield from _chat_template_problems(study, source)
+    published = study.config.statistics.published
+    if published is not None:
+        try:
+            load_yaml(Path(published), PublishedFile)
+        except ConfigError as error:
+            yield f"{source}: statistics.published: {error}"
+
+
+def _dataset_problems(study: Study, source: str) -> Iterator[str]:
+    dataset = study.config.dataset
+    try:
+        if isinstance(dataset, LocalDataset):
+            from aqnpipe.data.loader import SPLITS, load_problems
+
+            for split in SPLITS:
+                load_problems(dataset, split)
+        elif isinstance(dataset, GeneratedDataset) and dataset.num_train + dataset.num_test <= _MOST_GENERATED:
+            from aqnpipe.data.generated import generate_problems
+
+            generate_problems(dataset, "train")
+            generate_problems(dataset, "test")
+    except DataError as error:
+        yield f"{source}: dataset: {error}"
+
+
+def _chat_template_problems(study: Study, source: str) -> Iterator[str]:
+    if study.config.prompt.style != "chat":
+        return
+    for role in study.model_roles():
+        name = study.config.models[role].source
+        kind = source_kind(name)
+        if kind != "hub" and not _has_chat_template(builtin_folder(name) if kind == "builtin" else Path(name)):
+            yield (
+                f"{source}: prompt.style: found chat, expected plain: the tokenizer of model {role} ({name}) has no "
+                "chat template"
+            )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and bool(read_json_object(settings).get("chat_template"))
