@@ -1,0 +1,142 @@
+"""The experts of a mixture one by one, and its router, with known answers.
+
+In transformers the experts of a layer are one module with the weights of all in two three-dimensional parameters. It
+is called with the experts of every token given, so that each expert meets its own tokens: the first half of a token's
+experts is a turn through all of them, the others have a factor of 0. Up and down projection of every expert select
+other channels, and the gate is where the activation is the identity, so that the output is known up to a few roundings
+of the core.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.bounds import few_roundings
+from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.patterns import selection, selection_weight
+from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.substitute import substituted
+
+EXPERT_SITE = "experts"
+ROUTER_SITE = "router"
+
+_OPENING = {torch.float16: 16.0}
+_WIDE_OPENING = 128.0
+"""Gate at which silu and gelu are the identity."""
+_TOKENS_PER_EXPERT = 8
+_ROUTER_TOKENS = 64
+
+
+def experts_of(layer: nn.Module) -> nn.Module | None:
+    """Return the module of all experts of a layer; None without grouped weights of gate, up and down projection."""
+    for module in layer.modules():
+        shapes = [getattr(getattr(module, name, None), "ndim", 0) for name in ("gate_up_proj", "down_proj")]
+        if shapes == [3, 3] and _is_plain(module):
+            return module
+    return None
+
+
+def router_of(layer: nn.Module) -> nn.Module | None:
+    """Return the router of a layer: a module named gate or router whose weight has a row per expert."""
+    for path, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if path.rsplit(".", 1)[-1] in ("gate", "router") and isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            return module
+    return None
+
+
+def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Generator) -> list[Check]:
+    """Return one check per expert, at the sites `experts.0`, `experts.1` and so on."""
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        return []
+    dtype, device = gate_up.dtype, gate_up.device
+    count, hidden, width = down.shape
+    opening = _OPENING.get(dtype, _WIDE_OPENING)
+    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
+    x = full_mantissas((_TOKENS_PER_EXPERT * count, hidden), bits, generator)
+    x[:, 0] = 1.0
+    own = torch.arange(len(x)) % count
+    index = torch.stack([(own + turn) % count for turn in range(top_k)], dim=1)
+    share = torch.zeros(len(x), top_k, dtype=dtype)
+    share[:, 0] = 1.0
+    arguments = (x.to(device, dtype), index.to(device), share.to(device))
+    up = [_turned(selection(width, hidden, skip=1), expert) for expert in range(count)]
+    shown_up = torch.stack([_gate_and_up(chosen, signs, opening, gate_up) for chosen, signs in up])
+    expected, outputs = [], []
+    for turn in range(-(-width // hidden)):  # every channel between the projections reaches an output
+        picked = [_turned(_slice_of_selection(hidden, width, turn), expert) for expert in range(count)]
+        shown_down = torch.stack([selection_weight(chosen, signs, down[0]) for chosen, signs in picked])
+        with substituted([(gate_up, shown_up), (down, shown_down)]):
+            outputs.append(module(*arguments).cpu())
+        answer = torch.empty_like(x)
+        for expert, ((chosen, signs), (down_chosen, down_signs)) in enumerate(zip(up, picked, strict=True)):
+            answer[own == expert] = x[own == expert][:, chosen[down_chosen]] * signs[down_chosen] * down_signs
+        expected.append(answer)
+    checks = []
+    for expert in range(count):
+        wanted = torch.cat([answer[own == expert] for answer in expected])
+        seen = torch.cat([output[own == expert] for output in outputs])
+        site = f"{EXPERT_SITE}.{expert}"
+        checks.append(compare("experts", layer, site, wanted, seen, allowed=few_roundings(wanted, dtype)))
+    return checks
+
+
+def _gate_and_up(chosen: Tensor, signs: Tensor, opening: float, like: Tensor) -> Tensor:
+    """Return the weight [gate and up, hidden] of an expert whose gate is constant, like one of those of `like`."""
+    first = torch.zeros(len(chosen), dtype=torch.long)
+    constant = torch.full((len(chosen),), opening, dtype=torch.float64)
+    return selection_weight(torch.cat([first, chosen]), torch.cat([constant, signs / opening]), like[0])
+
+
+def _slice_of_selection(out_features: int, in_features: int, turn: int) -> tuple[Tensor, Tensor]:
+    """Return a selection of `out_features` inputs; over all turns every input is selected."""
+    chosen, signs = selection(max(out_features, in_features), in_features)
+    rows = (torch.arange(out_features) + turn * out_features) % len(chosen)
+    return chosen[rows], signs[rows]
+
+
+def _turned(selected: tuple[Tensor, Tensor], by: int) -> tuple[Tensor, Tensor]:
+    """Return a selection whose choices are moved by some rows, so that no two experts have the same."""
+    return selected[0].roll(by), selected[1]
+
+
+def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> list[Check]:
+    """Return the checks of a router: its logits, and the experts that it chooses for them.
+
+    Row e of the weight copies channel e, so a token has the logits that it carries: distinct multiples of 1/16.
+    """
+    weight = module.weight
+    if not isinstance(weight, Tensor) or weight.shape[0] > weight.shape[1]:
+        return []
+    count, hidden = weight.shape
+    ranks = torch.rand(_ROUTER_TOKENS, count, generator=generator).argsort(-1)
+    logits = (ranks.double() - count // 2) / 16
+    x = torch.zeros(_ROUTER_TOKENS, hidden, dtype=torch.float64)
+    x[:, :count] = logits
+    identity = selection_weight(torch.arange(count), torch.ones(count, dtype=torch.float64), weight)
+    replaced = [(weight, identity)]
+    for name in ("bias", "e_score_correction_bias"):
+        extra = getattr(module, name, None)
+        if isinstance(extra, Tensor):
+            replaced.append((extra, torch.zeros_like(extra)))
+    with substituted(replaced):
+        output = module(x.to(weight.device, weight.dtype))
+    seen = output if isinstance(output, tuple) else (output,)
+    checks = []
+    if isinstance(seen[0], Tensor) and seen[0].shape == logits.shape:
+        checks.append(compare("router", layer, ROUTER_SITE, logits.to(weight.dtype), seen[0].cpu()))
+    chosen = [part for part in seen if isinstance(part, Tensor) and not part.is_floating_point()]
+    if chosen and not getattr(module, "num_group", 1) > 1:
+        found = torch.zeros_like(logits).scatter_(1, chosen[0].cpu().reshape(_ROUTER_TOKENS, -1).long(), 1.0)
+        wanted = (ranks >= count - chosen[0].shape[-1]).double()
+        checks.append(compare("router", layer, ROUTER_SITE, wanted, found))
+    return checks
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether gate and up rows lie one after the other and nothing is added: not so in GPT-OSS."""
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        return False
+    shapes_fit = gate_up.shape[1] == 2 * down.shape[2] and gate_up.shape[2] == down.shape[1]
+    return shapes_fit and not hasattr(module, "gate_up_proj_bias")

@@ -1,0 +1,95 @@
+"""Experts one by one and the router: healthy mixtures, and faults of one expert or of the choice."""
+
+import pytest
+import torch
+from random_models import random_mixture_of
+
+from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
+from aqnpipe.models.layout import decoder_layers
+
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def probed(model):
+    checks = []
+    with torch.no_grad():
+        for index, layer in enumerate(decoder_layers(model)):
+            generator = torch.Generator().manual_seed(index)
+            checks += probe_experts(experts_of(layer), index, 2, generator)
+            checks += probe_router(router_of(layer), index, generator)
+    return checks
+
+
+def places(model):
+    return {(check.layer, check.site) for check in probed(model) if check.mismatch}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_healthy_mixtures_give_every_answer(family, dtype):
+    checks = probed(random_mixture_of(family).to(dtype))
+    assert not [check for check in checks if check.mismatch]
+    assert {check.site for check in checks} == {"router", *(f"experts.{expert}" for expert in range(4))}
+
+
+def linear_wrong_for(weights, change):
+    """F.linear with a wrong result for one slice of the experts' weights, found by its address."""
+    own = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        output = own(x, weight, bias)
+        is_slice = weight.untyped_storage().data_ptr() == weights().untyped_storage().data_ptr()
+        start = weights()[2].storage_offset()
+        return change(output) if is_slice and weight.storage_offset() == start else output
+
+    return linear
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_one_channel_of_one_expert_is_found(family, name, dtype, monkeypatch):
+    model = random_mixture_of(family).to(dtype)
+    experts = experts_of(decoder_layers(model)[1])
+    experts.config._experts_implementation = "eager"
+
+    def damaged(output):
+        output = output.clone()
+        output[..., 7] *= 1.1
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear_wrong_for(lambda: getattr(experts, name), damaged))
+    assert places(model) == {(1, "experts.2")}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_tokens_sent_to_a_wrong_expert_are_found(family):
+    model = random_mixture_of(family)
+    experts = experts_of(decoder_layers(model)[0])
+    experts.register_forward_pre_hook(lambda module, args: (args[0], torch.where(args[1] == 3, 1, args[1]), args[2]))
+    assert places(model) == {(0, "experts.3")}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("part", ["logits", "choice"])
+def test_faults_of_the_router_are_found(family, part):
+    model = random_mixture_of(family)
+
+    def damaged(module, args, output):
+        logits, scores, index = output
+        if part == "logits":
+            return torch.cat([logits[:, :1] * 1.01, logits[:, 1:]], 1), scores, index
+        return logits, scores, (index + 1) % 4
+
+    router_of(decoder_layers(model)[1]).register_forward_hook(damaged)
+    assert places(model) == {(1, "router")}
+
+
+def test_weights_are_put_back():
+    model = random_mixture_of("mixtral")
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    probed(model)
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0]
+        assert torch.equal(value, before[name][1])

@@ -1,0 +1,65 @@
+"""Gradients of linears with known operands: healthy ones, and faults in the backward pass alone."""
+
+import pytest
+import torch
+from decoder_families import tiny_model_of
+
+from aqnpipe.diagnosis.gradients import probe_gradients
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.sites import layer_sites
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def places(model):
+    found = set()
+    with torch.no_grad():
+        for index, layer in enumerate(decoder_layers(model)):
+            for name, module in layer_sites(layer).linears.items():
+                checks = probe_gradients(name, module, index, torch.Generator().manual_seed(index))
+                assert len(checks) == 2
+                found |= {(check.layer, check.site) for check in checks if check.mismatch}
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "deepseek_v3"])
+def test_healthy_gradients_are_exact_and_nothing_remains(family, dtype):
+    model = tiny_model_of(family).to(dtype)
+    frozen = next(iter(layer_sites(decoder_layers(model)[0]).linears.values()))
+    frozen.weight.requires_grad_(False)
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    assert not places(model)
+    assert not frozen.weight.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, weight, bias, part):
+        context.save_for_backward(x, weight)
+        context.part = part
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight = context.saved_tensors
+        of_input = gradient @ weight
+        of_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+        if context.part == "input":
+            of_input[..., 3] *= 1.25
+        else:
+            of_weight[5] = of_weight[5].roll(1)
+        return of_input, of_weight, None, None
+
+
+@pytest.mark.parametrize("part", ["input", "weight"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fault_of_the_backward_pass_alone_is_found(dtype, part):
+    model = tiny_model_of("llama").to(dtype)
+    module = layer_sites(decoder_layers(model)[1]).linears["up_proj"]
+    module.forward = lambda x: WrongBackward.apply(x, module.weight, module.bias, part)
+    assert places(model) == {(1, "up_proj")}
