@@ -189,7 +189,8 @@ def _measure(model: PreTrainedModel, arm: Arm) -> str:
 def _diagnosis(model: PreTrainedModel) -> str:
     config = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.05, miss_probability=0.1)
     verdict = diagnose_model(model, [torch.arange(3, 15)], config, method="exact").verdict
-    uncovered = f", without {', '.join(verdict.uncovered_sites)}" if verdict.uncovered_sites else ""
+    sites = dict.fromkeys(gap.part for gap in verdict.untested if gap.layers)
+    uncovered = f", without {', '.join(sites)}" if sites else ""
     return {"abstain": "abstains", "healthy": f"works{uncovered}", "fault": "wrong"}[verdict.verdict]
 
 

@@ -6,9 +6,8 @@ import torch
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.noise import Fault
-from aqnpipe.diagnosis import probes
-from aqnpipe.diagnosis.checks import Check, Mismatch
-from aqnpipe.diagnosis.exact import run_exact, tokens_needed, tolerances
+from aqnpipe.diagnosis import linears, probes
+from aqnpipe.diagnosis.exact import run_exact, tokens_needed
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
@@ -45,8 +44,9 @@ def hooked(module, hook, *, before=False):
 def test_healthy_models_are_exact_at_every_site(random_model, architecture, dtype):
     result = run_exact(random_model(architecture, dtype), CONFIG)
     assert all(check.mismatch is None for check in result.checks)
-    assert (result.faults, result.tolerance, result.unfit, result.uncovered) == ((), {}, {}, ())
-    assert result.forward_equivalents <= 12
+    assert (result.faults, result.reordered) == ((), ())
+    assert not [untested for untested in result.untested if untested.layers]
+    assert result.forward_equivalents <= 25
     assert (1 - CONFIG.intermittent_rate) ** result.elements_per_channel <= CONFIG.miss_probability
 
 
@@ -129,23 +129,40 @@ def test_spike_rates_have_an_interval_that_covers_them(random_model):
 
 
 def test_integer_probe_catches_sums_in_too_few_bits(random_model):
-    """A kernel that accumulates in bfloat16 is right about single products, wrong about sums."""
+    """A kernel that loses the last bits of large sums is right about single products."""
     model = random_model()
-    with hooked(site_module(model, 1, "up_proj"), lambda module, args, output: output.bfloat16().float()):
+
+    def lose_bits(module, args, output):
+        is_sum = (args[0] != 0).sum(-1, keepdim=True) > 1
+        return torch.where(is_sum & (output.abs() < 2**20), output.bfloat16().float(), output)
+
+    with hooked(site_module(model, 1, "up_proj"), lose_bits):
         (fault,) = run_exact(model, CONFIG).faults
     assert (fault.layer, fault.site) == (1, "up_proj")
     assert "integer" in fault.probes
-    assert "linear" not in fault.probes
+
+
+def test_a_window_of_values_is_caught_by_full_mantissas(random_model):
+    model = random_model()
+
+    def lose_a_window(module, args, output):
+        return torch.where((output.abs() > 0.26) & (output.abs() < 0.45), torch.zeros_like(output), output)
+
+    with hooked(site_module(model, 2, "gate_proj"), lose_a_window):
+        (fault,) = run_exact(model, CONFIG).faults
+    assert (fault.layer, fault.site) == (2, "gate_proj")
+    assert "linear" in fault.probes
 
 
 def test_monomial_probe_catches_what_depends_on_values_that_no_pattern_has(random_model):
     model = random_model()
 
-    def lose_a_band(module, args, output):
-        # powers of two and integers miss this band, real outputs do not
-        return torch.where((output.abs() > 0.26) & (output.abs() < 0.45), torch.zeros_like(output), output)
+    def lose_ordinary_sums(module, args, output):
+        # sums of many terms that are no integers, which only real inputs and weights have
+        is_ordinary = ((args[0] != 0).sum(-1, keepdim=True) > 8) & (output != output.round())
+        return torch.where(is_ordinary & (output.abs() < 0.1), torch.zeros_like(output), output)
 
-    with hooked(site_module(model, 2, "gate_proj"), lose_a_band):
+    with hooked(site_module(model, 2, "gate_proj"), lose_ordinary_sums):
         (fault,) = run_exact(model, CONFIG).faults
     assert (fault.layer, fault.site, fault.probes) == (2, "gate_proj", ("monomial",))
 
@@ -199,57 +216,6 @@ def test_other_ways_to_fail_have_names_too(random_model, kind, change):
     assert (fault.type, fault.faulty_channel_indices) == (kind, (7,))
 
 
-def test_a_device_that_rounds_gets_a_stated_bound_and_real_faults_stand_out(random_model):
-    model = random_model()
-    rounding = 2.0**-22
-    for index in range(3):
-        # every layer a little differently, as devices do
-        factor = 1 + rounding * (1 + index / 4)
-        site_module(model, index, "o_proj").register_forward_hook(lambda m, a, output, f=factor: output * f)
-    healthy = run_exact(model, CONFIG)
-    assert healthy.faults == ()
-    assert healthy.tolerance["linear:o_proj"] == pytest.approx(4 * 1.25 * rounding, rel=0.3)
-    verdict = judge(healthy, None, CONFIG)
-    assert verdict.verdict == "healthy"
-    assert verdict.tolerance == healthy.tolerance
-    faulty = found_in(model, Fault(type="saturation", layer=1, magnitude=0.01, site="o_proj", sparsity=1e-9))
-    assert [(fault.layer, fault.site, fault.num_faulty_channels) for fault in faulty.faults] == [(1, "o_proj", 1)]
-
-
-def test_what_most_layers_fail_makes_it_abstain(random_model):
-    model = random_model()
-    for index in range(3):
-        site_module(model, index, "o_proj").register_forward_hook(lambda module, args, output: output * 2)
-    result = run_exact(model, CONFIG)
-    assert "linear:o_proj" in result.unfit
-    assert result.faults == ()
-    assert judge(result, None, CONFIG).verdict == "abstain"
-
-
-def deviating(layer, deviation):
-    if not deviation:
-        return Check("linear", layer, "o_proj", 4, 10, None)
-    values = torch.zeros(1, 1)
-    mismatch = Mismatch(torch.tensor([0]), torch.tensor([deviation]), values, values, 1.0, 1.0, 1.0, 1e-7)
-    return Check("linear", layer, "o_proj", 4, 10, mismatch)
-
-
-@pytest.mark.parametrize(
-    ("deviations", "bounds", "unfit"),
-    [
-        ([0.0, 0.0, 0.5, 0.0], {}, {}),
-        ([0.0, 0.5], {}, {}),
-        ([0.5, 0.5], {}, {}),
-        ([1e-7, 2e-7, 3e-7, 0.5], {"linear:o_proj": 8e-7}, {}),
-        ([0.5, 0.6, 0.7], {}, {"linear:o_proj": 0.6}),
-    ],
-)
-def test_tolerances_by_hand(deviations, bounds, unfit):
-    checks = [deviating(layer, deviation) for layer, deviation in enumerate(deviations)]
-    found = tolerances(checks, 1e-7, len(deviations))
-    assert found == (pytest.approx(bounds), pytest.approx(unfit))
-
-
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("at_call", [1, 4, 8, 12])
 def test_weights_state_and_hooks_are_restored_on_every_way_out(random_model, stop, at_call):
@@ -281,6 +247,7 @@ def test_test_weights_take_no_more_memory_than_one_layer(random_model, monkeypat
         return own(pairs)
 
     monkeypatch.setattr(probes, "substituted", weighed)
+    monkeypatch.setattr(linears, "substituted", weighed)
     run_exact(model, CONFIG)
     assert 0 < max(sizes) <= sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts.diagnoses import Finding, LocatedFault
+from aqnpipe.artifacts.diagnoses import Finding, LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.calibration import EXACT, STATISTICAL
 from aqnpipe.diagnosis.exact import ExactResult
@@ -77,12 +77,13 @@ def exact_result(**changes) -> ExactResult:
     values = {
         "checks": [],
         "faults": (),
-        "tolerance": {},
-        "unfit": {},
-        "uncovered": (),
+        "untested": (),
+        "reordered": (),
         "elements_per_channel": 2400,
+        "calls_per_site": 6,
         "forward_equivalents": 11.0,
         "num_tokens": 400,
+        "device": "cpu",
     }
     return ExactResult(**{**values, **changes})
 
@@ -129,20 +130,43 @@ def test_healthy_states_what_a_rare_fault_would_escape_with():
     assert "7.4e-04" in verdict.reason
 
 
-def test_probes_that_most_layers_fail_make_it_abstain_and_bounds_are_stated():
-    verdict = judge(exact_result(unfit={"norm:q_norm": 0.25}), None, DiagnosisConfig())
-    assert verdict.verdict == "abstain"
-    assert "norm:q_norm" in verdict.reason
-    rounding = judge(exact_result(tolerance={"linear:o_proj": 4e-7}), None, DiagnosisConfig())
-    assert rounding.verdict == "healthy"
-    assert "linear:o_proj 4e-07" in rounding.reason
+def test_healthy_states_the_rate_per_call_that_its_calls_detect():
+    verdict = judge(exact_result(calls_per_site=6), None, DiagnosisConfig())
+    # (1 - rate)^6 = 5 %
+    assert verdict.detected_call_rate == pytest.approx(0.393, abs=1e-3)
+    assert "strikes 39% of the calls with 5%" in verdict.reason
 
 
-def test_uncovered_sites_are_named():
-    assert (
-        "no known answer for mlp_output"
-        in judge(exact_result(uncovered=("mlp_output",)), None, DiagnosisConfig()).reason
-    )
+def test_what_was_not_tested_is_listed_and_nothing_says_every_site():
+    gaps = (Untested(part="mlp_output", layers=(3,), reason="mixture"), Untested(part="KV cache", reason="no probe"))
+    verdict = judge(exact_result(untested=gaps), None, DiagnosisConfig())
+    assert verdict.untested == gaps
+    assert "not tested: mlp_output, KV cache" in verdict.reason
+    assert "every" not in verdict.reason.replace("every call", "")
+
+
+def test_a_device_that_adds_in_changing_order_is_healthy_and_named():
+    verdict = judge(exact_result(reordered=("q_proj",)), None, DiagnosisConfig())
+    assert (verdict.verdict, verdict.reordered_sites) == ("healthy", ("q_proj",))
+    assert "this device adds in another order in every call" in verdict.reason
+
+
+@pytest.mark.parametrize(("device", "is_measured"), [("cpu", True), ("cuda", False), ("npu", False)])
+def test_a_false_alarm_bound_is_given_only_where_it_was_measured(device, is_measured):
+    for verdict in (
+        judge(exact_result(device=device), None, DiagnosisConfig()),
+        judge(None, (table(), [], 9.0), DiagnosisConfig(), device=device),
+    ):
+        assert (verdict.false_alarm_bound is not None) == is_measured
+    exact = judge(exact_result(device=device), None, DiagnosisConfig())
+    assert ("has not been measured" in exact.reason) != is_measured
+
+
+def test_a_fault_of_the_device_leads_without_a_layer():
+    shared = fault_at(0, "o_proj").model_copy(update={"layer": None, "scope": "device", "layers": (0, 1, 2)})
+    verdict = judge(exact_result(faults=(shared,)), None, DiagnosisConfig())
+    assert (verdict.verdict, verdict.layer, verdict.site) == ("fault", None, "o_proj")
+    assert verdict.reason.startswith("device-wide (3 layers), o_proj: saturation")
 
 
 def test_a_verdict_needs_evidence():

@@ -26,6 +26,8 @@ class LayerTable(pa.DataFrameModel):
     - values_at_maximum: number of values per call that equal the largest one exactly (1 is healthy).
     - pile_up: -log10 of the probability that so many values inside the range are exactly equal, corrected for testing
       every value.
+    - sensitivity: first-order estimate of what noise of 10 % on the matrix products of the layer adds to the loss, in
+      nats per token of gold solutions; null without questions to measure it on.
     - role: `source` is a layer that is shown to clamp, `sat_prop` a layer downstream of it with reduced kurtosis.
     """
 
@@ -40,6 +42,7 @@ class LayerTable(pa.DataFrameModel):
     zero_share: float = pa.Field(ge=0, le=1)
     values_at_maximum: float = pa.Field(ge=1)
     pile_up: float = pa.Field(ge=0)
+    sensitivity: float = pa.Field(ge=0, nullable=True)
     role: str = pa.Field(isin=["healthy", "source", "sat_prop"])
 
     class Config:
@@ -61,11 +64,33 @@ class Finding(Artifact):
     z: float
 
 
+class FaultBits(Artifact):
+    """A fault in bits: one wrong value and the right one, and how often each bit is flipped in all wrong values."""
+
+    expected: str = Field(description="hexadecimal, in the dtype of the model")
+    observed: str
+    xor_mask: str = Field(description="hexadecimal; 1 where the two differ")
+    flipped: dict[int, int] = Field(description="number of wrong values by flipped bit, 0 being the least significant")
+    values: int = Field(description="number of wrong values in the histogram")
+
+
+class TilePlace(Artifact):
+    """A period of the faulty channels: channel modulo `width` is one of `offsets`, and all of those are faulty."""
+
+    width: int
+    offsets: tuple[int, ...]
+
+
 class LocatedFault(Artifact):
     """One detected fault: its place, type, channels and magnitude, and the probes that detected it."""
 
-    layer: int = Field(ge=0)
+    layer: int | None = Field(ge=0, description="null if most layers share the fault, or if it is outside the layers")
     site: str = Field(description="FaultSite, attention_core or mlp_core; layer if only the layer is known")
+    scope: Literal["layer", "device", "model"] = Field(
+        default="layer",
+        description="device: the same channels are wrong in most layers; model: a module before or after the layers",
+    )
+    layers: tuple[int, ...] = Field(default=(), description="layers in which the fault was seen")
     type: FaultKind
     num_faulty_channels: int | None = Field(
         ge=1, description="number of faulty output channels; null where the method cannot count them"
@@ -80,6 +105,23 @@ class LocatedFault(Artifact):
     )
     probes: tuple[str, ...]
     evidence: str
+    bits: FaultBits | None = Field(default=None, description="null if the values are not known")
+    rate_per_call: float | None = Field(default=None, description="share of the calls with a wrong value")
+    calls: int | None = Field(default=None, description="number of calls of the site")
+    tile: TilePlace | None = Field(default=None, description="null if the faulty channels have no period")
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Indices of the faulty output channels."""
+        return self.faulty_channel_indices
+
+
+class Untested(Artifact):
+    """A part of the model or the device that a diagnosis did not test, and why."""
+
+    part: str
+    layers: tuple[int, ...] = Field(default=(), description="empty if it is not a matter of layers")
+    reason: str
 
 
 class DiagnosisOrigin(Artifact):
@@ -94,10 +136,11 @@ class DiagnosisOrigin(Artifact):
 class Verdict(Artifact):
     """results/srdd/<model>/<machine>/verdict.json: the result of a diagnosis.
 
-    `layer`, `type`, `site` and `num_faulty_channels` are those of the first of `faults`. Exact probes decide wherever
-    they ran. An intermittent fault that occurs with `intermittent_rate` per element is missed with `miss_probability`;
-    permanent faults are not missed. `false_alarm_bound` is the 95 % upper bound of the share of healthy machines called
-    faulty, measured by the benchmark.
+    `layer`, `type`, `site` and `num_faulty_channels` are those of the first of `faults`; `layer` is null if most
+    layers share the fault. Exact probes decide wherever they ran. An intermittent fault of a probed site that occurs
+    with `intermittent_rate` per element is missed with `miss_probability`, one that strikes a share
+    `detected_call_rate` of the calls with 5 %. `untested` lists what no known answer covers. `false_alarm_bound` is the 95 % upper bound of the
+    share of healthy machines called faulty, null for classes of device on which it was not measured.
     """
 
     verdict: Literal["healthy", "fault", "abstain"]
@@ -109,16 +152,19 @@ class Verdict(Artifact):
     faults: tuple[LocatedFault, ...] = ()
     findings: tuple[Finding, ...]
     method: DiagnosisMethod = "statistical"
-    tolerance: dict[str, float] = Field(
-        default={},
-        description="bound on the relative deviation per probe and site; others must agree bit for bit",
+    untested: tuple[Untested, ...] = Field(default=(), description="what the exact probes did not test")
+    reordered_sites: tuple[str, ...] = Field(
+        default=(), description="sites that add in another order in every call, within the error bound of their sum"
     )
-    uncovered_sites: tuple[str, ...] = Field(default=(), description="sites for which no exact probe could be built")
     elements_per_channel: int | None = Field(
         default=None, description="values probed on every channel of every probed site, at least"
     )
     intermittent_rate: float | None = None
     miss_probability: float | None = None
+    calls_per_site: int | None = Field(default=None, description="calls of every probed site, at least")
+    detected_call_rate: float | None = Field(
+        default=None, description="share of calls that a fault must strike to be missed with 5 % at most"
+    )
     false_alarm_bound: float | None = None
     forward_equivalents: float = Field(ge=0, description="cost in forwards of the whole model")
     exact_forward_equivalents: float = 0.0
@@ -156,11 +202,6 @@ class DiagnosisFile(Verdict):
     versions: dict[str, str]
     seconds: float = Field(ge=0)
     layers: tuple[LayerMetrics, ...]
-
-    @property
-    def untested(self) -> tuple[str, ...]:
-        """Sites that were not tested."""
-        return self.uncovered_sites
 
     @property
     def cost(self) -> float:

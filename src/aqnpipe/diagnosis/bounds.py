@@ -38,3 +38,15 @@ def linear_bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     constant = None if bias is None else bias.abs().float()
     magnitudes = torch.nn.functional.linear(x.abs().float(), weight.abs().float(), constant)
     return sum_bound(magnitudes.cpu(), weight.shape[-1] + 1, x.dtype)
+
+
+def few_roundings(expected: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the deviation allowed for a norm or a core with a known answer, float64 in the shape of `expected`.
+
+    In float32 units of 2^-24: division by the number of channels and epsilon (1 each, halved by the root), a reciprocal
+    root or exponential and a reciprocal (2 each), two products (1 each): 7, which 4 epsilon (8 units) bound. In 16 bits
+    the normalised value and its product with the gain are rounded too: one epsilon of the dtype, and 1/16 for the terms
+    of second order.
+    """
+    own = 0.0 if dtype not in (torch.bfloat16, torch.float16) else 1.0625 * torch.finfo(dtype).eps
+    return expected.detach().cpu().double().abs() * (4 * 2.0**-23 + own) + torch.finfo(dtype).tiny

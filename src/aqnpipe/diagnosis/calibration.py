@@ -7,15 +7,20 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class FalseAlarms:
-    """Number of false alarms among healthy machines."""
+    """Number of false alarms among healthy machines, all of one class of device."""
 
     alarms: int
     machines: int
+    device: str = "cpu"
 
     @property
     def upper_bound(self) -> float:
         """Exact one-sided 95 % upper bound of the false-alarm rate (Clopper-Pearson)."""
         return float(stats.beta.ppf(0.95, self.alarms + 1, self.machines - self.alarms))
+
+    def bound_on(self, device: str) -> float | None:
+        """Return the bound for a class of device (`cpu`, `cuda`, `npu`); None where nothing was measured."""
+        return self.upper_bound if device == self.device else None
 
 
 EXACT = FalseAlarms(alarms=0, machines=360)

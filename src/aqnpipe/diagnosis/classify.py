@@ -12,10 +12,12 @@ from scipy import stats
 from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import FaultKind, LocatedFault
-from aqnpipe.diagnosis.checks import Check, Mismatch, differs
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch, differs
+from aqnpipe.diagnosis.fault_bits import fault_bits, tile_place, wrong_calls
+from aqnpipe.diagnosis.locate import Suspect
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
-_MOST_INFORMATIVE = ("identity", "linear", "attention", "mlp", "norm", "integer")
+_MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm", "mantissa", "integer", "accumulator")
 """Probes in order of how much their mismatch reveals about the type: known answers over a wide range come first."""
 
 _LEAST_INFORMATIVE = ("repeat", "monomial")
@@ -40,16 +42,22 @@ class Mark:
     high: float | None = None
 
 
-def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Sequence[Check]) -> LocatedFault:
-    """Return the fault behind the mismatching checks of a site; spike rates need `all_checks` of the site."""
-    mark = mark_of(most_informative(evidence))
+def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
+    """Return the fault behind a suspect; `all_checks` are those of its site in the layer of its evidence."""
+    evidence = suspect.evidence
+    informative = most_informative(evidence)
+    mark = mark_of(informative)
     channels = faulty_channel_indices_of(evidence)
     if mark.kind == "spike":
         mark = _spike_rate(evidence, all_checks, len(channels))
-    probes = tuple(dict.fromkeys(check.probe for check in evidence))
+    is_outside = suspect.layers[0] == OUTSIDE_LAYERS
+    is_in_one = not (is_outside or suspect.is_device_wide)
+    num_calls = sum(check.calls for check in all_checks)
     return LocatedFault(
-        layer=layer,
-        site=site,
+        layer=suspect.layers[0] if is_in_one else None,
+        site=suspect.site,
+        scope="layer" if is_in_one else "model" if is_outside else "device",
+        layers=() if is_outside else suspect.layers,
         type=mark.kind,
         num_faulty_channels=len(channels),
         faulty_channel_indices=tuple(channels),
@@ -58,8 +66,12 @@ def classify(layer: int, site: str, evidence: Sequence[Check], all_checks: Seque
         magnitude_low=mark.low,
         magnitude_high=mark.high,
         threshold=None,
-        probes=probes,
+        probes=tuple(dict.fromkeys(check.probe for check in evidence)),
         evidence=_in_words(evidence, len(channels)),
+        bits=fault_bits(informative),
+        rate_per_call=sum(wrong_calls(check.mismatch) for check in evidence if check.mismatch) / num_calls,
+        calls=num_calls,
+        tile=tile_place(channels, evidence[0].num_channels),
     )
 
 
@@ -88,6 +100,8 @@ def mark_of(mismatch: Mismatch) -> Mark:
     """Return the kind of a mismatch: the first explanation that fits every value on its channels."""
     expected, observed = mismatch.expected, mismatch.observed
     changed = differs(expected, observed)
+    if observed[changed].isnan().any():
+        return Mark("other")
     for explain in (_dead_zone, _saturation, _stuck, _gain, _bias, _noise_or_spike):
         mark = explain(mismatch, changed)
         if mark is not None:
@@ -211,8 +225,7 @@ def _offset_at_smallest(expected: Tensor, observed: Tensor) -> float:
 
 def _in_words(evidence: Sequence[Check], num_channels: int) -> str:
     worst = max(evidence, key=lambda check: check.deviation)
-    return (
-        f"{num_channels} of {evidence[0].num_channels} channels differ from the known answer "
-        f"({', '.join(dict.fromkeys(check.probe for check in evidence))}; largest relative deviation "
-        f"{worst.deviation:.3g})"
-    )
+    probes = ", ".join(dict.fromkeys(check.probe for check in evidence))
+    is_nan = any(bool(check.mismatch.observed.isnan().any()) for check in evidence if check.mismatch)
+    deviation = "some values are NaN" if is_nan else f"largest relative deviation {worst.deviation:.3g}"
+    return f"{num_channels} of {evidence[0].num_channels} channels are wrong ({probes}; {deviation})"

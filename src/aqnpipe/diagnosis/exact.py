@@ -1,45 +1,51 @@
-"""Exact diagnosis: run every probe on every layer, allow for the rounding of the device, and classify the faults."""
+"""Exact diagnosis: run every probe on every layer, and name the fault behind every wrong answer."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, log
 
 import torch
 from torch import nn
 
-from aqnpipe.artifacts.diagnoses import LocatedFault
+from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.arithmetic import determinism_requested
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
-from aqnpipe.diagnosis.checks import Check
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.classify import classify
+from aqnpipe.diagnosis.cost import metered
+from aqnpipe.diagnosis.coverage import untested_parts, untested_sites
+from aqnpipe.diagnosis.fit import STRUCTURAL, misfits
+from aqnpipe.diagnosis.inputs import ProbeInputs
+from aqnpipe.diagnosis.linears import product_bits
+from aqnpipe.diagnosis.locate import Evidence, mismatching, suspects
 from aqnpipe.diagnosis.patterns import exponent_ladder
-from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs, norm_offset
+from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
 from aqnpipe.diagnosis.refine import refine_fault
-from aqnpipe.errors import ModelError
+from aqnpipe.diagnosis.repeats import repeat
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import LayerSites, layer_sites
-
-ROUNDING = 64.0
-"""Deviations above this multiple of the dtype's epsilon are not rounding, on any device."""
-
-HEALTHY_SPREAD = 4.0
-"""On a device that rounds in a probe, a layer may deviate by this multiple of the median layer's deviation."""
 
 
 @dataclass
 class ExactResult:
-    """Result of the exact probes. `unfit`: deviations of probes that most layers fail by more than rounding."""
+    """Result of the exact probes. `reordered`: sites whose repeats differ within the error bound of their sum.
+
+    `elements_per_channel` and `calls_per_site` are minima over layers and sites. `float32_product_bits`: bits of an
+    operand that products keep, measured where torch allows fewer than 24 or a fault of the device suggests it.
+    """
 
     checks: list[Check]
     faults: tuple[LocatedFault, ...]
-    tolerance: dict[str, float]
-    unfit: dict[str, float]
-    uncovered: tuple[str, ...]
+    untested: tuple[Untested, ...]
+    reordered: tuple[str, ...]
     elements_per_channel: int
+    calls_per_site: int
     forward_equivalents: float
     num_tokens: int
+    device: str
+    float32_product_bits: int | None = None
 
 
 def run_exact(
@@ -53,35 +59,32 @@ def run_exact(
     layers = [layer_sites(layer) for layer in decoder_layers(model)]
     like = next(iter(layers[0].layer.parameters()))
     num_tokens = tokens_needed(config, like.dtype)
-    inputs = ProbeInputs(num_tokens, like.dtype, like.device)
+    inputs = ProbeInputs(num_tokens, like.dtype, like.device, seed=config.seed)
     checks: list[Check] = []
-    with inference(model), metered(layers, num_tokens) as cost:
+    reordered: set[str] = set()
+    with inference(model), determinism_requested(), metered(layers, num_tokens) as cost:
         one_token, sequences = _layer_inputs(model, num_tokens, len(inputs.ladder), like.device)
         offsets = _norm_offsets(layers, like.dtype, like.device)
-        probers = [
-            LayerProber(index, sites, one_token[index].kwargs, offsets, config.seed)
-            for index, sites in enumerate(layers)
-        ]
+        probers = [LayerProber(index, sites, one_token[index].kwargs, offsets) for index, sites in enumerate(layers)]
         for prober in probers:
             show_progress(f"exact probes: layer {prober.index + 1} of {len(layers)}")
-            checks += probe_layer(prober, inputs, sequences[prober.index], config.exact_repeats)
+            found, changing = probe_layer(prober, inputs, sequences[prober.index], config.exact_repeats)
+            checks += found
+            reordered |= set(changing)
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
-        tolerance, unfit = tolerances(checks, torch.finfo(like.dtype).eps, len(layers))
-        suspects = suspected(checks, tolerance, unfit)
-        faults = []
-        for (layer, site), evidence in suspects.items():
-            elements = [check for check in checks if (check.layer, check.site) == (layer, site)]
-            fault = classify(layer, site, evidence, elements)
-            faults.append(refine_fault(fault, evidence, probers[layer], inputs))
+        checks, unfit = _without_misfits(checks, probers, inputs)
+        faults = _faults(checks, probers, inputs)
     return ExactResult(
         checks=checks,
-        faults=tuple(sorted(faults, key=lambda fault: (fault.layer, fault.site))),
-        tolerance=tolerance,
-        unfit=unfit,
-        uncovered=_uncovered(layers, checks),
+        faults=faults,
+        untested=(*untested_sites(layers, checks), *unfit, *untested_parts(checks, like.dtype, inputs)),
+        reordered=tuple(sorted(reordered)),
         elements_per_channel=elements_per_channel(checks),
+        calls_per_site=calls_per_site(checks),
         forward_equivalents=cost.forward_equivalents,
         num_tokens=num_tokens,
+        device=like.device.type,
+        float32_product_bits=_product_bits(layers, inputs, faults),
     )
 
 
@@ -94,104 +97,105 @@ def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
     elements = log(config.miss_probability) / log(1 - config.intermittent_rate)
     period = len(exponent_ladder(dtype))
     squares = ceil(elements / (config.exact_repeats + 1) / period)
-    return period * max(2, squares)
+    return period * max(_LEAST_SQUARES, squares)
 
 
-def probe_layer(prober: LayerProber, inputs: ProbeInputs, own_input: LayerInput, num_repeats: int) -> list[Check]:
-    """Run every probe that fits the modules of the layer and return all checks."""
-    linears = prober.sites.linears
-    checks, trace = prober.repeat(own_input.hidden, own_input.kwargs, num_repeats)
-    if {"o_proj", "down_proj"} <= linears.keys():
-        checks += prober.identity(inputs)
-        if "v_proj" in linears:
-            checks += prober.attention(inputs)
-    if {"gate_proj", "up_proj", "down_proj"} <= linears.keys():
-        checks += prober.mlp(inputs)
-    for name in linears:
+_LEAST_SQUARES = 4
+"""Two for each half of a linear probe: one of powers of two, one of full mantissas."""
+
+
+def probe_layer(
+    prober: LayerProber, inputs: ProbeInputs, own_input: LayerInput, num_repeats: int
+) -> tuple[list[Check], list[str]]:
+    """Run every probe that fits the layer; return all checks and the sites that add in changing order."""
+    repeats = repeat(prober.index, prober.sites, own_input.hidden, own_input.kwargs, num_repeats)
+    checks = [*repeats.checks, *_composite_probes(prober, inputs)]
+    for name in prober.sites.linears:
         checks += prober.linear(name, inputs)
         checks += prober.integer(name, inputs)
-        checks += prober.monomial(name, trace)
-    for name in prober.sites.norms:
-        checks += prober.norm(name, inputs)
+        checks += prober.monomial(name, repeats.trace)
+    if repeats.reordered:
+        # Repeats get different inputs behind such a site and are not compared there; known answers take their place.
+        for _ in range(num_repeats - 1):
+            checks += _composite_probes(prober, inputs)
+    return checks, repeats.reordered
+
+
+def _composite_probes(prober: LayerProber, inputs: ProbeInputs) -> list[Check]:
+    """Run the probes of the layer, attention, MLP and norms that fit the modules of the layer."""
+    names = prober.sites.linears.keys()
+    checks: list[Check] = []
+    if {"o_proj", "down_proj"} <= names:
+        checks += prober.identity(inputs)
+        if "v_proj" in names:
+            checks += prober.attention(inputs)
+    if {"gate_proj", "up_proj", "down_proj"} <= names:
+        checks += prober.mlp(inputs)
+    for name, module in prober.sites.norms.items():
+        if not subtracts_mean(module):
+            checks += prober.norm(name, inputs)
     return checks
 
 
-def tolerances(checks: Sequence[Check], eps: float, num_layers: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (bounds by "probe:site" where the device rounds, deviations of probes that are unfit).
-
-    - At least half of the layers agree bit for bit: every layer must.
-    - The median deviation is within rounding: the device rounds there, and the bound is HEALTHY_SPREAD times the
-      median.
-    - The median deviation is larger, with three or more layers: the probe is unfit. Either its expected answer is wrong
-      for this model or most layers are faulty, and the probe cannot distinguish the two.
-    """
-    by_place: dict[str, dict[int, float]] = defaultdict(dict)
-    for check in checks:
-        key = f"{check.probe}:{check.site}"
-        by_place[key][check.layer] = max(check.deviation, by_place[key].get(check.layer, 0.0))
-    bounds, unfit = {}, {}
-    for key, deviations in by_place.items():
-        middle = sorted(deviations.values())[(len(deviations) - 1) // 2]
-        if middle == 0:
-            continue
-        if middle <= ROUNDING * eps:
-            bounds[key] = HEALTHY_SPREAD * middle
-        elif num_layers > 2:
-            unfit[key] = middle
-    return bounds, unfit
+def _without_misfits(
+    checks: list[Check], probers: Sequence[LayerProber], inputs: ProbeInputs
+) -> tuple[list[Check], tuple[Untested, ...]]:
+    """Return the checks without those of structural probes that do not fit their layer, and a note on each site."""
+    failing = {(c.layer, c.probe) for c in checks if c.mismatch and c.probe in STRUCTURAL}
+    wrong = {
+        (layer, probe, site) for layer, probe in sorted(failing) for site in misfits(probers[layer], probe, inputs)
+    }
+    layers: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for layer, probe, site in sorted(wrong):
+        layers[probe, site].append(layer)
+    notes = tuple(
+        Untested(
+            part=f"{site} (probe {probe})",
+            layers=tuple(found),
+            reason="the layer computes something else here, also on a copy on the host",
+        )
+        for (probe, site), found in sorted(layers.items())
+    )
+    return [c for c in checks if (c.layer, c.probe, c.site) not in wrong], notes
 
 
-def suspected(
-    checks: Sequence[Check], tolerance: dict[str, float], unfit: dict[str, float]
-) -> dict[tuple[int, str], list[Check]]:
-    """Return the checks that exceed their tolerance by (layer, site), each reduced to the channels that exceed it."""
-    found: dict[tuple[int, str], list[Check]] = defaultdict(list)
-    for check in checks:
-        if check.mismatch and f"{check.probe}:{check.site}" not in unfit:
-            found[check.layer, check.site].append(check)
-    return dict(found)
+def _faults(checks: Sequence[Check], probers: Sequence[LayerProber], inputs: ProbeInputs) -> tuple[LocatedFault, ...]:
+    evidence: Evidence = mismatching(checks)
+    faults = []
+    for suspect in suspects(evidence, checks):
+        elements = [check for check in checks if check.site == suspect.site and check.layer == suspect.layers[0]]
+        fault = classify(suspect, elements)
+        if suspect.layers[0] != OUTSIDE_LAYERS:
+            fault = refine_fault(fault, suspect.evidence, probers[suspect.layers[0]], inputs)
+        faults.append(fault)
+    return tuple(sorted(faults, key=lambda fault: (fault.scope != "device", fault.layers, fault.site)))
+
+
+def _product_bits(layers: Sequence[LayerSites], inputs: ProbeInputs, faults: Sequence[LocatedFault]) -> int | None:
+    """Return the bits that float32 products keep in the first linear; None where nothing says that they are fewer."""
+    first = next(iter(layers[0].linears.values()), None)
+    is_suspect = any(fault.scope == "device" and "mantissa" in fault.probes for fault in faults)
+    if first is None or inputs.dtype != torch.float32 or (inputs.bits == 24 and not is_suspect):
+        return None
+    return product_bits(first)
 
 
 def elements_per_channel(checks: Sequence[Check]) -> int:
-    """Return the number of values probed per channel: the minimum over layers and sites."""
+    """Return the number of values with a known answer or a repeat per channel: the minimum over layers and sites."""
+    return min(_sums(checks, lambda check: check.elements_per_channel).values())
+
+
+def calls_per_site(checks: Sequence[Check]) -> int:
+    """Return the number of probed calls: the minimum over layers and sites."""
+    return min(_sums(checks, lambda check: check.calls).values())
+
+
+def _sums(checks: Sequence[Check], count: Callable[[Check], int]) -> dict[tuple[int, str], int]:
     seen: dict[tuple[int, str], int] = defaultdict(int)
     for check in checks:
-        if check.probe != "monomial":
-            seen[check.layer, check.site] += check.elements_per_channel
-    return min(seen.values())
-
-
-@dataclass
-class Cost:
-    """Multiply-adds so far in the linear modules of the layers, and those of one batch through all layers."""
-
-    whole_model: int
-    multiply_adds: int = field(default=0)
-
-    @property
-    def forward_equivalents(self) -> float:
-        """Cost in forwards of the whole model."""
-        return self.multiply_adds / self.whole_model
-
-
-@contextmanager
-def metered(layers: Sequence[LayerSites], num_tokens: int) -> Iterator[Cost]:
-    """Count multiply-adds in the linear modules of `layers`; the unit is `num_tokens` tokens through all layers."""
-    linears = [module for sites in layers for module in sites.layer.modules() if isinstance(module, nn.Linear)]
-    if not linears:
-        raise ModelError("the decoder layers have no linear modules to probe; use a model of another family")
-    cost = Cost(whole_model=num_tokens * sum(module.weight.numel() for module in linears))
-
-    def count(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if isinstance(module, nn.Linear):
-            cost.multiply_adds += args[0].numel() // module.in_features * module.weight.numel()
-
-    handles = [module.register_forward_pre_hook(count) for module in linears]
-    try:
-        yield cost
-    finally:
-        for handle in handles:
-            handle.remove()
+        if check.probe != "monomial" and check.layer != OUTSIDE_LAYERS:
+            seen[check.layer, check.site] += count(check)
+    return seen
 
 
 def _layer_inputs(
@@ -200,7 +204,15 @@ def _layer_inputs(
     """Return layer inputs for one token, whose keyword arguments fit any batch of single tokens, and for sequences."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     ids = (torch.arange(num_tokens, device=device) * 7919 + 1) % embedding.num_embeddings
-    return capture_layer_inputs(model, ids[:1].unsqueeze(0)), capture_layer_inputs(model, ids.reshape(-1, length))
+    one_token = capture_layer_inputs(model, ids[:1].unsqueeze(0))
+    return one_token, [finite_input(own) for own in capture_layer_inputs(model, ids.reshape(-1, length))]
+
+
+def finite_input(own: LayerInput) -> LayerInput:
+    """Replace NaN and infinity, which a faulty layer passes on, so that the layers behind it can be probed."""
+    if own.hidden.isfinite().all():
+        return own
+    return replace(own, hidden=own.hidden.nan_to_num(nan=1.0, posinf=1.0, neginf=-1.0))
 
 
 def _norm_offsets(layers: Sequence[LayerSites], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -210,18 +222,3 @@ def _norm_offsets(layers: Sequence[LayerSites], dtype: torch.dtype, device: torc
         for name, module in sites.norms.items():
             votes[name].append(norm_offset(module, dtype, device))
     return {name: float(round(sum(found) / len(found))) for name, found in votes.items()}
-
-
-def _uncovered(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tuple[str, ...]:
-    """Return the sites that only the repeat probe covered, because no known answer could be built for them."""
-    known = {check.site for check in checks if check.probe not in ("repeat", "monomial")}
-    sites = {name for layer in layers for name in layer.modules}
-    repeated = {name for layer in layers for path, _ in layer.layer.named_modules() if (name := _last(path))}
-    linears = {
-        _last(path) for layer in layers for path, module in layer.layer.named_modules() if isinstance(module, nn.Linear)
-    }
-    return tuple(sorted((sites | (linears & repeated)) - known))
-
-
-def _last(path: str) -> str:
-    return path.rsplit(".", 1)[-1]

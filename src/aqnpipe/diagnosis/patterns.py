@@ -4,6 +4,9 @@ The input of a probe determines which faults it detects. A dead zone leaves larg
 small ones unchanged, each relative to the largest value of the call. Therefore every channel carries the largest and
 the smallest value of the whole tensor, with both signs, at some token: a Latin square. Products with powers of two, and
 sums of one term, are exact.
+
+All mantissa bits of a power of two are 0, so a bit stuck at 0 does not show. Every second square, and the weights of
+one probe, therefore have random mantissas of all bits.
 """
 
 import torch
@@ -38,6 +41,26 @@ def latin_square(num_tokens: int, num_channels: int, ladder: Tensor) -> Tensor:
     token, channel = torch.arange(num_tokens).unsqueeze(1), torch.arange(num_channels).unsqueeze(0)
     sign = 1 - 2 * ((token // len(ladder) + channel) % 2)
     return ladder[(token + channel) % len(ladder)] * sign
+
+
+def mantissas(shape: tuple[int, ...], bits: int, generator: torch.Generator) -> Tensor:
+    """Return random numbers in [1, 2) with `bits` significant bits, the leading one included, float64."""
+    unit = 2 ** (bits - 1)
+    return torch.randint(unit, 2 * unit, shape, generator=generator).double() / unit
+
+
+def full_mantissa_square(num_tokens: int, num_channels: int, ladder: Tensor, bits: int, seed: int) -> Tensor:
+    """Return a Latin square whose odd repeats have random mantissas of `bits` bits.
+
+    The largest magnitude stays a power of two, so that every channel still carries the largest value of the tensor.
+    """
+    square = latin_square(num_tokens, num_channels, ladder)
+    is_odd = (torch.arange(num_tokens) // len(ladder)) % 2 == 1
+    generator = torch.Generator().manual_seed(seed)
+    factors = mantissas((int(is_odd.sum()), num_channels), bits, generator)
+    odd = square[is_odd]
+    square[is_odd] = torch.where(odd.abs() < ladder.max(), odd * factors, odd)
+    return square
 
 
 def selection(out_features: int, in_features: int, *, skip: int = 0) -> tuple[Tensor, Tensor]:
@@ -103,5 +126,30 @@ def integer_operands(
     return x, rows @ columns, (x @ columns.T) @ rows.T
 
 
-def _signs(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+def cancelling_operands(
+    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (x [tokens, in], weight [out, in], x @ weight.T) whose sums need accumulators of 24 bits, float64.
+
+    Aligned blocks of four inputs hold a large number, its negative and two signs in random order, under equal weights.
+    Every sum is small, but partial sums need up to 23 bits, all exact in float32 in any order. An accumulator of 8 or
+    11 bits loses the signs. Parts of a split sum are small too if they hold whole blocks, so a kernel that rounds them
+    to 16 bits is right. The weight has rank 1, so the product is known without the kernel under test.
+    """
+    large = {torch.bfloat16: 2.0**12, torch.float16: 2.0**13}.get(dtype, 2.0**17)
+    num_blocks = in_features // 4
+    used = torch.randperm(num_blocks, generator=generator)[: min(32, num_blocks)]
+    x = torch.zeros(num_tokens, num_blocks, 4, dtype=torch.float64)
+    small = _signs((num_tokens, len(used), 2), generator)
+    pair = torch.tensor([large, -large], dtype=torch.float64).expand_as(small)
+    order = torch.rand(num_tokens, len(used), 4, generator=generator).argsort(-1)
+    x[:, used] = torch.cat([pair, small], -1).gather(-1, order)
+    rows, blocks = _signs((out_features,), generator), _signs((num_blocks,), generator)
+    rest = torch.zeros(in_features - 4 * num_blocks, dtype=torch.float64)
+    columns = torch.cat([blocks.repeat_interleave(4), rest])
+    inputs = torch.cat([x.flatten(1), rest.expand(num_tokens, -1)], 1)
+    return inputs, rows.unsqueeze(1) * columns, (inputs @ columns).unsqueeze(1) * rows
+
+
+def _signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return 2.0 * torch.randint(0, 2, shape, generator=generator).double() - 1

@@ -8,7 +8,8 @@ from torch import Tensor
 from aqnpipe.artifacts.diagnoses import LocatedFault
 from aqnpipe.diagnosis.checks import Check, Mismatch
 from aqnpipe.diagnosis.classify import Mark, mark_of, most_informative
-from aqnpipe.diagnosis.probes import LayerProber, ProbeInputs
+from aqnpipe.diagnosis.inputs import ProbeInputs
+from aqnpipe.diagnosis.probes import LayerProber, subtracts_mean
 
 _LOWERED_BY = 4
 """The largest value of the second call is smaller by this many powers of two."""
@@ -57,7 +58,7 @@ def _drive(site: str, prober: LayerProber) -> Callable[[ProbeInputs], list[Check
     linears = prober.sites.linears
     if site in linears:
         return lambda inputs: prober.linear(site, inputs)
-    if site in prober.sites.norms:
+    if site in prober.sites.norms and not subtracts_mean(prober.sites.norms[site]):
         return lambda inputs: prober.norm(site, inputs)
     if site == "layer_output" and {"o_proj", "down_proj"} <= linears.keys():
         return prober.identity

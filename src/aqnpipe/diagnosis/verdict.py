@@ -5,14 +5,20 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 
 from aqnpipe.artifacts.diagnoses import Finding, LocatedFault, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.arithmetic import operand_bits
 from aqnpipe.diagnosis.calibration import EXACT, STATISTICAL
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS
 from aqnpipe.diagnosis.exact import ExactResult
 
 MIN_LAYERS = 4
 """With fewer layers, the median over layers is not robust against a fault in one of them."""
+
+_MISSED_CALLS = 0.05
+"""Probability of a miss for which the rate of calls is stated."""
 
 _TRACES = ("repeat", "zeros", "clamp", "pile_up")
 
@@ -22,11 +28,13 @@ def judge(
     scans: tuple[pl.DataFrame, Sequence[Finding], float] | None,
     config: DiagnosisConfig,
     simulated_faults: Sequence[dict[str, object]] = (),
+    device: str = "cpu",
 ) -> Verdict:
     """Return the verdict on the exact result, the scans (LayerTable, findings, forward equivalents), or both.
 
-    If exact probes ran, they decide whatever the scans found: any output that differs from the known answer is a fault,
-    and without one the machine is healthy. Raises ValueError if neither ran.
+    If exact probes ran, they decide whatever the scans found: any output that differs from the known answer by more
+    than the tolerance of its probe is a fault, and without one the machine is healthy in what was tested. `device`: its
+    class (`cpu`, `cuda`, `npu`), on which scans alone ran. Raises ValueError if neither ran.
     """
     shared: dict[str, Any] = {"simulated_faults": tuple(simulated_faults)}
     if scans is not None:
@@ -37,9 +45,12 @@ def judge(
         if scans is not None:
             decided["reason"] += _comparative_findings(scans[1])
         decided |= {"method": "exact" if scans is None else "all"}
-        shared = {"findings": (), "num_layers": len({check.layer for check in exact.checks})} | shared
+        shared = {
+            "findings": (),
+            "num_layers": len({c.layer for c in exact.checks if c.layer != OUTSIDE_LAYERS}),
+        } | shared
     elif scans is not None:
-        decided = _statistical_verdict(scans[0], scans[1]) | {"method": "statistical"}
+        decided = _statistical_verdict(scans[0], scans[1], device) | {"method": "statistical"}
     else:
         raise ValueError("judge needs the result of exact probes, of scans, or both")
     costs = (exact.forward_equivalents if exact else 0.0) + (scans[2] if scans else 0.0)
@@ -50,45 +61,62 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
     miss = (1 - config.intermittent_rate) ** exact.elements_per_channel
     first = exact.faults[0] if exact.faults else None
     if exact.faults:
-        verdict, reason = "fault", "; ".join(_fault_in_words(fault) for fault in exact.faults)
-    elif exact.unfit:
-        verdict, reason = "abstain", "no layer stands out"
+        reason = "; ".join(_fault_in_words(fault) for fault in exact.faults)
     else:
-        verdict = "healthy"
-        reason = (
-            "every site of every layer gave the known answer; a fault that changes a share "
-            f"{config.intermittent_rate:g} of the values of one channel is missed with probability {miss:.1e}"
-        )
-    if exact.unfit:
-        worst = max(exact.unfit, key=lambda key: exact.unfit[key])
+        reason = "no wrong value at any site with a known answer"
+    call_rate = 1 - _MISSED_CALLS ** (1 / exact.calls_per_site)
+    if not exact.faults:
         reason += (
-            f"; most layers deviate by more than rounding at {', '.join(sorted(exact.unfit))} ({worst}: by "
-            f"{exact.unfit[worst]:.2g}): either most layers are faulty or the probe does not fit this model"
+            f"; a fault of such a site that changes a share {config.intermittent_rate:g} of the values of one channel is "
+            f"missed with probability {miss:.1e}, one that strikes {call_rate:.0%} of the calls with "
+            f"{_MISSED_CALLS:.0%}, a rarer one more often"
         )
-    if exact.tolerance:
-        bounds = ", ".join(f"{key} {bound:.2g}" for key, bound in sorted(exact.tolerance.items()))
-        reason += f"; this device rounds at {bounds} (bounds on the relative deviation, estimated from its layers)"
-    if exact.uncovered:
-        reason += f"; no known answer for {', '.join(exact.uncovered)}, for which only repeats were compared"
+    bound = EXACT.bound_on(exact.device)
     return {
-        "verdict": verdict,
-        "reason": reason,
+        "verdict": "fault" if exact.faults else "healthy",
+        "reason": reason + _device_in_words(exact, bound) + _untested_in_words(exact),
         "layer": first.layer if first else None,
         "type": first.type if first else None,
         "site": first.site if first else None,
         "num_faulty_channels": first.num_faulty_channels if first else None,
         "faults": exact.faults,
-        "tolerance": exact.tolerance,
-        "uncovered_sites": exact.uncovered,
+        "untested": exact.untested,
+        "reordered_sites": exact.reordered,
         "elements_per_channel": exact.elements_per_channel,
+        "calls_per_site": exact.calls_per_site,
+        "detected_call_rate": call_rate,
         "intermittent_rate": config.intermittent_rate,
         "miss_probability": miss,
-        "false_alarm_bound": EXACT.upper_bound,
+        "false_alarm_bound": bound,
         "exact_forward_equivalents": exact.forward_equivalents,
     }
 
 
-def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding]) -> dict[str, Any]:
+def _device_in_words(exact: ExactResult, bound: float | None) -> str:
+    """Return what the device does that is no fault, and that no rate of false alarms is known for it."""
+    words = ""
+    if exact.reordered:
+        words += (
+            f"; repeats of {', '.join(exact.reordered)} differ within the error bound of their sums, although "
+            "deterministic algorithms were requested: this device adds in another order in every call"
+        )
+    if exact.float32_product_bits is not None:
+        words += (
+            f"; products keep {exact.float32_product_bits} of the 24 bits of a float32 number, torch asks for "
+            f"{operand_bits(torch.float32)}"
+        )
+    if bound is None:
+        words += f"; the rate of false alarms has not been measured on devices of class {exact.device}"
+    return words
+
+
+def _untested_in_words(exact: ExactResult) -> str:
+    if not exact.untested:
+        return ""
+    return f"; not tested: {', '.join(dict.fromkeys(untested.part for untested in exact.untested))}"
+
+
+def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding], device: str) -> dict[str, Any]:
     """Return the verdict on scans alone: fault if one layer has traces, abstain if several have, healthy if none has.
 
     With too few layers it abstains. A fault that leaves no trace (a bias) is missed, and the scans that compare layers
@@ -119,7 +147,7 @@ def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding]) -> di
         "type": faults[0].type if faults else None,
         "site": faults[0].site if faults else None,
         "faults": faults,
-        "false_alarm_bound": STATISTICAL.upper_bound,
+        "false_alarm_bound": STATISTICAL.bound_on(device),
     }
 
 
@@ -147,7 +175,9 @@ def _fault_in_words(fault: LocatedFault) -> str:
     if fault.magnitude_low is not None and fault.magnitude_high is not None:
         magnitude += f" ({fault.magnitude_low:.3g} to {fault.magnitude_high:.3g})"
     kind = fault.type.replace("_", " ")
-    return f"layer {fault.layer}, {fault.site}: {kind}{magnitude}, {fault.evidence}"
+    place = {"layer": f"layer {fault.layer}, ", "device": f"device-wide ({len(fault.layers)} layers), ", "model": ""}
+    bits = f", {fault.bits.observed} instead of {fault.bits.expected}" if fault.bits else ""
+    return f"{place[fault.scope]}{fault.site}: {kind}{magnitude}, {fault.evidence}{bits}"
 
 
 def _evidence(finding: Finding, table: pl.DataFrame) -> str:

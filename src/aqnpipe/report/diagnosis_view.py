@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from aqnpipe.artifacts.diagnoses import Verdict
+from aqnpipe.artifacts.diagnoses import LocatedFault, Verdict
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis
 from aqnpipe.report.tables import Row, Table
@@ -59,12 +59,12 @@ def _simulated_fault(fault: Mapping[str, object]) -> str:
 
 
 def _found_faults(verdict: Verdict, words: Words) -> str:
-    if verdict.layer is None:
+    if verdict.layer is None and not verdict.faults:
         return words(f"found.verdict.{verdict.verdict}")
     if not verdict.faults:
         return words("found.fault_in_layer", layer=verdict.layer, type=_spaced(verdict.type))
     return "; ".join(
-        words("found.fault_in_layer", layer=fault.layer, type=_spaced(fault.type))
+        _found_place(fault, words)
         + (
             words("found.where", site=_spaced(fault.site), channels=fault.num_faulty_channels)
             if fault.num_faulty_channels
@@ -72,6 +72,14 @@ def _found_faults(verdict: Verdict, words: Words) -> str:
         )
         for fault in verdict.faults
     )
+
+
+def _found_place(fault: LocatedFault, words: Words) -> str:
+    if fault.scope == "device":
+        return words("found.fault_of_device", type=_spaced(fault.type))
+    if fault.layer is None:
+        return _spaced(fault.type)
+    return words("found.fault_in_layer", layer=fault.layer, type=_spaced(fault.type))
 
 
 def _spaced(name: str | None) -> str:

@@ -1,0 +1,59 @@
+"""What an exact diagnosis did not test. A verdict says no more than was tested, so every gap has a line."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from aqnpipe.artifacts.diagnoses import Untested
+from aqnpipe.diagnosis.checks import Check
+from aqnpipe.diagnosis.inputs import ProbeInputs
+from aqnpipe.models.sites import LayerSites
+
+WITHOUT_ANSWER = ("repeat", "monomial", "finite")
+"""Probes that compare the device with itself."""
+
+PARTS = {
+    "embedding": ("embedding",),
+    "lm_head": ("head",),
+    "final norm": (),
+    "activation outside the probed point": ("activation",),
+    "norms outside a mean square of 1024": ("norm_range",),
+    "attention over more than one key": ("attention_kernel", "attention_keys", "scores", "softmax"),
+    "KV cache and decode": ("cache",),
+    "rotary embedding": ("rotary",),
+    "weights in memory": ("weights",),
+    "backward pass": ("backward",),
+    "experts and router": ("experts", "router"),
+}
+"""Parts of a model and the probes that test them; a part is tested if one of its probes ran."""
+
+
+def untested_sites(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tuple[Untested, ...]:
+    """Return the sites of layers for which no known answer could be built; they were only repeated."""
+    known = {(check.layer, check.site) for check in checks if check.probe not in WITHOUT_ANSWER}
+    missing: dict[str, list[int]] = {}
+    for index, sites in enumerate(layers):
+        inside = {path.rsplit(".", 1)[-1] for path, m in sites.layer.named_modules() if isinstance(m, nn.Linear)}
+        for name in sorted({*sites.modules} | inside):
+            if (index, name) not in known:
+                missing.setdefault(name, []).append(index)
+    reason = "no known answer for this structure, only repeated"
+    return tuple(Untested(part=name, layers=tuple(found), reason=reason) for name, found in sorted(missing.items()))
+
+
+def untested_parts(checks: Sequence[Check], dtype: torch.dtype, inputs: ProbeInputs) -> tuple[Untested, ...]:
+    """Return the parts of the model that no probe that ran tests, and the shapes and bits that probes leave out."""
+    ran = {check.probe for check in checks}
+    sites = {check.site for check in checks}
+    found = [
+        Untested(part=part, reason="no probe of it ran")
+        for part, probes in PARTS.items()
+        if not ran & set(probes) and not (part == "final norm" and "final_norm" in sites)
+    ]
+    if dtype == torch.float32 and inputs.bits < 24:
+        reason = f"torch allows products that keep {inputs.bits} bits (torch.get_float32_matmul_precision)"
+        found.append(Untested(part=f"mantissa bits of float32 products below the first {inputs.bits}", reason=reason))
+    shape = f"linears ran on {inputs.num_tokens} rows"
+    found.append(Untested(part="kernels for other shapes", reason=f"{shape}; a library may choose others by size"))
+    return tuple(found)

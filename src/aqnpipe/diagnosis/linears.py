@@ -1,0 +1,115 @@
+"""Probes of single linear modules: selections, full mantissas, sums of integers, and a permutation of its own rows.
+
+Every answer but that of the monomial probe is exact in any order of summation, so every bit must agree.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.bounds import linear_bound
+from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.inputs import ProbeInputs
+from aqnpipe.diagnosis.patterns import cancelling_operands, integer_operands, mantissas, selection, selection_weight
+from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.seeding import keyed_generator
+
+Replacement = tuple[Tensor, Tensor]
+
+
+def selecting(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
+    """Run the linear with outputs that each copy one input with a sign, and then times a weight of all mantissa bits.
+
+    The first half of the tokens has full mantissas in the input, the second in the weight.
+    """
+    half = inputs.num_tokens // 2
+    chosen, signs = selection(module.out_features, module.in_features)
+    x = inputs.square(module.in_features)[:half]
+    powers = inputs.powers(module.in_features)[half:]
+    factors = signs * mantissas((module.out_features,), inputs.bits, torch.Generator().manual_seed(inputs.seed + layer))
+    checks = []
+    for probe, fed, weights in (("linear", x, signs), ("mantissa", powers, factors)):
+        with substituted(selecting_weights(module, chosen, weights)):
+            checks.append(compare(probe, layer, name, selected(fed, chosen, weights), module(fed)))
+    return checks
+
+
+def summing(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
+    """Run the linear in its real shape on small integers, and on sums that cancel but need wide accumulators."""
+    size = (module.out_features, module.in_features, inputs.dtype)
+    key = ("diagnosis.integer", layer, *name.encode())
+    integers = integer_operands(inputs.num_tokens, *size, keyed_generator("cpu", inputs.seed, *key))
+    checks = [_product("integer", layer, name, module, integers)]
+    if module.in_features >= 4:
+        tokens = min(inputs.num_tokens, len(inputs.ladder))
+        key = ("diagnosis.cancelling", layer, *name.encode())
+        operands = cancelling_operands(tokens, *size, keyed_generator("cpu", inputs.seed, *key))
+        checks.append(_product("accumulator", layer, name, module, operands))
+    return checks
+
+
+def monomial(layer: int, name: str, module: nn.Linear, fed: Tensor, own: Tensor) -> Check:
+    """Run the linear on `fed` with its rows shifted by a third and scaled by +-1, +-2 or +-1/2, its output being `own`.
+
+    A device that adds in another order at another place rounds differently: both results may be off by the forward
+    error bound of their sum.
+    """
+    num_rows = module.out_features
+    moved = torch.arange(num_rows).roll(num_rows // 3)
+    scale = 1.0 - 2 * (torch.arange(num_rows) % 2)
+    if module.weight.dtype != torch.float16:  # halving would lose bits of small float16 numbers
+        scale = scale * 2.0 ** (torch.arange(num_rows) % 3 - 1)
+    weight, bias = module.weight, module.bias
+    factors = scale.to(weight.device, weight.dtype)
+    rows = moved.to(weight.device)
+    shown: list[Replacement] = [(weight, weight.data[rows] * factors.unsqueeze(1))]
+    if bias is not None:
+        shown.append((bias, bias.data[rows] * factors))
+    with substituted(shown):
+        output = module(fed)
+        expected = own[..., rows] * factors
+        allowed = None if torch.equal(expected, output) else 2 * linear_bound(fed, weight, bias)
+    return compare("monomial", layer, name, expected, output, allowed=allowed)
+
+
+def product_bits(module: nn.Linear) -> int:
+    """Return how many significant bits of a float32 operand the products of the linear keep."""
+    weight = module.weight
+    x = torch.zeros(24, 1, module.in_features, device=weight.device, dtype=weight.dtype)
+    x[:, 0, 0] = 1 + 2.0 ** -torch.arange(24).to(weight)  # row k needs k + 1 bits, row 0 holds 2
+    chosen = torch.zeros(module.out_features, dtype=torch.long)
+    with substituted(selecting_weights(module, chosen, torch.ones(module.out_features, dtype=torch.float64))):
+        kept = module(x)[:, 0, 0] == x[:, 0, 0]
+    return int(kept.cpu().long().cumprod(0).sum())
+
+
+def selecting_weights(module: nn.Linear, chosen: Tensor, factors: Tensor) -> Iterator[Replacement]:
+    """Replace the weight by `factors` at the chosen inputs, and the bias by 0."""
+    yield module.weight, selection_weight(chosen, factors, module.weight)
+    yield from _zero_bias(module)
+
+
+def zeroed(*modules: nn.Linear) -> Iterator[Replacement]:
+    """Replace weights and biases by 0."""
+    for module in modules:
+        yield module.weight, torch.zeros_like(module.weight)
+        yield from _zero_bias(module)
+
+
+def selected(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Return what a selecting linear must output."""
+    return x[..., chosen.to(x.device)] * factors.to(x.device, x.dtype)
+
+
+def _product(probe: str, layer: int, name: str, module: nn.Linear, operands: tuple[Tensor, Tensor, Tensor]) -> Check:
+    x, weight, product = operands
+    own = module.weight
+    with substituted([(own, weight.to(own.device, own.dtype)), *_zero_bias(module)]):
+        output = module(x.unsqueeze(1).to(own.device, own.dtype))
+    return compare(probe, layer, name, product, output)
+
+
+def _zero_bias(module: nn.Linear) -> Iterator[Replacement]:
+    if module.bias is not None:
+        yield module.bias, torch.zeros_like(module.bias)
