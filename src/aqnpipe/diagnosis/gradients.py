@@ -1,7 +1,7 @@
 """The backward products of a linear, with known answers: gradients of its input and of its weight.
 
 Operands are integers whose sums are exact in any order, as in the forward probe, so both gradients are known bit for
-bit. The backward pass has kernels of its own: for the one the weight is not transposed, for the other both operands are.
+bit. The backward pass has kernels of its own: the operands of its products are transposed differently.
 """
 
 import torch

@@ -1,0 +1,92 @@
+"""The probes beyond the linears of single layers: ends of the model, ranges, sequences, shapes, experts, gradients."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from aqnpipe.artifacts.diagnoses import Untested
+from aqnpipe.diagnosis.activations import SITE as CORE_SITE
+from aqnpipe.diagnosis.activations import activation_name, activation_of, activation_sweep, gated_sweep
+from aqnpipe.diagnosis.checks import Check
+from aqnpipe.diagnosis.ends import probe_ends
+from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
+from aqnpipe.diagnosis.gradients import probe_gradients
+from aqnpipe.diagnosis.norms import norm_sweep
+from aqnpipe.diagnosis.sequences import probe_sequences
+from aqnpipe.diagnosis.shapes import probe_shape, rows_of_layer
+from aqnpipe.models.sites import LayerSites
+from aqnpipe.seeding import keyed_generator
+
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+
+
+def further_checks(
+    model: nn.Module, layers: Sequence[LayerSites], seed: int, show_progress: Callable[[str], None] = lambda line: None
+) -> tuple[list[Check], tuple[Untested, ...]]:
+    """Return the checks of all further probes, and what of them did not fit the model, with the reason."""
+    gaps: dict[tuple[str, str], list[int]] = {}
+    show_progress("exact probes: embedding, final norm, lm_head")
+    checks = probe_ends(model, seed)
+    for index, sites in enumerate(layers):
+        show_progress(f"exact probes: ranges, shapes and gradients of layer {index + 1} of {len(layers)}")
+        checks += _checks_of_layer(model, index, sites, len(layers), seed, gaps)
+    show_progress("exact probes: sequences")
+    unreached: dict[str, str] = {}
+    checks += probe_sequences(model, layers, seed, unreached)
+    untested = [Untested(part=part, reason=reason) for part, reason in sorted(unreached.items())]
+    untested += [
+        Untested(part=part, layers=tuple(found), reason=reason) for (part, reason), found in sorted(gaps.items())
+    ]
+    return checks, tuple(untested)
+
+
+def _checks_of_layer(
+    model: nn.Module,
+    index: int,
+    sites: LayerSites,
+    num_layers: int,
+    seed: int,
+    gaps: dict[tuple[str, str], list[int]],
+) -> list[Check]:
+    generator = keyed_generator("cpu", seed, "diagnosis.further", index)
+    like = next(iter(sites.layer.parameters()))
+    checks: list[Check] = []
+    for name, module in sites.norms.items():
+        found = norm_sweep(module, index, name, like.dtype, like.device, generator)
+        checks += found
+        if not found:
+            gaps.setdefault((name, "a norm without a known epsilon"), []).append(index)
+    checks += _core_checks(model, index, sites, like, generator, gaps)
+    for name, linear in sites.linears.items():
+        checks += probe_gradients(name, linear, index, generator)
+        for rows in rows_of_layer(index, num_layers, seed):
+            checks.append(probe_shape(name, linear, index, rows, generator))
+    return checks + _mixture_checks(model, index, sites, generator)
+
+
+def _core_checks(
+    model: nn.Module,
+    index: int,
+    sites: LayerSites,
+    like: torch.Tensor,
+    generator: torch.Generator,
+    gaps: dict[tuple[str, str], list[int]],
+) -> list[Check]:
+    name, module = activation_name(model.config), activation_of(sites.layer)
+    if name is None or module is None:
+        gaps.setdefault((f"{CORE_SITE}, activation", "no reference of its activation is known"), []).append(index)
+        return []
+    checks = activation_sweep(module, name, index, like.dtype, like.device, generator)
+    return checks + gated_sweep(sites, name, index, like.dtype, generator)
+
+
+def _mixture_checks(model: nn.Module, index: int, sites: LayerSites, generator: torch.Generator) -> list[Check]:
+    experts, router = experts_of(sites.layer), router_of(sites.layer)
+    top_k = next((int(value) for key in _TOP_K if (value := getattr(model.config, key, None))), 1)
+    checks: list[Check] = []
+    if experts is not None:
+        checks += probe_experts(experts, index, top_k, generator)
+    if router is not None:
+        checks += probe_router(router, index, generator)
+    return checks
