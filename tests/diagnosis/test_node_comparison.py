@@ -3,6 +3,7 @@
 import pytest
 from made_up_diagnoses import HARDWARE, diagnosis, located
 
+from aqnpipe.artifacts.diagnoses import Untested
 from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
 
 
@@ -34,12 +35,12 @@ def test_a_new_fault_is_exit_3():
 
 
 def test_a_fault_that_was_there_before_is_not_new_and_one_that_is_gone_is_named():
-    before = node(("cuda:0", "GPU-a", diagnosis(located(4), located(0, "silu"))))
+    before = node(("cuda:0", "GPU-a", diagnosis(located(4), located(None, "silu"))))
     after = node(("cuda:0", "GPU-a", diagnosis(located(4, kind="bias"))))
     found = compare_nodes(before, after)
     assert found.exit_code == 0
     assert found.lines == (
-        "cuda:0: fault gone: layer 0, silu: noise, 1 channels",
+        "cuda:0: fault gone: whole device, silu: noise, 1 channels",
         "cuda:0: fault changed: layer 4, o_proj: noise, 1 channels -> layer 4, o_proj: bias, 1 channels",
     )
 
@@ -59,7 +60,7 @@ def test_a_device_that_is_gone_is_exit_4_and_a_faulty_one_in_its_place_exit_3():
 
 
 def test_sites_that_are_no_longer_tested_are_exit_4():
-    report = HEALTHY.devices[0].model_copy(update={"untested": ("lm_head",)})
+    report = HEALTHY.devices[0].model_copy(update={"untested": (Untested(part="lm_head", reason="tied"),)})
     after = HEALTHY.model_copy(update={"devices": (report, HEALTHY.devices[1])})
     found = compare_nodes(HEALTHY, after)
     assert (found.lines, found.exit_code) == (("cuda:0: no longer tested: lm_head",), 4)

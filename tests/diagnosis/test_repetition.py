@@ -43,14 +43,14 @@ def test_an_interval_by_hand():
 
 def test_rates_of_runs_and_of_sites():
     report = runs_of(
-        diagnosis(), diagnosis(located(1)), diagnosis(located(1), located(0, "silu")), diagnosis()
+        diagnosis(), diagnosis(located(1)), diagnosis(located(1), located(None, "silu")), diagnosis()
     ).report()
     assert report.verdict == "fault"
     assert report.reason == "4 runs: 2 healthy, 2 fault"
     assert report.repetition.faulty.rate == 0.5
     assert [(site.layer, site.site, site.rate.seen) for site in report.repetition.sites] == [
         (1, "o_proj", 2),
-        (0, "silu", 1),
+        (None, "silu", 1),
     ]
     assert report.repetition.any_other_site.high == pytest.approx(1 - 0.05**0.25)
     assert (report.seconds, report.forward_equivalents) == (8.0, 44.0)

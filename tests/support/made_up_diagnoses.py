@@ -11,6 +11,7 @@ def located(layer, site="o_proj", kind="noise"):
     return LocatedFault(
         **dict.fromkeys(unknown),
         layer=layer,
+        scope="device" if layer is None else "layer",
         site=site,
         type=kind,
         num_faulty_channels=1,

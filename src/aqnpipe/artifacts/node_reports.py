@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.diagnoses import LocatedFault
+from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.config.diagnosis import DiagnosisMethod
 
@@ -49,9 +49,10 @@ class Rate(Artifact):
 
 
 class SiteRate(Artifact):
-    """How often runs found a fault at one site; layer is null for a fault of the whole device."""
+    """How often runs found a fault at one site; layer and scope as in `LocatedFault`."""
 
     layer: int | None
+    scope: Literal["layer", "device", "model"]
     site: str
     type: str
     rate: Rate
@@ -75,7 +76,7 @@ class DeviceReport(Artifact):
     verdict: Outcome
     reason: str
     faults: tuple[LocatedFault, ...] = ()
-    untested: tuple[str, ...] = ()
+    untested: tuple[Untested, ...] = Field(default=(), description="what no run tested")
     forward_equivalents: float = Field(default=0.0, ge=0)
     seconds: float = Field(default=0.0, ge=0)
     temperature_after_celsius: float | None = None

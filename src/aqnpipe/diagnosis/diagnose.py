@@ -111,7 +111,7 @@ def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str |
         sites_probed=len(seen),
         elements_probed=sum(check.elements_per_channel * check.num_channels for check in checks),
         elements_per_channel=min(seen.values()),
-        faulty_sites=tuple(fault.site for fault in diagnosed.exact.faults if fault.layer == layer),
+        faulty_sites=tuple(fault.site for fault in diagnosed.exact.faults if layer in (fault.layer, *fault.layers)),
         # A spike may be infinite in a narrow dtype, which JSON cannot represent.
         largest_deviation=min(max(check.deviation for check in checks), 1e300),
         scans=scans,

@@ -97,10 +97,11 @@ def _device_changes(before: DeviceReport | None, after: DeviceReport) -> tuple[l
     if before.verdict != after.verdict:
         reason = "" if after.verdict in ("healthy", "fault") else f" ({after.reason})"
         changes.insert(0, f"{before.verdict} -> {after.verdict}{reason}")
-    untested = [site for site in after.untested if site not in before.untested]
+    skipped, skips = _untested(before), _untested(after)
+    untested = [part for part in skips if part not in skipped]
     if untested:
         changes.append(f"no longer tested: {', '.join(untested)}")
-    tested = [site for site in before.untested if site not in after.untested]
+    tested = [part for part in skipped if part not in skips]
     if tested:
         changes.append(f"now tested: {', '.join(tested)}")
     changes += _versions("", _parts(before), _parts(after))
@@ -124,10 +125,22 @@ def _by_place(device: DeviceReport) -> dict[tuple[int | None, str], LocatedFault
     return {(fault.layer, fault.site): fault for fault in device.faults}
 
 
+def _untested(device: DeviceReport) -> list[str]:
+    """Return what was not tested, with its layers; why is no change of what was tested."""
+    parts = (
+        f"{item.part} (layers {', '.join(map(str, item.layers))})" if item.layers else item.part
+        for item in device.untested
+    )
+    return list(dict.fromkeys(parts))
+
+
 def _fault(fault: LocatedFault) -> str:
-    layer = "whole device" if fault.layer is None else f"layer {fault.layer}"
+    if fault.layer is not None:
+        place = f"layer {fault.layer}, "
+    else:
+        place = "whole device, " if fault.scope == "device" else ""
     channels = "" if fault.num_faulty_channels is None else f", {fault.num_faulty_channels} channels"
-    return f"{layer}, {fault.site}: {fault.type}{channels}"
+    return f"{place}{fault.site}: {fault.type}{channels}"
 
 
 def _named(device: DeviceReport) -> str:

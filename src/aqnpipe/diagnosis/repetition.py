@@ -2,7 +2,7 @@
 
 from scipy import stats
 
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault
+from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault, Untested
 from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.artifacts.node_reports import DeviceReport, Outcome, Rate, Repetition, RunRecord, SiteRate, worst
 from aqnpipe.config.diagnosis import DiagnosisConfig
@@ -69,7 +69,7 @@ class RunsOfDevice:
         self._records: list[RunRecord] = []
         self._files: list[DiagnosisFile] = []
         self._faults: dict[tuple[int | None, str], LocatedFault] = {}
-        self._untested: set[str] = set()
+        self._untested: tuple[Untested, ...] = ()
 
     @property
     def count(self) -> int:
@@ -78,9 +78,10 @@ class RunsOfDevice:
 
     def add(self, file: DiagnosisFile, record: RunRecord) -> None:
         """Add a run."""
-        self._records.append(record)
         self._files = [*self._files, file][:1]
-        self._untested.update(file.untested)
+        others = file.untested if not self._records else self._untested
+        self._untested = tuple(part for part in file.untested if part in others)
+        self._records.append(record)
         for fault in file.faults:
             self._faults.setdefault((fault.layer, fault.site), fault)
 
@@ -94,7 +95,7 @@ class RunsOfDevice:
             verdict=verdict,
             reason=reason,
             faults=tuple(self._faults.values()),
-            untested=tuple(sorted(self._untested)),
+            untested=self._untested,
             forward_equivalents=sum(record.forward_equivalents for record in self._records),
             seconds=sum(record.seconds for record in self._records),
             temperature_after_celsius=last.temperature_celsius if last else None,
@@ -116,6 +117,7 @@ class RunsOfDevice:
         sites = [
             SiteRate(
                 layer=layer,
+                scope=fault.scope,
                 site=site,
                 type=fault.type,
                 rate=rate_of(sum((layer, site) in record.faults for record in self._records), runs),

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerMetrics, LocatedFault
-    from aqnpipe.artifacts.node_reports import DeviceReport, NodeReport, Rate
+    from aqnpipe.artifacts.node_reports import DeviceReport, NodeReport, Rate, SiteRate
     from aqnpipe.diagnosis.node_comparison import Comparison
 
 _SHOWN_SCANS = ("gain", "kurtosis", "instability")
-_MOST_UNTESTED = 8
 _STYLES = {"healthy": "bold green", "fault": "bold red", "abstain": "bold yellow", "error": "bold yellow"}
 
 
@@ -52,6 +51,8 @@ def show_node(report: "NodeReport") -> None:
     console.print(devices)
     for device in report.devices:
         _show_device(console, device)
+    for line in untested_lines(report.devices):
+        console.print(Text(line))
 
 
 def show_comparison(comparison: "Comparison") -> None:
@@ -71,8 +72,43 @@ def show_faults(console: Console, faults: "Sequence[LocatedFault]") -> None:
         faulty = fault.num_faulty_channels
         channels = "?" if faulty is None else f"{faulty} of {fault.num_channels}"
         magnitude = "?" if fault.magnitude is None else f"{fault.magnitude:.3g}"
-        table.add_row(_place(fault.layer), fault.site, fault.type, channels, magnitude, fault.threshold or "")
+        table.add_row(_place(fault), fault.site, fault.type, channels, magnitude, fault.threshold or "")
     console.print(table)
+    for fault in faults:
+        if lines := evidence_in_bits(fault):
+            console.print(Text(f"{_where(fault)}: {'; '.join(lines)}"))
+
+
+def evidence_in_bits(fault: "LocatedFault") -> list[str]:
+    """Return what is known of a fault in terms of hardware: values in hex, flipped bits, rate, place in the tile."""
+    lines = []
+    if bits := fault.bits:
+        flipped = ", ".join(f"{bit} ({count})" for bit, count in sorted(bits.flipped.items()))
+        lines.append(f"expected {bits.expected}, observed {bits.observed}, XOR {bits.xor_mask}")
+        lines.append(f"bits flipped in {bits.values} wrong values: {flipped}")
+    if fault.rate_per_call is not None:
+        lines.append(f"wrong in {fault.rate_per_call:.3g} of {fault.calls} calls")
+    if tile := fault.tile:
+        lines.append(f"channels {_numbers(tile.offsets)} modulo {tile.width}")
+    if fault.layer is None and fault.layers:
+        lines.append(f"seen in layers {_numbers(fault.layers)}")
+    return lines
+
+
+def untested_lines(devices: "Sequence[DeviceReport]") -> list[str]:
+    """Return what was not tested and why, a line per reason; a line that is not of all devices names its device."""
+    lines = {device.device: _untested_on(device) for device in devices}
+    shared = [line for line in _untested_on(devices[0]) if all(line in own for own in lines.values())]
+    others = [f"{name}: not tested: {line}" for name, own in lines.items() for line in own if line not in shared]
+    return [f"not tested: {line}" for line in shared] + others
+
+
+def _untested_on(device: "DeviceReport") -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for item in device.untested:
+        layers = f" of layers {_numbers(item.layers)}" if item.layers else ""
+        by_reason.setdefault(item.reason, []).append(f"{item.part}{layers}")
+    return [f"{', '.join(parts)} ({reason})" for reason, parts in by_reason.items()]
 
 
 def _show_device(console: Console, device: "DeviceReport") -> None:
@@ -80,17 +116,11 @@ def _show_device(console: Console, device: "DeviceReport") -> None:
         console.print(Text(f"{device.device}: {device.reason}"))
     show_faults(console, device.faults)
     for site in device.repetition.sites if device.repetition else ():
-        console.print(f"{device.device}: {_place(site.layer)} {site.site}: {_rate(site.rate)}")
+        console.print(f"{device.device}: {_where(site)}: {_rate(site.rate)}")
     if device.repetition:
         console.print(f"{device.device}: faults elsewhere: {_rate(device.repetition.any_other_site)}")
     if device.repetition and device.repetition.interrupted:
         console.print(f"{device.device}: interrupted; the runs above were complete")
-    if device.untested:
-        more = len(device.untested) - _MOST_UNTESTED
-        console.print(
-            Text(f"{device.device}: not tested: {', '.join(device.untested[:_MOST_UNTESTED])}")
-            + Text(f" and {more} more, in the JSON" if more > 0 else "")
-        )
     if device.log is not None:
         console.print(Text(f"{device.device}: log {device.log}"), soft_wrap=True)
 
@@ -100,8 +130,27 @@ def _rate(rate: "Rate") -> str:
     return f"in {rate.seen} of {rate.runs} runs (95 %: {bound})"
 
 
-def _place(layer: int | None) -> str:
-    return "device" if layer is None else str(layer)
+def _place(fault: "LocatedFault") -> str:
+    """Return the cell `layer` of a fault: the device if most layers share it, else nothing outside the layers."""
+    return str(fault.layer) if fault.layer is not None else {"device": "device"}.get(fault.scope, "")
+
+
+def _where(fault: "LocatedFault | SiteRate") -> str:
+    if fault.layer is not None:
+        return f"layer {fault.layer}, {fault.site}"
+    return f"whole device, {fault.site}" if fault.scope == "device" else fault.site
+
+
+def _numbers(numbers: "Sequence[int]") -> str:
+    """Return numbers as text, runs of three and more as `first-last`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(parts)
 
 
 def _device_cells(device: "DeviceReport") -> list[str]:
