@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from aqnpipe import device as devices
-from aqnpipe.device import Device, can_compute_on, name_of_device, resolve_device, torch_device, visible_ids
+from aqnpipe.device import (
+    Device,
+    can_compute_on,
+    name_of_device,
+    resolve_device,
+    torch_device,
+    uuid_of_device,
+    visible_ids,
+)
 from aqnpipe.errors import DeviceError
 
 
@@ -145,3 +153,14 @@ def test_what_torch_was_built_for_is_known_without_importing_it(monkeypatch, tmp
     assert can_compute_on("cuda") is expected
     assert not can_compute_on("npu")
     assert can_compute_on("cpu")
+
+
+def test_the_uuid_of_a_gpu_is_written_as_nvidia_smi_writes_it(monkeypatch):
+    properties = types.SimpleNamespace(uuid="5d2ae7a5-0000-0000-0000-000000000001")
+    module = backend("NVIDIA H100")
+    module.get_device_properties = lambda device: properties
+    monkeypatch.setattr(torch, "cuda", module)
+    assert uuid_of_device(torch.device("cuda:0")) == "GPU-5d2ae7a5-0000-0000-0000-000000000001"
+    del properties.uuid
+    assert uuid_of_device(torch.device("cuda:0")) is None
+    assert uuid_of_device(torch.device("cpu")) is None

@@ -55,7 +55,7 @@ def diagnose_model(
         exact = None if method == "statistical" else run_exact(model, config, show_progress)
     simulated = [describe_fault(record) for record in records]
     if unscanned is None:
-        verdict = judge(exact, scans, config, simulated)
+        verdict = judge(exact, scans, config, simulated, next(model.parameters()).device.type)
     else:
         judged = judge(exact, None, config, simulated) if exact else None
         verdict = verdict_without_scans(unscanned, judged, model, simulated)
