@@ -159,7 +159,7 @@ def test_monomial_probe_catches_what_depends_on_values_that_no_pattern_has(rando
 
     def lose_ordinary_sums(module, args, output):
         # sums of many terms that are no integers, which only real inputs and weights have
-        is_ordinary = ((args[0] != 0).sum(-1, keepdim=True) > 8) & (output != output.round())
+        is_ordinary = ((module.weight != 0).sum(1) > 8) & (output != output.round())
         return torch.where(is_ordinary & (output.abs() < 0.1), torch.zeros_like(output), output)
 
     with hooked(site_module(model, 2, "gate_proj"), lose_ordinary_sums):

@@ -107,7 +107,9 @@ class LocatedFault(Artifact):
     evidence: str
     bits: FaultBits | None = Field(default=None, description="null if the values are not known")
     rate_per_call: float | None = Field(default=None, description="share of the calls with a wrong value")
-    calls: int | None = Field(default=None, description="number of calls of the site")
+    calls: int | None = Field(
+        default=None, description="number of calls with a known answer, and of repeats if they differ"
+    )
     tile: TilePlace | None = Field(default=None, description="null if the faulty channels have no period")
 
     @property

@@ -52,7 +52,8 @@ def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
         mark = _spike_rate(evidence, all_checks, len(channels))
     is_outside = suspect.layers[0] == OUTSIDE_LAYERS
     is_in_one = not (is_outside or suspect.is_device_wide)
-    num_calls = sum(check.calls for check in all_checks)
+    revealing = [check for check in all_checks if check.probe not in _LEAST_INFORMATIVE or check.mismatch]
+    num_calls = sum(check.calls for check in revealing)
     return LocatedFault(
         layer=suspect.layers[0] if is_in_one else None,
         site=suspect.site,
@@ -161,6 +162,9 @@ def _bias(mismatch: Mismatch, changed: Tensor) -> Mark | None:
     """Bias: one constant per call is added. Values in which it is lost to rounding do not change."""
     if not mismatch.observed[changed].isfinite().all():
         return None
+    differences = (mismatch.observed - mismatch.expected).abs()
+    if (differences <= _ROUNDINGS * mismatch.eps * mismatch.expected.abs()).all():
+        return None  # the last bits of large values, in which no constant shows
     offsets = []
     for expected, observed in zip(
         mismatch.expected.chunk(mismatch.calls), mismatch.observed.chunk(mismatch.calls), strict=True

@@ -141,7 +141,12 @@ def _without_misfits(
     checks: list[Check], probers: Sequence[LayerProber], inputs: ProbeInputs
 ) -> tuple[list[Check], tuple[Untested, ...]]:
     """Return the checks without those of structural probes that do not fit their layer, and a note on each site."""
-    failing = {(c.layer, c.probe) for c in checks if c.mismatch and c.probe in STRUCTURAL}
+    wrong_alone = {(c.layer, c.site) for c in checks if c.mismatch and c.probe in ("linear", "mantissa")}
+    failing = {
+        (c.layer, c.probe)
+        for c in checks
+        if c.mismatch and c.probe in STRUCTURAL and (c.layer, c.site) not in wrong_alone
+    }
     wrong = {
         (layer, probe, site) for layer, probe in sorted(failing) for site in misfits(probers[layer], probe, inputs)
     }

@@ -1,0 +1,117 @@
+"""Faults that hardware has: shared by every layer, in single bits, in tiles, NaN, and in some calls only."""
+
+import pytest
+import torch
+
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.exact import run_exact
+from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.models.sites import site_module
+
+CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.02, miss_probability=0.1)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def diagnosed(model, site, change, layers=(0, 1, 2)):
+    """Diagnose with `change` applied to the output of `site` in `layers`."""
+
+    def hook(module, args, output):
+        tensor = output[0] if isinstance(output, tuple) else output
+        changed = change(tensor.clone())
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    for layer in layers:
+        site_module(model, layer, site).register_forward_hook(hook)
+    return run_exact(model, CONFIG)
+
+
+def with_factor(channels, factor):
+    def change(output):
+        output[..., channels] *= factor
+        return output
+
+    return change
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("site", ["o_proj", "up_proj", "layer_output", "input_layernorm", "attention_output"])
+def test_a_channel_that_is_wrong_in_every_layer_is_a_fault_of_the_device(random_model, dtype, site):
+    result = diagnosed(random_model(dtype=dtype), site, with_factor([7], 0.75))
+    (fault,) = result.faults
+    assert (fault.scope, fault.layer, fault.site, fault.layers) == ("device", None, site, (0, 1, 2))
+    assert fault.faulty_channel_indices == (7,)
+    verdict = judge(result, None, CONFIG)
+    assert (verdict.verdict, verdict.layer) == ("fault", None)
+
+
+def test_the_same_channel_in_two_of_five_layers_is_two_faults(random_model):
+    result = diagnosed(random_model(num_layers=5), "o_proj", with_factor([7], 0.75), layers=(0, 3))
+    assert [(fault.scope, fault.layer) for fault in result.faults] == [("layer", 0), ("layer", 3)]
+
+
+def test_a_layer_with_a_fault_of_its_own_beside_that_of_the_device(random_model):
+    model = random_model()
+    site_module(model, 1, "o_proj").register_forward_hook(lambda m, a, output: with_factor([30], 0.5)(output.clone()))
+    result = diagnosed(model, "o_proj", with_factor([7], 0.75))
+    assert [(fault.layer, fault.faulty_channel_indices) for fault in result.faults] == [(None, (7,)), (1, (30,))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("site", ["down_proj", "layer_output", "q_proj"])
+@pytest.mark.parametrize("stuck_at", [0, 1])
+@pytest.mark.parametrize("bit", [0, 5])
+def test_a_stuck_mantissa_bit_is_found_and_named(random_model, dtype, site, stuck_at, bit):
+    def change(output):
+        words = output.view(WORDS[dtype])
+        return ((words & ~(1 << bit)) | (stuck_at << bit)).view(dtype)
+
+    (fault,) = diagnosed(random_model(dtype=dtype), site, change, layers=(1,)).faults
+    assert (fault.layer, fault.site) == (1, site)
+    assert set(fault.bits.flipped) == {bit}
+    assert int(fault.bits.expected, 16) ^ int(fault.bits.observed, 16) == int(fault.bits.xor_mask, 16) == 1 << bit
+    assert fault.rate_per_call >= 0.5
+
+
+@pytest.mark.parametrize("site", ["o_proj", "input_layernorm", "layer_output", "mlp_output"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_is_a_fault_of_its_own_layer_only(random_model, site, value):
+    def change(output):
+        output[..., 3] = value
+        return output
+
+    result = diagnosed(random_model(dtype=torch.bfloat16), site, change, layers=(1,))
+    assert {(fault.layer, fault.site) for fault in result.faults} == {(1, site)}
+    assert judge(result, None, CONFIG).verdict == "fault"
+
+
+def test_nan_for_ordinary_inputs_only_is_a_fault(random_model):
+    def change(output):
+        output[..., 3] = torch.nan if output.abs().max() < 100 else output[..., 3]
+        return output
+
+    (fault,) = diagnosed(random_model(), "layer_output", change, layers=(0,)).faults
+    assert (fault.layer, fault.site, fault.type) == (0, "layer_output", "other")
+    assert "NaN" in fault.evidence
+
+
+def test_a_lane_of_a_tile_is_named(random_model):
+    (fault,) = diagnosed(random_model(), "o_proj", with_factor(slice(5, None, 32), 2.0), layers=(2,)).faults
+    assert (fault.tile.width, fault.tile.offsets) == (32, (5,))
+
+
+def test_one_call_in_three_has_its_rate(random_model):
+    calls = []
+
+    def change(output):
+        calls.append(1)
+        return output * 2 if len(calls) % 3 == 0 else output
+
+    (fault,) = diagnosed(random_model(), "v_proj", change, layers=(1,)).faults
+    assert 0.1 < fault.rate_per_call < 0.7
+    assert fault.calls >= 5
+
+
+def test_a_device_wide_fault_of_every_channel_is_one_fault(random_model):
+    (fault,) = diagnosed(random_model(), "gate_proj", lambda output: output * 1.01).faults
+    assert (fault.scope, fault.num_faulty_channels, fault.num_channels) == ("device", 160, 160)

@@ -1,0 +1,173 @@
+"""Arithmetic that healthy devices do: other orders of summation, roots and exponentials that are off by an ulp."""
+
+import random
+
+import pytest
+import torch
+from random_models import random_mixture_of
+
+from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.exact import run_exact
+from aqnpipe.diagnosis.verdict import judge
+
+CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.02, miss_probability=0.1)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LINEAR, RSQRT, SILU = torch.nn.functional.linear, torch.rsqrt, torch.nn.functional.silu
+
+
+def summed_in_parts(x, weight, num_parts, part_dtype, shuffle=False):
+    """Return the product as split-K computes it: parts rounded to `part_dtype` and added one after the other."""
+    columns = list(torch.arange(weight.shape[1]).chunk(num_parts))
+    if shuffle:
+        random.shuffle(columns)
+    total = torch.zeros(())
+    for chosen in columns:
+        part = LINEAR(x[..., chosen].float(), weight[:, chosen].float()).to(part_dtype)
+        total = (total + part.float()).to(part_dtype).float()
+    return total
+
+
+def split_k(parts_in_float32, shuffle):
+    def linear(x, weight, bias=None):
+        total = summed_in_parts(x, weight, 4, torch.float32 if parts_in_float32 else x.dtype, shuffle)
+        return (total if bias is None else total + bias.float()).to(x.dtype)
+
+    return linear
+
+
+def stream_k(x, weight, bias=None):
+    """Tiles of 40 rows and 32 channels, each with an order of its own."""
+
+    def tile(rows, columns, number):
+        return summed_in_parts(rows, columns, 1 + number % 4, torch.float32)
+
+    rows, columns = x.reshape(-1, x.shape[-1]).split(40), weight.split(32)
+    blocks = [torch.cat([tile(r, c, 3 * i + j) for j, c in enumerate(columns)], 1) for i, r in enumerate(rows)]
+    total = torch.cat(blocks).reshape(*x.shape[:-1], -1)
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def rounded_to_tf32(values):
+    return ((values.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def tf32(x, weight, bias=None):
+    return LINEAR(rounded_to_tf32(x), rounded_to_tf32(weight), bias)
+
+
+def narrow_sums(x, weight, bias=None):
+    """Add every product in an accumulator of the dtype (bfloat16 for float32)."""
+    dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+    total = torch.zeros(*x.shape[:-1], weight.shape[0], dtype=dtype)
+    for k in range(weight.shape[1]):
+        total = (total.float() + x[..., k : k + 1].float() * weight[:, k].float()).to(dtype)
+    return (total if bias is None else total + bias).to(x.dtype)
+
+
+def inexact_rsqrt(values):
+    """One unit off in either direction, another in every call."""
+    off = 2.0**-23 * torch.randint(-1, 2, values.shape)
+    return RSQRT(values) * (1 + off)
+
+
+def fast_silu(x, inplace=False):
+    y = x.float()
+    return (y * (1 / (1 + torch.exp(-y) * (1 + 2.0**-22))) * (1 - 2.0**-23)).to(x.dtype)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Replace an operation of torch in the body of a test."""
+
+    def replace(**operations):
+        for name, operation in operations.items():
+            monkeypatch.setattr(torch if name == "rsqrt" else torch.nn.functional, name, operation)
+
+    random.seed(0)
+    torch.manual_seed(0)
+    return replace
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts_in_float32", [True, False])
+def test_split_sums_in_a_fixed_order_are_healthy(random_model, on_device, dtype, parts_in_float32):
+    model = random_model(dtype=dtype)
+    on_device(linear=split_k(parts_in_float32, shuffle=False))
+    result = run_exact(model, CONFIG)
+    assert (result.faults, result.reordered) == ((), ())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts_in_float32", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_split_sums_in_random_order_are_healthy_and_named(
+    random_model, on_device, dtype, parts_in_float32, architecture
+):
+    model = random_model(architecture, dtype)
+    on_device(linear=split_k(parts_in_float32, shuffle=True))
+    result = run_exact(model, CONFIG)
+    assert result.faults == ()
+    assert "q_proj" in result.reordered
+    assert judge(result, None, CONFIG).verdict == "healthy"
+    assert result.forward_equivalents <= 25
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_order_that_depends_on_the_tile_is_healthy(random_model, on_device, dtype):
+    model = random_model(dtype=dtype)
+    on_device(linear=stream_k)
+    assert run_exact(model, CONFIG).faults == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_roots_and_exponentials_off_by_an_ulp_are_healthy(random_model, on_device, dtype, architecture):
+    model = random_model(architecture, dtype)
+    on_device(rsqrt=inexact_rsqrt, silu=fast_silu)
+    assert run_exact(model, CONFIG).faults == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flush_to_zero_is_healthy(random_model, dtype):
+    torch.set_flush_denormal(True)
+    try:
+        assert run_exact(random_model(dtype=dtype), CONFIG).faults == ()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_tf32_is_healthy_where_torch_allows_it_and_said(random_model, on_device):
+    model = random_model()
+    torch.set_float32_matmul_precision("high")
+    try:
+        on_device(linear=tf32)
+        result = run_exact(model, CONFIG)
+        verdict = judge(result, None, CONFIG)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (verdict.verdict, result.float32_product_bits) == ("healthy", 11)
+    assert "products keep 11 of the 24 bits" in verdict.reason
+    assert any("mantissa bits" in gap.part for gap in verdict.untested)
+
+
+def test_tf32_is_a_fault_of_the_device_where_float32_was_asked_for(random_model, on_device):
+    model = random_model()
+    on_device(linear=tf32)
+    result = run_exact(model, CONFIG)
+    assert {(fault.scope, fault.site) for fault in result.faults} >= {("device", "q_proj"), ("device", "down_proj")}
+    assert result.float32_product_bits == 11
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_narrow_accumulators_are_a_fault_of_the_device(random_model, on_device, dtype):
+    model = random_model(dtype=dtype)
+    on_device(linear=narrow_sums)
+    faults = run_exact(model, CONFIG).faults
+    assert {fault.scope for fault in faults} == {"device"}
+    assert all("accumulator" in fault.probes for fault in faults if fault.site in ("q_proj", "up_proj", "down_proj"))
+
+
+def test_a_sparse_layer_beside_dense_ones_is_healthy():
+    result = run_exact(random_mixture_of("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=3), CONFIG)
+    assert result.faults == ()
+    assert [gap.layers for gap in result.untested if gap.part == "mlp_output"] in ([], [(3,)])
