@@ -87,6 +87,7 @@ def test_threads_are_restored(model):
         ({"sead": 1}, "diagnose: sead"),
         ({"num_prompts": 0}, "diagnose: num_prompts"),
         ({"faults": ["type=bias"]}, "missing key"),
+        ({"method": "exakt"}, "method is 'exakt', expected exact, statistical, all"),
     ],
 )
 def test_wrong_options_are_one_line(model, options, message):
@@ -99,3 +100,17 @@ def test_a_model_of_another_family_is_refused():
     model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ModelError, match="linear_attention"):
         aqnpipe.diagnose(model)
+
+
+def test_a_model_on_several_devices_or_without_weights_is_refused():
+    split = random_model_of("llama", num_layers=2)
+    split.lm_head.to("meta")
+    with pytest.raises(ModelError, match="its weights are on cpu, meta, expected all of them on one device"):
+        aqnpipe.diagnose(split)
+    with pytest.raises(ModelError, match="its weights are on meta"):
+        aqnpipe.diagnose(split.to("meta"))
+
+
+def test_a_number_format_that_has_no_probes_is_refused():
+    with pytest.raises(ModelError, match="its layers are float64, expected float32, bfloat16, float16"):
+        aqnpipe.diagnose(random_model_of("llama", num_layers=2).double())

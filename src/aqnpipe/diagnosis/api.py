@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import get_args
 
 import torch
 from pydantic import ValidationError
@@ -17,9 +18,10 @@ from aqnpipe.artifacts.provenance import versions
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import parse_fault
+from aqnpipe.config.model import Dtype
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.diagnose import diagnose_model, layer_metrics
-from aqnpipe.errors import ConfigError
+from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.seeding import keyed_generator
 
@@ -47,15 +49,15 @@ def diagnose(
     - faults: faults to simulate, as in `type=saturation,layer=3,magnitude=0.3`.
     - options: settings of the diagnosis by their names in a study (`seed`, `num_prompts`, ...).
 
-    Raises ConfigError if an option or a fault is unknown, ModelError if the model is of a family that cannot be
-    diagnosed.
+    Raises ConfigError if an option or a fault is unknown, ModelError if the model is of another family, on several
+    devices or quantized.
     """
-    config = _config(options)
+    config = _config(method, options)
     simulated = tuple(parse_fault(fault) if isinstance(fault, str) else fault for fault in faults)
-    decoder_layers(model)
+    _refuse(model)
     started, clock = datetime.now(UTC), time.monotonic()
     hardware = read_hardware(device_of(model))
-    prompts = prompt_ids if prompt_ids is not None else random_prompts(model, config)
+    prompts = random_prompts(model, config) if prompt_ids is None else [ids.to(device_of(model)) for ids in prompt_ids]
     with _threads(config.threads if "threads" in options else None):
         diagnosed = diagnose_model(model, prompts, config, faults=simulated, method=method, show_progress=show_progress)
     settings = getattr(model, "config", None)
@@ -95,7 +97,22 @@ def device_label(device: torch.device, hardware: Hardware) -> str:
     return hardware.name if device.type != "cpu" else f"{device} ({platform.processor() or platform.machine()})"
 
 
-def _config(options: dict[str, object]) -> DiagnosisConfig:
+def _refuse(model: nn.Module) -> None:
+    """Raise ModelError unless `model` is of a known family, on one device, in a number format that can be probed."""
+    decoder_layers(model)
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ModelError(
+            f"{type(model).__name__}: its weights are on {', '.join(devices)}, expected all of them on one device"
+        )
+    dtype = str(next(decoder_layers(model).parameters()).dtype).removeprefix("torch.")
+    if dtype not in get_args(Dtype):
+        raise ModelError(f"{type(model).__name__}: its layers are {dtype}, expected {', '.join(get_args(Dtype))}")
+
+
+def _config(method: str, options: dict[str, object]) -> DiagnosisConfig:
+    if method not in get_args(DiagnosisMethod):
+        raise ConfigError(f"diagnose: method is {method!r}, expected {', '.join(get_args(DiagnosisMethod))}")
     try:
         return DiagnosisConfig.model_validate(options)
     except ValidationError as error:
