@@ -1,7 +1,7 @@
 """aqnpipe: declarative experiments on noise-robust post-training of language models, with measured noise in every run.
 
-`aqnpipe.diagnose(model)` diagnoses the machine with a model in memory. It is imported on first use, because it needs
-torch. The imports are relative so that the digest of the code of a stage (artifacts/provenance.py), which follows
+`aqnpipe.diagnose(model)` diagnoses the machine with a model in memory, `aqnpipe.noisy(model, scale=0.05)` puts noise on
+its matrix products. They are imported on first use, because they need torch. The imports are relative so that the digest of the code of a stage (artifacts/provenance.py), which follows
 imports by their full names, does not include the diagnosis for every stage.
 """
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .diagnosis.api import diagnose as diagnose
+    from .noise.noisy import noisy as noisy
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"diagnose": ".diagnosis.api"}
+_PUBLIC = {"diagnose": ".diagnosis.api", "noisy": ".noise.noisy"}
 """Public functions by the module that defines them."""
 
 

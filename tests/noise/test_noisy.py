@@ -1,0 +1,128 @@
+"""`aqnpipe.noisy` in code that knows nothing of aqnpipe: generation, a training loop, and what it refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import aqnpipe
+from aqnpipe.config.noise import MantissaTruncation
+from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_generation_has_noise_and_a_receipt(model, ids):
+    clean = model(input_ids=ids).logits
+    with aqnpipe.noisy(model, scale=0.05, seed=0) as receipt, torch.no_grad():
+        noised = model(input_ids=ids).logits
+        model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert receipt.check() is receipt
+    assert receipt.recomputed_numbers > 1000
+    assert not torch.equal(noised, clean)
+    assert torch.equal(model(input_ids=ids).logits, clean)
+
+
+def test_seed_and_step_determine_the_noise(model, ids):
+    def noised(**key):
+        with aqnpipe.noisy(model, scale=0.05, **key), torch.no_grad():
+            return model(input_ids=ids).logits
+
+    assert torch.equal(noised(seed=1), noised(seed=1))
+    assert not torch.equal(noised(seed=1), noised(seed=2))
+    assert not torch.equal(noised(seed=1, step=0), noised(seed=1, step=1))
+
+
+def test_a_training_loop_shares_one_receipt(model, ids):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    receipt = None
+    for _ in range(3):
+        with aqnpipe.noisy(model, scale=0.05, seed=0, backward=True, receipt=receipt) as receipt:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt.check()
+    counts = {phase.phase: phase.forwards for phase in receipt.content.phases}
+    assert counts == {"actor_forward": 3, "backward": 3}
+
+
+def test_gradients_without_noise_are_refused(model, ids):
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        loss = model(input_ids=ids, labels=ids).loss
+    with pytest.raises(ReceiptError, match="backward"):
+        receipt.check()
+    del loss
+
+
+def test_a_body_that_never_calls_the_model_is_refused(model):
+    with aqnpipe.noisy(model, scale=0.05) as receipt:
+        pass
+    with pytest.raises(ReceiptError, match="evaluation"):
+        receipt.check()
+
+
+def test_a_product_without_noise_is_named(model, ids):
+    mlp = model.model.layers[1].mlp
+    escaped = torch.ones(model.config.hidden_size)
+    mlp.register_forward_pre_hook(
+        lambda module, args: (args[0] + 0 * torch.mv(mlp.down_proj.weight, mlp.up_proj.weight @ escaped),)
+    )
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match=r"aten\.mv in model\.layers\.1\.mlp escaped"):
+        receipt.check()
+
+
+def test_other_errors_and_single_layers(model, ids):
+    clean = model(input_ids=ids, output_hidden_states=True).hidden_states
+    truncation = MantissaTruncation(mantissa_bits=4)
+    with torch.no_grad(), aqnpipe.noisy(model, error=truncation, layers=[1], include_lm_head=False) as receipt:
+        noised = model(input_ids=ids, output_hidden_states=True).hidden_states
+    receipt.check()
+    assert torch.equal(noised[1], clean[1])
+    assert not torch.equal(noised[2], clean[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "expected exactly one of the two"),
+        ({"scale": 0.05, "error": MantissaTruncation(mantissa_bits=4)}, "expected exactly one of the two"),
+        ({"scale": 0.0}, "scale is 0.0, expected a number above 0"),
+        ({"scale": 1.5}, "scale is 1.5"),
+    ],
+)
+def test_contradicting_arguments_are_refused(model, arguments, message):
+    with pytest.raises(ConfigError, match=message), aqnpipe.noisy(model, **arguments):
+        pass
+
+
+def test_a_receipt_of_other_noise_is_refused(model, ids):
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        model(input_ids=ids)
+    with (
+        pytest.raises(ConfigError, match="of another model, noise or seed"),
+        aqnpipe.noisy(model, 0.1, receipt=receipt),
+    ):
+        pass
+
+
+def test_a_model_without_decoder_layers_is_refused_in_one_line():
+    with pytest.raises(ModelError, match="no decoder layers found"), aqnpipe.noisy(torch.nn.Linear(2, 2), scale=0.05):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_as_it_stands(example, tmp_path):
+    done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "recomputed" in done.stdout
