@@ -13,7 +13,6 @@ import aqnpipe
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.models.loading import load_model, load_tokenizer
 
-
 NOISE = {"scale": 0.05, "seed": 0, "backward": True, "layers": range(6), "include_lm_head": False}
 
 

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     },
     "generation": COMPUTING - {"generation"},
     # The stages: they hand each other artifacts and import no other stage.
-    "diagnosis": COMPUTING - {"generation"},
+    "diagnosis": COMPUTING,
     "training": COMPUTING,
     "evaluation": COMPUTING,
     "loss_study": COMPUTING | {"statistics"},

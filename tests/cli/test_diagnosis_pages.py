@@ -18,7 +18,8 @@ PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 NAMES = ("diagnosing-a-machine.md", "diagnosing-a-node.md")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REPLACED = (
-    (r"--devices (all|cuda:\S+)", "--devices cpu,cpu"),
+    (r"--devices all", "--devices cpu"),
+    (r"--devices cuda:\S+", "--devices cpu,cpu"),
     (r"--device cuda:0", "--device cpu"),
     (r"--duration \w+", "--duration 1s"),
     (r"(?<=diagnose )(tiny|Qwen/\S+|path/to/folder)", "MODEL"),

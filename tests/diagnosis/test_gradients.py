@@ -62,4 +62,4 @@ def test_a_fault_of_the_backward_pass_alone_is_found(dtype, part):
     model = tiny_model_of("llama").to(dtype)
     module = layer_sites(decoder_layers(model)[1]).linears["up_proj"]
     module.forward = lambda x: WrongBackward.apply(x, module.weight, module.bias, part)
-    assert places(model) == {(1, "up_proj")}
+    assert places(model) == {(1, f"up_proj.{part}_gradient")}

@@ -1,3 +1,4 @@
+import itertools
 from typing import get_args
 
 import polars as pl
@@ -8,10 +9,10 @@ from hypothesis import strategies as st
 from aqnpipe.artifacts.diagnoses import LocatedFault, Verdict
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
 from aqnpipe.diagnosis.sigmas import layer_sigmas
-from aqnpipe.errors import DataError
+from aqnpipe.errors import ConfigError, DataError
 
 
-def table(gain, kurtosis=None, instability=None, role=None) -> pl.DataFrame:
+def table(gain, kurtosis=None, instability=None, role=None, sensitivity=None) -> pl.DataFrame:
     num_layers = len(gain)
     return pl.DataFrame(
         {
@@ -20,8 +21,9 @@ def table(gain, kurtosis=None, instability=None, role=None) -> pl.DataFrame:
             "kurtosis": kurtosis or [100.0] * num_layers,
             "instability": instability or [0.0] * num_layers,
             "role": role or ["healthy"] * num_layers,
+            "sensitivity": sensitivity or [0.01 * (layer + 1) for layer in range(num_layers)],
         },
-        schema_overrides={"gain": pl.Float64, "kurtosis": pl.Float64, "instability": pl.Float64},
+        schema_overrides=dict.fromkeys(("gain", "kurtosis", "instability", "sensitivity"), pl.Float64),
     )
 
 
@@ -156,10 +158,12 @@ def test_targeted_puts_a_double_raise_on_the_faulty_layers_alone():
     assert sigmas.srdd_metadata["fault_layer"] == 2
 
 
-def test_targeted_takes_the_most_sensitive_quarter_of_a_healthy_machine():
-    layers = table([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.9, 1.0])
+def test_targeted_takes_the_most_fragile_quarter_of_a_healthy_machine():
+    # gain names layers 2 and 6, but only the sensitivity counts
+    layers = table([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.9, 1.0], sensitivity=[0.5, 0.1, 0.1, 0.1, 0.2, 0.1, 0.1, 0.1])
     sigmas = sigmas_by("targeted", layers=layers)
-    assert {layer for layer, sigma in sigmas.aqn.layer_sigmas.items() if sigma} == {2, 6}
+    assert {layer for layer, sigma in sigmas.aqn.layer_sigmas.items() if sigma} == {0, 4}
+    assert sigmas.reasons[0].startswith("targeted: no fault found; the 2 most fragile layers")
 
 
 @pytest.mark.parametrize("strategy", CONTROLS)
@@ -214,3 +218,62 @@ def test_every_strategy_names_itself_and_gives_every_layer_a_reason(strategy):
     assert sigmas.srdd_metadata["strategy"] == strategy
     assert list(sigmas.aqn.layer_sigmas) == list(range(8)) == list(sigmas.reasons)
     assert all(sigmas.reasons.values())
+
+
+GRADED = ("robust_first", "fragile_first", "shuffled_layers")
+
+
+def test_robust_first_worked_out_by_hand():
+    # sensitivities 1, 4 and 1/4 of one another: weights 1/sqrt are 1, 1/2 and 2, with a mean square of 1.75
+    layers = table([1.0] * 3, sensitivity=[0.02, 0.08, 0.005])
+    scale = 0.05 / 1.75**0.5
+    wanted = {0: scale, 1: scale / 2, 2: scale * 2}
+    found = sigmas_by("robust_first", layers=layers)
+    assert found.aqn.layer_sigmas == pytest.approx(wanted, rel=1e-9)
+    assert found.reasons[1].startswith("more noise where the model is robust; sensitivity 0.08, number 1 of 3")
+    assert sigmas_by("fragile_first", layers=layers).aqn.layer_sigmas == pytest.approx(
+        {0: scale, 1: scale * 2, 2: scale / 2}, rel=1e-9
+    )
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(0.01, 0.15))
+def test_graded_sigmas_have_the_energy_of_uniform_ones_within_bounds(sensitivity, base_sigma):
+    rule = SigmaRule(base_sigma=base_sigma)
+    layers = table([1.0] * len(sensitivity), sensitivity=sensitivity)
+    found = {name: sigmas_by(name, rule=rule, layers=layers).aqn.layer_sigmas for name in GRADED}
+    for sigmas in found.values():
+        assert all(rule.sigma_min <= sigma <= rule.sigma_max for sigma in sigmas.values())
+        assert sum(sigma**2 for sigma in sigmas.values()) == pytest.approx(len(sensitivity) * base_sigma**2, rel=1e-8)
+        assert sorted(sigmas.values()) == sorted(found["robust_first"].values())
+    for more, less in itertools.combinations(range(len(sensitivity)), 2):
+        if sensitivity[more] > sensitivity[less]:
+            assert found["robust_first"][more] <= found["robust_first"][less]
+            assert found["fragile_first"][more] >= found["fragile_first"][less]
+
+
+def test_shuffled_layers_follow_the_seed():
+    orders = {
+        tuple(sigmas_by("shuffled_layers", rule=SigmaRule(seed=seed)).aqn.layer_sigmas.values()) for seed in range(10)
+    }
+    assert len(orders) > 5
+    assert sigmas_by("shuffled_layers") == sigmas_by("shuffled_layers")
+
+
+def test_a_changed_sensitivity_changes_the_sigmas_and_the_published_rule_ignores_it():
+    other = table([1.0] * 8, sensitivity=[0.01 * (8 - layer) for layer in range(8)])
+    assert sigmas_by("robust_first", layers=other).aqn != sigmas_by("robust_first").aqn
+    assert sigmas_by("published", layers=other).aqn == sigmas_by("published").aqn
+
+
+@pytest.mark.parametrize("strategy", [*GRADED, "targeted"])
+@pytest.mark.parametrize("missing", [pl.lit(None, dtype=pl.Float64), None])
+def test_a_strategy_that_needs_the_sensitivity_refuses_a_diagnosis_without(strategy, missing):
+    layers = EIGHT.drop("sensitivity") if missing is None else EIGHT.with_columns(missing.alias("sensitivity"))
+    with pytest.raises(DataError, match="no sensitivity of the layers"):
+        sigmas_by(strategy, layers=layers)
+
+
+@pytest.mark.parametrize("base_sigma", [0.005, 0.2])
+def test_equal_energy_needs_a_base_sigma_within_the_bounds(base_sigma):
+    with pytest.raises(ConfigError, match=r"base_sigma is .*, outside sigma_min 0.01 to sigma_max 0.15"):
+        sigmas_by("robust_first", rule=SigmaRule(base_sigma=base_sigma))

@@ -67,6 +67,33 @@ def test_healthy_machine(model_dir, problems, tmp_path):
     assert digests(tmp_path).keys() == {"layers.parquet", "verdict.json"}
 
 
+def test_sensitivity_is_measured_on_the_faulty_machine_and_changes_the_sigmas(model_dir, problems, tmp_path):
+    found = {}
+    for name, faults in (("cpu", []), ("target", [Fault(type="dead_zone", layer=2, magnitude=0.3)])):
+        table, _ = run(model_dir, problems, tmp_path / name, Machine(faults=faults), name=name)
+        assert (table["sensitivity"] > 0).all()
+        generate_layer_sigmas(
+            tmp_path / name / "layers.parquet",
+            tmp_path / name / "verdict.json",
+            SigmaRule(),
+            tmp_path / f"{name}.yaml",
+            "tiny",
+            name,
+            "robust_first",
+        )
+        found[name] = table["sensitivity"].to_list(), read_yaml(tmp_path / f"{name}.yaml", SigmaFile).aqn.layer_sigmas
+    for on_cpu, on_target in zip(*found.values(), strict=True):
+        assert on_cpu != on_target
+
+
+def test_sensitivity_uses_at_most_the_configured_questions(model_dir, problems, tmp_path):
+    one = CONFIG.model_copy(update={"sensitivity_texts": 1})
+    whole, _ = run(model_dir, problems, tmp_path / "whole")
+    first, _ = run(model_dir, problems, tmp_path / "first", config=one)
+    assert whole["sensitivity"].to_list() != first["sensitivity"].to_list()
+    assert whole.drop("sensitivity").equals(first.drop("sensitivity"))
+
+
 def test_faulty_machine_is_found_and_its_reach_recorded(model_dir, problems, tmp_path):
     fault = Fault(type="noise", layer=2, magnitude=0.1)
     _, verdict = run(model_dir, problems, tmp_path, Machine(faults=[fault]))

@@ -94,3 +94,27 @@ def test_a_disk_that_cannot_be_written_ends_a_job_in_clear_lines(tmp_path, log, 
     assert "Traceback" not in done.stderr
     for expected in said:
         assert any(line.startswith(expected) for line in lines), done.stderr
+
+
+ADVISED_JOB = """
+import sys
+from pathlib import Path
+from aqnpipe.errors import DataError
+from aqnpipe.runtime.jobs import logged_job
+with logged_job(Path(sys.argv[1]), settings="dataset"):
+    raise DataError(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("data set ./mine: no such folder", "next: change dataset in the study, or fix what the message names"),
+        ("results/data/test.parquet: damaged", "next: fix a file of your own; remove a file under results"),
+    ],
+)
+def test_the_advice_names_the_setting_unless_a_result_is_meant(tmp_path, message, advice):
+    command = [sys.executable, "-c", ADVISED_JOB, "results/logs/job.log", message]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1].startswith(advice)

@@ -238,6 +238,7 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
             "zero_share": np.where(faulty, 0.21, 0.0),
             "values_at_maximum": np.ones(NUM_LAYERS),
             "pile_up": np.zeros(NUM_LAYERS),
+            "sensitivity": 0.1 * np.exp(-layer),
             "role": ["healthy"] * NUM_LAYERS,
         }
     )

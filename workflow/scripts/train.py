@@ -7,7 +7,9 @@ from aqnpipe.runtime.jobs import logged_device_job
 
 spec = TrainingSpec.model_validate(snakemake.params.spec)
 leases, workers = snakemake.resources.get("devices", 0), spec.training.num_workers
-with logged_device_job(Path(snakemake.log[0]), spec.device, leases, workers) as say:
+with logged_device_job(
+    Path(snakemake.log[0]), spec.device, leases, workers, f"training, prompt or arm {spec.arm_id}"
+) as say:
     from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training.run import TrainingInputs
 

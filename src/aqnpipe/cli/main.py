@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from aqnpipe.cli.check import check
 from aqnpipe.cli.check_published import check_published
@@ -17,10 +18,13 @@ from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
 from aqnpipe.cli.sensitivity import sensitivity
 from aqnpipe.cli.sigmas import sigmas
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, printable
+
+_EXIT_INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells report it."""
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -49,9 +53,27 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line. A user-correctable error prints one line on standard error and exits with code 2."""
+    """Run the command line. A user's mistake prints one line on standard error and exits with code 2."""
     try:
-        app()
+        sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False))
+    except typer.Abort:
+        sys.exit(_EXIT_INTERRUPTED)
+    except typer.TyperException as error:
+        # typer itself would draw a box under the usage of the command.
+        context = getattr(error, "ctx", None)
+        hint = f" (`{context.command_path} --help` lists what there is)" if context else ""
+        typer.echo(f"ERROR: {printable(_usage_message(error))}{hint}", err=True)
+        sys.exit(EXIT_USER_ERROR)
     except AqnpipeError as error:
         typer.echo(f"ERROR: {error}", err=True)
         sys.exit(EXIT_USER_ERROR)
+
+
+def _usage_message(error: typer.TyperException) -> str:
+    """Return a usage error on one line; values are judged by pydantic, whose words are not shown."""
+    message = " ".join(error.format_message().split()).removesuffix(".").replace("Value error, ", "")
+    cause = error.__cause__ or error.__context__
+    if not isinstance(cause, ValidationError) or cause.errors()[0]["type"] == "value_error":
+        return message
+    option = message.partition(": ")[0].removeprefix("Invalid value for ").strip("'")
+    return f"{option}: {describe_validation_error(cause).partition(': ')[2]}"

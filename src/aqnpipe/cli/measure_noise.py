@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 
+from aqnpipe.cli.front_door import refuse_missing_folder
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.study import read_arms
+from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import ConfigError, ReceiptError
 
 if TYPE_CHECKING:
@@ -37,8 +41,12 @@ def measure_noise(
 
     known = read_arms(arms)
     if arm not in known:
-        raise ConfigError(f"--arm: unknown arm {arm!r}, {arms} defines {', '.join(sorted(known))}")
-    settings = ModelConfig(source=model)
+        raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
+    refuse_missing_folder("--json", json)
+    try:
+        settings = ModelConfig(source=model)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error).removeprefix("source: ")) from error
     loaded = load_model(source_folder(settings), dtype=dtype, attention=attention)
     receipt = measure_arm(loaded, known[arm])
     if json is not None:

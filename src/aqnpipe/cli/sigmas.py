@@ -17,6 +17,10 @@ def sigmas(
     strategy: Annotated[
         SigmaStrategy, typer.Option(help="strategy that derives sigmas from the diagnosis")
     ] = "published",
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option(help="file written by `aqnpipe sensitivity --json`, for strategies that need the sensitivity"),
+    ] = None,
     base_sigma: Annotated[float, typer.Option(help="sigma of a layer to which no rule applies")] = 0.05,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="write to this file instead of standard output")
@@ -27,6 +31,7 @@ def sigmas(
 
     from aqnpipe.artifacts.diagnoses import DiagnosisFile, Verdict
     from aqnpipe.artifacts.files import read_json, write_yaml
+    from aqnpipe.artifacts.sensitivities import SensitivityFile
     from aqnpipe.diagnosis.sigmas import layer_sigmas
 
     file = read_json(diagnosis, DiagnosisFile)
@@ -38,6 +43,11 @@ def sigmas(
     except ValidationError as error:
         raise ConfigError(f"--base-sigma: {describe_validation_error(error)}") from error
     table = pl.DataFrame(rows)
+    if sensitivity is not None:
+        estimates = [part.estimate for part in read_json(sensitivity, SensitivityFile).layers if part.layer is not None]
+        if len(estimates) != table.height:
+            raise DataError(f"{sensitivity}: found {len(estimates)} layers, expected {table.height} as in {diagnosis}")
+        table = table.with_columns(pl.Series("sensitivity", estimates))
     verdict = Verdict.model_validate(file.model_dump(include=set(Verdict.model_fields)))
     result = layer_sigmas(table, verdict, rule, strategy, metadata={"model": file.model, "device": file.device})
     if output is None:

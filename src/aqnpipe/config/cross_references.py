@@ -10,6 +10,7 @@ from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.model import num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization
+from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.errors import ModelError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     """Yield the problems of `study` (read from `source`) with `arms`, the content of its arms file: one line each."""
     yield from _name_problems(study, arms, source)
+    yield from _size_problems(study, source)
     yield from _machine_problems(study, source)
     yield from _layer_problems(study, arms, source)
     yield from _attention_problems(study, arms, source)
@@ -33,7 +35,7 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
 def _name_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     for name in study.arms:
         if name not in arms:
-            yield f"{source}: arms: unknown arm {name!r}, {study.arms_file} defines {', '.join(sorted(arms))}"
+            yield f"{source}: arms: {unknown('arm', name, sorted(arms), f'{study.arms_file} defines')}"
             return
         arm = arms[name]
         if arm.task not in (None, study.dataset.task):
@@ -50,17 +52,24 @@ def _name_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -
         yield f"{study.arms_file}: arms.{PRETRAINED}: this name is reserved for the model before training"
 
 
+def _size_problems(study: "StudyConfig", source: str) -> Iterator[str]:
+    dataset, asked, shots = study.dataset, study.evaluation.num_questions, study.prompt.num_examples
+    if asked is not None and dataset.num_test is not None and asked > dataset.num_test:
+        yield f"{source}: evaluation.num_questions: found {asked}, expected at most dataset.num_test {dataset.num_test}"
+    if dataset.num_train is not None and shots >= dataset.num_train:
+        yield f"{source}: prompt.num_examples: found {shots}, expected fewer than dataset.num_train {dataset.num_train}"
+
+
 def _machine_problems(study: "StudyConfig", source: str) -> Iterator[str]:
-    known = ", ".join(study.machines)
     machine = study.evaluation.pretrained_machine
     if machine is not None and machine not in study.machines:
-        yield f"{source}: evaluation.pretrained_machine: unknown machine {machine!r}, the study has {known}"
+        yield f"{source}: evaluation.pretrained_machine: {unknown('machine', machine, study.machines)}"
     for index, losses in enumerate(study.loss_studies):
         where = f"{source}: loss_studies.{index}"
         if losses.model not in study.models:
-            yield f"{where}.model: unknown role {losses.model!r}, the study has {', '.join(study.models)}"
+            yield f"{where}.model: {unknown('role', losses.model, study.models)}"
         if losses.machine not in study.machines:
-            yield f"{where}.machine: unknown machine {losses.machine!r}, the study has {known}"
+            yield f"{where}.machine: {unknown('machine', losses.machine, study.machines)}"
         elif not study.machines[losses.machine].faults:
             yield f"{where}.machine: {losses.machine} has no faults, expected a machine with simulated faults"
         elif set(losses.orders) != {"after_noise"} and any(
@@ -143,13 +152,13 @@ def _schedule_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterato
 
 
 def _comparison_problems(study: "StudyConfig", source: str) -> Iterator[str]:
-    known = {*study.arms, PRETRAINED}
+    known = (*study.arms, PRETRAINED)
     for index, comparison in enumerate(study.comparisons):
         where = f"{source}: comparisons.{index}"
         names = [comparison.arm] if comparison.kind == "levels" else [comparison.treatment, comparison.control]
         for name in names:
             if name not in known:
-                yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
+                yield f"{where}: {unknown('arm', name, known)}"
         if comparison.kind != "arms" and 0.0 not in study.evaluation.noise_levels:
             yield f"{where}: compares with noise level 0, evaluation.noise_levels does not contain 0.0"
         if comparison.noise_level not in study.evaluation.noise_levels:
@@ -163,11 +172,11 @@ def _explore_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str
     pair, where = study.report.explore, f"{source}: report.explore"
     if pair is None:
         return
-    known = {*study.arms, PRETRAINED}
+    known = (*study.arms, PRETRAINED)
     names = (pair.treatment, pair.control)
     for name in names:
         if name not in known:
-            yield f"{where}: unknown arm {name!r}, the study has {', '.join(study.arms)} and {PRETRAINED}"
+            yield f"{where}: {unknown('arm', name, known)}"
             return
     if pair.treatment == pair.control:
         yield f"{where}: treatment and control are both {pair.control!r}, expected two arms"
@@ -188,7 +197,7 @@ def _aa_control_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Itera
             continue
         where = f"{study.arms_file}: arms.{name}.aa_control_of"
         if target not in arms:
-            yield f"{where}: unknown arm {target!r}, the file defines {', '.join(sorted(arms))}"
+            yield f"{where}: {unknown('arm', target, sorted(arms), 'the file defines')}"
         elif target == name:
             yield f"{where}: found the arm itself, expected another arm"
         elif arms[target].model != arms[name].model:

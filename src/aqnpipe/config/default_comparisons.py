@@ -6,16 +6,23 @@ from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, Degra
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.diagnosis import SigmaStrategy
 
-ENERGY_CONTROLS: tuple[SigmaStrategy, ...] = ("healthy_layers", "random_layers", "wrong_layers")
-"""Strategies that put the same energy as `targeted` into other layers (ADR 7)."""
+ENERGY_CONTROLS: Mapping[SigmaStrategy, tuple[SigmaStrategy, ...]] = {
+    "targeted": ("healthy_layers", "random_layers", "wrong_layers"),
+    "robust_first": ("shuffled_layers", "fragile_first"),
+    "fragile_first": ("shuffled_layers",),
+}
+"""For strategies with controls: those that put the same energy into other layers (ADR 7)."""
+
+_PURE_CONTROLS = frozenset({"healthy_layers", "random_layers", "wrong_layers", "shuffled_layers"})
+"""Strategies that exist only as controls."""
 
 
 def default_comparisons(arms: Mapping[str, Arm], noise_levels: Sequence[float]) -> tuple[Comparison, ...]:
     """Return the usual comparisons for `arms`, A/A controls excluded, in three families.
 
     - arms: a clean arm against the pretrained model; a noise arm against the clean arm; an AQN arm against the arm with
-      the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if the
-      sigmas target the fault, against its controls of equal energy.
+      the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if its
+      strategy has any, against its controls of equal energy.
     - levels: every arm at the highest noise level against itself without noise.
     - degradation: accuracy lost to that level, by a noise or AQN arm against each of its counterparts.
 
@@ -40,14 +47,14 @@ def _controls(name: str, arms: Mapping[str, Arm]) -> list[str]:
     """Return the controls of an arm; none for a control of equal energy, which is itself the control of its arm."""
     arm = arms[name]
     strategy = arm.aqn.layer_sigmas_strategy if arm.aqn is not None else "published"
-    if strategy in ENERGY_CONTROLS:
+    if strategy in _PURE_CONTROLS:
         return []
-    return [_counterpart(name, arms), *(_energy_controls(arm, arms) if strategy == "targeted" else [])]
+    return [_counterpart(name, arms), *_energy_controls(arm, arms, ENERGY_CONTROLS.get(strategy, ()))]
 
 
-def _energy_controls(arm: Arm, arms: Mapping[str, Arm]) -> Iterator[str]:
+def _energy_controls(arm: Arm, arms: Mapping[str, Arm], strategies: Sequence[SigmaStrategy]) -> Iterator[str]:
     for name, other in arms.items():
-        if arm.aqn is None or other.aqn is None or other.aqn.layer_sigmas_strategy not in ENERGY_CONTROLS:
+        if arm.aqn is None or other.aqn is None or other.aqn.layer_sigmas_strategy not in strategies:
             continue
         same = other.aqn.model_copy(update={"layer_sigmas_strategy": arm.aqn.layer_sigmas_strategy})
         if same == arm.aqn and _noise(other) == _noise(arm) and other.model == arm.model:

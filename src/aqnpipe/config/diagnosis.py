@@ -37,11 +37,24 @@ class DiagnosisConfig(FrozenModel):
     miss_probability: float = Field(
         default=0.001, gt=0, lt=1, description="allowed probability of missing such a fault on a single channel"
     )
+    sensitivity_texts: int = Field(
+        default=64, ge=1, description="training questions with solutions on which sensitivity is measured, at most"
+    )
     seed: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=1)
 
 
-SigmaStrategy = Literal["published", "targeted", "variable", "healthy_layers", "random_layers", "wrong_layers"]
+SigmaStrategy = Literal[
+    "published",
+    "targeted",
+    "variable",
+    "robust_first",
+    "fragile_first",
+    "healthy_layers",
+    "random_layers",
+    "wrong_layers",
+    "shuffled_layers",
+]
 """Strategies that derive sigmas from a diagnosis, described in diagnosis/sigmas.py and config/README.md."""
 
 
@@ -67,9 +80,9 @@ class SigmaRule(FrozenModel):
         default=0.25,
         gt=0,
         le=1,
-        description="share of the layers, the most sensitive ones, that is targeted if there is no fault",
+        description="share of the layers, the most fragile ones, that is targeted if there is no fault",
     )
-    seed: int = Field(default=0, ge=0, description="seed with which random_layers draws its layers")
+    seed: int = Field(default=0, ge=0, description="seed of random_layers and shuffled_layers")
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

@@ -65,11 +65,18 @@ class StudyPlan:
         return {rule: count for rule, count in counts.items() if count}
 
     def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
-        """Return the sigma strategies for a diagnosis: `published`, and those that arms of the model request."""
+        """Return the sigma strategies for a diagnosis: `published`, and those that arms of the model request.
+
+        A machine without simulated faults gets those of every other machine too, to show what the faults change.
+        """
+        is_healthy = not self.study.config.machines[machine].faults
         requested = [
             arm.aqn.layer_sigmas_strategy
             for arm in self.study.arms.values()
-            if arm.model == model and arm.aqn is not None and arm.aqn.layer_sigmas_from == machine
+            if arm.model == model
+            and arm.aqn is not None
+            and arm.aqn.layer_sigmas_from is not None
+            and (is_healthy or arm.aqn.layer_sigmas_from == machine)
         ]
         return list(dict.fromkeys(["published", *requested]))
 
@@ -141,7 +148,7 @@ class StudyPlan:
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
-            arm=self.study.arms[arm],
+            arm=self.study.arms[arm].as_trained(),
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,

@@ -1,6 +1,6 @@
 """Validation errors of pydantic in words of this package: key, what was found, what is expected, and near misses."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import UnionType
@@ -55,7 +55,7 @@ def describe_validation_error(error: ValidationError, content: Any = None, model
     # An unknown key is often a misspelling of the key reported as missing, so it comes first and stands for it.
     problems.sort(key=lambda problem: problem.kind != "extra_forbidden")
     explained = {
-        (*problem.key[:-1], problem.text.split("did you mean ")[1].rstrip("?"))
+        (*problem.key[:-1], problem.text.split("did you mean ")[1].rstrip("?)"))
         for problem in problems
         if problem.kind == "extra_forbidden" and "did you mean " in problem.text
     }
@@ -66,9 +66,15 @@ def describe_validation_error(error: ValidationError, content: Any = None, model
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean X?` for the known name that is most similar to `name`; "" if none is."""
+    """Return ` (did you mean X?)` for the known name that is most similar to `name`; "" if none is."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f", did you mean {close[0]}?" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def unknown(kind: str, name: str, known: Collection[str], there: str = "the study has") -> str:
+    """Return that a name is unknown, and the most similar known one, or all of them if none is similar."""
+    near = did_you_mean(name, known)
+    return f"unknown {kind} {name!r}{near or f', {there} ' + ', '.join(known)}"
 
 
 def _texts(problems: Sequence[_Problem]) -> Iterator[str]:

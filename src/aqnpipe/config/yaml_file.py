@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aqnpipe.config.validation_messages import describe_validation_error
+from aqnpipe.config.validation_messages import describe_validation_error, did_you_mean
 from aqnpipe.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -30,7 +30,7 @@ def read_yaml_file(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file{_did_you_mean(path)}") from error
+        raise ConfigError(f"{path}: no such file{_near_files(path)}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -137,12 +137,8 @@ def _with_integers(content: Any) -> Any:
     return content
 
 
-def _did_you_mean(path: Path) -> str:
-    from difflib import get_close_matches
-
+def _near_files(path: Path) -> str:
     try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+        return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix])
     except OSError:
         return ""
-    close = get_close_matches(path.name, names, n=1)
-    return f", did you mean {path.with_name(close[0])}?" if close else ""

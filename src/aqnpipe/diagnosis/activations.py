@@ -20,6 +20,7 @@ from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.models.sites import LayerSites
 
 SITE = "mlp_core"
+MODULE_SITE = "activation"
 _CONFIG_NAMES = ("hidden_act", "hidden_activation", "activation_function", "hidden_activation_function")
 _MODULE_NAMES = ("act_fn", "activation_fn", "act")
 _NUM_FACTORS = 8
@@ -80,7 +81,8 @@ def activation_sweep(
     x = _in_rows(finite_numbers(dtype, generator), _WIDTH)
     observed = module(x.to(device).unsqueeze(1))
     expected, allowed = _reference(name, x)
-    return [compare("activation", layer, SITE, expected, observed.squeeze(1), allowed=allowed)]
+    flat = [tensor.reshape(-1, 1) for tensor in (expected, observed, allowed)]  # of no channel in particular
+    return [compare("activation", layer, MODULE_SITE, flat[0], flat[1], allowed=flat[2])]
 
 
 def gated_sweep(

@@ -31,6 +31,7 @@ SITE = "attention_core"
 CACHE_SITE = "kv_cache"
 KINDS = ("one-hot", "uniform", "ordinary")
 
+_OPERANDS = ("query", "key", "value", "attention_mask")
 _KNOWN_ARGUMENTS = frozenset(
     {"scaling", "dropout", "sliding_window", "softcap", "is_causal"}
     | {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict"}
@@ -78,10 +79,12 @@ def replaced_operands(layer_of: dict[nn.Module, int], observation: Observation) 
     def wrapped_lookup(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         kernel = lookup(name, default)
 
-        def run(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in layer_of:
-                return kernel(module, q, k, v, mask, **kwargs)
-            return _checked_call(kernel, module, layer_of[module], (q, k, v), mask, kwargs, observation)
+                return kernel(module, *args, **kwargs)
+            if len(args) != len(_OPERANDS):  # some families name them
+                args = tuple(kwargs.pop(name) for name in _OPERANDS)
+            return _checked_call(kernel, module, layer_of[module], args[:3], args[3], kwargs, observation)
 
         return run
 
@@ -96,7 +99,7 @@ def _checked_call(
     kernel: Callable[..., Any],
     module: nn.Module,
     layer: int,
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: tuple[Tensor, ...],
     mask: Tensor | None,
     kwargs: dict[str, Any],
     observation: Observation,

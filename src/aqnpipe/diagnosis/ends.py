@@ -19,17 +19,19 @@ _LARGEST_SUM = {torch.bfloat16: 2**8, torch.float16: 2**11}
 """Integers up to here are exact in the dtype, in which healthy kernels may hold the partial sums of a split sum."""
 
 
-def probe_ends(model: nn.Module, seed: int) -> list[Check]:
+def probe_ends(model: nn.Module, seed: int, *, is_known: bool = True) -> list[Check]:
     """Return the checks of embedding, norms outside the decoder layers, and lm_head; all rows of both tables.
 
+    Of a model that is not `is_known`, embeddings and norms of classes of their own are left out.
     lm_head takes a test weight of its own size for the duration of a call.
     """
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     like = embedding.weight
     generator = keyed_generator("cpu", seed, "diagnosis.ends")
-    checks = _embedding(embedding)
+    checks = _embedding(embedding) if is_known or type(embedding) is nn.Embedding else []
     for site, module in outer_norms(model).items():
-        checks += norm_sweep(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
+        if is_known or type(module) is nn.LayerNorm:
+            checks += norm_sweep(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
     head = output_projection(model)
     if isinstance(head, nn.Linear):
         checks += [_selecting(head, generator), _summing(head, generator)]

@@ -17,6 +17,7 @@ from aqnpipe.diagnosis.classify import classify
 from aqnpipe.diagnosis.cost import metered
 from aqnpipe.diagnosis.coverage import untested_parts, untested_sites
 from aqnpipe.diagnosis.fit import STRUCTURAL, misfits
+from aqnpipe.diagnosis.further import further_checks
 from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import product_bits
 from aqnpipe.diagnosis.locate import Evidence, mismatching, suspects
@@ -72,12 +73,13 @@ def run_exact(
             checks += found
             reordered |= set(changing)
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
-        checks, unfit = _without_misfits(checks, probers, inputs)
+        more, unreached = further_checks(model, layers, config.seed, show_progress)
+        checks, unfit = _without_misfits(checks + more, probers, inputs)
         faults = _faults(checks, probers, inputs)
     return ExactResult(
         checks=checks,
         faults=faults,
-        untested=(*untested_sites(layers, checks), *unfit, *untested_parts(checks, like.dtype, inputs)),
+        untested=(*untested_sites(layers, checks), *unfit, *unreached, *untested_parts(checks, like.dtype, inputs)),
         reordered=tuple(sorted(reordered)),
         elements_per_channel=elements_per_channel(checks),
         calls_per_site=calls_per_site(checks),
@@ -99,6 +101,9 @@ def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
     squares = ceil(elements / (config.exact_repeats + 1) / period)
     return period * max(_LEAST_SQUARES, squares)
 
+
+_COUNTED = ("identity", "linear", "mantissa", "integer", "accumulator", "attention", "mlp", "norm", "repeat")
+"""Probes whose values count for the probability of a miss: those of linears, norms, cores and sums of all tokens."""
 
 _LEAST_SQUARES = 4
 """Two for each half of a linear probe: one of powers of two, one of full mantissas."""
@@ -198,7 +203,7 @@ def calls_per_site(checks: Sequence[Check]) -> int:
 def _sums(checks: Sequence[Check], count: Callable[[Check], int]) -> dict[tuple[int, str], int]:
     seen: dict[tuple[int, str], int] = defaultdict(int)
     for check in checks:
-        if check.probe != "monomial" and check.layer != OUTSIDE_LAYERS:
+        if check.probe in _COUNTED:
             seen[check.layer, check.site] += count(check)
     return seen
 

@@ -13,7 +13,7 @@ from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.diagnosis.norms import norm_sweep
-from aqnpipe.diagnosis.sequences import probe_sequences
+from aqnpipe.diagnosis.sequences import is_known, model_type, probe_sequences
 from aqnpipe.diagnosis.shapes import probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
@@ -27,13 +27,16 @@ def further_checks(
     """Return the checks of all further probes, and what of them did not fit the model, with the reason."""
     gaps: dict[tuple[str, str], list[int]] = {}
     show_progress("exact probes: embedding, final norm, lm_head")
-    checks = probe_ends(model, seed)
+    checks = probe_ends(model, seed, is_known=is_known(model))
     for index, sites in enumerate(layers):
         show_progress(f"exact probes: ranges, shapes and gradients of layer {index + 1} of {len(layers)}")
         checks += _checks_of_layer(model, index, sites, len(layers), seed, gaps)
     show_progress("exact probes: sequences")
     unreached: dict[str, str] = {}
     checks += probe_sequences(model, layers, seed, unreached)
+    if not is_known(model):
+        reason = f"not tried on model type {model_type(model)}"
+        unreached["ranges of norms, experts, router"] = reason
     untested = [Untested(part=part, reason=reason) for part, reason in sorted(unreached.items())]
     untested += [
         Untested(part=part, layers=tuple(found), reason=reason) for (part, reason), found in sorted(gaps.items())
@@ -52,7 +55,7 @@ def _checks_of_layer(
     generator = keyed_generator("cpu", seed, "diagnosis.further", index)
     like = next(iter(sites.layer.parameters()))
     checks: list[Check] = []
-    for name, module in sites.norms.items():
+    for name, module in sites.norms.items() if is_known(model) else ():
         found = norm_sweep(module, index, name, like.dtype, like.device, generator)
         checks += found
         if not found:
@@ -62,7 +65,7 @@ def _checks_of_layer(
         checks += probe_gradients(name, linear, index, generator)
         for rows in rows_of_layer(index, num_layers, seed):
             checks.append(probe_shape(name, linear, index, rows, generator))
-    return checks + _mixture_checks(model, index, sites, generator)
+    return checks + (_mixture_checks(model, index, sites, generator) if is_known(model) else [])
 
 
 def _core_checks(

@@ -184,6 +184,8 @@ def layer_table(measured: Measurements, scores: LayerScores, findings: Sequence[
             "zero_share": measured.zeros / measured.elements,
             "values_at_maximum": 1 + measured.ties_at_maximum / measured.calls,
             "pile_up": measured.pile_up,
+            # Measured on texts, not by the scans: see `with_sensitivity`.
+            "sensitivity": pl.Series([None] * len(measured.gain), dtype=pl.Float64),
             "role": saturation_roles(measured.kurtosis, min(clamped, default=None)),
         },
     ).with_columns(pl.col("log_kurtosis_drop_z").fill_nan(None))

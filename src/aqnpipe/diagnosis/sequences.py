@@ -47,7 +47,7 @@ FAMILIES = frozenset(
     }
     | {"deepseek_v3", "gpt_neox", "gpt2", "opt", "cohere", "stablelm", "starcoder2"}
 )
-"""Model types whose residual sums are known: two branches added to the input of the layer."""
+"""Model types on which the probes of structure were tried: residual sums, rotation, cache, norms and experts."""
 
 
 @dataclass
@@ -70,14 +70,15 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     rotations: list[Check] = []
     if not first.tables:
         untested[ROTARY_SITE] = "the layers get no table of cosines and sines"
-    elif not _is_known(model):
-        untested[ROTARY_SITE] = f"the layout of model type {_model_type(model)} is not known"
+    elif not is_known(model):
+        untested[ROTARY_SITE] = f"not tried on model type {model_type(model)}"
     else:
         rotations = rotation_checks(unrotated.operands, first.operands, first.tables)
         rotations += _table_checks(model, first, untested)
     if not any(check.site == SITE for check in first.checks):
         untested.setdefault(SITE, "its kernel is not looked up in the table of transformers")
-    return first.checks + second.checks + rotations
+    checks = first.checks + second.checks + rotations
+    return checks if is_known(model) else [check for check in checks if check.probe != "cache"]
 
 
 def _run_batch(
@@ -107,12 +108,14 @@ def _run_batch(
     return observation
 
 
-def _model_type(model: nn.Module) -> str:
+def model_type(model: nn.Module) -> str:
+    """Return the name that transformers gives to the family of a model."""
     return str(getattr(model.config, "model_type", None))
 
 
-def _is_known(model: nn.Module) -> bool:
-    return _model_type(model) in FAMILIES
+def is_known(model: nn.Module) -> bool:
+    """Return whether the answers that depend on the structure of a model type hold for this one."""
+    return model_type(model) in FAMILIES
 
 
 @contextmanager
@@ -122,9 +125,9 @@ def _observed(
     """Compare residual sums, the inputs of layers, and the input of every output projection of attention."""
     calls: dict[int, _LayerCall] = {}
     previous: dict[int, Tensor] = {}
-    known = _is_known(model) and not observation.only_records
-    if not _is_known(model):
-        untested["residual sums"] = f"the sums of model type {_model_type(model)} are not known"
+    known = is_known(model) and not observation.only_records
+    if not is_known(model):
+        untested["residual sums and KV cache"] = f"not tried on model type {model_type(model)}"
 
     def enter(index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -1,20 +1,26 @@
-"""Derivation of one AQN sigma per layer from a diagnosis: the published rule, two alternatives, and controls.
+"""Derivation of one AQN sigma per layer from a diagnosis: the published rule, alternatives, and controls.
 
 | strategy | sigma |
 |---|---|
 | published | base sigma times the published factors for low gain, high kurtosis and instability |
-| targeted | base sigma raised twice and clamped, in the faulty layers (or the most sensitive ones); 0 elsewhere |
-| variable | base sigma times a continuous sensitivity equal to the published factors at the published thresholds |
+| targeted | base sigma raised twice and clamped, in the faulty layers (or the most fragile ones); 0 elsewhere |
+| variable | base sigma times a continuous factor equal to the published factors at the published thresholds |
+| robust_first | more noise where the model is robust, by the measured sensitivity; energy of uniform sigmas |
+| fragile_first | the sigmas of robust_first in reverse order: more noise where the model is fragile |
+| shuffled_layers | control: the sigmas of robust_first in a random order |
 | healthy_layers | control: all layers without noise in targeted, with equal energy |
 | random_layers | control: as many layers as in targeted, drawn from the others |
 | wrong_layers | control: as many layers as in targeted, those farthest from it in depth |
 
-Energy is the sum of sigma^2 over layers. The controls have exactly the energy of targeted, so that a difference between
-arms is due to the place of the noise and not to its amount. Controls are not clamped, which would change their energy.
+Energy is the sum of sigma^2 over layers. The controls have exactly the energy of what they control, so that a
+difference between arms is due to the place of the noise and not to its amount. Controls of targeted are not clamped,
+which would change their energy. Gain, kurtosis and instability do not show which layers are fragile: their rank
+correlation with the loss under noise has either sign. The column sensitivity does (diagnosis/sensitivity_estimate.py).
 """
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -22,6 +28,7 @@ from numpy.typing import NDArray
 
 from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
+from aqnpipe.diagnosis.sigmas_by_sensitivity import graded_sigmas, measured_sensitivity
 from aqnpipe.errors import DataError
 from aqnpipe.noise.control_layers import control_layers
 
@@ -45,8 +52,9 @@ def layer_sigmas(
 ) -> SigmaFile:
     """Return a sigma and a reason for every row of a LayerTable by `strategy`; `metadata` is added to srdd_metadata.
 
-    `published` and `variable` use only the metrics, the others the layers of the verdict's faults. Raises DataError for
-    a table without rows, a sat_prop layer without a source, or a control without any layer.
+    `targeted` and its controls use the layers of the verdict's faults, the others only the metrics. Raises DataError
+    for a table without rows, a sat_prop layer without a source, a control without any layer, or a sensitivity that is
+    needed and was not measured; ConfigError for a base sigma outside the bounds, where equal energy is impossible.
     """
     plan = _plan(table.sort("layer"), verdict, rule, strategy)
     energy = sum(sigma**2 for sigma in plan.sigmas.values())
@@ -79,6 +87,18 @@ def _plan(table: pl.DataFrame, verdict: Verdict, rule: SigmaRule, strategy: Sigm
         return _published(table, rule)
     if strategy == "variable":
         return _variable(table, rule)
+    if strategy == "robust_first" or strategy == "fragile_first" or strategy == "shuffled_layers":
+        _median(table, "gain")  # refuses a table without rows
+        return _Plan(*graded_sigmas(table, rule, strategy))
+    return _targeted_or_control(table, verdict, rule, strategy)
+
+
+def _targeted_or_control(
+    table: pl.DataFrame,
+    verdict: Verdict,
+    rule: SigmaRule,
+    strategy: Literal["targeted", "healthy_layers", "random_layers", "wrong_layers"],
+) -> _Plan:
     targets, why = _targets(table, verdict, rule)
     sigma = min(max(rule.base_sigma * rule.raise_factor**2, rule.sigma_min), rule.sigma_max)
     layers = [int(layer) for layer in table["layer"]]
@@ -103,17 +123,16 @@ def _on(layers: list[int], chosen: list[int], sigma: float, reason: str, otherwi
 
 
 def _targets(table: pl.DataFrame, verdict: Verdict, rule: SigmaRule) -> tuple[list[int], str]:
-    """Return the faulty layers or, if there is none, the most sensitive share of all layers, and the reason."""
-    faulty = sorted({fault.layer for fault in verdict.faults})
+    """Return the faulty layers or, if there is none, the most fragile share of all layers, and the reason."""
+    faulty = sorted({i for fault in verdict.faults for i in fault.layers or (fault.layer,) if i is not None})
     if faulty:
         return faulty, "the diagnosis found a fault there"
-    sensitivity = _sensitivity(table, rule)
     count = max(1, round(rule.targeted_share * table.height))
-    most = np.argsort(-sensitivity, kind="stable")[:count]
-    return sorted(int(table["layer"][int(i)]) for i in most), f"no fault found; the {count} most sensitive layers"
+    most = np.argsort(-measured_sensitivity(table), kind="stable")[:count]
+    return sorted(int(table["layer"][int(i)]) for i in most), f"no fault found; the {count} most fragile layers"
 
 
-def _sensitivity(table: pl.DataFrame, rule: SigmaRule) -> NDArray[np.float64]:
+def _continuous_factors(table: pl.DataFrame, rule: SigmaRule) -> NDArray[np.float64]:
     """Return one factor per row: `(median gain/gain)^p * (kurtosis/median)^q * lower_factor^(instability/threshold)`.
 
     p and q are chosen so that a metric at its published threshold gives the published raise_factor. Kurtosis is
@@ -136,13 +155,13 @@ def _power(factor: float, ratio: float) -> float:
 
 def _variable(table: pl.DataFrame, rule: SigmaRule) -> _Plan:
     _median(table, "gain")  # refuses a table without rows
-    factors = _sensitivity(table, rule)
+    factors = _continuous_factors(table, rule)
     sigmas, reasons = {}, {}
     for layer, factor in zip(table["layer"].to_list(), factors, strict=True):
         unclamped = rule.base_sigma * float(factor)
         sigmas[layer] = _tidy(min(max(unclamped, rule.sigma_min), rule.sigma_max))
         clamped = "" if rule.sigma_min <= unclamped <= rule.sigma_max else f"; clamped to {sigmas[layer]:g}"
-        reasons[layer] = f"sensitivity {factor:.3g} times the base sigma{clamped}"
+        reasons[layer] = f"published factors without steps: {factor:.3g} times the base sigma{clamped}"
     return _Plan(sigmas, reasons)
 
 

@@ -19,6 +19,8 @@ from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import RequestedDevice, resolve_device, torch_device
 from aqnpipe.diagnosis.diagnose import diagnose_model
+from aqnpipe.diagnosis.scored_texts import ScoredText, texts_of_problems
+from aqnpipe.diagnosis.sensitivity_estimate import with_sensitivity
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
 from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
@@ -45,7 +47,8 @@ def diagnose(
 ) -> None:
     """Diagnose the model on `machine` and write layers.parquet and verdict.json, each atomically.
 
-    The scans use the first num_prompts questions. `names`: model and machine in the study, recorded in the verdict.
+    The scans use the first num_prompts questions, the sensitivity at most the first sensitivity_texts. `names`: model
+    and machine in the study, recorded in the verdict.
     Raises DataError if there are too few questions, ModelError if the layer or site of a fault does not exist or a
     layer outputs NaN or infinity, ReceiptError if a simulated fault changed no value.
     """
@@ -56,8 +59,10 @@ def diagnose(
     model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
     diagnosed = diagnose_model(model, prompt_ids, config, faults=machine.faults)
     if diagnosed.table is None:
-        raise ModelError("a diagnosis by all methods gave no table of layers; this is a bug")
-    write_table(output_dir / LAYERS_FILE, diagnosed.table, LayerTable)
+        raise diagnosed.unscanned or ModelError("a diagnosis by all methods gave no table of layers; this is a bug")
+    texts = read_texts(problems, prompt, tokenizer, config.sensitivity_texts)
+    table = with_sensitivity(diagnosed.table, model, texts, machine.faults)
+    write_table(output_dir / LAYERS_FILE, table, LayerTable)
     origin = DiagnosisOrigin(
         model=names[0],
         machine=names[1],
@@ -107,3 +112,11 @@ def read_prompts(
         raise DataError(f"{problems}: {len(questions)} questions, expected at least num_prompts = {num_prompts}")
     examples = choose_examples(prompt, problems)
     return [torch.tensor(ids) for ids in prompt_token_ids(questions, prompt, tokenizer, examples)]
+
+
+def read_texts(
+    problems: Path, prompt: PromptFormat, tokenizer: "PreTrainedTokenizerBase", num_texts: int
+) -> list[ScoredText]:
+    """Return at most the first `num_texts` questions of a ProblemTable with their gold solutions."""
+    table = read_table(problems, ProblemTable).head(num_texts)
+    return texts_of_problems(table, prompt, tokenizer, choose_examples(prompt, problems))

@@ -127,7 +127,10 @@ def training_panels(metrics: pl.DataFrame, keys: Sequence[SeriesKey], words: Wor
     return panels
 
 
-DEPTH_COLUMNS = ("instability", "gain", "kurtosis", "zero_share", "values_at_maximum", "pile_up", "sigma")
+DEPTH_COLUMNS = (
+    *("instability", "gain", "kurtosis", "zero_share", "values_at_maximum", "pile_up"),
+    *("sensitivity", "sigma"),
+)
 
 
 def diagnosis_panels(

@@ -8,7 +8,7 @@ import polars as pl
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import charts, costs_view, diagnosis_view, published, sigmas_view, tables
+from aqnpipe.report import charts, costs_view, diagnosis_view, guidance_view, published, sigmas_view, tables
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.inputs import Diagnosis, ReportData, Run
 from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
@@ -54,7 +54,7 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
         accuracy=None if last.is_empty() else _accuracy_figure(study, last, accuracy, keys, words, run_link),
         robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, keys, words),
         training=_training_figure(runs, keys, words) if runs else None,
-        diagnosis=_diagnosis_figure(diagnoses, words) if diagnoses else None,
+        diagnosis=_diagnosis_figure(study, diagnoses, words) if diagnoses else None,
         diagnosis_verdicts=diagnosis_view.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
     )
 
@@ -177,7 +177,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Word
     )
 
 
-def _diagnosis_figure(diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
+def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
     keys = [SeriesKey(diagnosis.machine, number) for number, diagnosis in enumerate(diagnoses, start=1)]
     faults = [fault for diagnosis in diagnoses for fault in diagnosis.verdict.simulated_faults]
     fault_layers = [layer for fault in faults if isinstance(layer := fault.get("layer"), int)]
@@ -185,6 +185,7 @@ def _diagnosis_figure(diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
     caption = [words("diagnosis.caption")]
     caption += [words("diagnosis.rule")] if fault_layers else []
     caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []
+    caption += guidance_view.guidance_sentences(study.arms, diagnoses, words)
     strategies, reasons = sigmas_view.strategy_group(diagnoses, words), sigmas_view.strategy_table(diagnoses, words)
     return Figure(
         caption=words.paragraph(caption),

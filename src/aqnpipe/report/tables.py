@@ -227,6 +227,7 @@ def diagnosis_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
         ("zeros", "zero_share"),
         ("at_maximum", "values_at_maximum"),
         ("pile_up", "pile_up"),
+        ("sensitivity", "sensitivity"),
     ]
     rows = tuple(
         Row(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from aqnpipe.device import RequestedDevice, resolve_device
-from aqnpipe.errors import AqnpipeError, StorageError
+from aqnpipe.errors import AqnpipeError, DataError, ModelError, StorageError
 from aqnpipe.runtime.device_allocation import allocated_devices, place_of_job
 from aqnpipe.runtime.disk_errors import disk_errors
 
@@ -16,11 +16,12 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def logged_job(log: Path) -> Iterator[Say]:
+def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
     """Send all output of the body (of C libraries too) to `log`; yield a function that also prints on the terminal.
 
     An AqnpipeError ends the process with one line and the error's exit code (usually 2). Any other exception is a bug:
-    its traceback goes to the log, which Snakemake names and shows.
+    its traceback goes to the log, which Snakemake names and shows. settings: keys of the study that decide what the job
+    reads, for the advice on an error.
     """
     terminal = os.dup(sys.stderr.fileno())
     with _opened(log) as file:
@@ -38,7 +39,7 @@ def logged_job(log: Path) -> Iterator[Say]:
                 print(place_of_job(), flush=True)  # noqa: T201
                 yield say
         except AqnpipeError as error:
-            for line in (f"ERROR: {error}", f"next: {error.advice}", f"log: {log}"):
+            for line in (f"ERROR: {error}", f"next: {_advice(error, settings, log)}", f"log: {log}"):
                 # The log may be on the full disk.
                 with suppress(OSError):
                     say(line)
@@ -48,6 +49,14 @@ def logged_job(log: Path) -> Iterator[Say]:
                 sys.stdout.flush()
             with suppress(OSError):
                 sys.stderr.flush()
+
+
+def _advice(error: AqnpipeError, settings: str, log: Path) -> str:
+    """Return what the user can do: change settings, or remove a file of the results that the message names."""
+    results = str(log).partition("/logs/")[0]
+    if not settings or not isinstance(error, DataError | ModelError) or f"{results}/" in str(error):
+        return error.advice
+    return f"change {settings} in the study, or fix what the message names, then run the same command"
 
 
 def _opened(log: Path) -> TextIO:
@@ -63,7 +72,7 @@ def _opened(log: Path) -> TextIO:
 
 @contextmanager
 def logged_device_job(
-    log: Path, requested: RequestedDevice, num_leases: int = 0, num_workers: int = 1
+    log: Path, requested: RequestedDevice, num_leases: int = 0, num_workers: int = 1, settings: str = ""
 ) -> Iterator[Say]:
     """Like `logged_job`, for a job that computes on a device; the log names the devices given and used.
 
@@ -71,7 +80,7 @@ def logged_device_job(
     Import the stage in the body, because stages import torch, which may query the devices at once. A missing device
     ends the job.
     """
-    with logged_job(log) as say, allocated_devices(requested, num_leases, num_workers) as allocation:
+    with logged_job(log, settings) as say, allocated_devices(requested, num_leases, num_workers) as allocation:
         print(allocation)  # noqa: T201
         device = resolve_device(requested)
         unused = " (a rehearsal: the devices given are not used)" if device.kind == "cpu" and allocation.ids else ""

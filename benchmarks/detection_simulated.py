@@ -1,8 +1,12 @@
-"""Detection benchmark: all combinations of fault type, site, sparsity and magnitude, and healthy models.
+"""Detection of the faults that a study simulates: all combinations of type, site, sparsity and magnitude.
 
-`OMP_NUM_THREADS=1 python benchmarks/detection.py` runs everything (about 20 minutes on one core) and writes
-detection_faults.csv, detection_healthy.csv, detection.md and detection_roc.svg to the folder of this file. An
-interrupted run resumes where it stopped. `--summarise` rewrites detection.md and detection_roc.svg from the CSV files.
+The faults of real machines are those of detection.py; this one shows what the diagnosis says of simulated faults (type,
+magnitude, channels) and what the statistical scans find.
+
+`OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py` runs everything (about 20 minutes on one core) and writes
+detection_simulated_faults.csv, detection_simulated_healthy.csv, detection_simulated.md and detection_simulated_roc.svg
+to the folder of this file. An interrupted run resumes where it stopped. `--summarise` rewrites the page and the picture
+from the CSV files.
 
 Models, layers and mask seeds alternate. The models are the trained tiny model and small random models of four
 architectures in three dtypes. A fault counts as observable, independently of any probe, if it changes a bit of the
@@ -271,8 +275,6 @@ def healthy_row(name: str, dtype: str, seed: int) -> dict[str, Any]:
         "dtype": dtype,
         "seed": seed,
         "exact_faults": len(measured["exact"].faults),
-        "exact_tolerances": len(measured["exact"].tolerance),
-        "exact_unfit": len(measured["exact"].unfit),
         "scan_verdict": measured["scan_verdict"],
         **measured["scores"],
         **measured["costs"],
@@ -300,15 +302,15 @@ def run_task(task: Task) -> dict[str, Any]:
 
 
 def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
-    """Return the content of detection.md."""
+    """Return the content of detection_simulated.md."""
     permanent = faults.filter(pl.col("type") != "spike")
     visible = permanent.filter(pl.col("bits_change"))
     spikes = faults.filter(pl.col("type") == "spike")
     parts = [
-        "# Detection benchmark",
+        "# Detection of simulated faults",
         "",
-        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection.py`. Every combination of type x site x sparsity x "
-        "magnitude once, with models and layers in rotation, each with its own mask seed.",
+        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py`. Every combination of type x site x "
+        "sparsity x magnitude once, with models and layers in rotation, each with its own mask seed.",
         "",
     ]
     alarms, machines = int((healthy["exact_faults"] > 0).sum()), healthy.height
@@ -360,7 +362,7 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "",
         *_areas(faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES)), healthy),
         "",
-        "![ROC](detection_roc.svg)",
+        "![ROC](detection_simulated_roc.svg)",
         "",
     ]
     return "\n".join(parts)
@@ -451,10 +453,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="mask seeds per combination")
     parser.add_argument("--healthy", type=int, default=30, help="seeds per architecture and dtype")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes, each with one thread")
-    parser.add_argument("--summarise", action="store_true", help="only rewrite detection.md and detection_roc.svg")
+    parser.add_argument("--summarise", action="store_true", help="only rewrite the page and the picture")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    faults_csv, healthy_csv = (arguments.output / f"detection_{name}.csv" for name in ("faults", "healthy"))
+    faults_csv, healthy_csv = (arguments.output / f"detection_simulated_{name}.csv" for name in ("faults", "healthy"))
     if not arguments.summarise:
         seeds_and_models = itertools.product(range(arguments.healthy), HEALTHY_MODELS)
         append_rows(
@@ -467,9 +469,9 @@ def main() -> None:
             arguments.jobs,
         )
     faults, healthy = (pl.read_csv(path, infer_schema_length=None) for path in (faults_csv, healthy_csv))
-    (arguments.output / "detection.md").write_text(summarise(faults, healthy))
+    (arguments.output / "detection_simulated.md").write_text(summarise(faults, healthy))
     scanned = faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES))
-    draw_roc(scanned, healthy, arguments.output / "detection_roc.svg")
+    draw_roc(scanned, healthy, arguments.output / "detection_simulated_roc.svg")
 
 
 if __name__ == "__main__":
