@@ -31,7 +31,8 @@ SITE = "attention_core"
 CACHE_SITE = "kv_cache"
 KINDS = ("one-hot", "uniform", "ordinary")
 
-_OPERANDS = ("query", "key", "value", "attention_mask")
+_NUM_OPERANDS = 4
+"""Queries, keys, values and the mask."""
 _KNOWN_ARGUMENTS = frozenset(
     {"scaling", "dropout", "sliding_window", "softcap", "is_causal"}
     | {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict"}
@@ -82,8 +83,9 @@ def replaced_operands(layer_of: dict[nn.Module, int], observation: Observation) 
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in layer_of:
                 return kernel(module, *args, **kwargs)
-            if len(args) != len(_OPERANDS):  # some families name them
-                args = tuple(kwargs.pop(name) for name in _OPERANDS)
+            if len(args) != _NUM_OPERANDS:
+                observation.unknown[SITE] = "its kernel gets operands by name"
+                return kernel(module, *args, **kwargs)
             return _checked_call(kernel, module, layer_of[module], args[:3], args[3], kwargs, observation)
 
         return run

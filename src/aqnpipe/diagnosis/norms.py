@@ -80,4 +80,5 @@ def _normalised(x: Tensor, epsilon: float, centred: bool) -> tuple[Tensor, Tenso
     """Return x over its root mean square, and the magnitude of the terms that were added for it."""
     mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
     root = ((x - mean).square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return (x - mean) * root, (x.abs() + mean.abs()) * root
+    of_mean = x.abs().mean(-1, keepdim=True) if centred else mean
+    return (x - mean) * root, (x.abs() + of_mean) * root

@@ -46,6 +46,19 @@ FAMILIES = frozenset(
         "qwen3_moe",
     }
     | {"deepseek_v3", "gpt_neox", "gpt2", "opt", "cohere", "stablelm", "starcoder2"}
+    | {
+        "gemma",
+        "ministral",
+        "olmo",
+        "olmo3",
+        "olmoe",
+        "phi",
+        "seed_oss",
+        "flex_olmo",
+        "dots1",
+        "glm4_moe",
+        "gpt_bigcode",
+    }
 )
 """Model types on which the probes of structure were tried: residual sums, rotation, cache, norms and experts."""
 
@@ -62,8 +75,9 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     length = min(_PREFILL, longest - _NUM_DECODED - 2)
     first = _run_batch(model, layers, length, Observation(torch.zeros(3, dtype=torch.long), seed), untested)
     unrotated = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
-    with zero_angles(model):
-        _run_batch(model, layers, length, unrotated, untested)
+    if is_known(model) and first.tables:
+        with zero_angles(model):
+            _run_batch(model, layers, length, unrotated, untested)
     short = min(_PADDED_PREFILL, length)
     padding = torch.tensor(_PADDING).clamp(max=short - 1)
     second = _run_batch(model, layers, short, Observation(padding, seed + 1), untested)
@@ -115,7 +129,8 @@ def model_type(model: nn.Module) -> str:
 
 def is_known(model: nn.Module) -> bool:
     """Return whether the answers that depend on the structure of a model type hold for this one."""
-    return model_type(model) in FAMILIES
+    norms_after = model_type(model) == "opt" and not getattr(model.config, "do_layer_norm_before", True)
+    return model_type(model) in FAMILIES and not norms_after
 
 
 @contextmanager
