@@ -1,0 +1,195 @@
+"""`aqnpipe sensitivity`: which layers of a model are fragile, measured with noise in one layer at a time."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load
+from aqnpipe.cli.diagnose.options import check_writable, usable_device
+from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, GeneratedTask, LocalDataset, PromptFormat
+from aqnpipe.config.fault_spec import parse_fault
+from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from aqnpipe.artifacts.sensitivities import SensitivityFile
+    from aqnpipe.diagnosis.scored_texts import ScoredText
+
+_GENERATED: tuple[GeneratedTask, ...] = ("word_problems", "comparison")
+
+
+def sensitivity(
+    model: Annotated[str, typer.Argument(help="model: a folder, a hub id, or `tiny`")],
+    scale: Annotated[float, typer.Option(help="relative noise on matrix products, above 0 and below 1")] = 0.1,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="word_problems, comparison, a folder with train and test questions, or a .txt file with texts as lines"
+        ),
+    ] = "word_problems",
+    texts: Annotated[int, typer.Option(min=1, help="number of texts, at most")] = 64,
+    noise_seeds: Annotated[int, typer.Option(min=1, help="number of noise seeds")] = 2,
+    fault: Annotated[
+        list[str] | None, typer.Option(help="simulate a fault meanwhile, as in `aqnpipe diagnose --fault`")
+    ] = None,
+    device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
+    attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
+    json: Annotated[Path | None, typer.Option(help="write the result to this file")] = None,
+    figure: Annotated[Path | None, typer.Option(help="write a picture over depth to this .svg or .png file")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
+) -> None:
+    """Measure which layers of a model are fragile: loss and accuracy with noise in one layer at a time.
+
+    Also shows the first-order estimate of the same from one backward pass, which the diagnosis of a study uses, and how
+    well it ranks the layers. The noise of every pass is proven by its receipt.
+    """
+    import torch
+
+    from aqnpipe.artifacts.files import write_json
+    from aqnpipe.artifacts.hardware import read_hardware
+    from aqnpipe.artifacts.sensitivities import SensitivityFile
+    from aqnpipe.cli.diagnose.show import console_of
+    from aqnpipe.diagnosis import sensitivity as measurement
+    from aqnpipe.diagnosis.api import device_label
+    from aqnpipe.models.loading import load_tokenizer
+    from aqnpipe.report.sensitivity_chart import write_sensitivity_chart
+
+    _check_options(scale, json, figure)
+    faults = tuple(parse_fault(spec) for spec in fault or ())
+    target = usable_device(device)
+    source = find_model(model, dtype, attention, random_weights=False)
+    _refuse_without_tokenizer(source)
+    tokenizer = load_tokenizer(source.folder)
+    scored = _texts(data, texts, tokenizer)
+    torch.set_num_threads(threads)
+    started, progress = time.monotonic(), console_of(stderr=True)
+    with progress.status("loading") as status:
+        measured = measurement.sensitivity(
+            load(source, target, 0),
+            scored,
+            tokenizer=tokenizer,
+            scale=scale,
+            noise_seeds=range(noise_seeds),
+            faults=faults,
+            show_progress=status.update,
+        )
+    file = SensitivityFile(
+        **measured.model_dump(),
+        model=model,
+        data=data,
+        simulated_faults=tuple(fault or ()),
+        device=device_label(target, read_hardware(target)),
+        dtype=dtype,
+        seconds=round(time.monotonic() - started, 2),
+    )
+    if json is not None:
+        write_json(json, file)
+    if figure is not None:
+        write_sensitivity_chart(figure, file)
+    for path in (json, figure):
+        if path is not None:
+            progress.print(f"written: {path}", soft_wrap=True)
+    _show(file)
+
+
+def _check_options(scale: float, json: Path | None, figure: Path | None) -> None:
+    """Raise ConfigError or StorageError for a scale out of range, or a file that cannot be written."""
+    from aqnpipe.report.sensitivity_chart import check_format
+
+    if not 0 < scale < 1:
+        raise ConfigError(f"--scale: found {scale:g}, expected a number above 0 and below 1 (0.1 is 10 %)")
+    if json is not None:
+        check_writable("--json", json)
+    if figure is not None:
+        check_format(figure)
+        check_writable("--figure", figure)
+
+
+def _refuse_without_tokenizer(source: ModelSource) -> None:
+    if not any((source.folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise ModelError(
+            f"model {source.name!r}: found no tokenizer, expected tokenizer.json; texts cannot be read without"
+        )
+
+
+def _texts(data: str, number: int, tokenizer: Any) -> "list[ScoredText | str]":
+    """Return at most `number` texts: test questions with gold solutions, or the lines of a text file."""
+    from aqnpipe.data.loader import load_problems
+    from aqnpipe.diagnosis.scored_texts import texts_of_problems
+
+    path = Path(data)
+    if path.suffix == ".txt":
+        return list(_lines(path)[:number])
+    config: DatasetConfig
+    if data == "word_problems" or data == "comparison":
+        config = GeneratedDataset(task=data, num_test=number)
+    elif path.is_dir():
+        config = LocalDataset(source="local", path=data)
+    else:
+        raise DataError(
+            f"--data {data!r}: found no such folder, expected {', '.join(_GENERATED)}, a folder with train and test "
+            "questions, or a .txt file"
+        )
+    return list(texts_of_problems(load_problems(config, "test").head(number), PromptFormat(), tokenizer))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--data {path}: cannot be read ({error})") from error
+    found = [line for line in lines if line]
+    if not found:
+        raise DataError(f"--data {path}: found no text, expected one per line")
+    return found
+
+
+def _show(file: "SensitivityFile") -> None:
+    from aqnpipe.cli.diagnose.show import console_of
+
+    console = console_of(stderr=False)
+    console.print(_verdict(file), soft_wrap=True)
+    console.print(_table(file))
+    without = f"without noise: loss {file.loss:.4f} nats per token"
+    if file.accuracy is not None:
+        without += f", accuracy {100 * file.accuracy:.1f} % of {file.num_questions} questions"
+    console.print(f"{without}; {file.num_texts} texts, {len(file.noise_seeds)} noise seeds, {file.seconds:.1f} s")
+    if file.rank_correlation is not None:
+        console.print(f"rank correlation of estimate and measured loss over layers: {file.rank_correlation:+.2f}")
+    if file.untested:
+        console.print(f"not tested, outside the layers: {', '.join(file.untested)}", soft_wrap=True)
+
+
+def _verdict(file: "SensitivityFile") -> str:
+    noise = f"noise of {100 * file.scale:g} % in one layer"
+    if not file.fragile_layers:
+        return f"no fragile layer shown: {noise} raises the loss in none of them by more than chance"
+    if len(file.fragile_layers) == 1:
+        return f"layer {file.fragile_layers[0]} is the most fragile: {noise} costs most there"
+    layers = ", ".join(map(str, file.fragile_layers))
+    return f"layers {layers} are the most fragile and cannot be told apart with these texts: {noise} costs most there"
+
+
+def _table(file: "SensitivityFile") -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table("layer", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    names = ["estimate", "loss", "± s.e."] + (["accuracy", "± s.e."] if file.accuracy is not None else [])
+    for name in names:
+        table.add_column(name, justify="right")
+    for layer in file.layers:
+        cells = [f"{layer.estimate:+.4f}", f"{layer.loss_increase:+.4f}", _error(layer.loss_standard_error, 1, 4)]
+        if layer.accuracy_change is not None:
+            cells += [f"{100 * layer.accuracy_change:+.1f}", _error(layer.accuracy_standard_error, 100, 1)]
+        table.add_row("output projection" if layer.layer is None else str(layer.layer), *cells)
+    return table
+
+
+def _error(value: float | None, factor: int, digits: int) -> str:
+    return "" if value is None else f"{factor * value:.{digits}f}"

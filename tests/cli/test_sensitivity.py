@@ -1,0 +1,139 @@
+import json
+
+import pytest
+from random_models import random_model_of
+from typer.testing import CliRunner
+
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.sensitivities import LayerSensitivity, SensitivityFile
+from aqnpipe.cli.main import app
+from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, StorageError
+from aqnpipe.report.sensitivity_chart import write_sensitivity_chart
+
+FEW = ("--texts", 3, "--noise-seeds", 1)
+
+
+def aqnpipe(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sensitivity")
+    result = aqnpipe("sensitivity", "tiny", *FEW, "--json", folder / "s.json", "--figure", folder / "s.svg")
+    assert result.exit_code == 0, result.output
+    return result, folder
+
+
+def test_table_file_and_picture_cover_every_layer(measured):
+    result, folder = measured
+    file = read_json(folder / "s.json", SensitivityFile)
+    assert [layer.layer for layer in file.layers] == [0, 1, 2, 3, 4, 5, None]
+    assert (file.model, file.data, file.scale, file.num_texts) == ("tiny", "word_problems", 0.1, 3)
+    assert file.accuracy is not None
+    assert f"{file.layers[0].estimate:+.4f}" in result.stdout
+    assert "output projection" in result.stdout
+    picture = (folder / "s.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "increase of the loss" in picture
+    assert "change of the accuracy" in picture
+
+
+def test_sigmas_take_the_sensitivity_from_the_file(measured, tmp_path):
+    diagnosis = tmp_path / "d.json"
+    assert aqnpipe("diagnose", "tiny", "--method", "statistical", "--prompts", 2, "--json", diagnosis).exit_code == 0
+    refused = aqnpipe("sigmas", diagnosis, "--strategy", "robust_first")
+    assert isinstance(refused.exception, DataError)
+    assert "aqnpipe sigmas --sensitivity" in str(refused.exception)
+    file = measured[1] / "s.json"
+    found = aqnpipe("sigmas", diagnosis, "--strategy", "robust_first", "--sensitivity", file)
+    assert found.exit_code == 0
+    assert "strategy: robust_first" in found.stdout
+
+
+def test_lines_of_a_text_file_give_the_loss_alone(tmp_path):
+    (tmp_path / "t.txt").write_text("Question: Tom has 3 apples.\n\nAnswer: 3\n")
+    target = tmp_path / "s.json"
+    arguments = ("--data", tmp_path / "t.txt", "--noise-seeds", 1, "--json", target)
+    result = aqnpipe("sensitivity", "tiny", *arguments, "--fault", "type=dead_zone,layer=3,magnitude=0.3")
+    assert result.exit_code == 0, result.output
+    content = json.loads(target.read_text())
+    assert (content["num_texts"], content["accuracy"]) == (2, None)
+    assert content["simulated_faults"] == ["type=dead_zone,layer=3,magnitude=0.3"]
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bare")
+    random_model_of("llama", num_layers=2).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["tiny", "--scale", "1"], ConfigError, "--scale: found 1, expected"),
+        (["tiny", "--scale", "0"], ConfigError, "--scale: found 0, expected"),
+        (["tiny", "--json", "nowhere/s.json"], StorageError, "--json: nowhere: found no such folder"),
+        (["tiny", "--json", "."], StorageError, "--json .: found a folder"),
+        (["tiny", "--figure", "s.pdf"], ConfigError, "--figure s.pdf: found suffix '.pdf', expected .svg or .png"),
+        (["tiny", "--figure", "nowhere/s.svg"], StorageError, "--figure: nowhere: found no such folder"),
+        (["tiny", "--device", "cuda:99"], ConfigError, "--device cuda:99: not usable here"),
+        (["tiny", "--data", "nowhere"], DataError, "--data 'nowhere': found no such folder"),
+        (["tiny", "--data", "nowhere.txt"], DataError, "--data nowhere.txt: cannot be read"),
+        (["tiny", "--fault", "type=dead_zone"], AqnpipeError, "layer"),
+        (["./nowhere"], ModelError, "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(arguments, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("aqnpipe.diagnosis.sensitivity.sensitivity", lambda *_, **__: pytest.fail("work has begun"))
+    result = aqnpipe("sensitivity", *arguments)
+    assert isinstance(result.exception, error), result.output
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_models_of_other_families_or_without_a_tokenizer_are_refused(without_tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    for folder, message in ((tmp_path, "Mamba"), (without_tokenizer, "found no tokenizer")):
+        result = aqnpipe("sensitivity", folder)
+        assert isinstance(result.exception, ModelError), result.output
+        assert message in str(result.exception)
+
+
+def test_picture_shows_a_single_text_without_accuracy_in_both_formats(tmp_path):
+    layers = [
+        LayerSensitivity(
+            layer=layer,
+            estimate=0.01,
+            loss_increase=-0.01,
+            loss_standard_error=None,
+            accuracy_change=None,
+            accuracy_standard_error=None,
+        )
+        for layer in (0, 1, None)
+    ]
+    file = SensitivityFile(
+        scale=0.1,
+        noise_seeds=(0,),
+        num_texts=1,
+        num_scored_tokens=3,
+        num_questions=0,
+        loss=1.0,
+        accuracy=None,
+        fragile_layers=(),
+        rank_correlation=None,
+        layers=tuple(layers),
+        untested=(),
+        model="a <b>",
+        data="x.txt",
+        device="cpu",
+        dtype="float32",
+        seconds=1.0,
+    )
+    for name in ("one.svg", "two.svg", "three.png"):
+        write_sensitivity_chart(tmp_path / name, file)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert "accuracy" not in (tmp_path / "one.svg").read_text()
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
