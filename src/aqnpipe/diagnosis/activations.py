@@ -114,14 +114,20 @@ def gated_sweep(
         ]
     weights += [(module.bias, torch.zeros_like(module.bias)) for module in replaced if module.bias is not None]
     fed: list[Tensor] = []
-    handle = down.register_forward_pre_hook(lambda _module, args: fed.append(args[0]))
+    projected: dict[nn.Module, Tensor] = {}
+    handles = [module.register_forward_hook(lambda own, args, out: projected.update({own: out})) for module in replaced]
+    handles.append(down.register_forward_pre_hook(lambda _module, args: fed.append(args[0])))
     try:
         with substituted(weights):
             block(x.to(down.weight.device).unsqueeze(1))
     finally:
-        handle.remove()
-    activated, allowed = _reference(name, x[:, chosen])
-    times = x[:, copied].double()
+        for handle in handles:
+            handle.remove()
+    # A fault of a projection is not one of what follows it, so the answer is that for its observed output.
+    outputs = [projected[module] for module in replaced]
+    gates, ups = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
+    activated, allowed = _reference(name, gates.squeeze(1).cpu())
+    times = ups.squeeze(1).cpu().double()
     bound = (allowed + torch.finfo(dtype).eps * activated.abs()) * times.abs() + _smallest(dtype)
     return [compare("activation", layer, SITE, activated * times, fed[-1].squeeze(1), allowed=bound)]
 

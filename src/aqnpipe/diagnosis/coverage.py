@@ -21,7 +21,6 @@ PARTS = {
     "norms outside a mean square of 1024": ("norm_range",),
     "attention over more than one key": ("attention_one_hot", "attention_uniform"),
     "KV cache and decode": ("cache",),
-    "rotary embedding": ("rotary",),
     "weights in memory": ("weights",),
     "backward pass": ("backward",),
     "kernels for other shapes": ("shapes",),

@@ -121,7 +121,7 @@ def probe_layer(
         checks += prober.monomial(name, repeats.trace)
     if repeats.reordered:
         # Repeats get different inputs behind such a site and are not compared there; known answers take their place.
-        for _ in range(num_repeats - 1):
+        for _ in range(num_repeats - 2):
             checks += _composite_probes(prober, inputs)
     return checks, repeats.reordered
 
