@@ -63,3 +63,13 @@ def test_a_fault_of_the_backward_pass_alone_is_found(dtype, part):
     module = layer_sites(decoder_layers(model)[1]).linears["up_proj"]
     module.forward = lambda x: WrongBackward.apply(x, module.weight, module.bias, part)
     assert places(model) == {(1, f"up_proj.{part}_gradient")}
+
+
+def test_a_module_that_cuts_the_graph_has_no_check_of_its_gradients():
+    model = tiny_model_of("llama")
+    module = layer_sites(decoder_layers(model)[0]).linears["up_proj"]
+    module.register_forward_pre_hook(lambda m, args: (args[0].detach(),))
+    generator = torch.Generator().manual_seed(0)
+    assert [check.site for check in probe_gradients("up_proj", module, 0, generator)] == ["up_proj.weight_gradient"]
+    module.register_forward_hook(lambda m, args, output: output.detach())
+    assert probe_gradients("up_proj", module, 0, generator) == []

@@ -65,7 +65,10 @@ def _checks_of_layer(
         if type(linear).forward is not nn.Linear.forward:
             gaps.setdefault((name, "a linear with another output, such as a choice of experts"), []).append(index)
             continue
-        checks += probe_gradients(name, linear, index, generator)
+        gradients = probe_gradients(name, linear, index, generator)
+        checks += gradients
+        if len(gradients) < 2:
+            gaps.setdefault((f"gradients of {name}", "the module has no gradient"), []).append(index)
         for rows in rows_of_layer(index, num_layers, seed):
             checks.append(probe_shape(name, linear, index, rows, generator))
     return checks + (_mixture_checks(model, index, sites, generator) if is_known(model) else [])

@@ -18,15 +18,22 @@ def probe_gradients(name: str, module: nn.Linear, layer: int, generator: torch.G
     """Return the checks of both gradients of a linear; gradients that the model has accumulated are left alone."""
     dtype, (outputs, inputs) = module.weight.dtype, module.weight.shape
     gradient, weight, of_input = integer_operands(_NUM_TOKENS, inputs, outputs, dtype, generator)
-    found = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
-    checks = [compare("backward", layer, f"{name}.input_gradient", of_input, found[0])]
+    seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
+    checks = [] if seen is None else [compare("backward", layer, f"{name}.input_gradient", of_input, seen)]
     x, gradient, of_weight = integer_operands(inputs, outputs, _NUM_TOKENS, dtype, generator)
-    found = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
-    return [*checks, compare("backward", layer, f"{name}.weight_gradient", of_weight, found[1].T)]
+    _, seen = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
+    if seen is not None:
+        checks.append(compare("backward", layer, f"{name}.weight_gradient", of_weight, seen.T))
+    return checks
 
 
-def _gradients(module: nn.Linear, x: Tensor, test_weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of input [tokens, in] and weight [out, in] for `gradient` [tokens, out] of the output."""
+def _gradients(
+    module: nn.Linear, x: Tensor, test_weight: Tensor, gradient: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input [tokens, in] and weight [out, in] for `gradient` [tokens, out] of the output.
+
+    None where the module (a hook of it) cuts the graph, so that there is no gradient.
+    """
     weight = module.weight
     required = weight.requires_grad
     x, test_weight, gradient = (
@@ -36,7 +43,10 @@ def _gradients(module: nn.Linear, x: Tensor, test_weight: Tensor, gradient: Tens
         weight.requires_grad_(True)
         try:
             leaf = x.unsqueeze(1).requires_grad_(True)
-            of_input, of_weight = torch.autograd.grad(module(leaf), (leaf, weight), gradient.unsqueeze(1))
+            output = module(leaf)
+            if not output.requires_grad:
+                return None, None
+            found = torch.autograd.grad(output, (leaf, weight), gradient.unsqueeze(1), allow_unused=True)
         finally:
             weight.requires_grad_(required)
-    return of_input.squeeze(1), of_weight
+    return None if found[0] is None else found[0].squeeze(1), found[1]
