@@ -68,6 +68,20 @@ def test_targeted_sigmas_meet_their_controls():
     ]
 
 
+def test_graded_sigmas_meet_uniform_ones_and_the_same_sigmas_in_other_layers():
+    names = ("robust_first", "fragile_first", "shuffled_layers", "wrong_layers")
+    guided = {name: NOISE | {"aqn": GUIDED["aqn"] | {"layer_sigmas_strategy": name}} for name in names}
+    found = default_comparisons(arms(uniform=NOISE | AQN, **guided), (0.0,))
+    assert pairs(found, "arms") == [
+        ("uniform", "pretrained", 0.0, "higher"),
+        ("robust_first", "uniform", 0.0, "higher"),
+        ("robust_first", "fragile_first", 0.0, "higher"),
+        ("robust_first", "shuffled_layers", 0.0, "higher"),
+        ("fragile_first", "uniform", 0.0, "higher"),
+        ("fragile_first", "shuffled_layers", 0.0, "higher"),
+    ]
+
+
 def test_another_noise_and_another_model_are_no_counterpart():
     found = default_comparisons(arms(noisy=NOISE, helped=OTHER | AQN, big=NOISE | {"model": "large"}), (0.0,))
     assert pairs(found, "arms") == [
