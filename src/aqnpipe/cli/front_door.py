@@ -11,17 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from aqnpipe.config.dataset import GeneratedDataset, LocalDataset
+from aqnpipe.config.dataset import LocalDataset
 from aqnpipe.config.model import builtin_folder, read_json_object, source_kind
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
-from aqnpipe.config.study import Study, load_study_files
-from aqnpipe.config.yaml_file import load_yaml, read_yaml_file
+from aqnpipe.config.study import Study, load_study_files, read_study_file
+from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError
-
-_MOST_GENERATED = 5000
-"""Generated questions that are generated on opening a study; more would take seconds."""
 
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 
@@ -78,8 +75,7 @@ def refuse_unreadable_studies() -> None:
     parser.add_argument("--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path)
     try:
         for path in parser.parse_known_args()[0].configfile:
-            if not isinstance(read_yaml_file(path), Mapping):
-                raise ConfigError(f"{path}: expected the keys of a study")
+            read_study_file(shown_path(path))
     except AqnpipeError as error:
         sys.stderr.write(f"ERROR: {error}\n")
         sys.exit(EXIT_USER_ERROR)
@@ -98,17 +94,13 @@ def _outside_problems(study: Study, source: str) -> Iterator[str]:
 
 def _dataset_problems(study: Study, source: str) -> Iterator[str]:
     dataset = study.config.dataset
+    if not isinstance(dataset, LocalDataset):
+        return
+    from aqnpipe.data.loader import SPLITS, load_problems
+
     try:
-        if isinstance(dataset, LocalDataset):
-            from aqnpipe.data.loader import SPLITS, load_problems
-
-            for split in SPLITS:
-                load_problems(dataset, split)
-        elif isinstance(dataset, GeneratedDataset) and dataset.num_train + dataset.num_test <= _MOST_GENERATED:
-            from aqnpipe.data.generated import generate_problems
-
-            generate_problems(dataset, "train")
-            generate_problems(dataset, "test")
+        for split in SPLITS:
+            load_problems(dataset, split)
     except DataError as error:
         yield f"{source}: dataset: {error}"
 

@@ -158,20 +158,22 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
     """
     merged: Any = {}
     for path in paths:
-        merged = _extended(merged, _mapping(read_yaml_file(path), path))
+        merged = _extended(merged, read_study_file(path))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
     return load_study(_extended(merged, typed_scalars(overrides)), ", ".join(names))
+
+
+def read_study_file(path: Path) -> Mapping[str, Any]:
+    """Return the keys of a study file, not validated; ConfigError if it cannot be read or has none."""
+    content = read_yaml_file(path)
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: found {'nothing' if content is None else 'no keys'}, expected the keys of a study")
+    return content
 
 
 def read_arms(path: Path) -> dict[str, Arm]:
     """Return the arms of an arms file by id; ConfigError if it is missing or invalid."""
     return load_yaml(path, ArmsFile).arms
-
-
-def _mapping(content: Any, path: Path) -> Mapping[str, Any]:
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{path}: found {'nothing' if content is None else 'no keys'}, expected the keys of a study")
-    return content
 
 
 def _extended(base: Any, addition: Any) -> Any:

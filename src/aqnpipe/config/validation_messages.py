@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 _MAX_SHOWN = 3
 _MAX_KEYS_LISTED = 12
 _LONGEST_VALUE = 80
+_LISTED = ", expected one of "
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
@@ -61,6 +62,8 @@ def describe_validation_error(error: ValidationError, content: Any = None, model
     }
     problems = [problem for problem in problems if problem.kind != "missing" or problem.key not in explained]
     texts = list(_texts(problems))
+    # The keys that exist are listed once.
+    texts[1:] = [text.partition(_LISTED)[0] for text in texts[1:]]
     more = f"; and {len(texts) - _MAX_SHOWN} more mistakes" if len(texts) > _MAX_SHOWN else ""
     return "; ".join(texts[:_MAX_SHOWN]) + more
 
@@ -100,7 +103,7 @@ def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Prob
     if kind == "extra_forbidden":
         known = _keys_at(model, raw[:-1]) if model is not None else []
         near = did_you_mean(str(raw[-1]), known)
-        listed = f", expected one of {', '.join(known)}" if 0 < len(known) <= _MAX_KEYS_LISTED else ""
+        listed = f"{_LISTED}{', '.join(known)}" if 0 < len(known) <= _MAX_KEYS_LISTED else ""
         return _Problem(key, kind, f"unknown key{near or listed}")
     if kind == "missing":
         return _Problem(key, kind, "missing key")
