@@ -73,6 +73,8 @@ MISTAKES = {
     "level twice": (["tiny", "--levels", "0,0.1,0.1"], "must not repeat"),
     "seed is no whole number": (["tiny", "--noise-seeds", "0.5"], "--noise-seeds '0.5'"),
     "no such data": (["tiny", "--data", "./no-data"], "no-data"),
+    "no such device": (["tiny", "--device", "npu"], "requested npu"),
+    "more questions than there are": (["tiny", "--data", "DATA", "--questions", "9"], "9"),
     "style unknown": (["tiny", "--style", "prose"], "--style"),
     "output is a file": (["tiny", "--output", "FILE"], "found a file"),
 }
@@ -82,9 +84,14 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_writes_nothing(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").touch()
+    (tmp_path / "DATA").mkdir()
+    for split in ("train", "test"):
+        rows = [json.dumps({"question": f"{split} {n} ?", "answer": f"#### {n}"}) for n in range(4)]
+        (tmp_path / "DATA" / f"{split}.jsonl").write_text("\n".join(rows))
     arguments, message = MISTAKES[name]
     result = typed(*arguments)
     assert isinstance(result.exception, AqnpipeError), result.output
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
-    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+    assert [path.name for path in tmp_path.iterdir()].sort() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["DATA", "FILE"]

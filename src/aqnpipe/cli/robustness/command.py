@@ -20,7 +20,7 @@ from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_GSM8K = {"source": "hub", "hub_id": "openai/gsm8k"}
+_GSM8K: dict[str, Any] = {"source": "hub", "hub_id": "openai/gsm8k"}
 
 
 def robustness(
@@ -60,7 +60,7 @@ def robustness(
     """
     sources = named_sources(checkpoints)
     _refuse_file(output)
-    dataset = _validated(DatasetConfig, dataset_settings(data), "--data")
+    dataset = _validated(DatasetConfig, dataset_settings(data, questions), "--data or --questions")
     prompt = _validated(
         PromptFormat,
         {"style": style, "layout": layout, "instruction": instruction, "num_examples": shots},
@@ -72,13 +72,12 @@ def robustness(
             "noise_levels": sorted(numbers(levels, "--levels", float)),
             "noise_seeds": numbers(noise_seeds, "--noise-seeds", int),
             "operators": operators,
-            "num_questions": questions,
             "max_response_tokens": max_tokens,
             "batch_size": batch_size,
             "primary_scorer": scorer,
             "threads": threads,
         },
-        "--levels, --noise-seeds, --questions, --max-tokens or --batch-size",
+        "--levels, --noise-seeds, --max-tokens or --batch-size",
     )
     if 0.0 not in evaluation.noise_levels:
         raise ConfigError(f"--levels {levels}: expected 0 among them, to which the other levels are compared")
@@ -137,15 +136,16 @@ def numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]:
     return found
 
 
-def dataset_settings(data: str) -> dict[str, Any]:
-    """Return the settings of the data set that `--data` names."""
+def dataset_settings(data: str, questions: int | None) -> dict[str, Any]:
+    """Return the settings of the data set that `--data` names, with its first `questions` test questions or all."""
+    limit = {} if questions is None else {"num_test": questions}
     if data == "generated":
-        return {"source": "generated"}
+        return {"source": "generated"} | limit
     if data == "gsm8k":
-        return _GSM8K
+        return _GSM8K | limit
     if Path(data).is_dir() or data.startswith((".", "/")):
-        return {"source": "local", "path": data}
-    return {"source": "hub", "hub_id": data}
+        return {"source": "local", "path": data} | limit
+    return {"source": "hub", "hub_id": data} | limit
 
 
 def _validated(kind: Any, settings: dict[str, Any], options: str) -> Any:

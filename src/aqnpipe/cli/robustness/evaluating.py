@@ -15,6 +15,7 @@ from aqnpipe.config.dataset import Split
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
+from aqnpipe.device import resolve_device
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
 from aqnpipe.models.loading import checked_folder
 
@@ -26,10 +27,12 @@ def evaluate_checkpoints(
 ) -> list[str]:
     """Evaluate every checkpoint that has no evaluation yet and write the report to `output`; return its tables.
 
-    Raises ModelError, before anything is evaluated, if a checkpoint is no safe and complete model folder; DataError if
+    Raises DeviceError or ModelError, before anything is written, if the device is not there or a checkpoint is no safe
+    and complete model folder; DataError if
     the data set is malformed; ReceiptError if a pass did not have its noise.
     """
     first = next(iter(specs.values()))
+    resolve_device(first.device)
     folders = {name: checked_folder(ModelConfig(source=source)) for name, source in sources.items()}
     problems = {
         split: output / "data" / f"{split}.parquet" for split in _SPLITS[: 2 if first.prompt.num_examples else 1]
