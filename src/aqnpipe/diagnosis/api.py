@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -35,6 +36,7 @@ def diagnose(
     prompt_ids: Sequence[Tensor] | None = None,
     faults: Sequence[Fault | str] = (),
     name: str | None = None,
+    weights: Path | None = None,
     show_progress: Callable[[str], None] = lambda line: None,
     **options: object,
 ) -> DiagnosisFile:
@@ -47,6 +49,7 @@ def diagnose(
     - method: exact probes, which decide, statistical scans, or both.
     - prompt_ids: prompts [tokens] of the scans; by default random tokens.
     - faults: faults to simulate, as in `type=saturation,layer=3,magnitude=0.3`.
+    - weights: the folder that the model was loaded from and has not changed since; its weights are compared with it.
     - options: settings of the diagnosis by their names in a study (`seed`, `num_prompts`, ...).
 
     Raises ConfigError if an option or a fault is unknown, ModelError if the model is of another family, on several
@@ -59,7 +62,9 @@ def diagnose(
     hardware = read_hardware(device_of(model))
     prompts = random_prompts(model, config) if prompt_ids is None else [ids.to(device_of(model)) for ids in prompt_ids]
     with _threads(config.threads if "threads" in options else None):
-        diagnosed = diagnose_model(model, prompts, config, faults=simulated, method=method, show_progress=show_progress)
+        diagnosed = diagnose_model(
+            model, prompts, config, faults=simulated, method=method, show_progress=show_progress, weights=weights
+        )
     settings = getattr(model, "config", None)
     return DiagnosisFile.model_validate(
         {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import polars as pl
 import torch
@@ -42,8 +43,11 @@ def diagnose_model(
     faults: Sequence[Fault] = (),
     method: DiagnosisMethod = "all",
     show_progress: Callable[[str], None] = lambda line: None,
+    weights: Path | None = None,
 ) -> Diagnosed:
     """Diagnose `model` by `method`; the scans use the prompts [tokens]. Weights and mode are restored.
+
+    With `weights`, the folder that the model was loaded from, exact probes compare every weight with its file.
 
     A layer with finite weights that outputs NaN or infinity is a fault, and no scan is reported. Raises ModelError if
     the layer or site of a fault does not exist or weights are not finite, ReceiptError if a simulated fault changed no
@@ -52,7 +56,7 @@ def diagnose_model(
     with simulated_faults(model, faults) as records:
         # The scans run first, so that a cached threshold is taken from an ordinary forward and not from a probe.
         scans, unscanned = (None, None) if method == "exact" else _scan(model, prompt_ids, config, show_progress)
-        exact = None if method == "statistical" else run_exact(model, config, show_progress)
+        exact = None if method == "statistical" else run_exact(model, config, show_progress, weights)
     simulated = [describe_fault(record) for record in records]
     if unscanned is None:
         verdict = judge(exact, scans, config, simulated, next(model.parameters()).device.type)

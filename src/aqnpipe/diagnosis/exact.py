@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from aqnpipe.diagnosis.patterns import exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
 from aqnpipe.diagnosis.refine import refine_fault
 from aqnpipe.diagnosis.repeats import repeat
+from aqnpipe.diagnosis.stored_weights import compare_with_earlier, compare_with_file, row_checksums
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import LayerSites, layer_sites
 
@@ -50,9 +52,15 @@ class ExactResult:
 
 
 def run_exact(
-    model: nn.Module, config: DiagnosisConfig, show_progress: Callable[[str], None] = lambda line: None
+    model: nn.Module,
+    config: DiagnosisConfig,
+    show_progress: Callable[[str], None] = lambda line: None,
+    weights: Path | None = None,
 ) -> ExactResult:
     """Probe the decoder layers of `model` one after the other; weights are restored bit for bit, also after an error.
+
+    With `weights`, the folder that the model was loaded from, every weight in memory is compared with its file first,
+    and in any case with itself before and after the probes.
 
     Cost is measured in multiply-adds of the linear modules of the layers. One forward equivalent is one pass of the
     probe's batch of tokens through all layers. Raises ModelError if the structure of the layers is unknown.
@@ -61,7 +69,8 @@ def run_exact(
     like = next(iter(layers[0].layer.parameters()))
     num_tokens = tokens_needed(config, like.dtype)
     inputs = ProbeInputs(num_tokens, like.dtype, like.device, seed=config.seed)
-    checks: list[Check] = []
+    checks: list[Check] = [] if weights is None else compare_with_file(model, weights)
+    before = row_checksums(model)
     reordered: set[str] = set()
     with inference(model), determinism_requested(), metered(layers, num_tokens) as cost:
         one_token, sequences = _layer_inputs(model, num_tokens, len(inputs.ladder), like.device)
@@ -74,6 +83,7 @@ def run_exact(
             reordered |= set(changing)
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
         more, unreached = further_checks(model, layers, config.seed, show_progress)
+        more += compare_with_earlier(model, before)
         checks, unfit = _without_misfits(checks + more, probers, inputs)
         faults = _faults(checks, probers, inputs)
     return ExactResult(

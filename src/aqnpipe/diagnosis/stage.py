@@ -57,7 +57,7 @@ def diagnose(
     tokenizer = load_tokenizer(model_dir)
     prompt_ids = [ids.to(target) for ids in read_prompts(problems, prompt, tokenizer, config.num_prompts)]
     model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
-    diagnosed = diagnose_model(model, prompt_ids, config, faults=machine.faults)
+    diagnosed = diagnose_model(model, prompt_ids, config, faults=machine.faults, weights=model_dir)
     if diagnosed.table is None:
         raise diagnosed.unscanned or ModelError("a diagnosis by all methods gave no table of layers; this is a bug")
     texts = read_texts(problems, prompt, tokenizer, config.sensitivity_texts)

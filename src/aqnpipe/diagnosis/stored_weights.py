@@ -15,6 +15,7 @@ from aqnpipe.models.layout import decoder_layers, layer_of
 from aqnpipe.models.loading import load_model
 
 PROBE = "weights"
+LATER_PROBE = "restored"
 
 _CHECKSUM_BITS = 24
 _ROWS_AT_ONCE = 4096
@@ -51,7 +52,9 @@ def row_checksums(model: nn.Module) -> dict[str, Tensor]:
 
 def compare_with_earlier(model: nn.Module, before: Mapping[str, Tensor]) -> list[Check]:
     """Return a check for every weight against its checksums `before`: the probes have to leave all of them as found."""
-    return [compare(PROBE, *_place(model, name), before[name], _checksums(weight)) for name, weight in _weights(model)]
+    return [
+        compare(LATER_PROBE, *_place(model, name), before[name], _checksums(weight)) for name, weight in _weights(model)
+    ]
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

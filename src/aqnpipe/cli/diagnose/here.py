@@ -37,6 +37,7 @@ def diagnose_here(
             prompt_ids=word_problems(source, config.num_prompts, device),
             faults=faults,
             name=source.name,
+            weights=None if source.random_weights else source.folder,
             show_progress=status.update,
             **config.model_dump(),
         )

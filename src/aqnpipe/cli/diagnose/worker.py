@@ -117,6 +117,7 @@ def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", thermometer: "T
         prompt_ids=text or random_prompts(model, config, length),
         faults=order.faults,
         name=order.model.name,
+        weights=None if order.model.random_weights else order.model.folder,
         show_progress=stop.check,
         **config.model_dump(),
     )
