@@ -274,6 +274,37 @@ def test_a_deleted_result_is_made_again(copy_of, deleted, planned):
     assert copy_of.planned() == planned
 
 
+@pytest.mark.slow
+def test_a_folder_may_have_a_space(tmp_path):
+    """Also in the path of the interpreter, which Snakemake does not quote."""
+    folder = tmp_path / "my clone"
+    checkout = new_checkout(folder)
+    (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
+    (folder / "my study.yaml").write_text((folder / STUDY).read_text())
+    command = [folder / ".venv" / "bin" / "python", "-m", "snakemake", "--configfile", "my study.yaml"]
+    run = subprocess.run(
+        [*command, "--until", "prepare_data"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(checkout.folder / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert (folder / RESULTS / "data" / "test.parquet").is_file()
+
+
+def test_a_missing_device_is_one_line_before_any_job(copy_of):
+    copy_of.edit_yaml(STUDY, lambda study: study.update(device="npu"))
+    assert copy_of.snakemake("--dry-run").returncode == 0
+    run = copy_of.snakemake()
+    assert run.returncode == 2
+    (line,) = [line for line in run.stdout.splitlines() if "ERROR" in line]
+    assert line.startswith(f"ERROR: {STUDY}: device: requested npu, found none")
+    assert "Traceback" not in run.stdout
+    assert "rule" not in run.stdout
+
+
 def test_words_re_train_nothing(copy_of):
     def other_words(study):
         study["description"] = "in other words"

@@ -64,7 +64,8 @@ def describe_validation_error(error: ValidationError, content: Any = None, model
     texts = list(_texts(problems))
     # The keys that exist are listed once.
     texts[1:] = [text.partition(_LISTED)[0] for text in texts[1:]]
-    more = f"; and {len(texts) - _MAX_SHOWN} more mistakes" if len(texts) > _MAX_SHOWN else ""
+    left = len(texts) - _MAX_SHOWN
+    more = f"; and {left} more mistake{'s' if left > 1 else ''}" if left > 0 else ""
     return "; ".join(texts[:_MAX_SHOWN]) + more
 
 

@@ -1,0 +1,66 @@
+"""Opening a study: what is checked outside its files, and what Snakemake reads before the workflow."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from aqnpipe.cli import front_door
+from aqnpipe.cli.front_door import device_problem, open_study, refuse_unreadable_studies, shown_path
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_a_path_below_the_working_directory_is_shown_as_typed(tmp_path):
+    assert shown_path(ROOT / "config" / "smoke.yaml") == Path("config/smoke.yaml")
+    assert shown_path(tmp_path / "study.yaml") == tmp_path / "study.yaml"
+
+
+def test_jobs_do_not_look_outside_the_study():
+    chat = {"prompt": {"style": "chat"}}
+    with pytest.raises(ConfigError, match=r"config/smoke\.yaml: prompt\.style: found chat, expected plain"):
+        open_study([ROOT / "config" / "smoke.yaml"], chat)
+    assert open_study([ROOT / "config" / "smoke.yaml"], chat, look_outside=False).study.config.prompt.style == "chat"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_is_found(tmp_path, name):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert not front_door._has_chat_template(tmp_path)
+    (tmp_path / name).write_text('{"chat_template": "{{ messages }}"}')
+    assert front_door._has_chat_template(tmp_path)
+
+
+def test_only_a_named_device_can_be_missing(monkeypatch):
+    monkeypatch.setattr("aqnpipe.device._visible", lambda kind: None)
+    assert device_problem("auto") is None
+    assert device_problem("cpu") is None
+    assert "requested cuda, found none" in (device_problem("cuda") or "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--configfile", "nowhere.yaml"],
+        ["-n", "--configfile=nowhere.yaml", "--cores", "1"],
+        ["--configfiles", "config/smoke.yaml", "nowhere.yaml", "-n"],
+    ],
+)
+def test_an_unreadable_study_ends_snakemake_in_one_line(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["snakemake", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        refuse_unreadable_studies()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "ERROR: nowhere.yaml: no such file\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "--configfile", "config/smoke.yaml"], ["--config", "a=1"]])
+def test_other_command_lines_are_left_to_snakemake(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["snakemake", *arguments])
+    refuse_unreadable_studies()
