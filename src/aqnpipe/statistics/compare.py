@@ -1,0 +1,87 @@
+"""`aqnpipe.compare`: the paired comparison of a study, on graded answers from anywhere."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aqnpipe.errors import DataError
+from aqnpipe.statistics.crossed_effects import FloatArray, Method, estimate_difference
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of a minus b, as a fraction, with its interval at `level` and two-sided p-value.
+
+    `about`: "these runs" with one seed, "other seeds and questions" with several. Methods: see `estimate_difference`.
+    """
+
+    difference: float
+    ci_low: float
+    ci_high: float
+    p_value: float
+    level: float
+    method: Method
+    num_questions: int
+    num_seeds: int
+
+    @property
+    def about(self) -> str:
+        """What the interval and the test make a statement about."""
+        return "other seeds and questions" if self.num_seeds > 1 else "these runs on other questions"
+
+
+def compare(
+    a_correct: Sequence[float],
+    b_correct: Sequence[float],
+    question_ids: Sequence[Hashable],
+    seeds: Sequence[Hashable] | None = None,
+    *,
+    level: float = 0.95,
+) -> PairedDifference:
+    """Compare two ways of answering, paired over questions and, where there are several, over seeds.
+
+    Element i of all arguments belongs together: whether a and b answered question `question_ids[i]` right with seed
+    `seeds[i]` (1 or 0, or the share of right samples). Every seed has every question once. Raises DataError otherwise.
+    """
+    if not 0 < level < 1:
+        raise DataError(f"compare: level is {level}, expected a number above 0 and below 1")
+    seeds = [0] * len(question_ids) if seeds is None else seeds
+    lengths = {len(a_correct), len(b_correct), len(question_ids), len(seeds)}
+    if len(lengths) > 1:
+        raise DataError(f"compare: found arguments of lengths {sorted(lengths)}, expected one length for all")
+    first, second = (_table(values, question_ids, seeds, name) for values, name in ((a_correct, "a"), (b_correct, "b")))
+    if first.shape[1] < 2:
+        raise DataError(f"compare: found {first.shape[1]} questions, expected at least 2")
+    estimate = estimate_difference(first, second)
+    low, high = estimate.interval(level)
+    return PairedDifference(
+        difference=estimate.difference,
+        ci_low=max(low, -1.0),
+        ci_high=min(high, 1.0),
+        p_value=estimate.two_sided_p(),
+        level=level,
+        method=estimate.method,
+        num_questions=estimate.num_questions,
+        num_seeds=estimate.num_seeds,
+    )
+
+
+def _table(
+    values: Sequence[float], question_ids: Sequence[Hashable], seeds: Sequence[Hashable], name: str
+) -> FloatArray:
+    """Return the values as [seed, question], both in the order of their first appearance."""
+    rows = {seed: row for row, seed in enumerate(dict.fromkeys(seeds))}
+    columns = {question: column for column, question in enumerate(dict.fromkeys(question_ids))}
+    table = np.full((len(rows), len(columns)), np.nan)
+    for value, question, seed in zip(values, question_ids, seeds, strict=True):
+        if not 0 <= float(value) <= 1:
+            raise DataError(f"compare: {name}_correct has {value!r}, expected numbers from 0 to 1")
+        if not np.isnan(table[rows[seed], columns[question]]):
+            raise DataError(f"compare: question {question!r} appears twice with seed {seed!r}")
+        table[rows[seed], columns[question]] = float(value)
+    missing = np.argwhere(np.isnan(table))
+    if len(missing):
+        seed, question = list(rows)[missing[0][0]], list(columns)[missing[0][1]]
+        raise DataError(f"compare: question {question!r} is missing with seed {seed!r}, and {len(missing) - 1} more")
+    return table
