@@ -199,8 +199,7 @@ class FaultedStudy:
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "Snakefile", folder)
         (folder / "config").mkdir()
-        for name in ("schema.json", "published.yaml"):
-            shutil.copy(ROOT / "config" / name, folder / "config")
+        shutil.copy(ROOT / "config" / "published.yaml", folder / "config")
         (folder / "config" / "config.yaml").write_text(yaml.safe_dump(STUDY), encoding="utf-8")
         (folder / "config" / "arms.yaml").write_text(yaml.safe_dump({"arms": ARMS}), encoding="utf-8")
 
