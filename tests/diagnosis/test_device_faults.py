@@ -70,7 +70,7 @@ def test_a_stuck_mantissa_bit_is_found_and_named(random_model, dtype, site, stuc
     assert (fault.layer, fault.site) == (1, site)
     assert set(fault.bits.flipped) == {bit}
     assert int(fault.bits.expected, 16) ^ int(fault.bits.observed, 16) == int(fault.bits.xor_mask, 16) == 1 << bit
-    assert fault.rate_per_call >= 0.5
+    assert fault.rate_per_call >= 0.2
 
 
 @pytest.mark.parametrize("site", ["o_proj", "input_layernorm", "layer_output", "mlp_output"])

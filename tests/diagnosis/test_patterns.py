@@ -5,9 +5,12 @@ from hypothesis import strategies as st
 
 from aqnpipe.diagnosis.patterns import (
     NORM_INPUT_SCALE,
+    cancelling_operands,
     exponent_ladder,
+    full_mantissa_square,
     integer_operands,
     latin_square,
+    mantissas,
     norm_gains,
     norm_input,
     selection,
@@ -83,3 +86,43 @@ def test_integer_products_are_exact_in_the_dtype_and_not_trivial(dtype, in_featu
     # float32 sums do not fit fewer bits
     if dtype == torch.float32:
         assert not torch.equal(product.bfloat16().double(), product)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.bfloat16, 8), (torch.float16, 11)])
+def test_mantissas_use_every_bit_and_no_more(dtype, bits):
+    values = mantissas((2000,), bits, torch.Generator().manual_seed(0))
+    assert torch.equal(values.to(dtype).double(), values)
+    fractions = ((values - 1) * 2 ** (bits - 1)).long()
+    for bit in range(bits - 1):
+        # a fair coin thrown 2000 times, six standard deviations
+        assert ((fractions >> bit) & 1).double().mean() == pytest.approx(0.5, abs=0.067)
+
+
+def test_full_mantissa_squares_keep_the_largest_value_on_every_channel():
+    ladder = exponent_ladder(torch.float32)
+    square = full_mantissa_square(4 * len(ladder), 30, ladder, 24, seed=0)
+    assert (square.abs().amax(0) == ladder.max()).all()
+    assert torch.equal(square[: len(ladder)].abs(), latin_square(2 * len(ladder), 30, ladder)[: len(ladder)].abs())
+    odd = square[len(ladder) : 2 * len(ladder)].abs()
+    assert (odd.log2() != odd.log2().round()).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_features", [4, 97, 1000, 18944])
+def test_cancelling_sums_need_wide_accumulators_only(dtype, in_features):
+    x, weight, product = cancelling_operands(12, 6, in_features, dtype, torch.Generator().manual_seed(0))
+    assert torch.equal(product, x @ weight.T)
+    assert torch.equal(product.to(dtype).double(), product)
+    # in any order: no partial sum exceeds the sum of magnitudes, and all are integers
+    assert (x.abs() @ weight.abs().T).max() < 2**24
+    terms = (x * weight[0]).to(dtype)
+    narrow = torch.zeros(12, dtype=torch.bfloat16 if dtype == torch.float32 else dtype)
+    for k in range(in_features):
+        narrow = (narrow.float() + terms[:, k].float()).to(narrow.dtype)
+    assert not torch.equal(narrow.double(), product[:, 0])
+
+
+def test_parts_of_whole_blocks_of_a_cancelling_sum_are_small():
+    x, weight, _ = cancelling_operands(12, 6, 96, torch.bfloat16, torch.Generator().manual_seed(0))
+    parts = (x * weight[0]).reshape(12, 4, 24).sum(-1)
+    assert torch.equal(parts.bfloat16().double(), parts)

@@ -175,7 +175,7 @@ def test_a_verdict_needs_evidence():
 
 
 def test_false_alarm_bounds_are_those_of_the_committed_benchmark():
-    healthy = pl.read_csv(Path(__file__).parents[2] / "benchmarks" / "detection_healthy.csv")
+    healthy = pl.read_csv(Path(__file__).parents[2] / "benchmarks" / "detection_simulated_healthy.csv")
     assert (EXACT.alarms, EXACT.machines) == ((healthy["exact_faults"] > 0).sum(), healthy.height)
     assert (STATISTICAL.alarms, STATISTICAL.machines) == ((healthy["scan_verdict"] == "fault").sum(), healthy.height)
     assert EXACT.machines >= 300

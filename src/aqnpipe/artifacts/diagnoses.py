@@ -106,7 +106,9 @@ class LocatedFault(Artifact):
     probes: tuple[str, ...]
     evidence: str
     bits: FaultBits | None = Field(default=None, description="null if the values are not known")
-    rate_per_call: float | None = Field(default=None, description="share of the calls with a wrong value")
+    rate_per_call: float | None = Field(
+        default=None, description="share of `calls` with a wrong value; not every probe shows every fault"
+    )
     calls: int | None = Field(
         default=None, description="number of calls with a known answer, and of repeats if they differ"
     )
@@ -141,8 +143,9 @@ class Verdict(Artifact):
     `layer`, `type`, `site` and `num_faulty_channels` are those of the first of `faults`; `layer` is null if most
     layers share the fault. Exact probes decide wherever they ran. An intermittent fault of a probed site that occurs
     with `intermittent_rate` per element is missed with `miss_probability`, one that strikes a share
-    `detected_call_rate` of the calls with 5 %. `untested` lists what no known answer covers. `false_alarm_bound` is the 95 % upper bound of the
-    share of healthy machines called faulty, null for classes of device on which it was not measured.
+    `detected_call_rate` of the calls with 5 %. `untested` lists what no known answer covers. `false_alarm_bound` is the
+    95 % upper bound of the share of healthy machines called faulty, null for classes of device on which it was not
+    measured.
     """
 
     verdict: Literal["healthy", "fault", "abstain"]

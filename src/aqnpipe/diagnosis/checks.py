@@ -110,7 +110,8 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     format = torch.finfo(dtype)
     exponent = torch.frexp(values.double().abs()).exponent - 1  # values are in [2^exponent, 2^(exponent + 1))
-    return torch.ldexp(torch.full_like(values, format.eps, dtype=torch.float64), exponent).clamp(min=format.tiny)
+    units = torch.ldexp(torch.full_like(values, format.eps, dtype=torch.float64), exponent)
+    return torch.where(values == 0, 0.0, units).clamp(min=format.tiny)
 
 
 def _bound(expected: Tensor, ulps: float, allowed: Tensor | float | None, dtype: torch.dtype) -> Tensor:

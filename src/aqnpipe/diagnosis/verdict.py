@@ -67,8 +67,8 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
     call_rate = 1 - _MISSED_CALLS ** (1 / exact.calls_per_site)
     if not exact.faults:
         reason += (
-            f"; a fault of such a site that changes a share {config.intermittent_rate:g} of the values of one channel is "
-            f"missed with probability {miss:.1e}, one that strikes {call_rate:.0%} of the calls with "
+            f"; a fault of a linear, a norm or a sum that changes a share {config.intermittent_rate:g} of the values "
+            f"of one channel is missed with probability {miss:.1e}, one that strikes {call_rate:.0%} of the calls with "
             f"{_MISSED_CALLS:.0%}, a rarer one more often"
         )
     bound = EXACT.bound_on(exact.device)
