@@ -18,7 +18,7 @@ from aqnpipe.diagnosis.classify import classify
 from aqnpipe.diagnosis.cost import metered
 from aqnpipe.diagnosis.coverage import untested_parts, untested_sites
 from aqnpipe.diagnosis.fit import STRUCTURAL, misfits
-from aqnpipe.diagnosis.further import further_checks
+from aqnpipe.diagnosis.further import further_checks, without_consequences
 from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import product_bits
 from aqnpipe.diagnosis.locate import Evidence, mismatching, suspects
@@ -84,7 +84,7 @@ def run_exact(
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
         more, unreached = further_checks(model, layers, config.seed, show_progress)
         more += compare_with_earlier(model, before)
-        checks, unfit = _without_misfits(checks + more, probers, inputs)
+        checks, unfit = _without_misfits(without_consequences(checks + more), probers, inputs)
         faults = _faults(checks, probers, inputs)
     return ExactResult(
         checks=checks,

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
+from aqnpipe.diagnosis.activations import MODULE_SITE, activation_name, activation_of, activation_sweep, gated_sweep
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
-from aqnpipe.diagnosis.activations import activation_name, activation_of, activation_sweep, gated_sweep
 from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
@@ -99,3 +99,19 @@ def _mixture_checks(model: nn.Module, index: int, sites: LayerSites, generator: 
     if router is not None:
         checks += probe_router(router, index, generator)
     return checks
+
+
+def without_consequences(checks: Sequence[Check]) -> list[Check]:
+    """Return `checks` without those whose mismatch follows from another: one fault is not reported twice.
+
+    Gradients go back through the output of their linear, and a core through its activation. A check of a faulty source
+    says nothing about what follows it.
+    """
+    wrong = {(check.layer, check.site) for check in checks if check.mismatch and check.probe != "backward"}
+
+    def follows(check: Check) -> bool:
+        if check.probe == "backward":
+            return (check.layer, check.site.rsplit(".", 1)[0]) in wrong
+        return check.site == CORE_SITE and (check.layer, MODULE_SITE) in wrong
+
+    return [check for check in checks if not (check.mismatch and follows(check))]
