@@ -2,8 +2,9 @@
 
 A probe expects something of the structure of a layer: that its output is the input plus two branches, or that a gate
 multiplies. Layers of other families do something else, and the probe then fails on every healthy device. A copy of the
-layer in float64 on the CPU, without hooks, decides which of the two it is: where the copy fails too, the probe does not
-fit. Other layers decide nothing, because a fault of the device is in all of them.
+layer on the CPU, without hooks, decides which of the two it is: where the copy fails too, the probe does not fit. It is
+in float64, whose kernels share little with those under test; in float32 where experts are fused, because torch multiplies
+groups of matrices in no wider format. Other layers decide nothing, because a fault of the device is in all of them.
 """
 
 import copy
@@ -25,7 +26,8 @@ STRUCTURAL = ("identity", "attention", "mlp", "norm")
 def misfits(prober: LayerProber, probe: str, inputs: ProbeInputs) -> set[str]:
     """Return the sites at which the structural `probe` does not give the known answer on a copy on the host."""
     host = _on_host(prober)
-    small = ProbeInputs(2 * len(inputs.ladder), torch.float64, torch.device("cpu"), inputs.ladder)
+    dtype = next(iter(host.sites.layer.parameters())).dtype
+    small = ProbeInputs(2 * len(inputs.ladder), dtype, torch.device("cpu"), inputs.ladder)
     if probe == "norm":
         checks = [check for name in host.sites.norms for check in host.norm(name, small)]
     else:
@@ -38,18 +40,20 @@ def _on_host(prober: LayerProber) -> LayerProber:
     for module in layer.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
+    has_fused_experts = any(parameter.ndim > 2 for parameter in layer.parameters())
+    dtype = torch.float32 if has_fused_experts else torch.float64
     return replace(
         prober,
-        sites=layer_sites(layer.to("cpu", torch.float64)),
-        one_token_kwargs=_to_host(prober.one_token_kwargs),
-        attention_kwargs=_to_host(prober.attention_kwargs),
+        sites=layer_sites(layer.to("cpu", dtype)),
+        one_token_kwargs=_to_host(prober.one_token_kwargs, dtype),
+        attention_kwargs=_to_host(prober.attention_kwargs, dtype),
     )
 
 
-def _to_host(value: Any) -> Any:
-    """Return `value` with the floating-point tensors in it as float64 on the CPU."""
+def _to_host(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with the floating-point tensors in it as `dtype` on the CPU."""
     if isinstance(value, Tensor):
-        return value.to("cpu", torch.float64) if value.is_floating_point() else value.cpu()
+        return value.to("cpu", dtype) if value.is_floating_point() else value.cpu()
     if isinstance(value, Mapping):
-        return {key: _to_host(item) for key, item in value.items()}
-    return type(value)(_to_host(item) for item in value) if type(value) in (tuple, list) else value
+        return {key: _to_host(item, dtype) for key, item in value.items()}
+    return type(value)(_to_host(item, dtype) for item in value) if type(value) in (tuple, list) else value
