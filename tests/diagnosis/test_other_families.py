@@ -1,4 +1,4 @@
-"""Families whose layers the diagnosis cannot probe are refused in one line."""
+"""Families whose layers the diagnosis cannot probe are refused in one line, or probed in part with the part named."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.capture import capture_layer_inputs
 from aqnpipe.diagnosis.exact import run_exact
 from aqnpipe.errors import ModelError
+from aqnpipe.models.sites import site_module
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.05, miss_probability=0.1)
 
@@ -34,3 +35,45 @@ def test_arguments_without_names_are_kept_by_their_names():
     captured = capture_layer_inputs(tiny_model_of("gemma4_text"), torch.arange(3, 9).reshape(1, 6))
     assert captured[0].kwargs["per_layer_input"].shape == (1, 6, 8)
     assert captured[0].hidden.shape == (1, 6, 32)
+
+
+@pytest.mark.parametrize(
+    ("family", "untested"),
+    [
+        ("qwen2_moe", {"mlp_output"}),
+        ("deepseek_v3", {"attention_output"}),
+        ("mixtral", {"attention_output", "mlp_output"}),
+        ("gpt_neox", {"attention_output", "mlp_output"}),
+        ("phi", {"attention_output", "mlp_output"}),
+        ("starcoder2", {"attention_output", "mlp_output"}),
+        ("stablelm", set()),
+        ("cohere", set()),
+        ("gemma3_text", set()),
+        ("olmo2", set()),
+        ("phi3", {"attention_output", "mlp_output"}),
+        ("diffllama", None),
+        ("afmoe", None),
+    ],
+)
+def test_healthy_families_are_healthy_and_name_what_no_probe_fits(family, untested):
+    result = run_exact(tiny_model_of(family), CONFIG)
+    assert result.faults == ()
+    named = {gap.part for gap in result.untested if gap.layers}
+    if untested is not None:
+        assert named == untested
+    else:
+        assert any("on a copy on the host" in gap.reason for gap in result.untested)
+
+
+def test_a_fault_of_the_device_is_found_where_a_probe_does_not_fit():
+    """The copy on the host tells a probe that does not fit (attention of DiffLlama) from a fault that layers share."""
+    model = tiny_model_of("diffllama")
+    for layer in range(2):
+        factors = torch.ones(32)
+        factors[5] = 0.75
+        site_module(model, layer, "layer_output").register_forward_hook(lambda m, args, output, f=factors: output * f)
+    result = run_exact(model, CONFIG)
+    assert [(fault.scope, fault.site, fault.faulty_channel_indices) for fault in result.faults] == [
+        ("device", "layer_output", (5,))
+    ]
+    assert any("on a copy on the host" in gap.reason for gap in result.untested)
