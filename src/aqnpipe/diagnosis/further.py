@@ -13,8 +13,8 @@ from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.diagnosis.norms import norm_sweep
-from aqnpipe.diagnosis.sequences import is_known, model_type, probe_sequences
-from aqnpipe.diagnosis.shapes import probe_shape, rows_of_layer
+from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
+from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
@@ -41,7 +41,19 @@ def further_checks(
     untested += [
         Untested(part=part, layers=tuple(found), reason=reason) for (part, reason), found in sorted(gaps.items())
     ]
-    return checks, tuple(untested)
+    return checks, (*untested, *_limits(model, len(layers)))
+
+
+def _limits(model: nn.Module, num_layers: int) -> list[Untested]:
+    """Return what no diagnosis of this size tests: other shapes, longer sequences, other kernels of attention."""
+    used = getattr(model.config, "_attn_implementation", None)
+    places = {rows: min(count, num_layers) for rows, count in LAYERS_OF_LARGE.items()}
+    shown = " and ".join(f"{rows} in {count} of {num_layers} layers" for rows, count in places.items())
+    return [
+        Untested(part="linears with other numbers of rows", reason=f"1 and 8 in every layer, {shown} (by the seed)"),
+        Untested(part="longer sequences", reason=f"the longest had {longest_sequence(model)} tokens"),
+        Untested(part="other attention kernels", reason=f"the model ran with {used}"),
+    ]
 
 
 def _checks_of_layer(

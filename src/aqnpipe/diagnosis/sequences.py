@@ -71,8 +71,7 @@ class _LayerCall:
 
 def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, untested: dict[str, str]) -> list[Check]:
     """Return the checks of kernels, cache, rotation, residual sums and logits; `untested` names what is not reached."""
-    longest = next((int(value) for name in _POSITIONS if (value := getattr(model.config, name, None))), _PREFILL + 8)
-    length = min(_PREFILL, longest - _NUM_DECODED - 2)
+    length = longest_sequence(model) - _NUM_DECODED
     first = _run_batch(model, layers, length, Observation(torch.zeros(3, dtype=torch.long), seed), untested)
     unrotated = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
     if is_known(model) and first.tables:
@@ -93,6 +92,13 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
         untested.setdefault(SITE, "its kernel is not looked up in the table of transformers")
     checks = first.checks + second.checks + rotations
     return checks if is_known(model) else [check for check in checks if check.probe != "cache"]
+
+
+def longest_sequence(model: nn.Module) -> int:
+    """Return the number of tokens of the longest sequence, with the decoded ones: fewer if the model takes fewer."""
+    positions = next((int(value) for name in _POSITIONS if (value := getattr(model.config, name, None))), None)
+    full = _PREFILL + _NUM_DECODED
+    return full if positions is None else min(full, positions - 2)  # OPT numbers its positions from two
 
 
 def _run_batch(
