@@ -55,7 +55,7 @@ for command in (
 def main() -> None:
     """Run the command line. A user's mistake prints one line on standard error and exits with code 2."""
     try:
-        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name="aqnpipe", standalone_mode=False))
+        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name="aqnpipe", standalone_mode=False) or 0)
     except typer.Abort:
         sys.exit(_EXIT_INTERRUPTED)
     except typer.TyperException as error:

@@ -8,13 +8,14 @@ very many values are refused before they are expanded.
 import json
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aqnpipe.config.validation_messages import describe_validation_error, did_you_mean
+from aqnpipe.config.validation_messages import describe_validation_error
 from aqnpipe.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -138,7 +139,10 @@ def _with_integers(content: Any) -> Any:
 
 
 def _near_files(path: Path) -> str:
+    """Return the most similar name of a file beside the missing one, for a message; extensions do not count."""
     try:
-        return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix])
+        names = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix}
     except OSError:
         return ""
+    near = get_close_matches(path.stem, names, n=1)
+    return f" (did you mean {names[near[0]]}?)" if near else ""
