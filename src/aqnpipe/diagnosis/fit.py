@@ -4,8 +4,8 @@ A probe expects something of the structure of a layer: that its output is the in
 multiplies. Layers of other families do something else, and the probe then fails on every healthy device. A copy of the
 layer on the CPU, without hooks, decides which of the two it is: where the copy fails too, the probe does not fit. It is
 in float64, whose kernels share little with those under test; in float32 where experts are fused, because torch
-multiplies groups of matrices in no wider format. Other layers decide nothing, because a fault of the device is in all of
-them.
+multiplies groups of matrices in no wider format. Other layers decide nothing, because a fault of the device is in all
+of them.
 """
 
 import copy
