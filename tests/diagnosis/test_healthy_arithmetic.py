@@ -7,7 +7,7 @@ import torch
 from random_models import random_mixture_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.exact import run_exact
+from aqnpipe.diagnosis.exact import run_exact, tokens_needed
 from aqnpipe.diagnosis.verdict import judge
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.02, miss_probability=0.1)
@@ -109,7 +109,8 @@ def test_split_sums_in_random_order_are_healthy_and_named(
     assert result.faults == ()
     assert "q_proj" in result.reordered
     assert judge(result, None, CONFIG).verdict == "healthy"
-    assert result.forward_equivalents <= 25
+    # In batches of the default settings: those of the test are smaller, and the largest shapes of a linear are fixed.
+    assert result.forward_equivalents * result.num_tokens <= 25 * tokens_needed(DiagnosisConfig(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

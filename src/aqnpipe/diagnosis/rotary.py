@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
-from aqnpipe.diagnosis.reference import full_mantissas
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, full_mantissas
 from aqnpipe.seeding import keyed_generator
 
 SITE = "rotary"
@@ -104,7 +104,10 @@ def _checks_of_layout(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neighbours: bool, is_last: bool) -> tuple[Tensor, Tensor]:
-    """Return x [heads, tokens, channels] rotated, float64, and the rounding allowed: two products and their sum."""
+    """Return x [heads, tokens, channels] rotated, float64, and the rounding allowed.
+
+    Two products and their sum, and a norm before them, whose root may round differently in both passes.
+    """
     width = cos.shape[-1]
     start = x.shape[-1] - width if is_last else 0
     own = x[..., start : start + width].double()
@@ -112,11 +115,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neighbours: bool, is_last: b
         other = torch.stack((-own[..., 1::2], own[..., 0::2]), dim=-1).flatten(-2)
     else:
         other = torch.cat((-own[..., width // 2 :], own[..., : width // 2]), dim=-1)
-    expected, allowed = x.double().clone(), torch.zeros(x.shape, dtype=torch.float64)
+    expected, magnitude = x.double().clone(), x.double().abs()
     first, second = own * cos.double(), other * sin.double()
     expected[..., start : start + width] = first + second
+    magnitude[..., start : start + width] = first.abs() + second.abs()
     eps = torch.finfo(x.dtype).eps
-    allowed[..., start : start + width] = 2 * eps * (first.abs() + second.abs()) + torch.finfo(x.dtype).tiny
+    allowed = (3 * eps + 8 * FLOAT32_EPS) * magnitude + torch.finfo(x.dtype).tiny
     return expected, allowed
 
 
