@@ -55,7 +55,7 @@ def sensitivity_chart(file: SensitivityFile) -> alt.TopLevelMixin:
     return alt.vconcat(*panels, title=title, background="white")
 
 
-def _panel(rows: pl.DataFrame, title: str, scale: alt.Scale, file: SensitivityFile) -> alt.LayerChart:
+def _panel(rows: pl.DataFrame, title: str, scale: alt.Scale, file: SensitivityFile) -> alt.LayerChart | alt.FacetChart:
     parts = [_part(layer) for layer in file.layers]
     x = alt.X("part:N").sort(parts).title("layer").axis(labelAngle=0, labelOverlap=True, grid=False)
     colours = alt.Scale(domain=list(_KINDS), range=list(_KINDS.values()))
