@@ -14,8 +14,8 @@
 
 Energy is the sum of sigma^2 over layers. The controls have exactly the energy of what they control, so that a
 difference between arms is due to the place of the noise and not to its amount. Controls of targeted are not clamped,
-which would change their energy. Gain, kurtosis and instability say how a layer looks; what noise in it costs is measured
-in the column sensitivity (diagnosis/sensitivity_estimate.py).
+which would change their energy. Gain, kurtosis and instability describe the output of a layer; what noise in it costs
+is in the column sensitivity (diagnosis/sensitivity_estimate.py).
 """
 
 import math
