@@ -86,7 +86,8 @@ class MachineFault:
     def accepted_sites(self, architecture: Architecture) -> str:
         """Return a regular expression of the sites that a report may name."""
         roles = [change.role for change in self.changes] + list(self.weight_roles)
-        own = [f"^{re.escape(architecture.places[role].site)}$" for role in roles if role != "*"]
+        end = r"(\.\w+_gradient)?$" if self.backward else "$"
+        own = [f"^{re.escape(architecture.places[role].site)}{end}" for role in roles if role != "*"]
         return self.sites or "|".join(own + [ENDS[role] for role in roles if role in ENDS])
 
     @contextmanager
