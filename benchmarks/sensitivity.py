@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from aqnpipe.artifacts.sensitivities import Sensitivity
@@ -144,18 +145,22 @@ def main() -> None:
         other_models(arguments.steps) if arguments.only != "builtin" else (),
     )
     header = ("model", "layers", "loss", "estimate", "pairs", "estimate / measured", "fragile", *SHOWN, "s")
-    print(f"| {' | '.join(header)} |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    _say(f"| {' | '.join(header)} |")
+    _say("|---|---|---|---|---|---|---|---|---|---|---|")
     results = []
     for name, model, tokenizer, task in chosen:
         started = time.process_time()
         texts = texts_for(task, tokenizer, "test", arguments.texts)
         measured = sensitivity(model, texts, scale=arguments.scale, noise_seeds=range(arguments.noise_seeds))
         others = published_correlations(model, texts, measured)
-        print(_row(name, measured, others, time.process_time() - started), flush=True)
+        _say(_row(name, measured, others, time.process_time() - started))
         results.append({"model": name, "measured": measured.model_dump(), "published": others})
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _say(line: str) -> None:
+    Console(soft_wrap=True).print(line, highlight=False, markup=False)
 
 
 def _row(name: str, measured: Sensitivity, others: dict[str, float | None], seconds: float) -> str:

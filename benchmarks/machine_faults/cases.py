@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ def _diagnose(model: nn.Module, method: DiagnosisMethod = "exact") -> _Answer:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     started, problem, verdict = time.perf_counter(), "", None
     try:
-        verdict = aqnpipe.diagnose(model, method=method)
+        # As `aqnpipe diagnose FOLDER` does: the weights in memory are compared with those of the folder.
+        verdict = aqnpipe.diagnose(model, method=method, weights=Path(model.config.name_or_path))
     except AqnpipeError as error:
         problem = first_line(error)
     seconds = time.perf_counter() - started

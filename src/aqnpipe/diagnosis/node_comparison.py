@@ -135,10 +135,8 @@ def _untested(device: DeviceReport) -> list[str]:
 
 
 def _fault(fault: LocatedFault) -> str:
-    if fault.layer is not None:
-        place = f"layer {fault.layer}, "
-    else:
-        place = "whole device, " if fault.scope == "device" else ""
+    outside = "whole device, " if fault.scope == "device" else ""
+    place = outside if fault.layer is None else f"layer {fault.layer}, "
     channels = "" if fault.num_faulty_channels is None else f", {fault.num_faulty_channels} channels"
     return f"{place}{fault.site}: {fault.type}{channels}"
 

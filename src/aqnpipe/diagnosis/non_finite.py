@@ -33,8 +33,8 @@ def verdict_without_scans(
         decided |= {"faults": (fault,)}
     if exact is not None:
         return exact.model_copy(update={**decided, "method": "all"})
-    shared: dict[str, Any] = {"findings": (), "layer": None, "type": None, "forward_equivalents": 0.0, "method": "statistical"}
-    shared |= {"num_layers": len(decoder_layers(model)), "simulated_faults": tuple(simulated)}
+    shared: dict[str, Any] = {"findings": (), "layer": None, "type": None, "forward_equivalents": 0.0}
+    shared |= {"method": "statistical", "num_layers": len(decoder_layers(model)), "simulated_faults": tuple(simulated)}
     return Verdict.model_validate({**shared, **decided})
 
 
