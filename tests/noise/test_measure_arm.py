@@ -60,10 +60,13 @@ def test_the_command_shows_what_was_reached(tmp_path):
     assert receipt.problems() == []
 
 
-def test_an_unknown_arm_names_those_that_there_are():
-    result = run("--arm", "E99")
+@pytest.mark.parametrize(
+    ("arm", "advice"), [("E99", " (did you mean E9?)"), ("something", ", config/arms.yaml defines E10_bias, ")]
+)
+def test_an_unknown_arm_names_the_nearest_or_those_that_there_are(arm, advice):
+    result = run("--arm", arm)
     assert result.exit_code == 1
-    assert "unknown arm 'E99', config/arms.yaml defines" in str(result.exception)
+    assert f"unknown arm {arm!r}{advice}" in str(result.exception)
 
 
 @pytest.mark.parametrize(
