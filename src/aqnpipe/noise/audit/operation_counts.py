@@ -1,6 +1,5 @@
 """Floating-point operations from the shapes of what is really computed."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,9 +7,20 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-_ATTENTION = re.compile(
-    r"_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?(?P<backward>_backward)?$"
+_KERNELS = (
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "efficient_attention",
+    "cudnn_attention",
+    "fused_attention_overrideable",
 )
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): suffix == "_backward"
+    for kernel in _KERNELS
+    for suffix in ("", "_backward")
+}
+"""Attention by one operator; whether it is a backward pass."""
+
 _MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
 
@@ -21,8 +31,8 @@ def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     depend on its version (attention in which several heads share keys).
     """
     packet = func.overloadpacket
-    if func.namespace == "aten" and (attention := _ATTENTION.match(packet.__name__)):
-        return _of_attention(args, is_backward=attention["backward"] is not None)
+    if packet in _ATTENTION:
+        return _of_attention(args, is_backward=_ATTENTION[packet])
     if packet in _MATRIX_PRODUCTS and args[-1].shape[-2] == 1:
         # Nothing is summed: the rotary embedding multiplies frequencies and positions in this way.
         return 0
