@@ -54,6 +54,24 @@ def test_a_training_loop_shares_one_receipt(model, ids):
     assert counts == {"actor_forward": 3, "backward": 3}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_under_gradient_checkpointing_compute_again_with_their_noise(model, ids, reentrant):
+    def gradients():
+        model.zero_grad()
+        with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        receipt.check()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    model.train()
+    stored = gradients()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    again = gradients()
+    assert len(stored) == len(again) > 0
+    assert all(torch.equal(*pair) for pair in zip(stored, again, strict=True))
+
+
 def test_gradients_without_noise_are_refused(model, ids):
     with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
         loss = model(input_ids=ids, labels=ids).loss

@@ -142,7 +142,8 @@ class _BackwardPasses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is not Tensor.backward:
             return func(*args, **(kwargs or {}))
-        with audited_backward(self._model, self._recorder), torch._C.DisableTorchFunction():
+        # The function modes stay on: layers under gradient checkpointing compute again in here, with their noise.
+        with audited_backward(self._model, self._recorder):
             result = func(*args, **(kwargs or {}))
         self._recorder.count_forward("backward")
         return result
