@@ -16,7 +16,7 @@ WITHOUT_ANSWER = ("repeat", "monomial", "finite")
 PARTS = {
     "embedding": ("embedding",),
     "lm_head": ("head",),
-    "final norm": (),
+    "final norm": ("final_norm",),
     "activation outside the probed point": ("activation",),
     "norms outside a mean square of 1024": ("norm_range",),
     "attention over more than one key": ("attention_one_hot", "attention_uniform"),
@@ -25,7 +25,7 @@ PARTS = {
     "backward pass": ("backward",),
     "kernels for other shapes": ("shapes",),
 }
-"""Parts of a model and the probes that test them; a part is tested if one of its probes ran."""
+"""Parts of a model, and the probes or sites that test them; a part is tested if one of them was compared."""
 
 
 def untested_sites(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tuple[Untested, ...]:
@@ -43,13 +43,8 @@ def untested_sites(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tup
 
 def untested_parts(checks: Sequence[Check], dtype: torch.dtype, inputs: ProbeInputs) -> tuple[Untested, ...]:
     """Return the parts of the model that no probe that ran tests, and the shapes and bits that probes leave out."""
-    ran = {check.probe for check in checks}
-    sites = {check.site for check in checks}
-    found = [
-        Untested(part=part, reason="no probe of it ran")
-        for part, probes in PARTS.items()
-        if not ran & set(probes) and not (part == "final norm" and "final_norm" in sites)
-    ]
+    ran = {name for check in checks for name in (check.probe, check.site)}
+    found = [Untested(part=part, reason="no probe of it ran") for part, names in PARTS.items() if not ran & set(names)]
     if dtype == torch.float32 and inputs.bits < 24:
         reason = f"torch allows products that keep {inputs.bits} bits (torch.get_float32_matmul_precision)"
         found.append(Untested(part=f"mantissa bits of float32 products below the first {inputs.bits}", reason=reason))

@@ -23,18 +23,12 @@ class Suspect:
 
 
 def mismatching(checks: Sequence[Check]) -> Evidence:
-    """Return the checks with a mismatch; a wrong gradient of a linear that is wrong forwards too is no second fault."""
+    """Return the checks with a mismatch, by place."""
     found: Evidence = defaultdict(list)
     for check in checks:
         if check.mismatch:
             found[check.layer, check.site].append(check)
-    return {place: evidence for place, evidence in found.items() if not _is_gradient_of(place, found)}
-
-
-def _is_gradient_of(place: tuple[int, str], found: Evidence) -> bool:
-    layer, site = place
-    linear, _, kind = site.rpartition(".")
-    return kind.endswith("_gradient") and (layer, linear) in found
+    return dict(found)
 
 
 def suspects(evidence: Evidence, checks: Sequence[Check]) -> list[Suspect]:

@@ -31,35 +31,15 @@ _ENDS_OF_ATTENTION = ("o_proj", "dense", "c_proj", "out_proj")
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
-FAMILIES = frozenset(
-    {
-        "qwen2",
-        "llama",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
-        "mistral",
-        "phi3",
-        "olmo2",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-    }
-    | {"deepseek_v3", "gpt_neox", "gpt2", "opt", "cohere", "stablelm", "starcoder2"}
-    | {
-        "gemma",
-        "ministral",
-        "olmo",
-        "olmo3",
-        "olmoe",
-        "phi",
-        "seed_oss",
-        "flex_olmo",
-        "dots1",
-        "glm4_moe",
-        "gpt_bigcode",
-    }
-)
+# fmt: off
+FAMILIES = frozenset({
+    "cohere", "deepseek_v3", "dots1", "flex_olmo", "gemma", "gemma2",
+    "gemma3_text", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "llama",
+    "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3",
+    "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe", "seed_oss", "stablelm", "starcoder2",
+})
+# fmt: on
 """Model types on which the probes of structure were tried: residual sums, rotation, cache, norms and experts."""
 
 
@@ -123,7 +103,7 @@ def _run_batch(
             shown = mask[:, :end] if observation.padding.any() else None
             output = model(input_ids=ids[:, start:end], attention_mask=shown, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            observation.checks += _logits_check(model, observation, output.logits)
+            observation.checks += _logits_check(model, observation, output.logits, untested)
     untested.update(observation.unknown)
     return observation
 
@@ -162,7 +142,11 @@ def _observed(
     def leave(index: int, output: Any) -> None:
         previous[index] = first_tensor(output)
         if known:
-            observation.checks.append(_residual_check(index, calls[index], previous[index]))
+            found = _residual_check(index, calls[index], previous[index])
+            if found is None:
+                untested["residual sums"] = "the branches of a layer were not seen"
+            else:
+                observation.checks.append(found)
 
     def fed(index: int, args: tuple[Any, ...]) -> None:
         result = observation.results.pop(index, None)
@@ -193,26 +177,25 @@ def _observed(
             handle.remove()
 
 
-def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check:
-    """Compare the output of a layer with the sum of its input and branches, in the order that fits best."""
+def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check | None:
+    """Compare the output of a layer with the sum of its input and branches, in the order that fits best.
+
+    None without an input and two branches, of which the sum would be known.
+    """
     host = output.detach().cpu()
     if call.hidden is None or len(call.branches) != 2:
-        return compare("residual", index, "layer_output", host, host)
+        return None
     h, a, m = (tensor.detach().cpu().reshape(host.shape) for tensor in (call.hidden, *call.branches))
     sums = ((h + a) + m, (a + m) + h, (h + m) + a)
     best = min(sums, key=lambda total: int((total != host).sum()))
     return compare("residual", index, "layer_output", best, host)
 
 
-def _logits_check(model: nn.Module, observation: Observation, logits: Tensor) -> list[Check]:
+def _logits_check(model: nn.Module, observation: Observation, logits: Tensor, untested: dict[str, str]) -> list[Check]:
     """Compare the logits with the output of lm_head, unless the model caps or scales them."""
     raw = observation.results.pop(OUTSIDE_LAYERS, None)
-    config = model.config
-    changed = any(
-        getattr(config, name, None) not in (None, 1.0)
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    )
-    if raw is None or changed:
+    if raw is None or any(getattr(model.config, name, None) not in (None, 1.0) for name in _LOGIT_SETTINGS):
+        untested["logits behind lm_head"] = "the model caps or scales them, or lm_head was not called"
         return []
     return [compare("logits", OUTSIDE_LAYERS, "lm_head", raw.cpu(), logits.cpu())]
 
