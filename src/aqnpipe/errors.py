@@ -88,7 +88,14 @@ class RunInterruptedError(AqnpipeError):
 
 
 class ReceiptError(AqnpipeError):
-    """Measured and requested noise differ: noise is missing, wrong in size, or present where none was requested."""
+    """Measured and requested noise differ: noise is missing, wrong in size, or present where none was requested.
+
+    `problems` are the differences one by one, where a receipt was refused for them.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
 
     advice = "nothing of this job was kept; `aqnpipe measure-noise` shows the noise that an arm applies"
 

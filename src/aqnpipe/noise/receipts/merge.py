@@ -106,7 +106,7 @@ def merged_receipt(
         differences = _differences(workers[0].state, worker.state, per_worker_draws, routed)
         problems += [f"{worker.label}: {difference}" for difference in differences]
     if problems:
-        raise ReceiptError("receipt refused: " + "; ".join(problems))
+        raise ReceiptError("receipt refused: " + "; ".join(problems), tuple(problems))
     recorder.restore(merge_states([worker.state for worker in workers], per_worker_draws=per_worker_draws))
     return recorder.receipt().model_copy(update={"num_workers": len(workers)}).check()
 

@@ -19,7 +19,7 @@ class Receipt(ReceiptContent):
         """Return self, or raise ReceiptError with every mismatch between requested and measured noise."""
         problems = self.problems()
         if problems:
-            raise ReceiptError("receipt refused: " + "; ".join(problems))
+            raise ReceiptError("receipt refused: " + "; ".join(problems), tuple(problems))
         return self
 
     def problems(self, steps_done: int | None = None) -> list[str]:

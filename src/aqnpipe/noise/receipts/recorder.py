@@ -386,7 +386,7 @@ class ReceiptRecorder:
         """Raise ReceiptError if the noise of a run that has made `steps_done` optimiser steps is not as requested."""
         problems = self.receipt().problems(steps_done)
         if problems:
-            raise ReceiptError(f"receipt refused after step {steps_done}: " + "; ".join(problems))
+            raise ReceiptError(f"receipt refused after step {steps_done}: " + "; ".join(problems), tuple(problems))
 
     def receipt(self) -> Receipt:
         """Return the receipt of everything recorded so far."""

@@ -6,6 +6,7 @@ learning rates, run at every step.
 """
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ from aqnpipe.training.ranks import gathered, rank_and_size
 
 _ONE_AUDITED_IN = 16
 _SHOWN = 3
+
+
+_OF_A_GRADIENT = re.compile(r"(worker \d+ of \d+: )?backward ")
+"""Problems of a receipt that are about the noise of a gradient."""
 
 
 class AuditState(Artifact):
@@ -231,8 +236,8 @@ class TrainingAudit(TrainerCallback):
 
     def lacks_only_gradients(self, error: ReceiptError) -> bool:
         """Whether a receipt was refused because no reward differed within a group: no gradient, so no noise on it."""
-        problems = str(error.args[0]).partition("receipt refused")[2].split("; ")
-        return not self._rollouts.differing_groups and all(": backward " in f": {problem}" for problem in problems)
+        is_excused = bool(error.problems) and all(map(_OF_A_GRADIENT.match, error.problems))
+        return is_excused and not self._rollouts.differing_groups
 
     def why_no_gradient(self) -> str:
         """Return what the rewards of a run were in which no group had different ones."""
