@@ -57,14 +57,6 @@ def device_problem(requested: RequestedDevice) -> str | None:
     return None
 
 
-def refuse_missing_folder(option: str, target: Path | None) -> None:
-    """Raise ConfigError if an output file could not be written: its folder is missing, or it is a folder itself."""
-    if target is not None and target.is_dir():
-        raise ConfigError(f"{option} {target}: found a folder, expected a file to write")
-    if target is not None and not target.parent.is_dir():
-        raise ConfigError(f"{option} {target}: no folder {target.parent}, expected a file in an existing folder")
-
-
 def refuse_unreadable_studies() -> None:
     """End this process with one line if a file given to Snakemake as `--configfile` cannot be read.
 

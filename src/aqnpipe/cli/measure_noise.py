@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import ValidationError
 
-from aqnpipe.cli.front_door import refuse_missing_folder
+from aqnpipe.cli.diagnose.options import check_writable
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
@@ -42,7 +42,8 @@ def measure_noise(
     known = read_arms(arms)
     if arm not in known:
         raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
-    refuse_missing_folder("--json", json)
+    if json is not None:
+        check_writable("--json", json)
     try:
         settings = ModelConfig(source=model)
     except ValidationError as error:

@@ -17,15 +17,12 @@ from aqnpipe.artifacts.checkpoints import (
     RobustnessReport,
 )
 from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
-from aqnpipe.comparison.evaluations import LoadedEvaluation
+from aqnpipe.comparison.evaluations import OF_THE_TOKENIZER, LoadedEvaluation, setting_difference
 from aqnpipe.config.evaluation import Scorer
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.multiple_testing import holm_within_families
 
 FloatArray = npt.NDArray[np.float64]
-
-_OF_THE_TOKENIZER = "facts."
-"""Prefix of what two model families cannot have alike: token ids of prompts, end tokens."""
 
 _MANY = 0.05
 """Share of responses without an answer that a reader should know of."""
@@ -150,16 +147,13 @@ def _refuse_unlike(first: LoadedEvaluation, second: LoadedEvaluation) -> None:
     """Raise RefusedError if two evaluations asked other questions, or asked them in another way."""
     if first.weights is not None and first.weights == second.weights:
         raise RefusedError("model", f"{first.source.model} and {second.source.model} are the same weights")
-    for key in sorted({*first.setting, *second.setting}):
-        ours, theirs = first.setting.get(key, "absent"), second.setting.get(key, "absent")
-        if ours != theirs and not key.startswith(_OF_THE_TOKENIZER):
-            raise RefusedError(
-                "setting", f"{key} is {ours} for {first.source.model} and {theirs} for {second.source.model}"
-            )
+    difference = setting_difference(first, second, of_tokenizers=False)
+    if difference:
+        raise RefusedError("setting", f"evaluated differently: {difference}")
 
 
 def _facts(evaluation: LoadedEvaluation) -> dict[str, str]:
-    return {key: value for key, value in evaluation.setting.items() if key.startswith(_OF_THE_TOKENIZER)}
+    return {key: value for key, value in evaluation.setting.items() if key.startswith(OF_THE_TOKENIZER)}
 
 
 def _noisy_levels(evaluation: LoadedEvaluation) -> list[float]:

@@ -133,9 +133,18 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, a
     ).with_columns(pl.col("seed", "step").cast(pl.Int64))
 
 
-def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation) -> str | None:
-    """Return the first difference between the settings of two evaluations, in words; None if there is none."""
+OF_THE_TOKENIZER = "facts."
+"""Prefix of settings that models with different tokenizers cannot have alike: token ids of prompts, end tokens."""
+
+
+def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation, *, of_tokenizers: bool = True) -> str | None:
+    """Return the first difference between the settings of two evaluations, in words; None if there is none.
+
+    `of_tokenizers`: count what follows from different tokenizers.
+    """
     for key in sorted({*first.setting, *second.setting}):
+        if key.startswith(OF_THE_TOKENIZER) and not of_tokenizers:
+            continue
         ours, theirs = first.setting.get(key, "absent"), second.setting.get(key, "absent")
         if ours != theirs:
             return f"{key} is {ours} for {first.source.name} and {theirs} for {second.source.name}"
@@ -240,7 +249,7 @@ def _facts_setting(facts: EvaluationFacts) -> dict[str, str]:
     """Return what two compared evaluations must have used alike."""
     prompts = hashlib.sha256(facts.prompts.encode()).hexdigest()
     alike = {"end_token": facts.end_token, "stop_text": facts.stop_text, "prompts as the model read them": prompts[:16]}
-    return {f"facts.{name}": repr(value) for name, value in alike.items()}
+    return {f"{OF_THE_TOKENIZER}{name}": repr(value) for name, value in alike.items()}
 
 
 def _flat(value: Any, prefix: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
 from aqnpipe.diagnosis.scored_texts import ScoredText, summed_losses, text_batches
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.models.layout import decoder_layers, noised_attention, output_projection
 from aqnpipe.noise.injection.faults import simulated_faults
 from aqnpipe.noise.injection.operators import (
     PRODUCT_OF_SUM,
@@ -53,17 +53,12 @@ def layer_noise(model: nn.Module, layer: int | None, scale: float) -> OperatorNo
 
     Raises ModelError if the attention kernel of `model` is neither eager nor sdpa, because noise cannot reach others.
     """
-    kernel = getattr(getattr(model, "config", None), "_attn_implementation", "eager")
-    if kernel not in ("eager", "sdpa", None):
-        raise ModelError(
-            f"{type(model).__name__}: attention is {kernel}, which noise cannot reach; expected eager or sdpa"
-        )
     return OperatorNoise(
         error=RelativeGaussian(scale=scale),
         phases=("evaluation",),
         layers=() if layer is None else (layer,),
         include_lm_head=layer is None,
-        attention="fused" if kernel == "sdpa" else "decomposed",
+        attention=noised_attention(model),
     )
 
 

@@ -28,6 +28,19 @@ _ADVICE = "use a model of another family"
 _LAYER_NUMBER = re.compile(rf"(?:^|\.)(?:{'|'.join(_LAYER_LISTS)})\.(\d+)\.")
 
 
+def noised_attention(model: nn.Module) -> Literal["decomposed", "fused"]:
+    """Return how operator noise reaches the attention of `model`: in its products (eager), or as one operator (sdpa).
+
+    Raises ModelError for another kernel, which noise cannot reach.
+    """
+    kernel = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kernel not in (None, "eager", "sdpa"):
+        raise ModelError(
+            f"{type(model).__name__}: attention is {kernel}, whose products noise cannot reach; expected eager or sdpa"
+        )
+    return "fused" if kernel == "sdpa" else "decomposed"
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers of `model`.
 

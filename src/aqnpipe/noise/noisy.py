@@ -9,19 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from aqnpipe.config.noise import ErrorModel, NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
-from aqnpipe.errors import ConfigError, ModelError
-from aqnpipe.models.layout import decoder_layers, num_rms_norms
+from aqnpipe.errors import ConfigError
+from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
 from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-
-_ATTENTION = {"eager": "decomposed", "sdpa": "fused"}
 
 
 class NoiseReceipt:
@@ -112,11 +109,6 @@ def _requested(
         raise ConfigError(f"noisy: found scale={scale!r} and error={error!r}, expected exactly one of the two")
     if scale is not None and not 0 < scale < 1:
         raise ConfigError(f"noisy: scale is {scale!r}, expected a number above 0 and below 1")
-    kernel = getattr(getattr(model, "config", None), "_attn_implementation", "eager")
-    if kernel not in _ATTENTION:
-        raise ModelError(
-            f"{type(model).__name__}: attention is {kernel}, whose products noise cannot reach; expected eager or sdpa"
-        )
     phases: tuple[Phase, ...] = ("actor_forward", "backward") if backward else ("evaluation",)
     noise = OperatorNoise.model_validate(
         {
@@ -125,7 +117,7 @@ def _requested(
             "phases": phases,
             "layers": None if layers is None else tuple(layers),
             "include_lm_head": include_lm_head,
-            "attention": _ATTENTION[kernel],
+            "attention": noised_attention(model),
         }
     )
     return NoiseSpec(operator_noise=noise), phases
