@@ -44,7 +44,7 @@ def test_a_folder_and_a_named_model_are_evaluated_with_receipts(made):
     receipt = json.loads((folder / "out/eval/my-model/pretrained/seed0/step0.receipt.json").read_text())
     (noisy,) = [entry["receipt"] for entry in receipt["passes"] if entry["noise_level"] == 0.2]
     assert noisy["phases"][0]["recomputed_numbers"] > 0
-    assert "Accuracy in percent" in result.stdout
+    assert "Accuracy in percent on 12 questions of word_problems (style plain, layout bare)" in result.stdout
     assert (folder / "out" / "robustness.csv").read_text().count("\n") == 1 + len(report.comparisons)
     assert "| my-model |" in (folder / "out" / "robustness.md").read_text()
 
@@ -56,6 +56,11 @@ def test_what_is_there_is_used_again_and_other_settings_are_not(made):
     again = typed(folder / "my-model", "other=tiny-large", *SMALL, "--output", out)
     assert again.exit_code == 0
     assert again.output.count("evaluated before with these settings") == 2
+    assert (out / "robustness.json").read_bytes() == before
+    table = out / "eval/other/pretrained/seed0/step0.parquet"
+    table.write_bytes((out / "eval/my-model/pretrained/seed0/step0.parquet").read_bytes())
+    replaced = typed(folder / "my-model", "other=tiny-large", *SMALL, "--output", out)
+    assert replaced.output.count("evaluated before with these settings") == 1
     assert (out / "robustness.json").read_bytes() == before
     more = typed(folder / "my-model", *SMALL, "--noise-seeds", "1", "--output", out)
     assert more.exit_code == 0

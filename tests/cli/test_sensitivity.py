@@ -79,7 +79,7 @@ def without_tokenizer(tmp_path_factory):
         (["tiny", "--figure", "s.pdf"], ConfigError, "--figure s.pdf: found suffix '.pdf', expected .svg or .png"),
         (["tiny", "--figure", "nowhere/s.svg"], StorageError, "--figure: nowhere: found no such folder"),
         (["tiny", "--device", "cuda:99"], ConfigError, "--device cuda:99: not usable here"),
-        (["tiny", "--data", "nowhere"], DataError, "--data 'nowhere': found no such folder"),
+        (["tiny", "--data", "nowhere"], ConfigError, "--data: found 'nowhere', expected word_problems"),
         (["tiny", "--data", "nowhere.txt"], DataError, "--data nowhere.txt: cannot be read"),
         (["tiny", "--fault", "type=dead_zone"], AqnpipeError, "layer"),
         (["./nowhere"], ModelError, "nowhere"),

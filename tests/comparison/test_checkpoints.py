@@ -9,7 +9,20 @@ from scipy.stats import binomtest
 
 from aqnpipe.comparison.checkpoints import compare_checkpoints, report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, LevelScores, LoadedEvaluation, Problem
+from aqnpipe.config.dataset import PromptFormat
+from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.run import EvaluationSpec
 
+SPEC = EvaluationSpec(
+    model_role="a",
+    arm_id="pretrained",
+    seed=0,
+    step=0,
+    dtype="float32",
+    attention="eager",
+    prompt=PromptFormat(instruction="Think ."),
+    evaluation=EvaluationConfig(max_response_tokens=8, batch_size=4),
+)
 QUESTIONS = tuple(f"test-{number:05d}" for number in range(40))
 
 
@@ -118,12 +131,13 @@ def test_what_cannot_be_compared_has_a_reason_and_no_number(other, reason):
 def test_families_with_other_tokenizers_are_compared_and_noted():
     other = evaluation("b", dict(B.levels), setting={"facts.end_token": "2"})
     assert found([A, other], "accuracy", 0.1).refusal is None
-    report = report_of([A, other], {"a": "./a", "b": "./b"}, "strict", 0.05)
+    report = report_of([A, other], {"a": "./a", "b": "./b"}, "gsm8k", SPEC, 0.05)
     assert any(note.startswith("b: other tokens") for note in report.notes)
 
 
 def test_the_report_says_what_it_does_not_show():
-    report = report_of([A, evaluation("mute", dict(B.levels))], {"a": "./a", "mute": "./b"}, "strict", 0.05)
+    report = report_of([A, evaluation("mute", dict(B.levels))], {"a": "./a", "mute": "./b"}, "gsm8k", SPEC, 0.05)
     assert "needs several runs" in report.notes[0]
+    assert (report.data, report.prompt) == ("gsm8k", "style plain, layout bare, instruction 'Think .'")
     assert any(note.startswith("mute: ") and "found no answer" in note for note in report.notes)
     assert not any(note.startswith("a: ") for note in report.notes)

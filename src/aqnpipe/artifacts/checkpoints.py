@@ -57,7 +57,11 @@ class EvaluatedCheckpoint(Artifact):
 class RobustnessReport(Artifact):
     """robustness.json: everything that `aqnpipe robustness` found."""
 
+    data: str
+    prompt: str
     scorer: str
+    operators: str
+    dtype: str
     alpha: float
     checkpoints: tuple[EvaluatedCheckpoint, ...]
     accuracies: tuple[CheckpointAccuracy, ...]

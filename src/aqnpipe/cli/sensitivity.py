@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from aqnpipe.cli.datasets import GENERATED, NAMES, dataset_of
 from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load
 from aqnpipe.cli.diagnose.options import check_writable, usable_device
-from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, GeneratedTask, LocalDataset, PromptFormat
+from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.errors import ConfigError, DataError, ModelError
@@ -19,17 +20,13 @@ if TYPE_CHECKING:
     from aqnpipe.artifacts.sensitivities import SensitivityFile
     from aqnpipe.diagnosis.scored_texts import ScoredText
 
-_GENERATED: tuple[GeneratedTask, ...] = ("word_problems", "comparison")
-
 
 def sensitivity(
     model: Annotated[str, typer.Argument(help="model: a folder, a hub id, or `tiny`")],
     scale: Annotated[float, typer.Option(help="relative noise on matrix products, above 0 and below 1")] = 0.1,
     data: Annotated[
         str,
-        typer.Option(
-            help="word_problems, comparison, a folder with train and test questions, or a .txt file with texts as lines"
-        ),
+        typer.Option(help=f"{NAMES}; or a .txt file with texts as lines"),
     ] = "word_problems",
     texts: Annotated[int, typer.Option(min=1, help="number of texts, at most")] = 64,
     noise_seeds: Annotated[int, typer.Option(min=1, help="number of noise seeds")] = 2,
@@ -125,17 +122,9 @@ def _texts(data: str, number: int, tokenizer: Any) -> "list[ScoredText | str]":
     path = Path(data)
     if path.suffix == ".txt":
         return list(_lines(path)[:number])
-    config: DatasetConfig
-    if data == "word_problems" or data == "comparison":
-        config = GeneratedDataset(task=data, num_test=number)
-    elif path.is_dir():
-        config = LocalDataset(source="local", path=data)
-    else:
-        raise DataError(
-            f"--data {data!r}: found no such folder, expected {', '.join(_GENERATED)}, a folder with train and test "
-            "questions, or a .txt file"
-        )
-    return list(texts_of_problems(load_problems(config, "test").head(number), PromptFormat(), tokenizer))
+    # A generated data set has as many questions as are asked for, a stored one may have fewer.
+    dataset = dataset_of(data, number if data in GENERATED else None)
+    return list(texts_of_problems(load_problems(dataset, "test").head(number), PromptFormat(), tokenizer))
 
 
 def _lines(path: Path) -> list[str]:

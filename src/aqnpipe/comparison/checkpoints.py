@@ -18,7 +18,8 @@ from aqnpipe.artifacts.checkpoints import (
 )
 from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import OF_THE_TOKENIZER, LoadedEvaluation, setting_difference
-from aqnpipe.config.evaluation import Scorer
+from aqnpipe.config.dataset import PromptFormat
+from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.multiple_testing import holm_within_families
 
@@ -29,12 +30,20 @@ _MANY = 0.05
 
 
 def report_of(
-    evaluations: Sequence[LoadedEvaluation], sources: Mapping[str, str], scorer: Scorer, alpha: float
+    evaluations: Sequence[LoadedEvaluation], sources: Mapping[str, str], data: str, spec: EvaluationSpec, alpha: float
 ) -> RobustnessReport:
-    """Return accuracies and comparisons of checkpoints; `sources` says where each came from, by name."""
+    """Return accuracies and comparisons of checkpoints.
+
+    `sources`: where each came from, by name. `data`: name of the data set. `spec`: of one of the evaluations, whose
+    settings all share.
+    """
     names = [evaluation.source.model for evaluation in evaluations]
     return RobustnessReport(
-        scorer=scorer,
+        data=data,
+        prompt=_prompt_in_words(spec.prompt),
+        scorer=spec.evaluation.primary_scorer,
+        operators=spec.evaluation.operators,
+        dtype=spec.dtype,
         alpha=alpha,
         checkpoints=tuple(
             EvaluatedCheckpoint(name=name, source=sources[name], weights_sha256=evaluation.weights or "")
@@ -150,6 +159,13 @@ def _refuse_unlike(first: LoadedEvaluation, second: LoadedEvaluation) -> None:
     difference = setting_difference(first, second, of_tokenizers=False)
     if difference:
         raise RefusedError("setting", f"evaluated differently: {difference}")
+
+
+def _prompt_in_words(prompt: PromptFormat) -> str:
+    """Return how questions were asked, in one line."""
+    chosen = [f"style {prompt.style}", f"layout {prompt.layout}"]
+    chosen += [f"{prompt.num_examples} examples"] if prompt.num_examples else []
+    return ", ".join(chosen + ([f"instruction {prompt.instruction!r}"] if prompt.instruction else []))
 
 
 def _facts(evaluation: LoadedEvaluation) -> dict[str, str]:

@@ -84,8 +84,7 @@ def evaluate(
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
     digests = _digests_of_inputs(model_dir, test_problems, train_problems)
     record = _record(spec, digests, device.label, runner.description)
-    written = digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
-    write_json(outputs.record, record.model_copy(update={"outputs_sha256": written}))
+    write_json(outputs.record, record.model_copy(update={"outputs_sha256": _digests_of_outputs(outputs)}))
 
 
 def is_evaluated(
@@ -95,7 +94,7 @@ def is_evaluated(
     test_problems: Path,
     train_problems: Path | None = None,
 ) -> bool:
-    """Whether `outputs` are those of this evaluation: the same settings, weights, questions and code."""
+    """Whether `outputs` are those of this evaluation, unchanged: the same settings, weights, questions and code."""
     if not all(path.is_file() for path in (outputs.table, outputs.receipt, outputs.record)):
         return False
     record = read_json(outputs.record, RunRecord)
@@ -103,6 +102,7 @@ def is_evaluated(
         record.config == spec.model_dump(mode="json")
         and record.code_digest == code_digest("aqnpipe.evaluation.stage")
         and record.inputs_sha256 == _digests_of_inputs(model_dir, test_problems, train_problems)
+        and record.outputs_sha256 == _digests_of_outputs(outputs)
     )
 
 
@@ -149,6 +149,10 @@ def pass_summary(rows: pl.DataFrame, primary: Scorer) -> str:
     correct, truncated = int(rows[f"correct_{primary}"].sum()), int((rows["finish_reason"] == "length").sum())
     missing = ", ".join(f"{scorer} {rows[f'answer_{scorer}'].null_count()}" for scorer in SCORERS)
     return f"{correct}/{len(rows)} correct, {truncated} cut off; without an answer: {missing}"
+
+
+def _digests_of_outputs(outputs: EvaluationOutputs) -> dict[str, str]:
+    return digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
 
 
 def _digests_of_inputs(model_dir: Path, test_problems: Path, train_problems: Path | None) -> dict[str, str]:

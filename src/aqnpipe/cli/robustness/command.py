@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from aqnpipe.cli.datasets import NAMES, dataset_of
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.dataset import DatasetConfig, PromptFormat
+from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
@@ -20,17 +21,13 @@ from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_GSM8K: dict[str, Any] = {"source": "hub", "hub_id": "openai/gsm8k"}
 
 
 def robustness(
     checkpoints: Annotated[
         list[str], typer.Argument(help="model folders, hub ids or `tiny`; NAME=FOLDER gives one a name")
     ],
-    data: Annotated[
-        str,
-        typer.Option(help="generated, gsm8k, a folder with train and test as .jsonl or .parquet, or a hub id"),
-    ] = "generated",
+    data: Annotated[str, typer.Option(help=NAMES)] = "word_problems",
     levels: Annotated[str, typer.Option(help="relative scales of the operator noise; 0 is no noise")] = "0,0.05,0.1",
     noise_seeds: Annotated[str, typer.Option(help="seeds of the noise; noisy levels run once with each")] = "0",
     questions: Annotated[
@@ -60,7 +57,7 @@ def robustness(
     """
     sources = named_sources(checkpoints)
     _refuse_file(output)
-    dataset = _validated(DatasetConfig, dataset_settings(data, questions), "--data or --questions")
+    dataset = dataset_of(data, questions)
     prompt = _validated(
         PromptFormat,
         {"style": style, "layout": layout, "instruction": instruction, "num_examples": shots},
@@ -98,7 +95,7 @@ def robustness(
     }
     from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints
 
-    typer.echo("\n".join(evaluate_checkpoints(sources, specs, dataset, output, alpha)))
+    typer.echo("\n".join(evaluate_checkpoints(sources, specs, data, dataset, output, alpha)))
     typer.echo(f"written: {output / 'robustness.json'}, robustness.csv and robustness.md")
 
 
@@ -134,18 +131,6 @@ def numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]:
                 f"{option} {text!r}: found {part!r}, expected {expected} with commas between them"
             ) from None
     return found
-
-
-def dataset_settings(data: str, questions: int | None) -> dict[str, Any]:
-    """Return the settings of the data set that `--data` names, with its first `questions` test questions or all."""
-    limit = {} if questions is None else {"num_test": questions}
-    if data == "generated":
-        return {"source": "generated"} | limit
-    if data == "gsm8k":
-        return _GSM8K | limit
-    if Path(data).is_dir() or data.startswith((".", "/")):
-        return {"source": "local", "path": data} | limit
-    return {"source": "hub", "hub_id": data} | limit
 
 
 def _validated(kind: Any, settings: dict[str, Any], options: str) -> Any:

@@ -23,9 +23,16 @@ _SPLITS: tuple[Split, Split] = ("test", "train")
 
 
 def evaluate_checkpoints(
-    sources: Mapping[str, str], specs: Mapping[str, EvaluationSpec], dataset: Any, output: Path, alpha: float
+    sources: Mapping[str, str],
+    specs: Mapping[str, EvaluationSpec],
+    data: str,
+    dataset: Any,
+    output: Path,
+    alpha: float,
 ) -> list[str]:
     """Evaluate every checkpoint that has no evaluation yet and write the report to `output`; return its tables.
+
+    `data` is the name of `dataset` in the report.
 
     Raises DeviceError or ModelError, before anything is written, if the device is not there or a checkpoint is no safe
     and complete model folder; DataError if
@@ -40,7 +47,7 @@ def evaluate_checkpoints(
     for split, path in problems.items():
         prepare_data(dataset.model_dump(), split, path)
     loaded = [_evaluated(spec, folders[name], problems, output, alpha) for name, spec in specs.items()]
-    report = report_of(loaded, sources, first.evaluation.primary_scorer, alpha)
+    report = report_of(loaded, sources, data, first, alpha)
     write_json(output / "robustness.json", report)
     (output / "robustness.csv").write_text(csv_of(report), encoding="utf-8")
     (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ _HEADINGS = ("comparison", "noise", "difference, points", "p (Holm)", "")
 
 def markdown_of(report: RobustnessReport) -> list[str]:
     """Return the report as lines of Markdown: accuracies, comparisons, and what they do not say."""
-    lines = ["# Robustness to operator noise", "", f"Accuracy in percent, graded by `{report.scorer}`.", ""]
+    lines = ["# Robustness to operator noise", "", f"{_setting(report)}.", ""]
     heading, *rows = _accuracies(report)
     lines += _markdown_table(heading, rows)
     for title, cells in _comparisons(report):
@@ -27,7 +27,7 @@ def markdown_of(report: RobustnessReport) -> list[str]:
 def table_of(report: RobustnessReport) -> list[str]:
     """Return the report as lines for the terminal."""
     heading, *rows = _accuracies(report)
-    lines = [f"Accuracy in percent, graded by {report.scorer}", *_aligned([heading, *rows])]
+    lines = [_setting(report), *_aligned([heading, *rows])]
     for title, cells in _comparisons(report):
         lines += ["", title, *_aligned([_HEADINGS, *cells])]
     return [*lines, "", *report.notes]
@@ -41,6 +41,15 @@ def csv_of(report: RobustnessReport) -> str:
     writer.writerow(columns)
     writer.writerows([getattr(row, name) for name in columns] for row in report.comparisons)
     return text.getvalue()
+
+
+def _setting(report: RobustnessReport) -> str:
+    """Return what was asked, how it was graded, and where the noise was, so that a default is seen."""
+    questions = max(row.num_questions for row in report.accuracies)
+    return (
+        f"Accuracy in percent on {questions} questions of {report.data} ({report.prompt}), graded by {report.scorer}, "
+        f"in {report.dtype}; noise on {report.operators} operators"
+    )
 
 
 def _accuracies(report: RobustnessReport) -> Iterator[tuple[str, ...]]:

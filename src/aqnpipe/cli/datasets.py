@@ -1,0 +1,34 @@
+"""Data sets as the command line names them."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from aqnpipe.config.dataset import DatasetConfig
+from aqnpipe.errors import ConfigError
+
+GENERATED = ("word_problems", "comparison")
+NAMES = "word_problems, comparison (generated), gsm8k, a folder with train and test as .jsonl or .parquet, or a hub id"
+
+
+def dataset_of(data: str, num_test: int | None) -> Any:
+    """Return the data set (`DatasetConfig`) that `--data` names, with its first `num_test` test questions or all.
+
+    Raises ConfigError if it is neither a known name nor of the form of a folder or hub id.
+    """
+    settings: dict[str, Any]
+    if data in GENERATED:
+        settings = {"source": "generated", "task": data}
+    elif data == "gsm8k":
+        settings = {"source": "hub", "hub_id": "openai/gsm8k"}
+    elif Path(data).is_dir() or data.startswith((".", "/")):
+        settings = {"source": "local", "path": data}
+    else:
+        settings = {"source": "hub", "hub_id": data}
+    if num_test is not None:
+        settings["num_test"] = num_test
+    try:
+        return TypeAdapter(DatasetConfig).validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError(f"--data: found {data!r}, expected {NAMES}") from error
