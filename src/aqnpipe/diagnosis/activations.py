@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.substitute import substituted, zero_bias
 from aqnpipe.models.sites import LayerSites
 
 SITE = "mlp_core"
@@ -112,7 +112,7 @@ def gated_sweep(
             (module.weight, selection_weight(columns, ones, module.weight))
             for module, columns in zip(replaced, (chosen, copied), strict=True)
         ]
-    weights += [(module.bias, torch.zeros_like(module.bias)) for module in replaced if module.bias is not None]
+    weights += [pair for module in replaced for pair in zero_bias(module)]
     fed: list[Tensor] = []
     projected: dict[nn.Module, Tensor] = {}
     handles = [module.register_forward_hook(lambda own, args, out: projected.update({own: out})) for module in replaced]

@@ -1,7 +1,5 @@
 """Probes of the modules before and after the decoder layers: embedding, norms outside the layers, and lm_head."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +7,7 @@ from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.norms import norm_sweep
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.substitute import substituted, zero_bias
 from aqnpipe.models.layout import decoder_layers, output_projection
 from aqnpipe.seeding import keyed_generator
 
@@ -74,7 +72,7 @@ def _selecting(head: nn.Linear, generator: torch.Generator) -> Check:
     x = full_mantissas((_NUM_TOKENS, head.in_features), bits, generator)
     chosen, _ = selection(head.out_features, head.in_features)
     factors = full_mantissas((head.out_features,), bits, generator)
-    with substituted([(head.weight, selection_weight(chosen, factors, head.weight)), *_zero_bias(head)]):
+    with substituted([(head.weight, selection_weight(chosen, factors, head.weight)), *zero_bias(head)]):
         observed = head(x.unsqueeze(1).to(device, dtype))
     return compare("head", OUTSIDE_LAYERS, "lm_head", x[:, chosen] * factors, observed)
 
@@ -87,14 +85,9 @@ def _summing(head: nn.Linear, generator: torch.Generator) -> Check:
     order = torch.rand(_NUM_TOKENS, head.in_features, generator=generator).argsort(-1)
     x = torch.where(order < num_terms, 1.0, 0.0) * _signs(head.in_features, generator)
     weight = rows.to(device, dtype).unsqueeze(1) * columns.to(device, dtype)
-    with substituted([(head.weight, weight), *_zero_bias(head)]):
+    with substituted([(head.weight, weight), *zero_bias(head)]):
         observed = head(x.unsqueeze(1).to(device, dtype))
     return compare("head", OUTSIDE_LAYERS, "lm_head", (x @ columns).unsqueeze(1) * rows, observed)
-
-
-def _zero_bias(module: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
-    if module.bias is not None:
-        yield module.bias, torch.zeros_like(module.bias)
 
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ from aqnpipe.diagnosis.bounds import linear_bound
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.patterns import cancelling_operands, integer_operands, mantissas, selection, selection_weight
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.substitute import substituted, zero_bias
 from aqnpipe.seeding import keyed_generator
 
 Replacement = tuple[Tensor, Tensor]
@@ -87,14 +87,14 @@ def product_bits(module: nn.Linear) -> int:
 def selecting_weights(module: nn.Linear, chosen: Tensor, factors: Tensor) -> Iterator[Replacement]:
     """Replace the weight by `factors` at the chosen inputs, and the bias by 0."""
     yield module.weight, selection_weight(chosen, factors, module.weight)
-    yield from _zero_bias(module)
+    yield from zero_bias(module)
 
 
 def zeroed(*modules: nn.Linear) -> Iterator[Replacement]:
     """Replace weights and biases by 0."""
     for module in modules:
         yield module.weight, torch.zeros_like(module.weight)
-        yield from _zero_bias(module)
+        yield from zero_bias(module)
 
 
 def selected(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
@@ -105,11 +105,6 @@ def selected(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
 def _product(probe: str, layer: int, name: str, module: nn.Linear, operands: tuple[Tensor, Tensor, Tensor]) -> Check:
     x, weight, product = operands
     own = module.weight
-    with substituted([(own, weight.to(own.device, own.dtype)), *_zero_bias(module)]):
+    with substituted([(own, weight.to(own.device, own.dtype)), *zero_bias(module)]):
         output = module(x.unsqueeze(1).to(own.device, own.dtype))
     return compare(probe, layer, name, product, output)
-
-
-def _zero_bias(module: nn.Linear) -> Iterator[Replacement]:
-    if module.bias is not None:
-        yield module.bias, torch.zeros_like(module.bias)

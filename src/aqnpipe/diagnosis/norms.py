@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes import norm_offset
+from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
 from aqnpipe.diagnosis.reference import FLOAT32_EPS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.models.layout import weight_of
@@ -57,12 +57,6 @@ def norm_sweep(
     shift = offset.double().cpu()
     allowed = share * (magnitude * factors.abs() + shift.abs())
     return [compare("norm_range", layer, site, normal * factors + shift, observed, allowed=allowed)]
-
-
-def subtracts_mean(module: nn.Module) -> bool:
-    """Return whether a norm is a LayerNorm, by the name of its class."""
-    name = type(module).__name__.lower()
-    return "layernorm" in name and "rms" not in name
 
 
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

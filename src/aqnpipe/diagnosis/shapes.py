@@ -11,7 +11,7 @@ from torch import nn
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.substitute import substituted, zero_bias
 
 SMALL = (1, 8)
 LARGE = (512, 4096)
@@ -42,10 +42,7 @@ def probe_shape(name: str, module: nn.Linear, layer: int, rows: int, generator: 
     shift = int(torch.randint(0, module.in_features, (1,), generator=generator))
     chosen = (chosen + shift) % module.in_features  # another seed reads other columns where rows are few
     factors = full_mantissas((module.out_features,), bits, generator)
-    replaced = [(weight, selection_weight(chosen, factors, weight))]
-    if module.bias is not None:
-        replaced.append((module.bias, torch.zeros_like(module.bias)))
-    with substituted(replaced):
+    with substituted([(weight, selection_weight(chosen, factors, weight)), *zero_bias(module)]):
         output = module(x.unsqueeze(0).to(weight.device, weight.dtype))
     expected = x[:, chosen].float() * factors.float()  # exact: the product has twice PRODUCT_BITS at most
     return compare("shapes", layer, name, expected, output)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -22,3 +23,9 @@ def substituted(replacements: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]
     finally:
         for parameter, tensor in own:
             parameter.data = tensor
+
+
+def zero_bias(module: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the replacement of the bias of a linear by zeros, if it has one."""
+    if module.bias is not None:
+        yield module.bias, torch.zeros_like(module.bias)
