@@ -69,7 +69,7 @@ class Repetition(Artifact):
 
 
 class DeviceReport(Artifact):
-    """One device of a node: what it is, the verdict on it and the reason, and what was not tested."""
+    """One device of a node: its identity, the verdict with its reason, and the parts that were not tested."""
 
     device: str = Field(description="torch's name of the device, as in cuda:0")
     hardware: Hardware | None = Field(description="null if the device could not be used at all")

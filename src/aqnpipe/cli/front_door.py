@@ -1,7 +1,7 @@
 """The one way into a study: `aqnpipe check`, `aqnpipe report` and the Snakefile open it here, so they never disagree.
 
-A study is refused for mistakes in its files and for what it needs outside them: questions, chat templates, published
-figures. What is not there now would otherwise be missed minutes later, in a job.
+A study is refused for mistakes in its files, and if questions, chat templates or published figures that it needs are
+missing. Otherwise a job would find out minutes later.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What changed between two reports of a node: devices, verdicts, faults, versions and what was not tested."""
+"""What changed between two reports of a node: devices, verdicts, faults, versions and untested parts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ def _by_place(device: DeviceReport) -> dict[tuple[int | None, str], LocatedFault
 
 
 def _untested(device: DeviceReport) -> list[str]:
-    """Return what was not tested, with its layers; why is no change of what was tested."""
+    """Return the untested parts with their layers. A new reason for an old gap is no change, so reasons are left out."""
     parts = (
         f"{item.part} (layers {', '.join(map(str, item.layers))})" if item.layers else item.part
         for item in device.untested

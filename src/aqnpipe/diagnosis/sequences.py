@@ -50,7 +50,7 @@ class _LayerCall:
 
 
 def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, untested: dict[str, str]) -> list[Check]:
-    """Return the checks of kernels, cache, rotation, residual sums and logits; `untested` names what is not reached."""
+    """Return the checks of kernels, cache, rotation, residual sums and logits; `untested` collects the gaps."""
     length = longest_sequence(model) - _NUM_DECODED
     first = _run_batch(model, layers, length, Observation(torch.zeros(3, dtype=torch.long), seed), untested)
     unrotated = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)

@@ -96,7 +96,7 @@ def evidence_in_bits(fault: "LocatedFault") -> list[str]:
 
 
 def untested_lines(devices: "Sequence[DeviceReport]") -> list[str]:
-    """Return what was not tested and why, a line per reason; a line that is not of all devices names its device."""
+    """Return the untested parts, one line per reason; a line that does not hold for every device names its device."""
     lines = {device.device: _untested_on(device) for device in devices}
     shared = [line for line in _untested_on(devices[0]) if all(line in own for own in lines.values())]
     others = [f"{name}: not tested: {line}" for name, own in lines.items() for line in own if line not in shared]
