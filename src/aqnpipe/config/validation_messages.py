@@ -46,6 +46,9 @@ class _Problem:
     found: str | None = None
     """The value found, if the text is what is expected in its place."""
 
+    meant: str | None = None
+    """The key that an unknown one probably stands for."""
+
 
 def describe_validation_error(error: ValidationError, content: Any = None, model: type[BaseModel] | None = None) -> str:
     """Return the problems of `error` on one line, the most telling first: key, what was found, what is expected.
@@ -55,11 +58,7 @@ def describe_validation_error(error: ValidationError, content: Any = None, model
     problems = [_problem(details, content, model) for details in error.errors(include_url=False)]
     # An unknown key is often a misspelling of the key reported as missing, so it comes first and stands for it.
     problems.sort(key=lambda problem: problem.kind != "extra_forbidden")
-    explained = {
-        (*problem.key[:-1], problem.text.split("did you mean ")[1].rstrip("?)"))
-        for problem in problems
-        if problem.kind == "extra_forbidden" and "did you mean " in problem.text
-    }
+    explained = {(*problem.key[:-1], problem.meant) for problem in problems if problem.meant is not None}
     problems = [problem for problem in problems if problem.kind != "missing" or problem.key not in explained]
     texts = list(_texts(problems))
     # The keys that exist are listed once.
@@ -71,8 +70,12 @@ def describe_validation_error(error: ValidationError, content: Any = None, model
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean X?)` for the known name that is most similar to `name`; "" if none is."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    near = _nearest(name, known)
+    return f" (did you mean {near}?)" if near is not None else ""
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def unknown(kind: str, name: str, known: Collection[str], there: str = "the study has") -> str:
@@ -105,7 +108,7 @@ def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Prob
         known = _keys_at(model, raw[:-1]) if model is not None else []
         near = did_you_mean(str(raw[-1]), known)
         listed = f"{_LISTED}{', '.join(known)}" if 0 < len(known) <= _MAX_KEYS_LISTED else ""
-        return _Problem(key, kind, f"unknown key{near or listed}")
+        return _Problem(key, kind, f"unknown key{near or listed}", meant=_nearest(str(raw[-1]), known))
     if kind == "missing":
         return _Problem(key, kind, "missing key")
     if kind == "union_tag_not_found":

@@ -126,7 +126,7 @@ def _by_place(device: DeviceReport) -> dict[tuple[int | None, str], LocatedFault
 
 
 def _untested(device: DeviceReport) -> list[str]:
-    """Return the untested parts with their layers. A new reason for an old gap is no change, so reasons are left out."""
+    """Return the untested parts with their layers. A new reason for an old gap is no change, so none is included."""
     parts = (
         f"{item.part} (layers {', '.join(map(str, item.layers))})" if item.layers else item.part
         for item in device.untested
