@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from decoder_families import tiny_model_of
 from random_models import random_mixture_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
@@ -111,6 +112,17 @@ def test_split_sums_in_random_order_are_healthy_and_named(
     assert judge(result, None, CONFIG).verdict == "healthy"
     # In batches of the default settings: those of the test are smaller, and the largest shapes of a linear are fixed.
     assert result.forward_equivalents * result.num_tokens <= 25 * tokens_needed(DiagnosisConfig(), dtype)
+
+
+def test_a_site_without_a_known_answer_is_named_where_repeats_cannot_be_compared(on_device):
+    """The probability of a miss was divided by the calls of such a site, of which there are none."""
+    model = tiny_model_of("starcoder2")
+    on_device(linear=split_k(parts_in_float32=False, shuffle=True))
+    result = run_exact(model, CONFIG)
+    assert judge(result, None, CONFIG).verdict == "healthy"
+    reasons = {untested.part: untested.reason for untested in result.untested}
+    assert "no repeats that could be compared on this device" in reasons["mlp_output"]
+    assert result.calls_per_site > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

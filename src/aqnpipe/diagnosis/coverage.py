@@ -13,6 +13,9 @@ from aqnpipe.models.sites import LayerSites
 WITHOUT_ANSWER = ("repeat", "monomial", "finite")
 """Probes that compare the device with itself."""
 
+_ONLY_REPEATED = "no known answer for this structure, only repeated"
+_NOT_COMPARED = "no known answer for this structure, and no repeats that could be compared on this device"
+
 PARTS = {
     "embedding": ("embedding",),
     "lm_head": ("head",),
@@ -29,16 +32,22 @@ PARTS = {
 
 
 def untested_sites(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tuple[Untested, ...]:
-    """Return the sites of layers for which no known answer could be built; they were only repeated."""
+    """Return the sites of layers without a known answer; they were only repeated, or not compared at all.
+
+    Repeats are not compared on a device that adds in another order in every call, where they have no error bound.
+    """
+    repeated = {(check.layer, check.site) for check in checks if check.probe == "repeat" and check.elements_per_channel}
     known = {(check.layer, check.site) for check in checks if check.probe not in WITHOUT_ANSWER}
-    missing: dict[str, list[int]] = {}
+    missing: dict[tuple[str, str], list[int]] = {}
     for index, sites in enumerate(layers):
         inside = {path.rsplit(".", 1)[-1] for path, m in sites.layer.named_modules() if isinstance(m, nn.Linear)}
         for name in sorted({*sites.modules} | inside):
             if (index, name) not in known:
-                missing.setdefault(name, []).append(index)
-    reason = "no known answer for this structure, only repeated"
-    return tuple(Untested(part=name, layers=tuple(found), reason=reason) for name, found in sorted(missing.items()))
+                reason = _ONLY_REPEATED if (index, name) in repeated else _NOT_COMPARED
+                missing.setdefault((name, reason), []).append(index)
+    return tuple(
+        Untested(part=name, layers=tuple(found), reason=reason) for (name, reason), found in sorted(missing.items())
+    )
 
 
 def untested_parts(checks: Sequence[Check], dtype: torch.dtype, inputs: ProbeInputs) -> tuple[Untested, ...]:

@@ -211,11 +211,12 @@ def calls_per_site(checks: Sequence[Check]) -> int:
 
 
 def _sums(checks: Sequence[Check], count: Callable[[Check], int]) -> dict[tuple[int, str], int]:
+    """Return the sum of `count` by layer and site, of those that were compared at all; others are named as untested."""
     seen: dict[tuple[int, str], int] = defaultdict(int)
     for check in checks:
         if check.probe in _COUNTED:
             seen[check.layer, check.site] += count(check)
-    return seen
+    return {place: total for place, total in seen.items() if total}
 
 
 def _layer_inputs(
