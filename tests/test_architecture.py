@@ -11,7 +11,7 @@ from aqnpipe.artifacts.provenance import dependencies
 
 ROOT = Path(aqnpipe.__file__).parent
 
-LEAVES = frozenset({"errors", "seeding", "device"})
+LEAVES = frozenset({"errors", "seeding", "device", "error_bounds"})
 FOUNDATION = LEAVES | {"config", "artifacts"}
 MODELLING = FOUNDATION | {"data", "models", "noise.schedule", "noise.control_layers", "noise.receipts"}
 COMPUTING = MODELLING | {"noise", "noise.audit", "noise.injection", "noise.kernels", "generation"}
@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "seeding": frozenset(),
     "device": frozenset({"errors"}),
+    "error_bounds": frozenset(),
     "config": LEAVES,
     "artifacts": LEAVES | {"config"},
     "data": FOUNDATION,

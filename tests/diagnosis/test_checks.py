@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from aqnpipe.diagnosis.bounds import few_roundings, gamma, linear_bound
 from aqnpipe.diagnosis.checks import compare, ulp
 from aqnpipe.diagnosis.fault_bits import tile_place
+from aqnpipe.error_bounds import few_roundings, gamma, linear_bound
 
 
 def differs(expected, observed, **tolerance):

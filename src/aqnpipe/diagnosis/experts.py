@@ -10,11 +10,11 @@ of the core.
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.bounds import few_roundings
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.error_bounds import few_roundings
 
 EXPERT_SITE = "experts"
 ROUTER_SITE = "router"

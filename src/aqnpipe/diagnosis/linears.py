@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.bounds import linear_bound
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.patterns import cancelling_operands, integer_operands, mantissas, selection, selection_weight
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
+from aqnpipe.error_bounds import linear_bound
 from aqnpipe.seeding import keyed_generator
 
 Replacement = tuple[Tensor, Tensor]

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis import linears
-from aqnpipe.diagnosis.bounds import few_roundings
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import Replacement, selected, selecting_weights, zeroed
@@ -36,6 +35,7 @@ from aqnpipe.diagnosis.patterns import NORM_INPUT_SCALE, norm_gains, norm_input,
 from aqnpipe.diagnosis.repeats import call_layer
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.diagnosis.trace import Trace, tracing
+from aqnpipe.error_bounds import few_roundings
 from aqnpipe.models.layout import weight_of
 from aqnpipe.models.sites import LayerSites
 

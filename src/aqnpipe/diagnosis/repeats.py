@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.bounds import few_roundings, gamma, linear_bound
 from aqnpipe.diagnosis.checks import Check, compare, differs
 from aqnpipe.diagnosis.trace import Step, Trace, steps, tracing
+from aqnpipe.error_bounds import few_roundings, gamma, linear_bound
 from aqnpipe.models.sites import LayerSites
 
 
