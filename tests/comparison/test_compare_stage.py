@@ -6,7 +6,7 @@ import pytest
 from checksum_files import write_parquet_with_checksum
 from made_up import evaluation_receipt, rewrite_table
 
-from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
+from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, DifferenceTable, RobustnessTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
@@ -107,7 +107,7 @@ def test_same_inputs_same_bytes(artifacts, run, tmp_path):
     files = [path for path in tmp_path.iterdir() if path.is_file()]
     first = [path.read_bytes() for path in files]
     run(artifacts.study, artifacts.evaluations)
-    assert len(files) == 7
+    assert len(files) == 9
     assert first == [path.read_bytes() for path in files]
 
 
@@ -246,9 +246,42 @@ def changed(artifacts, **changes):
 
 def test_tables_are_written_as_csv_too(artifacts, run, tmp_path):
     _, comparisons, _ = run(artifacts.study, artifacts.evaluations)
-    written = pl.read_csv(tmp_path / "comparisons.csv", schema=comparisons.schema)
-    assert written.equals(comparisons)
-    assert {path.name for path in tmp_path.glob("*.csv")} == {"accuracy.csv", "comparisons.csv", "robustness.csv"}
+    texts = {"claim": pl.String, "reason": pl.String}
+    written = pl.read_csv(tmp_path / "comparisons.csv", schema=dict(comparisons.schema) | texts)
+    assert written.drop(texts).equals(comparisons)
+    names = {"accuracy.csv", "comparisons.csv", "robustness.csv", "differences.csv"}
+    assert {path.name for path in tmp_path.glob("*.csv")} == names
+
+
+def test_the_csv_of_comparisons_says_what_was_claimed_and_why_one_is_invalid(artifacts, run, tmp_path):
+    find(artifacts, "E5").table.unlink()
+    left = [source for source in artifacts.evaluations if source.table.exists()]
+    _, _, claims = run(artifacts.study, left)
+    written = pl.read_csv(tmp_path / "comparisons.csv").select("claim", "verdict", "reason").rows()
+    assert written == [(claim.claim, claim.verdict, claim.invalid_reason) for claim in claims.claims]
+    assert any("E5 seed 0" in (reason or "") for _, _, reason in written)
+
+
+def test_every_arm_is_set_against_the_one_without_noise(artifacts, run, tmp_path):
+    accuracy, comparisons, _ = run(artifacts.study, artifacts.evaluations)
+    table = read_table(tmp_path / "differences.parquet", DifferenceTable)
+    assert set(table["reference"]) == {"baseline"}
+    assert table["arm"].unique(maintain_order=True).to_list() == ["E5", "E5b", "srdd_guided"]
+    mean = dict(accuracy.filter(pl.col("step") > 0, pl.col("noise_level") == 0.05).group_by("arm").agg(
+        pl.col("accuracy").mean()).iter_rows())  # fmt: skip
+    row = table.row(by_predicate=(pl.col("arm") == "E5") & (pl.col("noise_level") == 0.05), named=True)
+    assert row["difference"] == pytest.approx(mean["E5"] - mean["baseline"])
+    # Where the study declares the same comparison, the interval is the same.
+    declared = comparisons.row(
+        by_predicate=(pl.col("kind") == "arms") & (pl.col("treatment") == "E5") & (pl.col("control") == "baseline"),
+        named=True,
+    )
+    same = table.row(
+        by_predicate=(pl.col("arm") == "E5") & (pl.col("noise_level") == declared["treatment_level"]), named=True
+    )
+    assert [same[name] for name in ("difference", "ci_low", "ci_high")] == pytest.approx(
+        [declared[name] for name in ("difference", "ci_low", "ci_high")]
+    )
 
 
 def test_robustness_of_every_arm(artifacts, run, tmp_path):

@@ -100,6 +100,7 @@ class Artifacts:
             accuracy=folder / "accuracy.parquet",
             comparisons=folder / "comparisons.parquet",
             robustness=folder / "robustness.parquet",
+            differences=folder / "differences.parquet",
             claims=folder / "claims.json",
             published=self.published,
             test_problems=self.test_problems,

@@ -24,6 +24,8 @@ rule compare:
         comparisons_csv=report(f"{RESULTS}/comparisons.csv", caption="../report/comparisons.rst", category="Tables"),
         robustness=f"{RESULTS}/robustness.parquet",
         robustness_csv=report(f"{RESULTS}/robustness.csv", caption="../report/robustness.rst", category="Tables"),
+        differences=f"{RESULTS}/differences.parquet",
+        differences_csv=report(f"{RESULTS}/differences.csv", caption="../report/differences.rst", category="Tables"),
         claims=f"{RESULTS}/claims.json",
     log:
         f"{RESULTS}/logs/compare.log",
@@ -66,6 +68,7 @@ rule report:
         accuracy=f"{RESULTS}/accuracy.parquet",
         comparisons=f"{RESULTS}/comparisons.parquet",
         robustness=f"{RESULTS}/robustness.parquet",
+        differences=f"{RESULTS}/differences.parquet",
         claims=f"{RESULTS}/claims.json",
         published=[f"{RESULTS}/published.json"] if STUDY.config.statistics.published else [],
         test_problems=f"{RESULTS}/data/test.parquet",

@@ -144,6 +144,32 @@ class RobustnessTable(pa.DataFrameModel):
         unique = ["model", "arm"]  # noqa: RUF012 - pandera's own form
 
 
+class DifferenceTable(pa.DataFrameModel):
+    """results/differences.parquet: an arm minus the reference arm of its model at one noise level, after the last step.
+
+    The reference is the first arm without noise, AQN or simulated machine, else the pretrained model. Descriptive: no
+    part of a family. The interval is at 1 - alpha, by the analysis of the comparisons, which covers run-to-run variance
+    where there are several seeds. `problem`: why nothing was computed; null if something was.
+    """
+
+    model: str
+    arm: str
+    reference: str
+    noise_level: float = pa.Field(ge=0, lt=1)
+    num_seeds: int = pa.Field(ge=0)
+    num_questions: int = pa.Field(ge=0)
+    difference: float = pa.Field(nullable=True)
+    ci_low: float = pa.Field(nullable=True)
+    ci_high: float = pa.Field(nullable=True)
+    problem: str = pa.Field(nullable=True)
+
+    class Config:
+        """No other columns are allowed; one row per arm and level."""
+
+        strict = True
+        unique = ["model", "arm", "noise_level"]  # noqa: RUF012 - pandera's own form
+
+
 ClaimVerdict = Literal["supported", "refuted", "not_shown", "invalid"]
 """not_shown: the data do not decide. invalid: the comparison is not meaningful, or cannot be made."""
 

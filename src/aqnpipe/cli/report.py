@@ -53,6 +53,7 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
             accuracy=folder / inputs.accuracy.name,
             comparisons=folder / inputs.comparisons.name,
             robustness=folder / inputs.robustness.name,
+            differences=folder / inputs.differences.name,
             claims=folder / inputs.claims.name,
             published=folder / inputs.published.name if inputs.published else None,
             loss_studies=tuple(made if made.exists() else path for path, made in losses.items()),

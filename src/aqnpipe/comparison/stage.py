@@ -11,7 +11,15 @@ import numpy.typing as npt
 import pandera.polars as pa
 import polars as pl
 
-from aqnpipe.artifacts.comparisons import AccuracyTable, Claim, ClaimsFile, ComparisonTable, Family, RobustnessTable
+from aqnpipe.artifacts.comparisons import (
+    AccuracyTable,
+    Claim,
+    ClaimsFile,
+    ComparisonTable,
+    DifferenceTable,
+    Family,
+    RobustnessTable,
+)
 from aqnpipe.artifacts.files import write_csv, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.comparison.aa_controls import aa_control_rates
@@ -26,6 +34,7 @@ from aqnpipe.comparison.contrasts import (
     checkpoint_name,
     refuse_bad_evaluation,
 )
+from aqnpipe.comparison.differences import difference_rows
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
 from aqnpipe.comparison.judgement import Judgement, judge, p_value_of
 from aqnpipe.comparison.lineage import lineage_problems
@@ -49,6 +58,7 @@ class ComparisonOutputs:
     accuracy: Path
     comparisons: Path
     robustness: Path
+    differences: Path
     claims: Path
 
     @classmethod
@@ -58,6 +68,7 @@ class ComparisonOutputs:
             accuracy=results / "accuracy.parquet",
             comparisons=results / "comparisons.parquet",
             robustness=results / "robustness.parquet",
+            differences=results / "differences.parquet",
             claims=results / "claims.json",
         )
 
@@ -109,8 +120,11 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
         pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else _table([], AccuracyTable)
     )
     _write(outputs.accuracy, accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable)
-    _write(outputs.comparisons, _table(rows, ComparisonTable), ComparisonTable)
+    compared = _table(rows, ComparisonTable)
+    write_table(outputs.comparisons, compared, ComparisonTable)
+    write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
     _write(outputs.robustness, _table(_robustness_rows(study, contrasts), RobustnessTable), RobustnessTable)
+    _write(outputs.differences, _table(difference_rows(study, loaded), DifferenceTable), DifferenceTable)
     write_json(
         outputs.claims,
         ClaimsFile(
@@ -122,10 +136,25 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
             aa_control_rates=aa_control_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
             tables_sha256=digests_of_outputs(
-                {path.name: path for path in (outputs.accuracy, outputs.comparisons, outputs.robustness)}
+                {
+                    path.name: path
+                    for path in (outputs.accuracy, outputs.comparisons, outputs.robustness, outputs.differences)
+                }
             ),
         ),
     )
+
+
+def _with_reasons(compared: pl.DataFrame, claims: Sequence[Claim]) -> pl.DataFrame:
+    """Return the comparisons with the columns claim and reason: why a comparison is invalid, empty for the others."""
+    texts = pl.DataFrame(
+        [
+            {"comparison_id": claim.comparison_id, "claim": claim.claim, "reason": claim.invalid_reason}
+            for claim in claims
+        ],
+        schema={"comparison_id": pl.String, "claim": pl.String, "reason": pl.String},
+    )
+    return compared.join(texts, on="comparison_id", how="left", maintain_order="left")
 
 
 def missing_evaluations(study: Study, present: set[Checkpoint]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pandera.polars as pa
 import polars as pl
 from pydantic import BaseModel
 
-from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
+from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, DifferenceTable, RobustnessTable
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable, evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
@@ -72,6 +72,7 @@ class ReportInputs:
     accuracy: Path
     comparisons: Path
     robustness: Path
+    differences: Path
     claims: Path
     published: Path | None
     test_problems: Path
@@ -148,6 +149,7 @@ class ReportData:
     accuracy: pl.DataFrame
     comparisons: pl.DataFrame
     robustness: pl.DataFrame
+    differences: pl.DataFrame
     claims: ClaimsFile
     published: PublishedCheck | None
     test_problems: pl.DataFrame
@@ -193,6 +195,7 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
         accuracy=results / "accuracy.parquet",
         comparisons=results / "comparisons.parquet",
         robustness=results / "robustness.parquet",
+        differences=results / "differences.parquet",
         claims=results / "claims.json",
         published=results / "published.json" if plan.study.config.statistics.published else None,
         test_problems=results / "data" / "test.parquet",
@@ -236,7 +239,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     ]
     loss_studies = [json(path, LossStudyFile) for path in inputs.loss_studies]
     claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
-    for path in (inputs.accuracy, inputs.comparisons, inputs.robustness):
+    for path in (inputs.accuracy, inputs.comparisons, inputs.robustness, inputs.differences):
         if path.name in claims.tables_sha256 and not has_digest(path, claims.tables_sha256[path.name]):
             raise DataError(f"{path}: not what was written with {inputs.claims} (SHA-256 differs); compare again")
     compared = table(inputs.comparisons, ComparisonTable)
@@ -245,6 +248,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         accuracy=table(inputs.accuracy, AccuracyTable),
         comparisons=compared,
         robustness=table(inputs.robustness, RobustnessTable),
+        differences=table(inputs.differences, DifferenceTable),
         claims=claims,
         published=json(inputs.published, PublishedCheck) if inputs.published else None,
         test_problems=table(inputs.test_problems, ProblemTable),

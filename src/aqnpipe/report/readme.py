@@ -9,6 +9,7 @@ _CONTENTS = {
     "accuracy": "readme.accuracy",
     "comparisons": "readme.comparisons",
     "robustness": "readme.robustness",
+    "differences": "readme.differences",
     "training, layers, flips": "readme.tables",
     "data/": "readme.data",
     "models/MODEL/": "readme.models",

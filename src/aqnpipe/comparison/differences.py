@@ -1,0 +1,55 @@
+"""Every arm against one reference arm at every noise level, for the figure of differences. Not part of a family."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts
+from aqnpipe.comparison.evaluations import LoadedEvaluation
+from aqnpipe.config.analysis import PRETRAINED, ArmComparison
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.study import Study
+from aqnpipe.statistics.crossed_effects import estimate_difference
+from aqnpipe.statistics.resampling import Resampler
+
+
+def difference_rows(study: Study, evaluations: Mapping[Checkpoint, LoadedEvaluation]) -> list[dict[str, Any]]:
+    """Return a row per arm and level, after the last step, as in `artifacts.comparisons.DifferenceTable`."""
+    # One resample: the figure has no bootstrap interval, and drawing it would take most of the time.
+    contrasts = Contrasts(study, evaluations, Resampler(study.config.statistics.seed, 1))
+    return [row for role in study.model_roles() for row in _rows_of_model(study, role, contrasts)]
+
+
+def reference_arm(study: Study, role: str) -> str:
+    """Return the first arm of a model without noise, AQN or simulated machine; else the pretrained model."""
+    plain = (name for name, arm in study.arms.items() if arm.model == role and arm.aa_control_of is None)
+    return next((name for name in plain if _is_plain(study.arms[name])), PRETRAINED)
+
+
+def _is_plain(arm: Arm) -> bool:
+    return not (arm.operator_noise or arm.module_noise or arm.aqn or arm.machine)
+
+
+def _rows_of_model(study: Study, role: str, contrasts: Contrasts) -> Iterator[dict[str, Any]]:
+    reference, alpha = reference_arm(study, role), study.config.statistics.alpha
+    for name in (name for name, arm in study.arms.items() if arm.model == role and name != reference):
+        for level in sorted(study.config.evaluation.noise_levels):
+            comparison = ArmComparison(
+                kind="arms", treatment=name, control=reference, noise_level=level, expected="higher", claim=name
+            )
+            identity = {"model": role, "arm": name, "reference": reference, "noise_level": level}
+            yield identity | _estimated(contrasts.of(comparison, name), alpha, study.config.statistics.seed)
+
+
+def _estimated(contrast: Contrast, alpha: float, seed: int) -> dict[str, Any]:
+    if contrast.scores is None:
+        return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
+    scores = contrast.scores
+    estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance, seed)
+    low, high = estimate.interval(1 - alpha)
+    return {
+        "num_seeds": estimate.num_seeds,
+        "num_questions": estimate.num_questions,
+        "difference": estimate.difference,
+        "ci_low": max(low, -1.0),
+        "ci_high": min(high, 1.0),
+    }
