@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,8 @@ from aqnpipe.noise.injection.operators import (
     straight_through,
 )
 from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.injection.recomputed_weights import RecomputedWeights
+from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.quantization import fake_quantize
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.sampling import sample
@@ -32,6 +35,7 @@ class OperatorErrors:
         self._state = state
         self._noises_gradients = noises_gradients
         self._quantized_weights: dict[int, Tensor] = {}
+        self._softmax: RecomputedWeights | None = None
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` with the current layer's error on its output, and on its operands' gradients if requested."""
@@ -84,6 +88,9 @@ class OperatorErrors:
             product = self._noised_call(PRODUCT_OF_SUM[operator], operator, error, (first, second), {})
             product = product if alpha == 1 else product * alpha
             return torch.add(product, added, alpha=beta) if beta else product
+        if self._softmax is not None and function is torch.matmul and self._softmax.is_first_of(args):
+            # It takes operands only: they may get wrapped below.
+            function, self._softmax = self._softmax.product, None
         if self._noises_gradients and torch.is_grad_enabled():
             args = self._wrap_operands(operator, args)
         output = function(*args, **kwargs)
@@ -91,10 +98,24 @@ class OperatorErrors:
             noised = output.detach().clone()
             self._noise_output(operator, error, noised)
             if operator == "softmax":
-                noised = renormalise(noised, kwargs["dim"] if "dim" in kwargs else args[1])
+                return self._noised_softmax(error, output, noised, kwargs["dim"] if "dim" in kwargs else args[1])
             return straight_through(output, noised)
         self._noise_output(operator, error, output)
         return output if bias is None else output.add_(bias)
+
+    def _noised_softmax(self, error: OutputErrorModel, output: Tensor, noised: Tensor, dim: int) -> Tensor:
+        """Return the noised `output` as a distribution, and remember how to compute it again from `output`."""
+        result = straight_through(output, renormalise(noised, dim))
+        if output.requires_grad:
+            place = self._state.place
+            source = NoiseStream(place.key, place.calls, _OUTPUT)
+            self._softmax = RecomputedWeights(result, output.detach(), partial(self._softmax_again, error, source, dim))
+        return result
+
+    def _softmax_again(self, error: OutputErrorModel, source: NoiseStream, dim: int, clean: Tensor) -> Tensor:
+        observer = self._state.audit.observer
+        with observer.unobserved() if observer is not None else nullcontext():
+            return renormalise(apply_error_(clean.clone(), error, source), dim)
 
     def _quantized_call(
         self, function: TorchFunction, operator: str, error: FakeQuantization, args: Any, kwargs: Mapping[str, Any]
