@@ -4,7 +4,19 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# The kind of device: cpu, cuda (with vLLM) or npu (Ascend, beside CANN). `make setup DEVICE=cuda`
+DEVICE ?= cpu
+CONSTRAINTS_cpu := constraints.txt
+CONSTRAINTS_cuda := constraints-cuda.txt
+CONSTRAINTS_npu := constraints-ascend.txt
+EXTRAS_cpu := dev
+EXTRAS_cuda := slurm,vllm
+EXTRAS_npu := slurm,ascend
+CONSTRAINTS := $(CONSTRAINTS_$(DEVICE))
+ifeq ($(CONSTRAINTS),)
+$(error DEVICE is '$(DEVICE)', expected cpu, cuda or npu)
+endif
+STAMP := $(VENV)/.installed$(patsubst %,-%,$(filter-out cpu,$(DEVICE)))
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PROGRESS := awk -f .ci/progress.awk
@@ -14,11 +26,11 @@ PROGRESS := awk -f .ci/progress.awk
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("aqnpipe needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	@echo "installing aqnpipe and its Python packages into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --progress-bar off --constraint constraints.txt --editable '.[dev]' | $(PROGRESS)
+	@$(BIN)/python -m pip install --progress-bar off --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS_$(DEVICE))]' | $(PROGRESS)
 	@touch $(STAMP)
 
 run: setup
@@ -97,6 +109,7 @@ lint: setup
 	$(BIN)/snakefmt --check Snakefile workflow/rules
 	$(BIN)/mypy
 	$(BIN)/snakemake --lint
+	$(BIN)/python .ci/check-constraints
 
 format: setup
 	$(BIN)/ruff check --fix .

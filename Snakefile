@@ -8,6 +8,10 @@ from snakemake.utils import min_version
 min_version("9.0")
 
 
+# Only for `--software-deployment-method apptainer`: docs/how-to/containers.md
+container: "aqnpipe.sif"
+
+
 include: "workflow/rules/common.smk"
 include: "workflow/rules/prepare.smk"
 include: "workflow/rules/diagnose.smk"

@@ -53,7 +53,8 @@ def test_partitions_are_read_as_sinfo_prints_them():
 
 
 @pytest.mark.parametrize("name", ["a100", "ascend"])
-def test_a_cluster_that_has_what_a_profile_asks_for(name):
+def test_a_cluster_that_has_what_a_profile_asks_for(name, monkeypatch):
+    monkeypatch.setattr(checks, "can_compute_on", lambda kind: True)
     found = profile_checks(read_profile(name), CLUSTER)
     assert not problems(found)
     assert {"train", "evaluate", "srdd_diagnose", "loss_study", "other jobs", "study"} <= {
@@ -88,6 +89,27 @@ def test_every_worker_of_a_run_needs_a_device(devices, status):
     assert (workers.status, workers.found) == (status, f"8 per training run, on {devices} devices")
 
 
+def test_jobs_on_gpus_need_a_torch_built_for_them(monkeypatch):
+    """The login node has no GPU, so the devices cannot be looked at; the jobs would fail on the first node with one."""
+    monkeypatch.setattr(checks, "can_compute_on", lambda kind: kind == "cpu")
+    found = problems(profile_checks(read_profile("a100"), CLUSTER))
+    assert found == {"torch": "built for a CPU only, the study needs cuda make setup DEVICE=cuda"}
+    found = problems(profile_checks(read_profile("ascend"), CLUSTER))
+    assert found == {"torch": "built for a CPU only, the study needs npu make setup DEVICE=npu, beside CANN"}
+    # Jobs may have another environment than the login node.
+    elsewhere = profile_checks(profile("a100", setup="module load aqnpipe"), CLUSTER)
+    assert {check.name: check.status for check in elsewhere}["torch"] == "untested"
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cpu", ""), ("cuda", "-cuda"), ("npu", "-ascend")])
+def test_versions_are_those_for_the_devices_that_torch_was_built_for(kind, name, monkeypatch):
+    monkeypatch.setattr(checks, "can_compute_on", lambda other: other in (kind, "cpu"))
+    monkeypatch.setattr(checks, "_version", lambda name: "0.1")
+    monkeypatch.setattr(checks, "_demands", lambda names: {})
+    found = {check.name: check.advice for check in version_checks()}
+    assert found["trl"] == f"constraints{name}.txt has 1.16.0"
+
+
 @pytest.mark.parametrize("partitions", [None, ()])
 def test_a_cluster_profile_needs_a_cluster(partitions):
     assert "no cluster here" in problems(profile_checks(read_profile("a100"), partitions))["Slurm"]
@@ -111,21 +133,23 @@ def test_an_unknown_profile_is_named_beside_those_there_are():
 
 def test_versions_are_held_against_requirements_and_tested_ones(monkeypatch, tmp_path):
     installed = {"torch": "2.13.0+cu128", "trl": "1.16.0", "ray": "2.1"}
-    required = {"aqnpipe": ["torch", "trl>=1"], "trl": ["torch<2.9", "ray>=3; extra == 'many'"]}
+    required = {"aqnpipe": ["torch", "trl>=1", "ray"], "trl": ["torch<2.9", "ray>=3; extra == 'many'"]}
     monkeypatch.setattr(checks, "_version", installed.get)
     monkeypatch.setattr(checks.metadata, "requires", lambda name: required.get(name))
     (tmp_path / "constraints.txt").write_text("# pins\nray==2.2\ntorch==2.13.0\n")
     found = {check.name: (check.status, check.advice) for check in version_checks(tmp_path / "constraints.txt")}
     assert found["torch"] == ("problem", "trl needs torch<2.9")
     assert found["trl"] == ("ok", "")
-    assert found["ray"] == ("untested", "the tests ran with 2.2")
+    assert found["ray"] == ("untested", "constraints.txt has 2.2")
     assert found["vllm"][0] == "missing"
 
 
 def test_a_library_that_everybody_needs_is_a_problem_where_it_is_not(monkeypatch):
     monkeypatch.setattr(checks, "_version", lambda name: None if name == "polars" else "1")
     monkeypatch.setattr(checks, "_demands", lambda names: {})
-    assert problems(version_checks()) == {"polars": "not installed make setup"}
+    assert problems(version_checks()) == {
+        "polars": "not installed make setup (DEVICE=cuda on GPUs, DEVICE=npu on NPUs)"
+    }
 
 
 def test_on_the_command_line(monkeypatch):

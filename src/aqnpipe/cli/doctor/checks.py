@@ -14,26 +14,31 @@ from packaging.version import Version
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.cli.doctor.slurm import SlurmPartition
-from aqnpipe.device import RequestedDevice, resolve_device
+from aqnpipe.device import DeviceKind, RequestedDevice, can_compute_on, resolve_device
 from aqnpipe.errors import DeviceError
 
 Status = Literal["ok", "untested", "missing", "problem"]
 
-CONSTRAINTS = Path("constraints.txt")
-"""Versions with which the tests ran."""
+CONSTRAINTS: dict[DeviceKind, Path] = {
+    "npu": Path("constraints-ascend.txt"),
+    "cuda": Path("constraints-cuda.txt"),
+    "cpu": Path("constraints.txt"),
+}
+"""The versions of `make setup DEVICE=...`; those for a CPU are the ones with which the tests ran."""
 
 MINIMUM_FREE_GB = 20
 """Less free space is not enough for a study of real models: a checkpoint of 1.5B parameters takes 3 GB."""
 
 OPTIONAL: dict[str, str] = {
-    "vllm": "pip install 'aqnpipe[vllm]' (evaluation of real models on GPUs)",
-    "ray": "pip install 'ray[default]' (several nodes)",
-    "torch-npu": "pip install torch-npu in the version for this torch, with CANN (Ascend)",
-    "vllm-ascend": "pip install 'aqnpipe[vllm-ascend]' (vLLM on Ascend)",
-    "snakemake-executor-plugin-slurm": "pip install -e '.[slurm]' (profiles a100 and ascend)",
+    "vllm": "make setup DEVICE=cuda (rollouts and evaluations of real models on GPUs; on a CPU: make vllm)",
+    "torch-npu": "make setup DEVICE=npu, beside CANN (Ascend)",
+    "vllm-ascend": "docs/how-to/ascend-cluster.md (vLLM on Ascend)",
+    "snakemake-executor-plugin-slurm": "pip install --constraint constraints.txt -e '.[slurm]' (profiles a100, ascend)",
     "triton": "included in the CUDA build of torch (noise on GPUs)",
 }
 """Libraries that only some machines need, and how to install them."""
+
+_SETUP = "make setup (DEVICE=cuda on GPUs, DEVICE=npu on NPUs)"
 
 
 class Check(Artifact):
@@ -67,19 +72,26 @@ def device_checks() -> list[Check]:
     return checks
 
 
-def version_checks(constraints: Path = CONSTRAINTS) -> list[Check]:
-    """Return a check for Python and for each library: its version, requirements of other libraries, tested version."""
+def version_checks(constraints: Path | None = None) -> list[Check]:
+    """Return a check for Python and for each library: its version, requirements of other libraries, pinned version.
+
+    constraints: the file of the pinned versions; None: that of the devices which the installed torch was built for.
+    """
+    kind = next(kind for kind in CONSTRAINTS if can_compute_on(kind))
+    constraints = CONSTRAINTS[kind] if constraints is None else constraints
     names = {canonicalize_name(name) for name in _requirements("aqnpipe")} | set(OPTIONAL)
     demands, tested = _demands(names), _tested_versions(constraints)
     checks = [Check(name="python", status="ok", found=platform.python_version())]
-    return checks + [_version_check(name, demands.get(name, []), tested.get(name)) for name in sorted(names)]
+    return checks + [
+        _version_check(name, demands.get(name, []), tested.get(name), constraints) for name in sorted(names)
+    ]
 
 
-def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: str | None) -> Check:
+def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: str | None, constraints: Path) -> Check:
     version = _version(name)
     if version is None:
         status: Status = "missing" if name in OPTIONAL else "problem"
-        return Check(name=name, status=status, found="not installed", advice=OPTIONAL.get(name, "make setup"))
+        return Check(name=name, status=status, found="not installed", advice=OPTIONAL.get(name, _SETUP))
     unmet = [
         f"{owner} needs {name}{demand.specifier}"
         for owner, demand in demands
@@ -88,8 +100,18 @@ def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: st
     if unmet:
         return Check(name=name, status="problem", found=version, advice="; ".join(unmet))
     if tested is not None and Version(tested).public != Version(version).public:
-        return Check(name=name, status="untested", found=version, advice=f"the tests ran with {tested}")
+        return Check(name=name, status="untested", found=version, advice=f"{constraints.name} has {tested}")
     return Check(name=name, status="ok", found=version)
+
+
+def build_check(requested: RequestedDevice) -> Check:
+    """Return the check that the installed torch was built for the devices of a study, also where there are none."""
+    kinds: dict[DeviceKind, str] = {"cuda": "make setup DEVICE=cuda", "npu": "make setup DEVICE=npu, beside CANN"}
+    built = [kind for kind in kinds if can_compute_on(kind)]
+    found = f"built for {' and '.join(built) if built else 'a CPU only'}"
+    if requested not in kinds or requested in built:
+        return Check(name="torch", status="ok", found=found)
+    return Check(name="torch", status="problem", found=f"{found}, the study needs {requested}", advice=kinds[requested])
 
 
 def slurm_check(partitions: tuple[SlurmPartition, ...] | None) -> Check:

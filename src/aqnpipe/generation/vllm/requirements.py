@@ -10,8 +10,8 @@ from aqnpipe.generation.vllm.plugin import is_vllm_installed
 
 _INSTALL = {
     "cpu": "make vllm (an environment of its own for a CPU, .venv-vllm)",
-    "cuda": "pip install 'aqnpipe[vllm]'",
-    "npu": "pip install 'aqnpipe[vllm-ascend]'",
+    "cuda": "make setup DEVICE=cuda",
+    "npu": "docs/how-to/ascend-cluster.md says where it can be had",
 }
 
 _OTHER_NAMES = {

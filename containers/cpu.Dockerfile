@@ -1,0 +1,21 @@
+# aqnpipe on a CPU: docker build --file containers/cpu.Dockerfile --tag aqnpipe:cpu .
+# For `snakemake --software-deployment-method apptainer`: docs/how-to/containers.md
+FROM python:3.11-slim-bookworm
+
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+WORKDIR /opt/aqnpipe
+
+# A compiler for the parts of torch that are compiled when they are first used.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ git \
+    && rm -rf /var/lib/apt/lists/*
+
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src ./src
+# The CPU builds of torch: a tenth of the size of the CUDA builds on the package index.
+RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt '.[slurm]'
+
+WORKDIR /work
+ENTRYPOINT ["aqnpipe"]
+CMD ["--help"]
