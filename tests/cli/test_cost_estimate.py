@@ -27,7 +27,7 @@ def _in_the_repository(monkeypatch):
 
 @pytest.fixture
 def config():
-    return yaml.safe_load(Path("config/smoke.yaml").read_text())
+    return yaml.safe_load(Path("config/smoke.yaml").read_text()) | {"arms_file": "config/arms.yaml"}
 
 
 def plan_of(config) -> StudyPlan:
@@ -51,6 +51,25 @@ def test_every_phase_by_hand(config):
     # 1e-9 TFLOP/s are 1,000 operations a second; half of them in training passes, a tenth in generation.
     assert found["reference"].device_hours == pytest.approx(200 * 3840 / 500 / 3600)
     assert found["rollout"].device_hours == pytest.approx(200 * 3840 / 100 / 3600)
+
+
+def test_decode_steps_of_transformers_take_the_host_by_hand(config):
+    """Two runs, one noisy, of 8 rollouts with 24 decode steps each; a model whose shape is not known has 28 layers."""
+    slow = RATES.model_copy(update={"host_seconds": 10.0, "noisy_host_seconds": 100.0})
+    found = costs(config, GIVEN.model_copy(update={"rates": slow}))
+    assert found["rollout"].device_hours == pytest.approx(8 * 24 * 28 * (10 + 100) / 3600)
+    assert found["validation"].device_hours == pytest.approx(2 * 2 * 24 * 28 * 10 / 3600)
+    # Five evaluations of one batch of 40 questions, clean and at 10 % noise.
+    assert found["evaluation"].device_hours == pytest.approx(5 * 24 * 28 * (10 + 100) / 3600)
+    # Training passes are not started token by token.
+    assert found["reference"].device_hours == costs(config)["reference"].device_hours
+    # The operations take longer than starting them.
+    fast = GIVEN.model_copy(update={"rates": RATES.model_copy(update={"host_seconds": 1e-6})})
+    assert costs(config, fast)["rollout"] == costs(config)["rollout"]
+    config["generation"] = {"backend": "vllm"}
+    config["models"]["base"]["attention"] = "sdpa"
+    found = costs(config, GIVEN.model_copy(update={"rates": slow}))
+    assert found["evaluation"] == costs(config)["evaluation"]
 
 
 def test_totals_and_disk_by_hand(config):

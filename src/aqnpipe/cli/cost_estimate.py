@@ -2,11 +2,14 @@
 
 Floating-point operations: 2 per weight and token in a forward pass, twice that in a backward pass (gradients of weights
 and of activations; Kaplan et al. 2020, section 2.1), one more forward pass with gradient checkpointing, and the
-products of attention. Device time is operations / (peak rate * assumed utilization).
+products of attention. Device time is operations / (peak rate * assumed utilization). Where transformers generates, the
+host starts every kernel of a decode step one by one, which takes longer than the kernels themselves; there the time is
+that of the host, if it is longer.
 """
 
 import re
 from collections.abc import Iterator, Mapping
+from math import ceil
 from statistics import fmean
 from typing import Literal
 
@@ -14,9 +17,11 @@ from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import GeneratedDataset
-from aqnpipe.config.model import BUILTIN_MODELS
+from aqnpipe.config.generation import RequestedBackend
+from aqnpipe.config.model import BUILTIN_MODELS, Attention
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.training import LoraConfig
+from aqnpipe.config.training import LoraConfig, TrainingConfig
+from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, ParameterCount, shape_of
 
@@ -43,16 +48,32 @@ class Rates(FrozenModel):
     training_utilization: float = Field(gt=0, le=1)
     generation_utilization: float = Field(gt=0, le=1)
     seconds_per_job: float = Field(default=0.0, ge=0, description="time until a job starts to compute")
+    host_seconds: float = Field(default=0.0, ge=0, description="host time of a layer in a decode step of transformers")
+    noisy_host_seconds: float = Field(default=0.0, ge=0, description="the same with operator or module noise")
 
-    def hours(self, phase: StudyPhase, flops: float) -> float:
-        """Return the device hours of `flops` operations in a phase."""
+    def hours(self, phase: StudyPhase, flops: float, layer_steps: float = 0.0, noisy_layer_steps: float = 0.0) -> float:
+        """Return the device hours of `flops` operations in a phase, or those of its decode steps if they take longer.
+
+        layer_steps: decode steps times layers without noise, which the host starts; noisy_layer_steps: with noise.
+        """
         used = self.generation_utilization if phase in _GENERATING else self.training_utilization
-        return flops / (self.tflops * 1e12 * used) / _SECONDS_PER_HOUR
+        computing = flops / (self.tflops * 1e12 * used)
+        starting = layer_steps * self.host_seconds + noisy_layer_steps * self.noisy_host_seconds
+        return max(computing, starting) / _SECONDS_PER_HOUR
 
 
 # The peak for dense bfloat16 products is from the vendor's data sheet. The utilizations are orders of magnitude for
 # eager training and for batched generation without a serving engine.
-A100 = Rates(device="A100", tflops=312.0, training_utilization=0.35, generation_utilization=0.05)
+# Host times: 17 ms clean and 29 ms with noise on matmul operators for 28 layers, measured with mixed precision on a CPU
+# whose kernels took no time (docs/cost-estimate.md). They do not depend on the model's width.
+A100 = Rates(
+    device="A100",
+    tflops=312.0,
+    training_utilization=0.35,
+    generation_utilization=0.05,
+    host_seconds=0.017 / 28,
+    noisy_host_seconds=0.029 / 28,
+)
 # Measured with the tiny models on one thread of a shared virtual core (docs/cost-estimate.md). The peak is nominal.
 CPU_CORE = Rates(
     device="CPU core", tflops=0.1, training_utilization=0.45, generation_utilization=0.2, seconds_per_job=8.0
@@ -94,7 +115,11 @@ class Estimate(FrozenModel):
 
 
 class _Work(FrozenModel):
-    """Sequences of one role in one phase; `passes` is the cost of the phase in forward passes."""
+    """Sequences of one role in one phase; `passes` is the cost of the phase in forward passes.
+
+    `decode_steps`: those that transformers makes, summed over the devices; a batch makes as many as its longest
+    response. 0 for training passes and where vLLM generates.
+    """
 
     role: str
     phase: StudyPhase
@@ -102,6 +127,8 @@ class _Work(FrozenModel):
     prompt: float
     response: float
     passes: float = 1.0
+    decode_steps: float = 0.0
+    noisy_decode_steps: float = 0.0
 
     def cost(self, size: Size, rates: Rates) -> PhaseCost:
         length = self.prompt + self.response
@@ -112,7 +139,9 @@ class _Work(FrozenModel):
             tokens=self.sequences * length,
             generated_tokens=self.sequences * self.response if self.phase in _GENERATING else 0.0,
             flops=flops,
-            device_hours=rates.hours(self.phase, flops),
+            device_hours=rates.hours(
+                self.phase, flops, self.decode_steps * size.num_layers, self.noisy_decode_steps * size.num_layers
+            ),
         )
 
 
@@ -120,7 +149,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     """Estimate the cost of training and evaluation; ConfigError naming the option or key that is missing."""
     prompt, prompt_source = _prompt_tokens(plan, assumptions)
     rates = assumptions.rates or default_rates(plan)
-    sizes = {role: _size_of(plan, role, assumptions) for role in plan.study.model_roles()}
+    sizes = {name: _size_of(plan, name, assumptions) for name in plan.study.models()}
     work = [*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)]
     phases = _summed([part.cost(sizes[part.role], rates) for part in work])
     num_jobs = len(plan.runs()) + plan.num_evaluations
@@ -131,7 +160,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         flops=sum(phase.flops for phase in phases),
         device_hours=hours,
         checkpoint_gigabytes=_checkpoint_bytes(plan, sizes) / 1e9,
-        working_gigabytes=max(_working_bytes(plan, *item) for item in sizes.items()) / 1e9,
+        working_gigabytes=max(_working_bytes(plan, size) for size in sizes.values()) / 1e9,
         parameters={role: float(size.num_parameters) for role, size in sizes.items()},
         rates=rates,
         assumed=(prompt_source, _response_source(assumptions)),
@@ -147,7 +176,7 @@ def default_rates(plan: StudyPlan) -> Rates:
     config = plan.study.config
     if config.device == "npu":
         raise ConfigError("the peak rate of the study's NPUs is unknown: give it as --tflops PEAK, for bfloat16")
-    builtin = all(config.models[role].source in BUILTIN_MODELS for role in plan.study.model_roles())
+    builtin = all(model.source in BUILTIN_MODELS for model in plan.study.models().values())
     return CPU_CORE if config.device == "cpu" or (config.device == "auto" and builtin) else A100
 
 
@@ -169,7 +198,7 @@ def _prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, st
     if isinstance(dataset, GeneratedDataset):
         from aqnpipe.data.generated import generate_problems  # imports numpy, which is slow
 
-        problems = generate_problems(dataset, "train")
+        problems = generate_problems(dataset, plan.splits()[0])
         length = fmean(_count_words(problem.question) for problem in problems)
         length += examples * fmean(_count_words(f"{problem.question} {problem.answer}") for problem in problems)
         return length, f"prompts of {length:.0f} tokens, counted in the generated questions"
@@ -190,18 +219,48 @@ def _response_source(assumptions: Assumptions) -> str:
 
 def _training(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Iterator[_Work]:
     training = plan.study.config.training
+    if training is None:
+        return
     response = assumptions.response_tokens or training.max_response_tokens
     validated = training.validation_questions * len(training.validation_steps(plan.num_steps))
-    for role, _, _ in plan.runs():
-        for phase, passes in _passes(plan):
+    for role, arm, _ in plan.runs():
+        for phase, passes in _passes(training):
             sequences = plan.num_steps * training.sequences_per_step
-            yield _Work(role=role, phase=phase, sequences=sequences, prompt=prompt, response=response, passes=passes)
-        yield _Work(role=role, phase="validation", sequences=validated, prompt=prompt, response=response)
+            yield _Work(
+                role=role,
+                phase=phase,
+                sequences=sequences,
+                prompt=prompt,
+                response=response,
+                passes=passes,
+                **(_rollout_steps(plan, training, arm) if phase == "rollout" else {}),
+            )
+        # Every worker answers its share as one batch; transformers generates, without operator noise.
+        steps = len(training.validation_steps(plan.num_steps)) * training.num_workers * training.max_response_tokens
+        yield _Work(
+            role=role, phase="validation", sequences=validated, prompt=prompt, response=response, decode_steps=steps
+        )
 
 
-def _passes(plan: StudyPlan) -> Iterator[tuple[StudyPhase, float]]:
+def _rollout_steps(plan: StudyPlan, training: TrainingConfig, arm_id: str) -> dict[str, float]:
+    """Return the decode steps of a run's rollouts: each worker rolls out its share of a batch at once."""
+    config, arm = plan.study.config, plan.study.arms[arm_id]
+    attention = config.models[arm.model].attention
+    if why_vllm_cannot_roll_out(arm) is None and _uses_vllm(config.generation.requested_for_rollouts, attention):
+        return {}
+    steps = plan.num_steps / training.steps_per_rollout * training.num_workers * training.max_response_tokens
+    noises = (arm.operator_noise, arm.module_noise)
+    is_noisy = any(noise is not None and noise.is_active and "rollout" in noise.phases for noise in noises)
+    return {"noisy_decode_steps" if is_noisy else "decode_steps": steps}
+
+
+def _uses_vllm(requested: RequestedBackend, attention: Attention) -> bool:
+    """Whether generation will run on vLLM; `auto` selects it for fused attention, if it is installed."""
+    return requested == "vllm" or (requested == "auto" and attention == "sdpa")
+
+
+def _passes(training: TrainingConfig) -> Iterator[tuple[StudyPhase, float]]:
     """Yield the phases of every rolled-out sequence and their cost in forward passes."""
-    training = plan.study.config.training
     yield "rollout", 1.0
     if training.steps_per_rollout > 1:  # with one step, the forward pass of the actor is that of the old policy
         yield "old_policy", 1.0
@@ -218,10 +277,23 @@ def _evaluation(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Ite
     questions = config.evaluation.num_questions or config.dataset.num_test
     if questions is None:
         raise ConfigError("the number of evaluated questions is unknown: set dataset.num_test")
-    sequences = questions * len(config.evaluation.passes()) * config.evaluation.num_samples
+    passes, samples = config.evaluation.passes(), config.evaluation.num_samples
     response = assumptions.response_tokens or config.evaluation.max_response_tokens
-    for role, _, _, _ in plan.evaluations():
-        yield _Work(role=role, phase="evaluation", sequences=sequences, prompt=prompt, response=response)
+    batches = ceil(questions * samples / config.evaluation.batch_size)
+    noisy = sum(level > 0 for level, _ in passes)
+    for model, arm, _, _ in plan.evaluations():
+        role = plan.prepared_model(model, arm) or model
+        by_transformers = not _uses_vllm(config.generation.backend, config.models[role].attention)
+        steps = batches * config.evaluation.max_response_tokens * by_transformers
+        yield _Work(
+            role=role,
+            phase="evaluation",
+            sequences=questions * len(passes) * samples,
+            prompt=prompt,
+            response=response,
+            decode_steps=steps * (len(passes) - noisy),
+            noisy_decode_steps=steps * noisy,
+        )
 
 
 def _summed(costs: list[PhaseCost]) -> tuple[PhaseCost, ...]:
@@ -238,9 +310,12 @@ def _summed(costs: list[PhaseCost]) -> tuple[PhaseCost, ...]:
 
 def _checkpoint_bytes(plan: StudyPlan, sizes: Mapping[str, Size]) -> float:
     """Return the size of all checkpoints: of whole weights, or of adapters, which are stored in float32."""
-    kept, lora = len(plan.checkpoint_steps), plan.study.config.training.lora
+    training = plan.study.config.training
+    if training is None:
+        return 0.0
+    kept, lora = len(plan.checkpoint_steps), training.lora
     stored = {
-        role: size.num_parameters * _bytes_per_weight(plan) if lora is None else _adapter_bytes(size, lora)
+        role: size.num_parameters * _BYTES[training.weights_dtype] if lora is None else _adapter_bytes(size, lora)
         for role, size in sizes.items()
     }
     return sum(kept * stored[role] for role, _, _ in plan.runs())
@@ -253,12 +328,9 @@ def _adapter_bytes(size: Size, lora: LoraConfig) -> float:
     return _BYTES["float32"] * size.adapter_parameters(lora.rank, lora.target_modules)
 
 
-def _working_bytes(plan: StudyPlan, role: str, size: Size) -> float:
+def _working_bytes(plan: StudyPlan, size: Size) -> float:
     """Return the size of the resume points of a run: trained weights and both moments of Adam."""
-    if plan.study.config.training.lora:
+    training = plan.study.config.training
+    if training is None or training.lora:
         return 0.0
-    return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * _bytes_per_weight(plan)
-
-
-def _bytes_per_weight(plan: StudyPlan) -> int:
-    return _BYTES[plan.study.config.training.weights_dtype]
+    return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * _BYTES[training.weights_dtype]

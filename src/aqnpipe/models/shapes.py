@@ -65,9 +65,13 @@ class ModelShape(FrozenModel):
 
 
 class ParameterCount(FrozenModel):
-    """A model of known size and unknown shape. The products of attention are not counted, because they need a shape."""
+    """A model of known size and unknown shape. The products of attention are not counted, because they need a shape.
+
+    `num_layers` is assumed, for the time of decode steps: as many as Qwen2.5-1.5B and 7B have.
+    """
 
     num_parameters: float = Field(gt=0)
+    num_layers: int = Field(default=28, ge=1)
 
     def forward_flops(self, num_tokens: float, num_logits: float, context: float) -> float:
         """Return the operations of a forward pass, with every parameter used for every token."""
