@@ -46,7 +46,7 @@ def large_study(folder: Path, num_arms: int, num_seeds: int) -> None:
     steps = study["training"]["epochs"] * (study["dataset"]["num_train"] // study["training"]["prompts_per_step"])
     study["training"]["checkpoint_every"] = -(-steps // 3)
     arms = {name: {**arm, "aa_control_of": names.get(arm.get("aa_control_of"))} for name, arm in arms.items()}
-    study |= {"study": "large", "results_dir": "results/large", "arms_file": "config/large-arms.yaml"}
+    study |= {"study": "large", "results_dir": "results/large", "arms_file": "large-arms.yaml"}
     study |= {"arms": list(arms), "seeds": list(range(num_seeds))}
     (folder / "config" / "large-arms.yaml").write_text(yaml.safe_dump({"arms": arms}), encoding="utf-8")
     (folder / "config" / "large.yaml").write_text(yaml.safe_dump(study), encoding="utf-8")

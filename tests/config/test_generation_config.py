@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(monkeypatch):
     monkeypatch.chdir(ROOT)
-    return yaml.safe_load((ROOT / "config" / "config.yaml").read_text()) | {"generation": {"backend": "vllm"}}
+    changes = {"arms_file": "config/arms.yaml", "generation": {"backend": "vllm"}}
+    return yaml.safe_load((ROOT / "config" / "config.yaml").read_text()) | changes
 
 
 def test_noise_on_the_products_of_attention_is_refused_on_vllm(config):

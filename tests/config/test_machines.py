@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(monkeypatch):
     monkeypatch.chdir(ROOT)
-    return yaml.safe_load((ROOT / "config" / "dead-zone.yaml").read_text())
+    return yaml.safe_load((ROOT / "config" / "dead-zone.yaml").read_text()) | {"arms_file": "config/arms.yaml"}
 
 
 def test_arms_carry_the_faults_of_their_machine_into_training_and_evaluation(config):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(monkeypatch):
     monkeypatch.chdir(ROOT)
-    return yaml.safe_load((ROOT / "config" / "smoke.yaml").read_text())
+    return yaml.safe_load((ROOT / "config" / "smoke.yaml").read_text()) | {"arms_file": "config/arms.yaml"}
 
 
 def test_jobs_get_the_training_questions_only_where_prompts_have_examples(config):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(monkeypatch):
     monkeypatch.chdir(ROOT)
-    return yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    return yaml.safe_load((ROOT / "config" / "config.yaml").read_text()) | {"arms_file": "config/arms.yaml"}
 
 
 def test_a_pair_of_arms_may_be_named(config):

@@ -7,7 +7,7 @@ import yaml
 
 from aqnpipe.config.arm import ArmsFile
 from aqnpipe.config.schema import study_schema
-from aqnpipe.config.study import load_study, load_study_file
+from aqnpipe.config.study import load_study, load_study_file, load_study_files
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def _in_the_repository(monkeypatch):
 
 @pytest.fixture
 def config():
-    return yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    return yaml.safe_load((ROOT / "config" / "config.yaml").read_text()) | {"arms_file": "config/arms.yaml"}
 
 
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
@@ -180,3 +180,31 @@ def test_noise_on_products_of_attention_needs_eager_attention(config):
     config["models"]["base"]["attention"] = "sdpa"
     with pytest.raises(ConfigError, match=r"models\.base\.attention: found sdpa, arm E5 has .* and needs eager"):
         load_study(config, "study.yaml")
+
+
+def test_arms_are_found_beside_the_study(tmp_path, monkeypatch, config):
+    arms = yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "arms.yaml").write_text(yaml.safe_dump(arms))
+    del config["arms_file"]
+    (tmp_path / "elsewhere" / "study.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "changes.yaml").write_text("arms_file: elsewhere/arms.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    study = Path("elsewhere/study.yaml")
+    assert load_study_files([study]).config.arms_file == "elsewhere/arms.yaml"
+    assert load_study_files([study.absolute()]).config.arms_file == str(tmp_path / "elsewhere" / "arms.yaml")
+    # A file names its arms from its own folder, the command line from the working directory.
+    assert load_study_files([study, Path("changes.yaml")]).config.arms_file == "elsewhere/arms.yaml"
+    with pytest.raises(ConfigError, match=r"^arms\.yaml: no such file$"):
+        load_study_files([study], {"arms_file": "arms.yaml"})
+
+
+@pytest.mark.parametrize("folder", ["results", "results/a b", "/var/tmp/Größe 2/results", "/data", "res_1.2/"])
+def test_results_may_be_anywhere_that_is_named(config, folder):
+    assert load_study(config | {"results_dir": folder}).config.results_dir == folder
+
+
+@pytest.mark.parametrize("folder", ["", " results", "results ", "/", "a{b}", "$HOME/x", "~/x", "a:b", "a/../b", "a\nb"])
+def test_results_are_not_in_folders_that_snakemake_would_misread(config, folder):
+    with pytest.raises(ConfigError, match="results_dir"):
+        load_study(config | {"results_dir": folder})

@@ -24,7 +24,7 @@ _RANGES = [{"sigma_start": 0.05, "sigma_end": 0.01}]
 STUDY: dict[str, Any] = {
     "study": "faults",
     "results_dir": "results",
-    "arms_file": "config/arms.yaml",
+    "arms_file": "arms.yaml",
     "models": {"base": {"source": "tiny"}},
     "machines": {"target": {"faults": [{"type": "dead_zone", "layer": 3, "magnitude": 0.05}]}},
     "dataset": {"source": "generated", "num_train": 4, "num_test": 6, "max_steps": 2},

@@ -1,5 +1,6 @@
 """A study: the configuration of one workflow, validated as a whole before any job starts."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,10 +21,12 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, typed_scalars, validated
 from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
+_ARMS_FILE = "arms.yaml"
 _MOST_STEPS = 10_000_000
 _MOST_EVALUATIONS = 1_000_000
 
@@ -34,11 +37,11 @@ class StudyConfig(FrozenModel):
     study: Identifier
     description: str = ""
     results_dir: str = Field(
-        default="results", pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*$", description="folder of the results"
+        default="results",
+        pattern=FOLDER_PATTERN,
+        description="folder of the results: below the working directory, or absolute",
     )
-    arms_file: str = Field(
-        default="config/arms.yaml", description="file of the arms, relative to the working directory"
-    )
+    arms_file: str = Field(default=_ARMS_FILE, description="file of the arms, relative to the folder of the study file")
     models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
     machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
     dataset: DatasetConfig
@@ -78,7 +81,9 @@ class StudyConfig(FrozenModel):
     @model_validator(mode="after")
     def _results_stay_here(self) -> Self:
         if ".." in self.results_dir.split("/"):
-            raise ValueError(f"results_dir {self.results_dir!r} leaves the working directory, expected a folder in it")
+            raise ValueError(
+                f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
+            )
         return self
 
     @model_validator(mode="after")
@@ -154,13 +159,15 @@ def load_study_file(path: Path) -> Study:
 def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = MappingProxyType({})) -> Study:
     """Read and validate a study: later files extend earlier ones, and `overrides` both, key by key as in Snakemake.
 
-    Raises ConfigError if a file is missing or the study is invalid.
+    A relative `arms_file` is relative to the folder of the file that names it, and without one it is `arms.yaml` beside
+    the first. Raises ConfigError if a file is missing or the study is invalid.
     """
     merged: Any = {}
     for path in paths:
-        merged = _extended(merged, read_study_file(path))
+        merged = _extended(merged, _with_own_arms(read_study_file(path), path))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
-    return load_study(_extended(merged, typed_scalars(overrides)), ", ".join(names))
+    content = _extended(merged, typed_scalars(overrides))
+    return load_study({"arms_file": _beside(paths[0], _ARMS_FILE), **content}, ", ".join(names))
 
 
 def read_study_file(path: Path) -> Mapping[str, Any]:
@@ -174,6 +181,17 @@ def read_study_file(path: Path) -> Mapping[str, Any]:
 def read_arms(path: Path) -> dict[str, Arm]:
     """Return the arms of an arms file by id; ConfigError if it is missing or invalid."""
     return load_yaml(path, ArmsFile).arms
+
+
+def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
+    """Return the content of a study file with the path of its arms file, if it names one."""
+    name = content.get("arms_file")
+    return {**content, "arms_file": _beside(study_file, name)} if isinstance(name, str) else content
+
+
+def _beside(study_file: Path, name: str) -> str:
+    """Return the path of a file that a study file names, relative to the working directory or absolute."""
+    return os.path.normpath(study_file.parent / name)
 
 
 def _extended(base: Any, addition: Any) -> Any:

@@ -14,10 +14,11 @@ _LONGEST_VALUE = 80
 _LISTED = ", expected one of "
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+FOLDER_PATTERN = r"^/?[A-Za-z0-9_]([\w ./+@-]*[\w./+@-])?$"
 
 _PATTERNS = {
     IDENTIFIER_PATTERN: "a name of letters, digits, `_`, `.` and `-` that begins with a letter or digit",
-    r"^[A-Za-z0-9][A-Za-z0-9_./-]*$": "a folder below this one, of letters, digits, `_`, `.`, `-` and `/`",
+    FOLDER_PATTERN: "a folder below this one or an absolute path, of letters, digits, spaces and `_.-+@/`",
     r"^[\w.-]+/[\w.-]+$": "an id of the form owner/name",
 }
 """Patterns of text fields, and what they mean."""
