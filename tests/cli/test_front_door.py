@@ -60,6 +60,61 @@ def test_an_unreadable_study_ends_snakemake_in_one_line(monkeypatch, capsys, arg
     assert capsys.readouterr().err == "ERROR: nowhere.yaml: no such file\n"
 
 
+PROFILES = {
+    "text": "configfile: nowhere.yaml\n",
+    "list": "configfile: [config/smoke.yaml, nowhere.yaml]\n",
+    "template": "__use_yte__: true\n__variables__:\n  stem: nowhere\nconfigfile: ?f'{stem}.yaml'\n",
+    "good": "configfile: config/smoke.yaml\n",
+    "silent": "cores: 1\n",
+    "broken": "configfile: [\n",
+}
+
+
+@pytest.fixture
+def profiles(tmp_path, monkeypatch):
+    """Profiles by name, in the folder of profiles of a user."""
+    for name, content in PROFILES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(content)
+    monkeypatch.delenv("SNAKEMAKE_PROFILE", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("last", ["text", "list", "template"])
+def test_an_unreadable_study_of_a_profile_ends_snakemake_in_one_line(monkeypatch, capsys, profiles, last):
+    command = ["snakemake", "-n", "--profile", str(profiles / "good"), "--profile", str(profiles / last)]
+    monkeypatch.setattr(sys, "argv", [*command, "--profile", str(profiles / "silent")])
+    with pytest.raises(SystemExit) as ended:
+        refuse_unreadable_studies()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "ERROR: nowhere.yaml: no such file\n"
+
+
+def test_a_profile_of_the_environment_is_read_too(monkeypatch, profiles):
+    monkeypatch.setattr(sys, "argv", ["snakemake"])
+    monkeypatch.setenv("SNAKEMAKE_PROFILE", str(profiles / "text"))
+    with pytest.raises(SystemExit):
+        refuse_unreadable_studies()
+
+
+def test_a_study_beside_its_profile_is_read(monkeypatch, capsys, profiles):
+    (profiles / "text" / "nowhere.yaml").write_text("study: [\n")
+    monkeypatch.setattr(sys, "argv", ["snakemake", "--profile", str(profiles / "text")])
+    with pytest.raises(SystemExit):
+        refuse_unreadable_studies()
+    assert "text/nowhere.yaml:2:1: not valid YAML" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["text", "--configfile", "config/smoke.yaml"], ["silent"], ["broken"], ["none"], ["no-such-profile"]]
+)
+def test_what_a_profile_does_not_decide_is_left_to_snakemake(monkeypatch, profiles, arguments):
+    name, *rest = arguments
+    profile = str(profiles / name) if (profiles / name).exists() else name
+    monkeypatch.setattr(sys, "argv", ["snakemake", "--profile", profile, *rest])
+    refuse_unreadable_studies()
+
+
 @pytest.mark.parametrize("arguments", [[], ["-n", "--configfile", "config/smoke.yaml"], ["--config", "a=1"]])
 def test_other_command_lines_are_left_to_snakemake(monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["snakemake", *arguments])

@@ -5,6 +5,7 @@ missing. Otherwise a job would find out minutes later.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,19 +59,54 @@ def device_problem(requested: RequestedDevice) -> str | None:
 
 
 def refuse_unreadable_studies() -> None:
-    """End this process with one line if a file given to Snakemake as `--configfile` cannot be read.
+    """End this process with one line if a study file given to Snakemake, itself or by a profile, cannot be read.
 
     Snakemake reads these files before the workflow, and ends in a traceback if it cannot. The default profile, which
     Snakemake reads before everything else, calls this.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path)
     try:
-        for path in parser.parse_known_args()[0].configfile:
+        for path in _given_studies():
             read_study_file(shown_path(path))
     except AqnpipeError as error:
         sys.stderr.write(f"ERROR: {error}\n")
         sys.exit(EXIT_USER_ERROR)
+
+
+def _given_studies() -> list[Path]:
+    """Return the study files that Snakemake reads: those of the command line, else those of the last profile."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path)
+    parser.add_argument("--profile", action="append", default=[])
+    given = parser.parse_known_args()[0]
+    if given.configfile:
+        return list(given.configfile)
+    profiles = given.profile or [os.environ.get("SNAKEMAKE_PROFILE", "none")]
+    return next((files for name in reversed(profiles) if (files := _studies_of_profile(name))), [])
+
+
+def _studies_of_profile(name: str) -> list[Path]:
+    """Return the study files that a profile names. Snakemake itself reports a profile that cannot be read."""
+    import yaml
+    import yte
+    from snakemake.cli import get_profile_dir
+
+    found = get_profile_dir(name)
+    if found is None:
+        return []
+    folder, file = found
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        named = content.get("configfile") if isinstance(content, dict) else None
+        if isinstance(named, str) and named.startswith("?"):
+            named = yte.process_yaml(text).get("configfile")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, yte.exceptions.YteError):
+        return []
+    if isinstance(named, str):
+        # As Snakemake: a file beside the profile hides one in the working directory.
+        path = os.path.expanduser(os.path.expandvars(named))
+        return [folder / path if (folder / path).exists() else Path(path)]
+    return [Path(each) for each in named] if isinstance(named, list) else []
 
 
 def _outside_problems(study: Study, source: str) -> Iterator[str]:
