@@ -67,7 +67,6 @@ def test_decode_steps_of_transformers_take_the_host_by_hand(config):
     fast = GIVEN.model_copy(update={"rates": RATES.model_copy(update={"host_seconds": 1e-6})})
     assert costs(config, fast)["rollout"] == costs(config)["rollout"]
     config["generation"] = {"backend": "vllm"}
-    config["models"]["base"]["attention"] = "sdpa"
     found = costs(config, GIVEN.model_copy(update={"rates": slow}))
     assert found["evaluation"] == costs(config)["evaluation"]
 

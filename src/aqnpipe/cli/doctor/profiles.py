@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.cli.doctor.checks import Check, Status, version_checks
+from aqnpipe.cli.doctor.checks import Check, Status, build_check, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.device import resolve_device
@@ -37,7 +37,11 @@ def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition,
     study_check = Check(name="study", status="ok", found=f"{name}: device {study.config.device}")
     workers_check = _workers_check(profile, study)
     if profile.get("executor") == "slurm":
-        return [study_check, workers_check, _plugin_check(), *_slurm_checks(profile, partitions)]
+        build = build_check(study.config.device)
+        if build.status == "problem" and profile.get("precommand", "true") != "true":
+            # The jobs get their environment from this command.
+            build = build.model_copy(update={"status": "untested"})
+        return [study_check, workers_check, build, _plugin_check(), *_slurm_checks(profile, partitions)]
     return [study_check, workers_check, *_machine_checks(profile, study)]
 
 
