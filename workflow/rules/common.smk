@@ -106,8 +106,8 @@ def workers(rule: str) -> int:
 
 
 wildcard_constraints:
-    model="|".join(STUDY.config.models),
-    machine="|".join(STUDY.config.machines),
+    model="|".join(dict.fromkeys([*STUDY.config.models, *STUDY.model_roles()])),
+    machine="|".join(STUDY.config.machines) or "none",
     arm="|".join([*STUDY.arms, PRETRAINED]),
     seed=r"\d+",
     step=r"\d+",

@@ -15,8 +15,8 @@ rule compare:
         run_receipts=PLAN.run_files("receipt.json"),
         run_records=PLAN.run_files("run.json"),
         sigmas=PLAN.all_sigmas_files(),
-        problems=expand(f"{RESULTS}/data/{{split}}.parquet", split=("train", "test")),
-        models=expand(f"{RESULTS}/models/{{model}}/aqnpipe_model.json", model=STUDY.model_roles()),
+        problems=PLAN.data_files(),
+        models=PLAN.prepared_model_files(),
     output:
         accuracy=f"{RESULTS}/accuracy.parquet",
         accuracy_csv=report(f"{RESULTS}/accuracy.csv", caption="../report/accuracy.rst", category="Tables"),

@@ -26,7 +26,7 @@ rule train:
         f"{RESULTS}/benchmarks/train/{{model}}_{{arm}}_seed{{seed}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
-    threads: STUDY.config.training.threads * STUDY.config.training.num_workers
+    threads: PLAN.training_threads()
     resources:
         mem_mb=4000,
     params:

@@ -103,9 +103,9 @@ def _sizes(parameters: list[str], plan: StudyPlan) -> dict[str, float]:
     for option in parameters:
         role, _, text = option.partition("=")
         if role not in plan.study.config.models:
-            raise ConfigError(
-                f"--parameters {option}: expected ROLE=NUMBER, roles {', '.join(plan.study.config.models)}"
-            )
+            names = ", ".join(plan.study.config.models)
+            expected = f"ROLE=NUMBER, roles {names}" if plan.study.has_training else f"NAME=NUMBER, checkpoints {names}"
+            raise ConfigError(f"--parameters {option}: expected {expected}")
         try:
             sizes[role] = float(text)
         except ValueError as error:
@@ -127,6 +127,12 @@ def _rates(plan: StudyPlan, tflops: float | None, training: float | None, genera
 def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
     config = plan.study.config
     seeds = ", ".join(map(str, config.seeds))
+    if not plan.study.has_training:
+        return (
+            f"{study}: valid. {plan.num_evaluations} checkpoints ({', '.join(config.arms)}), each at noise levels "
+            f"{', '.join(f'{level:g}' for level in config.evaluation.noise_levels)}, "
+            f"{len(plan.study.comparisons())} comparisons; report in {plan.results}/report.html"
+        )
     return (
         f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
         f"{plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "

@@ -5,9 +5,11 @@ missing. Otherwise a job would find out minutes later.
 """
 
 import argparse
+import filecmp
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +21,7 @@ from aqnpipe.config.published import PublishedFile
 from aqnpipe.config.study import Study, load_study_files, read_study_file
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.device import RequestedDevice, resolve_device
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError, ModelError
 
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 
@@ -112,6 +114,7 @@ def _studies_of_profile(name: str) -> list[Path]:
 def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from _dataset_problems(study, source)
     yield from _chat_template_problems(study, source)
+    yield from _checkpoint_problems(study, source)
     published = study.config.statistics.published
     if published is not None:
         try:
@@ -136,14 +139,43 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
 def _chat_template_problems(study: Study, source: str) -> Iterator[str]:
     if study.config.prompt.style != "chat":
         return
-    for role in study.model_roles():
-        name = study.config.models[role].source
+    for role, model in study.models().items():
+        name = model.source
         kind = source_kind(name)
         if kind != "hub" and not _has_chat_template(builtin_folder(name) if kind == "builtin" else Path(name)):
             yield (
                 f"{source}: prompt.style: found chat, expected plain: the tokenizer of model {role} ({name}) has no "
                 "chat template"
             )
+
+
+def _checkpoint_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield checkpoints that no job could prepare, and pairs with the same weights, which cannot be compared."""
+    if study.has_training:
+        return
+    from aqnpipe.models.loading import refuse_unusable, source_folder
+
+    local = {name: model for name, model in study.models().items() if source_kind(model.source) != "hub"}
+    for name, model in local.items():
+        try:
+            refuse_unusable(model)
+        except ModelError as error:
+            yield f"{source}: checkpoints.{name}: {error}"
+            return
+    for (first, model), (second, other) in combinations(local.items(), 2):
+        if _same_weights(source_folder(model), source_folder(other)):
+            yield (
+                f"{source}: checkpoints.{second}: has the same weights as checkpoint {first} ({model.source}), "
+                "expected another model"
+            )
+
+
+def _same_weights(first: Path, second: Path) -> bool:
+    """Return whether two folders hold the same weights; reads no further than to the first difference."""
+    ours, theirs = (sorted(folder.glob("*.safetensors")) for folder in (first, second))
+    if [(path.name, path.stat().st_size) for path in ours] != [(path.name, path.stat().st_size) for path in theirs]:
+        return False
+    return all(filecmp.cmp(one, other, shallow=False) for one, other in zip(ours, theirs, strict=True))
 
 
 def _has_chat_template(folder: Path) -> bool:

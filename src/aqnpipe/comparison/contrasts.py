@@ -59,7 +59,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A comparison with its data or with the reason for its refusal: exactly one of `scores` and `refusal` is null."""
+    """A comparison with its data or with the reason for its refusal: exactly one of `scores` and `refusal` is null.
+
+    of_weights: it is about given checkpoints, not about arms, whose training varies.
+    """
 
     comparison_id: str
     comparison: Comparison
@@ -67,6 +70,7 @@ class Contrast:
     control: Side
     scores: Scores | None
     refusal: Refusal | None
+    of_weights: bool = False
 
 
 class RefusedError(Exception):
@@ -105,15 +109,16 @@ class Contrasts:
     def of(self, comparison: Comparison, identifier: str) -> Contrast:
         """Return a comparison with its data or with the reason for its refusal."""
         treatment, control = self._sides(comparison)
+        of_weights = not self._study.has_training
         try:
             pairs = self._pairs(treatment, control)
             for pair in pairs:
                 _refuse_bad_pair(*pair, treatment, control, comparison)
-            _refuse_unlike_runs([run for pair in pairs for run in pair])
+            _refuse_unlike_runs([run for pair in pairs for run in pair], of_tokenizers=not of_weights)
             scores = self._scores(pairs, treatment, control, comparison)
         except RefusedError as error:
-            return Contrast(identifier, comparison, treatment, control, None, error.refusal)
-        return Contrast(identifier, comparison, treatment, control, scores, None)
+            return Contrast(identifier, comparison, treatment, control, None, error.refusal, of_weights)
+        return Contrast(identifier, comparison, treatment, control, scores, None, of_weights)
 
     def runs_of(self, model: str, arm: str) -> list[LoadedEvaluation]:
         """Return the evaluations of the last step of every seed of an arm; RefusedError names missing ones."""
@@ -293,9 +298,9 @@ def refuse_bad_evaluation(evaluation: LoadedEvaluation, levels: Sequence[float])
             )
 
 
-def _refuse_unlike_runs(runs: Sequence[LoadedEvaluation]) -> None:
+def _refuse_unlike_runs(runs: Sequence[LoadedEvaluation], *, of_tokenizers: bool) -> None:
     for first, second in pairwise(runs):
-        difference = setting_difference(first, second)
+        difference = setting_difference(first, second, of_tokenizers=of_tokenizers)
         if difference:
             raise RefusedError("setting", f"evaluated differently: {difference}")
 

@@ -39,8 +39,8 @@ def p_value_of(claim: TestedClaim, estimate: Estimate) -> float:
 
 
 def needs_several_seeds(contrast: Contrast) -> bool:
-    """Whether the claim is about arms, which a single run cannot support. A level claim is about given weights."""
-    return contrast.treatment.arm != contrast.control.arm
+    """Whether the claim is about arms, which a single run cannot support. Others are about given weights."""
+    return not contrast.of_weights and contrast.treatment.arm != contrast.control.arm
 
 
 def is_decidable(contrast: Contrast, estimate: Estimate) -> bool:
@@ -91,7 +91,8 @@ def verdict_of(contrast: Contrast, estimate: Estimate, p_holm: float, alpha: flo
     if claim.margin is None:
         if p_holm >= alpha:
             return "not_shown"
-        return "supported" if ("higher" if estimate.difference > 0 else "lower") == claim.direction else "refuted"
+        found = "higher" if estimate.difference > 0 else "lower"
+        return "supported" if claim.direction in (found, "different") else "refuted"
     if p_holm < alpha:
         return "supported"
     beyond = estimate.lower_p(-claim.margin)

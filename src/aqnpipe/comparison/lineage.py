@@ -20,7 +20,6 @@ from aqnpipe.artifacts.lineage import first_difference, record_problems
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
-from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.models.loading import sha256_of_digests
@@ -109,7 +108,8 @@ class _Lineage:
         return {
             key: checkpoints
             for key, checkpoints in same.items()
-            if key[1] != PRETRAINED and (len(checkpoints) > 1 or key[3] == self._prepared_weights(key[0]))
+            if self._plan.prepared_model(key[0], key[1]) is None
+            and (len(checkpoints) > 1 or key[3] == self._prepared_weights(key[0]))
         }
 
     def has_learned(self, checkpoint: Checkpoint) -> bool:
@@ -127,11 +127,12 @@ class _Lineage:
     def _weights_problems(self, checkpoint: Checkpoint) -> list[str]:
         model, arm, seed, step = checkpoint
         problems: list[str] = []
-        if arm == PRETRAINED:
-            folder = self._results / "models" / model
+        prepared = self._plan.prepared_model(model, arm)
+        if prepared is not None:
+            folder = self._results / "models" / prepared
             if not (folder / PREPARED_MODEL_FILE).is_file():
-                return [f"there is no record of the prepared model {model}"]
-            written, what = read_prepared_model(folder).weights_sha256, f"the prepared model {model}"
+                return [f"there is no record of the prepared model {prepared}"]
+            written, what = read_prepared_model(folder).weights_sha256, f"the prepared model {prepared}"
         else:
             problems, outputs = self._run(model, arm, seed)
             prefix, what = f"checkpoints/step{step}/", f"the checkpoint that training wrote after step {step}"

@@ -298,7 +298,7 @@ def _robustness_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]
         for role in study.model_roles()
         for row in _robustness_of_model(
             role,
-            [PRETRAINED, *(name for name, arm in study.arms.items() if arm.model == role)],
+            study.evaluated_arms(role),
             levels,
             contrasts,
             study.config.statistics.alpha,

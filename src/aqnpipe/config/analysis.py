@@ -9,14 +9,15 @@ from aqnpipe.config.base import FrozenModel
 PRETRAINED = "pretrained"
 """Used in place of an arm id: the model before training."""
 
-Direction = Literal["higher", "lower"]
+Direction = Literal["higher", "lower", "different"]
+"""different: in either direction."""
 TestKind = Literal["superiority", "non_inferiority", "equivalence"]
 
 
 class TestedClaim(FrozenModel):
     """A claim, how it is tested, and the family of comparisons that shares its error rate.
 
-    - superiority: the difference is above 0, or below 0 (see `expected`).
+    - superiority: the difference is above 0, below 0, or not 0 (see `expected`).
     - non_inferiority: the difference is above -margin ("loses no more than").
     - equivalence: the difference is between -margin and margin (two one-sided tests).
     """
@@ -41,7 +42,7 @@ class TestedClaim(FrozenModel):
             if self.margin is not None:
                 raise ValueError("margin is for test: non_inferiority or equivalence")
             if self.direction is None:
-                raise ValueError("superiority needs expected: higher or lower")
+                raise ValueError("superiority needs expected: higher, lower or different")
         else:
             if self.margin is None:
                 raise ValueError(f"{self.test} needs a margin, fixed before the data are seen")

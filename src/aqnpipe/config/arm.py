@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, ModuleNoise, OperatorNoise
 
-ModelRole = Literal["base", "large"]
+ModelRole = Literal["base", "large", "checkpoints"]
+"""checkpoints: the role of given models in a study without training, where no arms file is read."""
 
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 

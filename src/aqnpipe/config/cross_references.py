@@ -3,32 +3,33 @@
 Each check yields one line per problem: file, key, what was found and what is expected.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.model import num_layers_of
+from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:
-    from aqnpipe.config.study import StudyConfig
+    from aqnpipe.config.study import AnyStudyConfig, StudyConfig
 
 
 def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     """Yield the problems of `study` (read from `source`) with `arms`, the content of its arms file: one line each."""
     yield from _name_problems(study, arms, source)
-    yield from _size_problems(study, source)
-    yield from _machine_problems(study, source)
-    yield from _layer_problems(study, arms, source)
+    yield from size_problems(study, source)
+    yield from machine_problems(study, source)
+    yield from layer_problems(study, arms, source)
     yield from _attention_problems(study, arms, source)
     yield from _vllm_problems(study, arms, source)
     yield from _schedule_problems(study, arms)
-    yield from _comparison_problems(study, source)
-    yield from _explore_problems(study, arms, source)
+    known = (*study.arms, PRETRAINED)
+    yield from comparison_problems(study, known, source)
+    yield from explore_problems(study, arms, known, source)
     yield from _aa_control_problems(study, arms)
 
 
@@ -52,7 +53,8 @@ def _name_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -
         yield f"{study.arms_file}: arms.{PRETRAINED}: this name is reserved for the model before training"
 
 
-def _size_problems(study: "StudyConfig", source: str) -> Iterator[str]:
+def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
+    """Yield requests for more questions or examples than the data set has."""
     dataset, asked, shots = study.dataset, study.evaluation.num_questions, study.prompt.num_examples
     if asked is not None and dataset.num_test is not None and asked > dataset.num_test:
         yield f"{source}: evaluation.num_questions: found {asked}, expected at most dataset.num_test {dataset.num_test}"
@@ -60,7 +62,8 @@ def _size_problems(study: "StudyConfig", source: str) -> Iterator[str]:
         yield f"{source}: prompt.num_examples: found {shots}, expected fewer than dataset.num_train {dataset.num_train}"
 
 
-def _machine_problems(study: "StudyConfig", source: str) -> Iterator[str]:
+def machine_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
+    """Yield unknown machines, and loss studies of models and machines that they cannot be made of."""
     machine = study.evaluation.pretrained_machine
     if machine is not None and machine not in study.machines:
         yield f"{source}: evaluation.pretrained_machine: {unknown('machine', machine, study.machines)}"
@@ -81,12 +84,13 @@ def _machine_problems(study: "StudyConfig", source: str) -> Iterator[str]:
             )
 
 
-def _layer_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """Yield models that are not there, and faults and noise in layers that a model does not have."""
     for role, model in study.models.items():
         try:
             num_layers = num_layers_of(model.source)
         except ModelError as error:
-            yield f"{source}: models.{role}.source: {error}"
+            yield f"{source}: {'checkpoints' if study.training is None else 'models'}.{role}.source: {error}"
             continue
         if num_layers is None:
             continue
@@ -97,6 +101,8 @@ def _layer_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) 
                         f"{source}: machines.{name}.faults.{index}.layer: found {fault.layer}, "
                         f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
                     )
+        if study.training is None:
+            continue
         for arm_name in study.arms:
             noise = arms[arm_name].operator_noise
             if noise is None or arms[arm_name].model != role:
@@ -125,19 +131,27 @@ def _attention_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: s
 
 def _vllm_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     """vLLM computes attention as one operator and supports only some kinds of noise."""
-    on_vllm = study.generation.backend == "vllm" and any(study.evaluation.noise_levels)
-    for role in dict.fromkeys(arms[name].model for name in study.arms):
-        if on_vllm and study.models[role].attention != "sdpa":
-            yield (
-                f"{source}: models.{role}.attention: found {study.models[role].attention}, generation.backend vllm "
-                "needs sdpa: it computes attention as one operator"
-            )
+    used: dict[str, ModelConfig] = {arms[name].model: study.models[arms[name].model] for name in study.arms}
+    yield from vllm_attention_problems(study, used, "models", source)
     for name in study.arms if study.generation.requested_for_rollouts == "vllm" else ():
         reason = why_vllm_cannot_roll_out(arms[name])
         if reason is not None:
             yield (
                 f"{source}: arm {name}: vLLM cannot draw its rollouts: {reason}; set generation.rollout_backend: "
                 "transformers"
+            )
+
+
+def vllm_attention_problems(
+    study: "AnyStudyConfig", models: Mapping[str, ModelConfig], section: str, source: str
+) -> Iterator[str]:
+    """Yield the models of a section whose attention vLLM cannot compute under noise."""
+    on_vllm = study.generation.backend == "vllm" and any(study.evaluation.noise_levels)
+    for name, model in models.items():
+        if on_vllm and model.attention != "sdpa":
+            yield (
+                f"{source}: {section}.{name}.attention: found {model.attention}, generation.backend vllm "
+                "needs sdpa: it computes attention as one operator"
             )
 
 
@@ -151,14 +165,15 @@ def _schedule_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterato
             )
 
 
-def _comparison_problems(study: "StudyConfig", source: str) -> Iterator[str]:
-    known = (*study.arms, PRETRAINED)
+def comparison_problems(study: "AnyStudyConfig", known: Collection[str], source: str) -> Iterator[str]:
+    """Yield comparisons of what is not in `known`, or at levels that are not evaluated."""
+    what = "checkpoint" if study.training is None else "arm"
     for index, comparison in enumerate(study.comparisons):
         where = f"{source}: comparisons.{index}"
         names = [comparison.arm] if comparison.kind == "levels" else [comparison.treatment, comparison.control]
         for name in names:
             if name not in known:
-                yield f"{where}: {unknown('arm', name, known)}"
+                yield f"{where}: {unknown(what, name, known)}"
         if comparison.kind != "arms" and 0.0 not in study.evaluation.noise_levels:
             yield f"{where}: compares with noise level 0, evaluation.noise_levels does not contain 0.0"
         if comparison.noise_level not in study.evaluation.noise_levels:
@@ -168,11 +183,13 @@ def _comparison_problems(study: "StudyConfig", source: str) -> Iterator[str]:
             )
 
 
-def _explore_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+def explore_problems(
+    study: "AnyStudyConfig", arms: Mapping[str, Arm], known: Collection[str], source: str
+) -> Iterator[str]:
+    """Yield why the pair that the report should explore is none."""
     pair, where = study.report.explore, f"{source}: report.explore"
     if pair is None:
         return
-    known = (*study.arms, PRETRAINED)
     names = (pair.treatment, pair.control)
     for name in names:
         if name not in known:

@@ -1,6 +1,7 @@
 """Comparisons of a study that declares none: the questions for which its arms were designed."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, DegradationComparison, LevelComparison
 from aqnpipe.config.arm import Arm
@@ -41,6 +42,51 @@ def default_comparisons(arms: Mapping[str, Arm], noise_levels: Sequence[float]) 
         found += [_level(name, top) for name in usual]
         found += [_degradation(name, control, top) for name, control in pairs if control != PRETRAINED]
     return tuple(found)
+
+
+def all_pairs(names: Sequence[str], noise_levels: Sequence[float]) -> tuple[Comparison, ...]:
+    """Return the comparisons of given checkpoints, in three families.
+
+    - arms: every pair at every level. levels: every checkpoint at every level above 0 against itself without noise.
+    - degradation: accuracy lost to the highest level, for every pair.
+
+    Comparisons that need level 0 are omitted if the study does not evaluate it.
+    """
+    levels = sorted(noise_levels)
+    noisy = [level for level in levels if level > 0] if 0.0 in levels else []
+    pairs = list(combinations(names, 2))
+    return (
+        *(_difference(*pair, level) for pair in pairs for level in levels),
+        *(_level(name, level) for name in names for level in noisy),
+        *(_other_degradation(*pair, noisy[-1]) for pair in pairs if noisy),
+    )
+
+
+def _difference(first: str, second: str, level: float) -> ArmComparison:
+    where, where_zh = (
+        (f" at {_percent(level)} evaluation noise", f"{_percent(level)} 评估噪声下") if level else ("", "")
+    )
+    return ArmComparison(
+        treatment=first,
+        control=second,
+        noise_level=level,
+        expected="different",
+        family="arms",
+        claim=f"{first} and {second} differ in accuracy{where}",
+        claim_zh=f"{where_zh}{first} 与 {second} 的准确率不同",
+    )
+
+
+def _other_degradation(first: str, second: str, level: float) -> DegradationComparison:
+    return DegradationComparison(
+        treatment=first,
+        control=second,
+        noise_level=level,
+        expected="different",
+        family="degradation",
+        claim=f"{first} and {second} differ in what {_percent(level)} evaluation noise costs them",
+        claim_zh=f"{_percent(level)} 评估噪声对 {first} 与 {second} 的影响不同",
+    )
 
 
 def _controls(name: str, arms: Mapping[str, Arm]) -> list[str]:

@@ -4,9 +4,9 @@ import json
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import field_validator
+from pydantic import BeforeValidator, field_validator
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.errors import ModelError
@@ -37,6 +37,14 @@ class ModelConfig(FrozenModel):
         except ModelError as error:
             raise ValueError(str(error)) from error
         return source
+
+
+def _as_source(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+CheckpointConfig = Annotated[ModelConfig, BeforeValidator(_as_source, json_schema_input_type=ModelConfig | str)]
+"""A model, or only its source."""
 
 
 def source_kind(source: str) -> SourceKind:

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.dataset import Split
 from aqnpipe.config.diagnosis import SigmaStrategy
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault
 from aqnpipe.config.run import EvaluationSpec, LossStudySpec, TrainingSpec
-from aqnpipe.config.study import Study
+from aqnpipe.config.study import CHECKPOINTS, Study
 from aqnpipe.errors import ConfigError
 
 
@@ -20,7 +21,8 @@ class StudyPlan:
         self.study = study
         self.results = study.config.results_dir
         self.num_steps = study.num_steps
-        self.checkpoint_steps = study.config.training.checkpoint_steps(self.num_steps)
+        training = study.config.training
+        self.checkpoint_steps = training.checkpoint_steps(self.num_steps) if training else []
 
     @property
     def num_evaluations(self) -> int:
@@ -28,7 +30,9 @@ class StudyPlan:
         return len(self.evaluations())
 
     def runs(self) -> list[tuple[str, str, int]]:
-        """Return (model role, arm, seed) of every training run."""
+        """Return (model role, arm, seed) of every training run; none in a study of checkpoints."""
+        if not self.study.has_training:
+            return []
         return [
             (self.study.arms[arm].model, arm, seed)
             for arm in self.study.config.arms
@@ -36,22 +40,29 @@ class StudyPlan:
         ]
 
     def evaluations(self) -> list[tuple[str, str, int, int]]:
-        """Return (model role, arm, seed, step) of every evaluation: the pretrained models, then every checkpoint."""
+        """Return (model role, arm, seed, step) of every evaluation: the pretrained models, then every checkpoint.
+
+        In a study of checkpoints, each is an arm with seed 0 and step 0.
+        """
+        if not self.study.has_training:
+            return [(CHECKPOINTS, name, 0, 0) for name in self.study.arms]
         return [
             *((role, PRETRAINED, 0, 0) for role in self.study.model_roles()),
             *((*run, step) for run in self.runs() for step in self.checkpoint_steps),
         ]
 
     def diagnoses(self) -> list[tuple[str, str]]:
-        """Return (model role, machine) of every diagnosis."""
+        """Return (model role, machine) of every diagnosis; none in a study of checkpoints."""
+        if not self.study.has_training:
+            return []
         return [(role, machine) for role in self.study.model_roles() for machine in self.study.config.machines]
 
     def jobs(self) -> dict[str, int]:
         """Return the number of jobs per rule for an empty results folder, without `all` and rules that have no job."""
         losses = self.study.config.loss_studies
         counts = {
-            "prepare_data": 2,
-            "prepare_model": len({*self.study.model_roles(), *(loss_study.model for loss_study in losses)}),
+            "prepare_data": len(self.splits()),
+            "prepare_model": len({*self.study.models(), *(loss_study.model for loss_study in losses)}),
             "srdd_diagnose": len(self.diagnoses()),
             "generate_layer_sigmas": len(self.all_sigmas_files()),
             "train": len(self.runs()),
@@ -63,6 +74,30 @@ class StudyPlan:
             "report": 1,
         }
         return {rule: count for rule, count in counts.items() if count}
+
+    def splits(self) -> tuple[Split, ...]:
+        """Return the splits of the data set that jobs need; without training and examples only the test split."""
+        needs_train = self.study.has_training or self.study.config.prompt.num_examples
+        return ("train", "test") if needs_train else ("test",)
+
+    def data_files(self) -> list[str]:
+        """Return the files of `splits`."""
+        return [f"{self.results}/data/{split}.parquet" for split in self.splits()]
+
+    def prepared_model_files(self) -> list[str]:
+        """Return the records of the prepared models."""
+        return [f"{self.results}/models/{name}/aqnpipe_model.json" for name in self.study.models()]
+
+    def prepared_model(self, model: str, arm: str) -> str | None:
+        """Return the name of the prepared model that an evaluation reads; None if it reads a trained checkpoint."""
+        if not self.study.has_training:
+            return arm
+        return model if arm == PRETRAINED else None
+
+    def training_threads(self) -> int:
+        """Return the threads of a training job; 1 if nothing is trained."""
+        training = self.study.config.training
+        return training.threads * training.num_workers if training else 1
 
     def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
         """Return the sigma strategies for a diagnosis: `published`, and those that arms of the model request.
@@ -127,8 +162,9 @@ class StudyPlan:
 
     def checkpoint_input(self, *, model: str, arm: str, seed: str, step: str) -> str:
         """Return the config.json of the model that an evaluation reads."""
-        if arm == PRETRAINED:
-            return f"{self.results}/models/{model}/config.json"
+        prepared = self.prepared_model(model, arm)
+        if prepared is not None:
+            return f"{self.results}/models/{prepared}/config.json"
         return f"{self.results}/runs/{model}/{arm}/seed{seed}/checkpoints/step{step}/config.json"
 
     def model_fingerprint(self, role: str) -> str:
@@ -163,17 +199,19 @@ class StudyPlan:
     def evaluation_spec(self, *, model: str, arm: str, seed: str, step: str) -> dict[str, Any]:
         """Return the parameters of an evaluation job (`EvaluationSpec` as plain data)."""
         config = self.study.config
+        prepared = self.prepared_model(model, arm)
+        computed = config.models[prepared or model]
         return EvaluationSpec(
             model_role=model,
             arm_id=arm,
             seed=int(seed),
             step=int(step),
             faults=self.faults(
-                config.evaluation.pretrained_machine if arm == PRETRAINED else self.study.arms[arm].machine
+                config.evaluation.pretrained_machine if prepared is not None else self.study.arms[arm].machine
             ),
             device=config.device,
-            dtype=config.models[model].dtype,
-            attention=config.models[model].attention,
+            dtype=computed.dtype,
+            attention=computed.attention,
             prompt=config.prompt,
             generation=config.generation,
             evaluation=config.evaluation,

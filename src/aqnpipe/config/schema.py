@@ -2,11 +2,14 @@
 
 import json
 
-from aqnpipe.config.study import StudyConfig
+from pydantic import TypeAdapter
+
+from aqnpipe.config.study import AnyStudyConfig
 
 
 def study_schema() -> str:
     """Return the schema as indented JSON, exactly the content of config/schema.json."""
-    schema = StudyConfig.model_json_schema()
+    adapter: TypeAdapter[AnyStudyConfig] = TypeAdapter(AnyStudyConfig)
+    schema = adapter.json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     return json.dumps(schema, indent=2, sort_keys=True) + "\n"

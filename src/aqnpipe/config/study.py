@@ -4,21 +4,22 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.analysis import Comparison, ReportConfig, StatisticsConfig
+from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
 from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.checkpoint_checks import checkpoint_problems
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, PromptFormat
-from aqnpipe.config.default_comparisons import default_comparisons
+from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
-from aqnpipe.config.model import ModelConfig
+from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
@@ -27,12 +28,18 @@ from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
 _ARMS_FILE = "arms.yaml"
+
+CHECKPOINTS: Literal["checkpoints"] = "checkpoints"
+"""The role of given checkpoints: the folder of their evaluations, and the heading of their results."""
+
+_OF_TRAINING = ("training", "arms", "arms_file", "models", "seeds", "diagnosis", "sigma_rule", "loss_studies")
+
 _MOST_STEPS = 10_000_000
 _MOST_EVALUATIONS = 1_000_000
 
 
-class StudyConfig(FrozenModel):
-    """Content of a study file such as `config/config.yaml`."""
+class _SharedSettings(FrozenModel):
+    """Settings that every study has."""
 
     study: Identifier
     description: str = ""
@@ -41,31 +48,44 @@ class StudyConfig(FrozenModel):
         pattern=FOLDER_PATTERN,
         description="folder of the results: below the working directory, or absolute",
     )
-    arms_file: str = Field(default=_ARMS_FILE, description="file of the arms, relative to the folder of the study file")
-    models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
-    machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
     dataset: DatasetConfig
     prompt: PromptFormat = PromptFormat()
-    arms: tuple[Identifier, ...] = Field(min_length=1)
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     device: RequestedDevice = Field(
         default="auto",
         description="device of all jobs: auto (NPUs, else GPUs, else the CPU), cpu, cuda or npu; a job that does not "
         "find the requested device fails",
     )
+    generation: GenerationConfig = GenerationConfig()
+    evaluation: EvaluationConfig
+    statistics: StatisticsConfig = StatisticsConfig()
+    comparisons: tuple[Comparison, ...] = Field(
+        default=(), description="comparisons to test; empty: the usual ones for the arms, or all pairs of checkpoints"
+    )
+    report: ReportConfig
+
+    @model_validator(mode="after")
+    def _results_stay_here(self) -> Self:
+        if ".." in self.results_dir.split("/"):
+            raise ValueError(
+                f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
+            )
+        return self
+
+
+class StudyConfig(_SharedSettings):
+    """Content of a study file such as `config/config.yaml`: arms are trained, evaluated and compared."""
+
+    arms_file: str = Field(default=_ARMS_FILE, description="file of the arms, relative to the folder of the study file")
+    models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
+    machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
+    arms: tuple[Identifier, ...] = Field(min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     training: TrainingConfig
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     sigma_rule: SigmaRule = SigmaRule()
-    generation: GenerationConfig = GenerationConfig()
-    evaluation: EvaluationConfig
     loss_studies: tuple[LossStudyConfig, ...] = Field(
         default=(), description="loss studies of machines with simulated faults; they need no training"
     )
-    statistics: StatisticsConfig = StatisticsConfig()
-    comparisons: tuple[Comparison, ...] = Field(
-        default=(), description="comparisons to test; empty: the usual ones for the arms"
-    )
-    report: ReportConfig
 
     @model_validator(mode="after")
     def _no_repeats(self) -> Self:
@@ -76,14 +96,6 @@ class StudyConfig(FrozenModel):
         names = [(loss_study.model, loss_study.name) for loss_study in self.loss_studies]
         if len(set(names)) != len(names):
             raise ValueError("loss_studies must not repeat a name")
-        return self
-
-    @model_validator(mode="after")
-    def _results_stay_here(self) -> Self:
-        if ".." in self.results_dir.split("/"):
-            raise ValueError(
-                f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
-            )
         return self
 
     @model_validator(mode="after")
@@ -118,16 +130,94 @@ class StudyConfig(FrozenModel):
         return self.training.num_steps(self.dataset.num_train or 0)
 
 
-class Study(FrozenModel):
-    """A study with the definitions of its arms; `load_study` checks its cross-references."""
+class CheckpointStudyConfig(_SharedSettings):
+    """Content of a study file with `checkpoints`: existing models are evaluated and compared, nothing is trained.
 
-    config: StudyConfig
+    It has the attributes of a study that trains, so that whatever handles arms handles checkpoints: each is one arm
+    with one seed and no steps.
+    """
+
+    checkpoints: dict[Identifier, CheckpointConfig] = Field(
+        min_length=1,
+        description="model per name: a folder, a hub id, a built-in model, or these with revision, dtype and attention",
+    )
+    machines: dict[Identifier, Machine] = Field(
+        default={}, description="machines for evaluation.pretrained_machine, by name"
+    )
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The names of the checkpoints."""
+        return tuple(self.checkpoints)
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The checkpoints by name."""
+        return dict(self.checkpoints)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """One seed, 0: the weights are given."""
+        return (0,)
+
+    @property
+    def training(self) -> None:
+        """None: nothing is trained."""
+        return
+
+    @property
+    def loss_studies(self) -> tuple[LossStudyConfig, ...]:
+        """No loss studies."""
+        return ()
+
+    @property
+    def diagnosis(self) -> DiagnosisConfig:
+        """The default settings: no machine is diagnosed."""
+        return DiagnosisConfig()
+
+    @property
+    def sigma_rule(self) -> SigmaRule:
+        """The default settings: no machine is diagnosed."""
+        return SigmaRule()
+
+    @property
+    def num_steps(self) -> int:
+        """No optimiser steps."""
+        return 0
+
+
+AnyStudyConfig = StudyConfig | CheckpointStudyConfig
+
+
+class Study(FrozenModel):
+    """A study with the definitions of its arms; `load_study` checks its cross-references.
+
+    In a study of checkpoints, each checkpoint is an arm without settings, of the role `checkpoints`.
+    """
+
+    config: AnyStudyConfig
     arms: dict[str, Arm]
 
+    @property
+    def has_training(self) -> bool:
+        """Whether arms are trained; otherwise the study evaluates given checkpoints."""
+        return isinstance(self.config, StudyConfig)
+
     def model_roles(self) -> list[str]:
-        """Return the model roles that at least one arm trains, in the order of the study."""
+        """Return the model roles of the arms, in the order of the study; `checkpoints` in a study of these."""
+        if not self.has_training:
+            return [CHECKPOINTS]
         used = {arm.model for arm in self.arms.values()}
         return [role for role in self.config.models if role in used]
+
+    def models(self) -> dict[str, ModelConfig]:
+        """Return the models that are prepared: those of the roles that arms train, or the checkpoints, by name."""
+        return {name: self.config.models[name] for name in (self.model_roles() if self.has_training else self.arms)}
+
+    def evaluated_arms(self, role: str) -> list[str]:
+        """Return what is evaluated of a role: the model before training, if there is training, and the arms."""
+        arms = [name for name, arm in self.arms.items() if arm.model == role]
+        return [PRETRAINED, *arms] if self.has_training else arms
 
     @property
     def num_steps(self) -> int:
@@ -135,8 +225,11 @@ class Study(FrozenModel):
         return self.config.num_steps
 
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Return the declared comparisons or, if the study declares none, the usual ones for its arms."""
-        return self.config.comparisons or default_comparisons(self.arms, self.config.evaluation.noise_levels)
+        """Return the declared comparisons or, if the study declares none, the usual ones."""
+        levels = self.config.evaluation.noise_levels
+        if self.config.comparisons:
+            return self.config.comparisons
+        return default_comparisons(self.arms, levels) if self.has_training else all_pairs(tuple(self.arms), levels)
 
 
 def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
@@ -144,11 +237,26 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
 
     Raises ConfigError with the mistakes on one line: file, key, what was found and what is expected.
     """
+    if "checkpoints" in config:
+        return _load_checkpoint_study(config, source)
     study = validated(StudyConfig, config, source)
     arms = read_arms(Path(study.arms_file))
     for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
     return Study(config=study, arms={name: arms[name] for name in study.arms})
+
+
+def _load_checkpoint_study(config: Mapping[str, Any], source: str) -> Study:
+    for key in _OF_TRAINING:
+        if key in config:
+            raise ConfigError(
+                f"{source}: {key}: not in a study with checkpoints, which trains nothing (remove {key} or checkpoints)"
+            )
+    study = validated(CheckpointStudyConfig, config, source)
+    arms = {name: Arm(description=model.source, model=CHECKPOINTS) for name, model in study.checkpoints.items()}
+    for problem in checkpoint_problems(study, arms, source):
+        raise ConfigError(problem)
+    return Study(config=study, arms=arms)
 
 
 def load_study_file(path: Path) -> Study:
@@ -167,7 +275,8 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
         merged = _extended(merged, _with_own_arms(read_study_file(path), path))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
     content = _extended(merged, typed_scalars(overrides))
-    return load_study({"arms_file": _beside(paths[0], _ARMS_FILE), **content}, ", ".join(names))
+    own_arms = {} if "checkpoints" in content else {"arms_file": _beside(paths[0], _ARMS_FILE)}
+    return load_study({**own_arms, **content}, ", ".join(names))
 
 
 def read_study_file(path: Path) -> Mapping[str, Any]:

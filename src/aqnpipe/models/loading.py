@@ -72,6 +72,11 @@ def source_folder(config: ModelConfig) -> Path:
     return _download(config.source, config.revision)
 
 
+def refuse_unusable(config: ModelConfig) -> None:
+    """Raise ModelError if `prepare_model` could not copy a built-in or local model: unsafe or incomplete."""
+    _model_files(source_folder(config))
+
+
 def checked_folder(config: ModelConfig) -> Path:
     """Return the local folder of a model source that is a safe and complete model, or adapters of one.
 

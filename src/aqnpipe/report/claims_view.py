@@ -108,7 +108,7 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
     settings, num_seeds = study.config.statistics, len(study.config.seeds)
     sentences = []
     if num_seeds == 1:
-        sentences.append(words("sure.one_seed"))
+        sentences.append(words("sure.one_seed" if study.has_training else "sure.given_weights"))
     between = comparisons.filter((pl.col("kind") == "arms") & pl.col("minimum_detectable_difference").is_not_null())
     if num_seeds > 1 and not between.is_empty():
         found = between["minimum_detectable_difference"]

@@ -49,8 +49,9 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
     keys = _arm_keys(study, {*accuracy["arm"], *(run.arm for run in runs)})
     diagnoses = [diagnosis for diagnosis in data.diagnoses if diagnosis.model == model]
     source = study.config.models[model].source if model in study.config.models else ""
+    heading = words("model.heading", model=model, source=source) if study.has_training else words("model.checkpoints")
     return ModelSection(
-        heading=words("model.heading", model=model, source=source),
+        heading=heading,
         accuracy=None if last.is_empty() else _accuracy_figure(study, last, accuracy, keys, words, run_link),
         robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, keys, words),
         training=_training_figure(runs, keys, words) if runs else None,

@@ -25,7 +25,9 @@ _CONTENTS = {
 
 def readme(study: Study, words: Words) -> str:
     """Return the text of the README; the same for the same study."""
-    made_by = words("readme.made_by", arms=", ".join(study.config.arms), seeds=", ".join(map(str, study.config.seeds)))
+    arms = ", ".join(study.config.arms)
+    trained = words("readme.made_by", arms=arms, seeds=", ".join(map(str, study.config.seeds)))
+    made_by = trained if study.has_training else words("readme.made_of_checkpoints", checkpoints=arms)
     rows = [f"| `{path}` | {words(key)} |" for path, key in _CONTENTS.items()]
     return "\n".join(
         [

@@ -132,6 +132,13 @@ def _visible(value: Any) -> Any:
 
 def _facts(study: Study, data: ReportData, words: Words) -> str:
     config = study.config
+    if not study.has_training:
+        return words(
+            "page.facts.checkpoints",
+            checkpoints=len(config.arms),
+            questions=numbers.count(data.accuracy["num_questions"].max()),  # type: ignore[arg-type]
+            levels=len(config.evaluation.noise_levels),
+        )
     return words(
         "page.facts",
         arms=len(config.arms),

@@ -96,8 +96,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _provenance(study: Study, data: ReportData, words: Words) -> str:
-    codes = sorted({run.record.code_digest[:SHORT_DIGEST] for run in data.runs})
-    versions = sorted({f"{name} {version}" for run in data.runs for name, version in run.record.versions.items()})
+    # A study of checkpoints has no runs.
+    records = [made.record for made in (data.runs or data.evaluations)]
+    codes = sorted({record.code_digest[:SHORT_DIGEST] for record in records})
+    versions = sorted({f"{name} {version}" for record in records for name, version in record.versions.items()})
     return words(
         "summary.study",
         study=markdown(study.config.study),

@@ -48,7 +48,10 @@ def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition,
 def _workers_check(profile: Mapping[str, Any], study: Study) -> Check:
     """Return the check that a training run has one device per worker; a device without a worker would be idle."""
     train = profile.get("set-resources", {}).get("train", {})
-    workers = study.config.training.num_workers
+    training = study.config.training
+    if training is None:
+        return Check(name="workers", status="ok", found="no training runs")
+    workers = training.num_workers
     given = train.get("devices") or str(train.get("gres", "")).rpartition(":")[2]
     if not given or study.config.device == "cpu":
         return Check(name="workers", status="ok", found=f"{workers} per training run")
