@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "seeding": frozenset(),
     "device": frozenset({"errors"}),
+    "shipped": frozenset(),
     "error_bounds": frozenset(),
     "config": LEAVES,
     "artifacts": LEAVES | {"config"},
@@ -56,6 +57,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "runtime": COMPUTING | {"training", "evaluation"},
     "cli": COMPUTING
     | {
+        "shipped",
         "statistics",
         "diagnosis",
         "comparison",

@@ -11,9 +11,11 @@ from aqnpipe.cli.check import check
 from aqnpipe.cli.check_published import check_published
 from aqnpipe.cli.diagnose.command import diagnose
 from aqnpipe.cli.doctor.command import doctor
+from aqnpipe.cli.init import init
 from aqnpipe.cli.measure_noise import measure_noise
 from aqnpipe.cli.report import report
 from aqnpipe.cli.robustness.command import robustness
+from aqnpipe.cli.run import run
 from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
 from aqnpipe.cli.sensitivity import sensitivity
@@ -50,6 +52,9 @@ for command in (
     *(robustness, schema, score, sensitivity, sigmas),
 ):
     app.command()(command)
+app.command()(init)
+# Options behind the study are Snakemake's.
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 
 
 def main() -> None:
