@@ -53,11 +53,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "comparison": MODELLING | {"statistics"},
     "published": FOUNDATION | {"statistics"},
     "report": MODELLING,
+    # What other programs load.
+    "integrations": COMPUTING,
     # What runs them.
     "runtime": COMPUTING | {"training", "evaluation"},
     "cli": COMPUTING
     | {
         "shipped",
+        "integrations",
         "statistics",
         "diagnosis",
         "comparison",

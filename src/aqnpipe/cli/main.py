@@ -12,6 +12,7 @@ from aqnpipe.cli.check_published import check_published
 from aqnpipe.cli.diagnose.command import diagnose
 from aqnpipe.cli.doctor.command import doctor
 from aqnpipe.cli.init import init
+from aqnpipe.cli.lm_eval import lm_eval
 from aqnpipe.cli.measure_noise import measure_noise
 from aqnpipe.cli.report import report
 from aqnpipe.cli.robustness.command import robustness
@@ -53,8 +54,10 @@ for command in (
 ):
     app.command()(command)
 app.command()(init)
-# Options behind the study are Snakemake's.
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
+# Options behind the study are Snakemake's, and all of `lm-eval` are those of the harness.
+_PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+app.command(context_settings=_PASSED_ON)(run)
+app.command("lm-eval", context_settings=_PASSED_ON | {"help_option_names": ["--about"]})(lm_eval)
 
 
 def main() -> None:

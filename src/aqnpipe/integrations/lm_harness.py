@@ -1,0 +1,136 @@
+"""A model for lm-evaluation-harness: its Hugging Face model, with noise on every matrix product and a receipt.
+
+Every batch that the harness gives to the model is one step of the noise, so its random numbers follow from `noise_seed`
+and the order of the batches, which the harness derives from the task. The receipt becomes part of the results; if it is
+refused, the evaluation fails before results are returned or written.
+
+Importing this module registers the model `aqnpipe`. `aqnpipe lm-eval` is the harness's own command line with it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from pydantic import ValidationError
+
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.model import builtin_folder, source_kind
+from aqnpipe.errors import ConfigError
+from aqnpipe.generation.noisy_passes import PassNoise
+from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
+from aqnpipe.noise.injection.phase import phase_noise
+from aqnpipe.noise.injection.phase_state import NoiseKey
+from aqnpipe.noise.receipts.receipt import Receipt
+
+_REFUSED = {
+    "trust_remote_code": "code that comes with a model is never executed",
+    "parallelize": "noise is applied in one process on one device",
+    "tp_plan": "noise is applied in one process on one device",
+    "autogptq": "noise is defined on the products of plain linear modules",
+    "gptqmodel": "noise is defined on the products of plain linear modules",
+    "peft": "merge the adapter first",
+    "delta": "merge the weights first",
+    "gguf_file": "weights are read from safetensors only",
+}
+
+
+@register_model("aqnpipe")
+class NoisyLM(HFLM):
+    """`--model aqnpipe --model_args pretrained=...,noise=0.05,noise_seed=0`, and what the model `hf` takes.
+
+    noise: standard deviation relative to each element, 0 for none. noise_operators: `matmul` or `all`. noise_lm_head:
+    whether the output projection has noise. Weights are read from safetensors.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        noise: float = 0.0,
+        noise_seed: int = 0,
+        noise_operators: str = "matmul",
+        noise_lm_head: bool = True,
+        batch_size: int | str | None = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Load the model. Raises ConfigError for settings that cannot be, ModelError if noise cannot reach it."""
+        for name, reason in _REFUSED.items():
+            if kwargs.get(name):
+                raise ConfigError(f"--model_args {name}={kwargs[name]}: not with the model aqnpipe: {reason}")
+        if str(batch_size).startswith("auto"):
+            raise ConfigError(
+                "--batch_size auto: not with the model aqnpipe, because the noise depends on the batches; "
+                "expected a number"
+            )
+        if kwargs.get("backend", "default") not in ("default", "causal"):
+            raise ConfigError(f"--model_args backend={kwargs['backend']}: expected causal, a decoder")
+        super().__init__(pretrained=_folder_or_id(pretrained), batch_size=batch_size, use_safetensors=True, **kwargs)
+        if self.world_size != 1:
+            raise ConfigError(f"found {self.world_size} processes, expected one: noise is applied in one process")
+        self.noise = _requested(
+            noise, noise_seed, noise_operators, noise_lm_head, noised_attention(self.model) if noise else "fused"
+        )
+        self._recorder = self.noise.recorder(len(decoder_layers(self.model)), num_rms_norms(self.model))
+        self._num_batches = 0
+
+    @property
+    def receipt(self) -> Receipt:
+        """Requested and measured noise so far; not checked."""
+        return self._recorder.receipt()
+
+    def set_cache_hook(self, cache_hook: Any) -> NoReturn:
+        """Refuse `--use_cache`: the harness keys stored answers by their questions, not by the noise."""
+        raise ConfigError(
+            "--use_cache: not with the model aqnpipe, because stored answers of another noise would be taken"
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return the entries of the results about the model, with the receipt; ReceiptError if it is refused.
+
+        The harness calls this when all answers are there, before it returns or writes results.
+        """
+        receipt = self.receipt.check()
+        return super().get_model_info() | {
+            "aqnpipe_version": version("aqnpipe"),
+            "aqnpipe_receipt": receipt.model_dump(mode="json"),
+        }
+
+    def _model_call(self, *args: Any, **kwargs: Any) -> Any:
+        with self._noisy_batch():
+            return super()._model_call(*args, **kwargs)
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._noisy_batch():
+            return super()._model_generate(*args, **kwargs)
+
+    @contextmanager
+    def _noisy_batch(self) -> Iterator[None]:
+        key = NoiseKey(seed=self.noise.noise_seed or 0, step=self._num_batches)
+        self._num_batches += 1
+        with phase_noise(self.model, self.noise, self.noise.phase, key, self._recorder):
+            yield
+
+
+def _folder_or_id(pretrained: str) -> str:
+    """Return the folder of a built-in model, or the name as it is."""
+    if not isinstance(pretrained, str):
+        raise ConfigError("pretrained: found a model in memory, expected a folder, a hub id or a built-in model")
+    return str(builtin_folder(pretrained)) if source_kind(pretrained) == "builtin" else pretrained
+
+
+def _requested(scale: float, seed: int, operators: str, lm_head: bool, attention: str) -> PassNoise:
+    content: dict[str, Any] = {"noise_seed": seed}
+    if scale != 0:
+        content["operator_noise"] = {
+            "error": {"kind": "relative_gaussian", "scale": scale},
+            "operators": operators,
+            "phases": ("evaluation",),
+            "include_lm_head": lm_head,
+            "attention": attention,
+        }
+    try:
+        return PassNoise.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"--model_args: {describe_validation_error(error, content, PassNoise)}") from error
