@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "diagnosis": COMPUTING,
     "training": COMPUTING,
     "evaluation": COMPUTING,
+    "parity": COMPUTING,
     "loss_study": COMPUTING | {"statistics"},
     "comparison": MODELLING | {"statistics"},
     "published": FOUNDATION | {"statistics"},
@@ -70,9 +71,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "runtime",
         "training",
         "evaluation",
+        "parity",
     },
 }
-STAGES = ("diagnosis", "training", "evaluation", "loss_study", "comparison", "published", "report")
+STAGES = ("diagnosis", "training", "evaluation", "loss_study", "comparison", "published", "parity", "report")
 
 
 def room_of(parts: tuple[str, ...]) -> str:

@@ -14,6 +14,8 @@ from aqnpipe.cli.doctor.command import doctor
 from aqnpipe.cli.init import init
 from aqnpipe.cli.lm_eval import lm_eval
 from aqnpipe.cli.measure_noise import measure_noise
+from aqnpipe.cli.parity.capture import capture
+from aqnpipe.cli.parity.command import parity
 from aqnpipe.cli.report import report
 from aqnpipe.cli.robustness.command import robustness
 from aqnpipe.cli.run import run
@@ -21,6 +23,7 @@ from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
 from aqnpipe.cli.sensitivity import sensitivity
 from aqnpipe.cli.sigmas import sigmas
+from aqnpipe.cli.view import view
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, printable
 
@@ -49,8 +52,8 @@ def _options(
 
 
 for command in (
-    *(check, check_published, diagnose, doctor, measure_noise, report),
-    *(robustness, schema, score, sensitivity, sigmas),
+    *(capture, check, check_published, diagnose, doctor, measure_noise, parity, report),
+    *(robustness, schema, score, sensitivity, sigmas, view),
 ):
     app.command()(command)
 app.command()(init)

@@ -1,0 +1,99 @@
+"""A parity: how the operators of two captures differ, and what that does to log-probabilities."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.captures import CaptureIdentity
+
+OperatorVerdict = Literal["equal", "rounding", "different algorithm", "fault"]
+ParityVerdict = Literal["equal", "rounding", "different algorithm", "fault", "stale weights"]
+
+SEVERITY: tuple[ParityVerdict, ...] = ("equal", "rounding", "different algorithm", "fault", "stale weights")
+WITHIN_ROUNDING: tuple[ParityVerdict, ...] = ("equal", "rounding")
+
+
+class OperatorParity(Artifact):
+    """One operator of both sides. Errors are second minus first, on the same input unless the parity says otherwise.
+
+    - relative_rms: RMS of the error over the RMS of the first side's results; bias: its mean in the same unit.
+    - ulps_p99, ulps_largest: the error in units of the last place of the coarser dtype.
+    - gain: slope of the error over the results; -0.1 means that the second side is 10 % too small.
+    - input_correlation: of the RMS of the error and of the input, over tokens; null if one of them is constant.
+    - equal_share: share of results that are equal after rounding to the coarser dtype; null without the same input.
+    - bound_share: largest error over the sum of both forward error bounds.
+    - accumulated_*: of the results in the sides' own passes, whose inputs differ already.
+    """
+
+    name: str
+    kind: str
+    layer: int | None
+    verdict: OperatorVerdict
+    reason: str
+    relative_rms: float
+    bias: float
+    ulps_p99: float
+    ulps_largest: float
+    gain: float
+    input_correlation: float | None
+    equal_share: float | None
+    bound_share: float
+    first_algorithm: str | None
+    second_algorithm: str | None
+    accumulated_relative_rms: float
+    accumulated_correlation: float | None
+
+
+class LogProbabilities(Artifact):
+    """Differences of the log-probabilities of the tokens, second minus first, in nats."""
+
+    num_tokens: int
+    mean: float
+    rms: float
+    p99: float = Field(description="99th percentile of the absolute difference")
+    largest: float
+    argmax_changes: float = Field(description="share of tokens in whose place another token is the most likely")
+    prefill_rms: float | None
+    decode_rms: float | None
+
+
+class SubstitutedKind(Artifact):
+    """What the second side's operators of these kinds do in the first side's place, to the log-probabilities.
+
+    `explained`: share of the mean square of the difference that is gone if they are substituted; below 0 if they make
+    it larger.
+    """
+
+    kinds: tuple[str, ...]
+    rms: float = Field(ge=0)
+    explained: float | None
+
+
+class Substitution(Artifact):
+    """Which operators explain the difference. `alone`: one kind at a time; `together`: cumulatively, largest first."""
+
+    num_tokens: int
+    rms: float = Field(description="RMS difference of the log-probabilities of these tokens")
+    alone: tuple[SubstitutedKind, ...]
+    together: tuple[SubstitutedKind, ...]
+
+
+class ParityFile(Artifact):
+    """Output of `aqnpipe parity --json`."""
+
+    verdict: ParityVerdict
+    summary: str
+    first: CaptureIdentity
+    second: CaptureIdentity
+    same_inputs: bool = Field(
+        description="the second side's operators were fed the first side's inputs; if not, own errors are differences "
+        "of the errors against exact results"
+    )
+    num_rows: int = Field(description="tokens on which operators were compared")
+    first_beyond_rounding: str | None
+    operators: tuple[OperatorParity, ...] = Field(description="in the order in which they run")
+    log_probabilities: LogProbabilities
+    substitution: Substitution | None
+    settings: tuple[str, ...] = Field(description="settings that differ between the two sides")
+    notes: tuple[str, ...]

@@ -1,0 +1,1 @@
+"""`aqnpipe capture` and `aqnpipe parity`."""

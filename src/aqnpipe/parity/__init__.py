@@ -1,0 +1,1 @@
+"""Parity: what two machines or engines compute from the same weights and tokens, operator by operator."""

@@ -1,0 +1,276 @@
+"""Compares two captures operator by operator and says what kind of difference each is."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aqnpipe.artifacts.captures import CaptureIdentity
+from aqnpipe.artifacts.parities import OperatorParity, OperatorVerdict
+from aqnpipe.errors import DataError
+from aqnpipe.parity.capture_file import Capture
+from aqnpipe.parity.expected import ulps
+from aqnpipe.parity.recorder import sampled_channels
+
+_CLEARLY = 0.01
+"""Difference of two shares of equal elements that makes one algorithm the better match."""
+
+_MORE_ROUNDINGS = 1.25
+"""Multiple of the bound of one rounding above which a result has been rounded more than once."""
+
+_SAME_EXACT = 2.0**-20
+"""Exact results of the same operands differ by the rounding of float64, as a share of a forward error bound."""
+
+_LARGEST_GAIN_OF_ROUNDING = 2.0**-14
+"""Rounded operands change results by chance; a slope above this is no rounding to 10 bits."""
+
+_REDUCED = "operands of its products rounded to 10 bits (TF32)"
+_SETTINGS = (
+    *("backend", "dtype", "attention", "device", "driver", "toolkit", "threads", "tensor_parallel"),
+    *("batch_invariant", "batch_size", "padding", "num_decoded", "model_class"),
+)
+_IGNORED_CONFIG = ("max_position_embeddings", "use_cache", "architectures")
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Two captures of the same weights and tokens, and the rows of both that are the same tokens."""
+
+    first: Capture
+    second: Capture
+    first_rows: Tensor
+    second_rows: Tensor
+    same_inputs: bool
+
+    def results(self, name: str) -> tuple[Tensor, Tensor, bool]:
+        """Return both results of an operator [rows, channels] on the inputs that were judged, and if all channels."""
+        one = self.first.tensor("output", name)
+        other = self.second.tensor("replay" if self.same_inputs else "output", name)
+        return *_aligned(one[self.first_rows], other[self.second_rows]), one.shape[1] == other.shape[1]
+
+    def own_results(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return both results of an operator in the sides' own passes, on the same channels."""
+        one, other = self.first.tensor("output", name), self.second.tensor("output", name)
+        return _aligned(one[self.first_rows], other[self.second_rows])
+
+
+def _aligned(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both with the sampled channels, if one of them has only those."""
+    if one.shape[1] > other.shape[1]:
+        one = one[:, sampled_channels(one.shape[1])]
+    elif other.shape[1] > one.shape[1]:
+        other = other[:, sampled_channels(other.shape[1])]
+    return one, other
+
+
+def sides_of(first: Capture, second: Capture) -> tuple[Sides, tuple[str, ...]]:
+    """Return two captures as sides of a comparison, and notes about it.
+
+    A capture that was fed the other's values is the second. Raises DataError unless they are of the same weights,
+    tokenizer and tokens, and have the same operators.
+    """
+    _refuse_other_subjects(first.identity, second.identity)
+    notes = []
+    if first.digest and first.identity.replay_of == second.digest:
+        first, second = second, first
+        notes.append("The two captures were exchanged: the one that was fed the other's values is the second.")
+    if first.identity.replay_of is not None:
+        raise DataError("the first capture is itself a replay of a third one; expected one made without --replay")
+    same_inputs = second.identity.replay_of is not None
+    if same_inputs and second.identity.replay_of != first.digest:
+        raise DataError("the second capture is a replay of another file than the first; expected captures of one pair")
+    names = [list(side.operators["name"]) for side in (first, second)]
+    missing = sorted(set(names[0]) ^ set(names[1]))
+    if missing:
+        raise DataError(f"the captures have other operators: {', '.join(missing[:3])} on one side only")
+    rows = _common_rows(first, second)
+    if not len(rows[0]):
+        raise DataError("the captures have no recorded token in common; capture again with the same --max-rows")
+    if not same_inputs:
+        notes.append(
+            "The second capture was not made with --replay, so both sides' operators had their own inputs: own errors "
+            "are differences of the errors against exact results, on sampled channels."
+        )
+    return Sides(first, second, *rows, same_inputs), tuple(notes)
+
+
+def _refuse_other_subjects(first: CaptureIdentity, second: CaptureIdentity) -> None:
+    for name, what in (
+        ("weights_sha256", "weights"),
+        ("tokenizer_sha256", "tokenizers"),
+        ("tokens_sha256", "token ids"),
+    ):
+        one, other = getattr(first, name), getattr(second, name)
+        if one != other:
+            raise DataError(
+                f"captures of different {what}: found {str(one)[:12]} ({first.model}) and {str(other)[:12]} "
+                f"({second.model}), expected the same"
+            )
+
+
+def _common_rows(first: Capture, second: Capture) -> tuple[Tensor, Tensor]:
+    rows = [
+        (one, other)
+        for sequence, length in enumerate(first.sample.lengths)
+        for position in range(length)
+        if (one := first.sample.row(sequence, position)) is not None
+        and (other := second.sample.row(sequence, position)) is not None
+    ]
+    found = torch.tensor(rows, dtype=torch.long).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def setting_differences(first: CaptureIdentity, second: CaptureIdentity) -> tuple[str, ...]:
+    """Return the settings that differ, as `name: first / second`."""
+    found = [(name, getattr(first, name), getattr(second, name)) for name in _SETTINGS]
+    for title in ("numerics", "versions", "config"):
+        one, other = getattr(first, title), getattr(second, title)
+        keys = sorted((one.keys() | other.keys()) - set(_IGNORED_CONFIG))
+        found += [(f"{title}.{key}", one.get(key), other.get(key)) for key in keys]
+    return tuple(f"{name}: {one} / {other}" for name, one, other in found if one != other)
+
+
+def compare_operators(sides: Sides) -> tuple[OperatorParity, ...]:
+    """Return the comparison of every operator, in the order in which they run."""
+    facts = [side.operators.rows_by_key("name", named=True, unique=True) for side in (sides.first, sides.second)]
+    return tuple(_compared(sides, name, facts[0][name], facts[1][name]) for name in sides.first.operators["name"])
+
+
+def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[str, object]) -> OperatorParity:
+    one, other, is_full = sides.results(name)
+    dtype = _coarser(one.dtype, other.dtype)
+    channels = (
+        torch.arange(one.shape[1]) if is_full and one.shape[1] != first["width"] else sampled_channels(one.shape[1])
+    )
+    exact, bound, drift = _exact_results(sides, name)
+    if sides.same_inputs:
+        error, scale = other.double() - one.double(), one.double()
+    else:
+        one, other = (
+            one[:, channels] if one.shape[1] > len(channels) else one,
+            other[:, channels] if other.shape[1] > len(channels) else other,
+        )
+        error, scale = (other.double() - exact[1]) - (one.double() - exact[0]), one.double()
+    at_channels = error if error.shape[1] == bound.shape[1] else error[:, channels]
+    algorithms = _algorithms(first, second)
+    rms = float(scale.square().mean().sqrt()) or 1.0
+    gain = _finite((error * scale).mean() / rms**2)
+    verdict, reason = _judged(sides, first, second, one, other, drift, algorithms, gain)
+    units = ulps(error, scale, dtype)
+    own_one, own_other = (part.double() for part in sides.own_results(name))
+    own_rms = float(own_one.square().mean().sqrt()) or 1.0
+    return OperatorParity(
+        name=name,
+        kind=str(first["kind"]),
+        layer=first["layer"],
+        verdict=verdict,
+        reason=reason,
+        relative_rms=_finite(error.square().mean().sqrt() / rms),
+        bias=_finite(error.mean() / rms),
+        ulps_p99=_finite(_quantile(units, 0.99)),
+        ulps_largest=_finite(units.max()),
+        gain=gain,
+        input_correlation=_correlation(
+            error.square().mean(-1).sqrt(), sides.first.tensor("input_rms", name)[sides.first_rows].double()
+        ),
+        equal_share=float((one.to(dtype) == other.to(dtype)).double().mean()) if sides.same_inputs else None,
+        bound_share=_finite((at_channels.abs() / bound).max()),
+        first_algorithm=algorithms[0],
+        second_algorithm=algorithms[1],
+        accumulated_relative_rms=_finite((own_other - own_one).square().mean().sqrt() / own_rms),
+        accumulated_correlation=_correlation(own_one.flatten(), own_other.flatten()),
+    )
+
+
+def _exact_results(sides: Sides, name: str) -> tuple[tuple[Tensor, Tensor], Tensor, float]:
+    """Return both exact results, the sum of both bounds, and their difference as a multiple of what is allowed."""
+    exact = (
+        sides.first.tensor("exact", name)[sides.first_rows],
+        sides.second.tensor("exact", name)[sides.second_rows],
+    )
+    bound = (
+        sides.first.tensor("bound", name)[sides.first_rows] + sides.second.tensor("bound", name)[sides.second_rows]
+    ).double()
+    is_same_dtype = sides.first.identity.dtype == sides.second.identity.dtype
+    # Weights and inputs of another dtype are themselves rounded.
+    allowed = bound * (_SAME_EXACT if is_same_dtype else 2)
+    drift = float(((exact[1] - exact[0]).abs() / allowed).max()) if sides.same_inputs else 0.0
+    return exact, bound, drift
+
+
+def _judged(
+    sides: Sides,
+    first: dict[str, object],
+    second: dict[str, object],
+    one: Tensor,
+    other: Tensor,
+    drift: float,
+    algorithms: tuple[str | None, str | None],
+    gain: float,
+) -> tuple[OperatorVerdict, str]:
+    is_same_dtype = sides.first.identity.dtype == sides.second.identity.dtype
+    if sides.same_inputs and one.dtype == other.dtype and torch.equal(one, other):
+        return "equal", "every element has the same bits"
+    for side, row in (("first", first), ("second", second)):
+        if not row["is_linked"]:
+            return "fault", f"on the {side} side its input is not what the operator before it returned"
+        is_reduced = _may_be_reduced(getattr(sides, side).identity, row) and abs(gain) < _LARGEST_GAIN_OF_ROUNDING
+        if float(row["loose"]) > 1 and not is_reduced:  # type: ignore[arg-type]
+            return "fault", f"the {side} side is {row['loose']:.3g} times its forward error bound from the exact result"
+    if drift > 1:
+        return "fault", "on the same input the sides compute something else: other weights or settings"
+    for side, row in (("first", first), ("second", second)):
+        if float(row["loose"]) > 1:  # type: ignore[arg-type]
+            return "different algorithm", f"the {side} side has {_REDUCED}"
+    if is_same_dtype and one.dtype != other.dtype:
+        kept = "second" if other.dtype == torch.float32 else "first"
+        return "different algorithm", f"the {kept} side keeps the result in float32"
+    if algorithms[0] != algorithms[1] and None not in algorithms:
+        return "different algorithm", f"first: {algorithms[0]}; second: {algorithms[1]}"
+    strict = sorted(float(row["strict"]) for row in (first, second))  # type: ignore[arg-type]
+    if is_same_dtype and one.dtype != torch.float32 and strict[0] <= 1 and strict[1] > _MORE_ROUNDINGS:
+        more = "first" if float(first["strict"]) > 1 else "second"  # type: ignore[arg-type]
+        return "different algorithm", f"the {more} side rounds more than its result"
+    return "rounding", "within the forward error bounds of both sides"
+
+
+def _may_be_reduced(identity: CaptureIdentity, row: dict[str, object]) -> bool:
+    """Return whether the errors are no larger than those of TF32, on a machine that may have computed in it."""
+    is_allowed = not identity.device.startswith("cpu") or identity.numerics["float32_matmul_precision"] != "highest"
+    return is_allowed and row["reduced"] is not None and float(row["reduced"]) <= 1  # type: ignore[arg-type]
+
+
+def _algorithms(first: dict[str, object], second: dict[str, object]) -> tuple[str | None, str | None]:
+    """Return the algorithm that each side agrees with best; the same for both where that cannot be told apart."""
+    shares = [json.loads(str(row["algorithms"])) for row in (first, second)]
+    best = [max(found, key=found.get) if found else None for found in shares]
+    if None in best or best[0] == best[1] or shares[0].keys() != shares[1].keys():
+        return best[0], best[1]
+    is_clear = all(
+        found[own] - found[others] > _CLEARLY for found, own, others in zip(shares, best, reversed(best), strict=True)
+    )
+    return (best[0], best[1]) if is_clear else (best[0], best[0])
+
+
+def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return one if torch.finfo(one).eps > torch.finfo(other).eps else other
+
+
+def _quantile(values: Tensor, share: float) -> Tensor:
+    """Return a quantile without interpolation; torch.quantile refuses large tensors."""
+    flat = values.flatten()
+    return flat.kthvalue(max(1, math.ceil(share * flat.numel())))[0]
+
+
+def _correlation(one: Tensor, other: Tensor) -> float | None:
+    one, other = one - one.mean(), other - other.mean()
+    size = float(one.norm() * other.norm())
+    return float(one @ other) / size if size > 0 and math.isfinite(size) else None
+
+
+def _finite(value: Tensor) -> float:
+    """Return a number that JSON can hold; a result that is not finite has the largest error."""
+    number = float(value)
+    return number if math.isfinite(number) else 1e308

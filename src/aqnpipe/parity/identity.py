@@ -1,0 +1,85 @@
+"""What a capture is of: digests of the model's files, the state of its weights in memory, device and versions."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from aqnpipe.artifacts.hardware import read_hardware
+from aqnpipe.config.model import read_model_config, source_kind
+from aqnpipe.models.loading import describe_model
+
+_COMPARED_VALUES = 4096
+"""Values of each parameter that are compared with the files; every optimiser step changes some of them."""
+
+_NOT_NUMERIC = ("transformers_version", "torch_dtype", "dtype")
+
+
+def public_name(source: str) -> str:
+    """Return the name of a model that may be sent elsewhere: no folders above it."""
+    return Path(source).resolve().name if source_kind(source) == "folder" else source
+
+
+def model_facts(folder: Path, source: str) -> dict[str, Any]:
+    """Return the fields of a capture's identity that come from the files of a model."""
+    described = describe_model(folder, public_name(source))
+    config = {
+        key: value
+        for key, value in read_model_config(folder).items()
+        if not key.startswith("_") and key not in _NOT_NUMERIC
+    }
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return {
+        "model": public_name(source),
+        "weights_sha256": described.weights_sha256,
+        "tokenizer_sha256": described.tokenizer_sha256 if has_tokenizer else None,
+        "config": config,
+    }
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Return the fields that say where a capture was made, without serial numbers and host names."""
+    hardware = read_hardware(device)
+    return {
+        "device": f"{device.type} ({hardware.name})",
+        "driver": hardware.driver,
+        "toolkit": hardware.toolkit,
+        "numerics": {
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        },
+    }
+
+
+def tokens_sha256(sequences: Sequence[Sequence[int]]) -> str:
+    """Return the SHA-256 of the token ids of all sequences."""
+    return hashlib.sha256(json.dumps([list(map(int, ids)) for ids in sequences]).encode()).hexdigest()
+
+
+def compare_with_files(held: Mapping[str, Tensor], folder: Path) -> tuple[int, tuple[str, ...]]:
+    """Return how many parameters in memory were compared with the model's files, and the names of those that differ.
+
+    About 4,096 evenly spaced values of each are compared, after rounding to the dtype in memory. Parameters that have
+    another name or shape in the files are not compared.
+    """
+    compared, stale = 0, []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as stored:
+            for name in sorted(set(stored.keys()) & held.keys()):
+                tensor, own = stored.get_tensor(name), held[name]
+                if tensor.shape != own.shape:
+                    continue
+                compared += 1
+                if not torch.equal(_some(tensor).to(own.dtype), _some(own.detach()).cpu()):
+                    stale.append(name)
+    return compared, tuple(stale)
+
+
+def _some(tensor: Tensor) -> Tensor:
+    values = tensor.reshape(-1)
+    return values[:: max(1, values.numel() // _COMPARED_VALUES)]

@@ -1,0 +1,76 @@
+"""The parity of two captures: operators, log-probabilities, and a verdict."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from aqnpipe.artifacts.parities import (
+    SEVERITY,
+    WITHIN_ROUNDING,
+    OperatorParity,
+    ParityFile,
+    ParityVerdict,
+    Substitution,
+)
+from aqnpipe.parity.capture_file import Capture
+from aqnpipe.parity.compare import Sides, compare_operators, setting_differences, sides_of
+from aqnpipe.parity.effects import log_probability_differences
+
+_NAMED = 3
+
+
+def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Substitution] | None = None) -> ParityFile:
+    """Return the parity of two captures; `substitute` measures which operators explain the log-probabilities.
+
+    Raises DataError if the captures cannot be compared.
+    """
+    sides, notes = sides_of(first, second)
+    operators = compare_operators(sides)
+    beyond = [operator for operator in operators if operator.verdict not in WITHIN_ROUNDING]
+    verdict: ParityVerdict = max((operator.verdict for operator in operators), key=SEVERITY.index)
+    stale = [*sides.first.identity.stale_parameters, *sides.second.identity.stale_parameters]
+    if stale:
+        verdict = "stale weights"
+    if substitute is None:
+        notes += ("No model was given (--model), so no operator was put in the place of another.",)
+    elif not sides.same_inputs:
+        notes += ("Operators are put in each other's place only if the second capture was made with --replay.",)
+        substitute = None
+    return ParityFile(
+        verdict=verdict,
+        summary=_summary(verdict, sides, beyond),
+        first=sides.first.identity,
+        second=sides.second.identity,
+        same_inputs=sides.same_inputs,
+        num_rows=len(sides.first_rows),
+        first_beyond_rounding=beyond[0].name if beyond else None,
+        operators=operators,
+        log_probabilities=log_probability_differences(sides.first, sides.second),
+        substitution=None if substitute is None else substitute(sides),
+        settings=setting_differences(sides.first.identity, sides.second.identity),
+        notes=notes,
+    )
+
+
+def _summary(verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity]) -> str:
+    if verdict == "stale weights":
+        parts = [
+            f"the {name} side computed with other weights than its files: {_list(list(side.identity.stale_parameters))}"
+            for name, side in (("first", sides.first), ("second", sides.second))
+            if side.identity.stale_parameters
+        ]
+        return f"{'; '.join(parts)}. What follows is not noise of a machine."
+    if verdict == "equal":
+        return "every operator gives the same bits on both sides."
+    if verdict == "rounding":
+        return "all operators differ by rounding at most."
+    worst = [operator for operator in beyond if operator.verdict == verdict]
+    first = beyond[0]
+    return (
+        f"{len(worst)} operators ({_list(list(Counter(operator.kind for operator in worst)))}) are of verdict "
+        f"{verdict!r}; the first beyond rounding is {first.name}: {first.reason}."
+    )
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -1,0 +1,208 @@
+"""Differences whose cause is known: parity must find the operator and say what it is."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.qwen2 import modeling_qwen2
+
+from aqnpipe.models.layout import is_rms_norm
+from aqnpipe.parity.parity import parity_of
+
+LAYERS = 6
+
+
+def verdicts_of(parity, verdict):
+    """Return how many operators of each kind have this verdict."""
+    return dict(Counter(row.kind for row in parity.operators if row.verdict == verdict))
+
+
+def test_the_same_configuration_twice_is_equal_to_the_last_bit(captured, low):
+    parity = parity_of(low, captured(dtype="bfloat16", replay=low))
+    assert parity.verdict == "equal"
+    assert {row.equal_share for row in parity.operators} == {1.0}
+    assert parity.log_probabilities.largest == 0
+    assert parity.first_beyond_rounding is None
+
+
+def test_eager_against_sdpa_in_float32_is_rounding(captured, full):
+    parity = parity_of(full, captured(attention="sdpa", replay=full))
+    assert parity.verdict == "rounding"
+    assert verdicts_of(parity, "rounding") == {"attention": LAYERS}
+    assert 0 < parity.log_probabilities.rms < 1e-4
+
+
+def test_eager_against_sdpa_in_bfloat16_is_another_algorithm_of_attention_alone(captured, low):
+    parity = parity_of(low, captured(dtype="bfloat16", attention="sdpa", replay=low))
+    assert verdicts_of(parity, "different algorithm") == {"attention": LAYERS}
+    assert parity.first_beyond_rounding == "layers.0.attention"
+    assert "scores and probabilities rounded" in parity.summary
+    assert "attention: eager / sdpa" in parity.settings
+
+
+def test_float32_against_bfloat16_is_rounding_of_every_operator(captured, full):
+    parity = parity_of(full, captured(dtype="bfloat16", replay=full))
+    assert parity.verdict == "rounding"
+    # One rounding to 8 bits has a relative RMS of about 2^-8 / sqrt(12) per operand.
+    sizes = [row.relative_rms for row in parity.operators if row.kind == "gate_proj"]
+    assert all(2.0**-10 < size < 2.0**-7 for size in sizes)
+
+
+@pytest.mark.slow
+def test_one_thread_against_two_is_rounding_at_most(captured):
+    first = captured(sequences=[list(range(3, 15))], num_decoded=0)
+    parity = parity_of(first, captured(threads=2, num_decoded=0, replay=first))
+    assert parity.verdict in ("equal", "rounding")
+    assert "threads: 1 / 2" in parity.settings
+
+
+@pytest.mark.slow
+def test_batches_of_1_against_32_are_rounding_at_most(captured):
+    sequences = [[7 * number + place for place in range(9)] for number in range(32)]
+    first = captured(batch_size=1, sequences=sequences)
+    parity = parity_of(first, captured(batch_size=32, replay=first))
+    assert parity.verdict in ("equal", "rounding")
+    assert "batch_size: 1 / 32" in parity.settings
+
+
+def test_left_against_right_padding_is_rounding_and_padding_is_never_compared(captured):
+    sequences = [list(range(3, 15)), list(range(40, 47)), list(range(60, 65))]
+    first = captured(padding="left", num_decoded=0, sequences=sequences)
+    second = captured(padding="right", num_decoded=0, replay=first)
+    parity = parity_of(first, second)
+    assert parity.num_rows == 12 + 7 + 5
+    assert parity.verdict in ("equal", "rounding")
+    assert parity.log_probabilities.num_tokens == 24 - 3
+    assert parity.log_probabilities.largest < 1e-3
+
+
+def test_a_wrong_layer_on_one_side_is_a_fault_of_that_operator(captured, full):
+    def plant(model):
+        model.model.layers[3].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 1.001)
+
+    parity = parity_of(full, captured(change=plant, replay=full))
+    assert verdicts_of(parity, "fault") == {"up_proj": 1}
+    assert parity.first_beyond_rounding == "layers.3.up_proj"
+    row = next(row for row in parity.operators if row.name == "layers.3.up_proj")
+    assert row.gain == pytest.approx(1e-3, rel=1e-3)
+    assert "second side" in row.reason
+
+
+def test_a_wrong_layer_is_found_without_a_replay_too(captured, full):
+    def plant(model):
+        model.model.layers[3].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 1.001)
+
+    parity = parity_of(full, captured(change=plant))
+    assert not parity.same_inputs
+    assert verdicts_of(parity, "fault") == {"up_proj": 1}
+    assert parity.operators[0].equal_share is None
+
+
+def test_what_computes_between_two_operators_is_a_fault_of_the_second(captured, full):
+    def plant(model):
+        attention = model.model.layers[2].self_attn
+        attention.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+
+    parity = parity_of(full, captured(change=plant))
+    assert verdicts_of(parity, "fault") == {"attention_residual": 1}
+    assert "not what the operator before it returned" in parity.summary
+
+
+def test_stale_weights_are_said_as_such(captured, full):
+    def train(model):
+        with torch.no_grad():
+            model.model.layers[1].self_attn.o_proj.weight += 0.01
+
+    parity = parity_of(full, captured(change=train, replay=full))
+    assert parity.verdict == "stale weights"
+    assert "model.layers.1.self_attn.o_proj.weight" in parity.summary
+    assert verdicts_of(parity, "fault") == {"o_proj": 1}
+
+
+def test_a_wrong_rope_theta_is_a_fault_of_the_rotations_alone(captured, full, tiny_folder):
+    path = tiny_folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] = 500000.0
+    path.write_text(json.dumps(config))
+    parity = parity_of(full, captured(folder=tiny_folder, replay=full))
+    assert verdicts_of(parity, "fault") == {"rotary_q": LAYERS, "rotary_k": LAYERS}
+    assert parity.first_beyond_rounding == "layers.0.rotary_q"
+    assert any(setting.startswith("config.rope_parameters") for setting in parity.settings)
+
+
+def test_the_cast_of_rms_norms_is_named(captured, low):
+    class CastAfter(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+        def forward(self, x):
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return (wide * self.weight.float()).to(x.dtype)
+
+    class Qwen2RMSNorm(CastAfter):
+        pass
+
+    def change(model):
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if is_rms_norm(child):
+                    setattr(parent, name, Qwen2RMSNorm(child))
+
+    parity = parity_of(low, captured(dtype="bfloat16", change=change, replay=low))
+    kinds = {"input_layernorm": LAYERS, "post_attention_layernorm": LAYERS, "norm": 1}
+    assert verdicts_of(parity, "different algorithm") == kinds
+    row = next(row for row in parity.operators if row.kind == "norm")
+    assert (row.first_algorithm, row.second_algorithm) == ("cast before the weight", "cast after the weight")
+    assert 0.5 < row.equal_share < 0.95
+
+
+def test_rotations_in_float32_are_named(captured, low, monkeypatch):
+    original = modeling_qwen2.apply_rotary_pos_emb
+
+    def wide(q, k, cos, sin, unsqueeze_dim=1):
+        q_wide, k_wide = original(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim)
+        return q_wide.to(q.dtype), k_wide.to(k.dtype)
+
+    monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", wide)
+    parity = parity_of(low, captured(dtype="bfloat16", replay=low))
+    assert verdicts_of(parity, "different algorithm") == {"rotary_q": LAYERS, "rotary_k": LAYERS}
+    row = next(row for row in parity.operators if row.kind == "rotary_q")
+    assert row.second_algorithm == "cos and sin rounded, products in float32"
+
+
+def test_an_output_projection_in_float32_is_named(captured, low):
+    def change(model):
+        head = model.lm_head
+        head.forward = lambda x: nn.functional.linear(x.float(), head.weight.float())
+
+    parity = parity_of(low, captured(dtype="bfloat16", change=change, replay=low))
+    assert verdicts_of(parity, "different algorithm") == {"lm_head": 1}
+    assert "the second side keeps the result in float32" in parity.summary
+
+
+def test_a_residual_stream_in_float32_is_named(captured, low, monkeypatch):
+    def forward(self, hidden_states, **kwargs):
+        low_precision = self.mlp.down_proj.weight.dtype
+        residual = hidden_states.float()
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(residual).to(low_precision), **kwargs)
+        residual = residual + attended.float()
+        return residual + self.mlp(self.post_attention_layernorm(residual).to(low_precision)).float()
+
+    monkeypatch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", forward)
+
+    def last_norm_in_low_precision(model):
+        model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].to(torch.bfloat16),))
+
+    second = captured(dtype="bfloat16", change=last_norm_in_low_precision, replay=low)
+    kinds = verdicts_of(parity_of(low, second), "different algorithm")
+    assert kinds["attention_residual"] == kinds["mlp_residual"] == LAYERS
+
+
+def test_verdicts_are_counted_over_all_operators(full):
+    kinds = Counter(full.operators["kind"])
+    assert kinds["q_proj"] == kinds["attention"] == LAYERS
+    assert kinds["lm_head"] == 1
