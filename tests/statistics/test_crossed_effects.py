@@ -9,16 +9,17 @@ from scipy import stats
 
 from aqnpipe.statistics.crossed_effects import (
     MAX_SEEDS_SEARCHED,
-    SeedVariance,
     VarianceParts,
     estimate_difference,
     expected_spread,
-    pooled_seed_variance,
+    interaction_variance,
     questions_needed,
     seeds_needed,
     two_way_spread,
     variance_parts,
 )
+from aqnpipe.statistics.seed_blocks import SeedVariance
+from aqnpipe.statistics.spread import VariancePart
 
 
 def answers(seeds=3, questions=40, accuracy=0.6, seed=0):
@@ -26,28 +27,28 @@ def answers(seeds=3, questions=40, accuracy=0.6, seed=0):
 
 
 def test_two_way_spread_by_hand():
-    """Seed means 0.25 and 0.75 (variance 1/8), question means 0, 0.5, 0.5, 1 (1/6), what is left over +-0.25 (1/6)."""
+    """Seed means 0.25 and 0.75 (variance 1/8), question means 0, 0.5, 0.5, 1 (1/6), what is left over +-0.25 (1/6).
+
+    The interaction 1/6 is in both, and is taken off the questions: 1/6/4 - 1/6/8.
+    """
     spread = two_way_spread(np.array([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0]]))
-    assert spread.variances == pytest.approx((1 / 8 / 2, 1 / 6 / 4))
-    assert spread.degrees_of_freedom == (1, 3)
-    assert spread.overlap == pytest.approx(8 * 0.25**2 / (1 * 3) / 8)
+    assert [part.variance for part in spread.parts] == pytest.approx([1 / 8 / 2, 1 / 6 / 4 - 1 / 6 / 8])
+    assert [part.degrees_of_freedom for part in spread.parts] == [1, 3]
 
 
-def test_pooled_seed_variance_by_hand():
-    """Within-arm sums of squares 2 and 8 with 1 and 1 degrees of freedom: 5; sides of two seeds each: 5/2 + 5/2."""
-    seed_variance = pooled_seed_variance([np.array([1.0, 3.0]), np.array([2.0, 6.0])], [2, 2])
-    assert seed_variance == SeedVariance(5.0, 2.0)
-    assert pooled_seed_variance([np.array([1.0]), np.array([2.0])], [1, 1]) is None
-
-
-def test_seed_variance_of_other_arms_replaces_a_smaller_one_of_two_seeds():
+def test_seed_variance_of_the_study_takes_the_place_of_two_seeds():
     differences = np.array([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
-    own = two_way_spread(differences)
-    lent = two_way_spread(differences, SeedVariance(0.5, 6.0))
-    assert lent.variances == (0.5, own.variances[1])
-    assert lent.degrees_of_freedom == (6.0, 3.0)
-    kept = two_way_spread(np.array([[0.0, 0.0], [1.0, 0.5]]), SeedVariance(1e-6, 6.0))
-    assert kept.variances[0] == pytest.approx(0.75**2 / 2 / 2)
+    moderated = SeedVariance(VariancePart(0.5, 6.0, 8.0), shared=VariancePart.of(0.3, 1.0), num_arms=4)
+    spread = two_way_spread(differences, moderated)
+    assert [part.variance for part in spread.parts[:2]] == [0.15, 0.25]
+    assert [part.degrees_of_freedom for part in spread.parts[:2]] == [1.0, 6.0]
+
+
+def test_runs_without_others_vary_at_least_as_much_as_their_answers_make_them():
+    """Both seeds have the mean 1/2, so their means do not vary; the answers do."""
+    differences = np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]])
+    spread = two_way_spread(differences)
+    assert spread.parts[0].variance == pytest.approx(interaction_variance(differences) / 4 / 2)
 
 
 def test_estimate_over_seeds_uses_that_spread():
@@ -165,20 +166,22 @@ def test_variance_parts_find_what_was_put_in():
 
 
 def test_more_seeds_are_needed_for_smaller_differences():
-    parts = VarianceParts(seed=0.02**2, question=0.01, residual=0.2, arms=3.0)
+    parts = VarianceParts(seed=0.02**2, question=0.01, residual=0.2, num_arms=3)
     needed = [seeds_needed(parts, 1319, distance, 0.025, 0.8) for distance in (0.1, 0.05, 0.02)]
     assert None not in needed
     assert 2 <= needed[0] < needed[1] < needed[2] <= MAX_SEEDS_SEARCHED
     for number, distance in zip(needed, (0.1, 0.05, 0.02), strict=True):
-        assert expected_spread(parts, number, 1319).minimum_detectable(0.025, 0.8) <= distance
-        assert expected_spread(parts, max(number - 1, 1), 1319).minimum_detectable(0.025, 0.8) > distance or number == 2
+        assert expected_spread(parts, number, 1319).expected_detectable(0.025, 0.8) <= distance
+        assert (
+            expected_spread(parts, max(number - 1, 2), 1319).expected_detectable(0.025, 0.8) > distance or number == 2
+        )
 
 
 def test_questions_can_be_the_limit():
     parts = VarianceParts(seed=0.0, question=0.2, residual=0.1)
     assert seeds_needed(parts, 200, 0.01, 0.025, 0.8) is None
     number = questions_needed(parts, 3, 0.01, 0.025, 0.8)
-    assert expected_spread(parts, 3, number).minimum_detectable(0.025, 0.8) <= 0.01
+    assert expected_spread(parts, 3, number).expected_detectable(0.025, 0.8) <= 0.01
     assert seeds_needed(parts, number, 0.01, 0.025, 0.8) <= 3
 
 

@@ -8,10 +8,11 @@ from statsmodels.stats.contingency_tables import mcnemar
 from aqnpipe.statistics.robustness import (
     cochran_q_p,
     joint_test,
+    mean_slopes,
     robustness_row,
     slope_per_question,
-    slope_seed_variance,
 )
+from aqnpipe.statistics.seed_blocks import SeedBlocks
 
 LEVELS = (0.0, 0.05, 0.1)
 
@@ -79,7 +80,8 @@ def test_row_of_one_run_and_of_several():
     assert single["joint_p"] < 0.001
     assert single["cochran_q_p"] < 0.001
     arms = [outcomes((0.75, 0.7, 0.5), seeds=3, noise_seeds=2, seed=seed) for seed in (1, 2)]
-    several = robustness_row(LEVELS, arms[0], slope_seed_variance(LEVELS, arms), 0.05)
+    seed_variance = SeedBlocks(np.stack([mean_slopes(LEVELS, arm) for arm in arms])).of_arm(0)
+    several = robustness_row(LEVELS, arms[0], seed_variance, 0.05)
     assert several["num_seeds"] == 3
     assert several["cochran_q_p"] is None
     assert several["slope_p"] < 0.05

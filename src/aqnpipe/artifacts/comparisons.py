@@ -56,7 +56,7 @@ class ComparisonTable(pa.DataFrameModel):
     two-sided, non_inferiority and equivalence (TOST) are one-sided against `margin`. `interval_level` is the confidence
     of all intervals of the row: 1 - alpha for superiority, 1 - 2*alpha for the one-sided tests, so that before Holm the
     interval and the p-value decide alike. `p_holm` is adjusted over the valid comparisons of the row's `family`.
-    `degrees_of_freedom` are those of the run-to-run variance, pooled over arms (of the questions for a single run).
+    `degrees_of_freedom` are those of the standard error, all its parts together (Satterthwaite).
     Beside the primary analysis: `bootstrap_low`/`bootstrap_high` (seeds and questions resampled), `p_seed_t` (paired t
     over seed means) and `p_permutation` (signs of seeds flipped), the last two always two-sided against 0 and null with
     a single seed. The minimum detectable difference (from 0, or from the margin) is at the study's power and the

@@ -1,5 +1,6 @@
 """Resolve a comparison to two aligned score matrices, or to the reason why it cannot be made."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from aqnpipe.artifacts.comparisons import RefusalKind, SeedComparison
 from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.crossed_effects import SeedVariance, pooled_seed_variance
 from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts
 from aqnpipe.statistics.resampling import Resampler
+from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
 FloatArray = npt.NDArray[np.float64]
 Checkpoint = tuple[str, str, int, int]
@@ -46,7 +47,8 @@ class Scores:
 
     Correctness in [0, 1]; in a degradation comparison the change due to the noise level, in [-1, 1]. A control of one
     row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
-    levels. `seed_variance`: variance of this difference due to training alone, pooled over all arms of the model.
+    levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
+    model; None with a single seed.
     """
 
     treatment: FloatArray
@@ -93,7 +95,7 @@ class Contrasts:
         self._study = study
         self._evaluations = evaluations
         self._resampler = resampler
-        self._seed_means: dict[tuple[str, float, bool], list[FloatArray]] = {}
+        self._seed_means: dict[tuple[str, float, bool], dict[str, FloatArray]] = {}
 
     def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
         """Return every comparison with its data; comparisons of equal sides get numbered ids."""
@@ -191,26 +193,53 @@ class Contrasts:
         )
 
     def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
-        trained = [side for side in (treatment, control) if side.arm != PRETRAINED]
-        if comparison.kind == "levels":
-            trained = trained[:1]
-        level, change = treatment.noise_level, comparison.kind != "arms"
-        key = (treatment.model, level, change)
+        compared = [arm for arm in dict.fromkeys((treatment.arm, control.arm)) if arm != PRETRAINED]
+        change = comparison.kind != "arms"
+        key = (treatment.model, treatment.noise_level, change)
         if key not in self._seed_means:
-            self._seed_means[key] = list(self._means_of_arms(*key))
-        return pooled_seed_variance(self._seed_means[key], [len(self._seeds(side.arm)) for side in trained])
+            levels = [0.0, treatment.noise_level] if change else [treatment.noise_level]
+            self._seed_means[key] = dict(self._means_of_arms(treatment.model, levels))
+        return self.seed_variance(treatment.model, compared, self._seed_means[key])
 
-    def _means_of_arms(self, model: str, level: float, change: bool) -> Iterator[FloatArray]:
-        """Yield the mean score of every seed: a vector per trained arm whose evaluations all exist and are usable."""
+    def seed_variance(
+        self, model: str, compared: Sequence[str], means: Mapping[str, FloatArray]
+    ) -> SeedVariance | None:
+        """Return the variance between seeds of one arm, or of the difference of two, from means[arm][seed].
+
+        The seeds are those of the study; a mean is NaN where the run is missing. None with a single seed.
+        """
+        if not compared or any(name not in means for name in compared):
+            return None
+        order = [*compared, *(name for name in means if name not in compared and self._shares_seeds(name, compared))]
+        table = distinct_runs(np.stack([means[name] for name in order]), [self._weights(model, name) for name in order])
+        blocks = SeedBlocks(table)
+        return blocks.of_arm(0) if len(compared) == 1 else blocks.of_pair(0, 1)
+
+    def _shares_seeds(self, arm: str, compared: Sequence[str]) -> bool:
+        """Whether the seeds of an arm are those of all compared arms; an A/A control may have seeds of its own."""
+        return {self._study.arms[name].seed_offset for name in compared} == {self._study.arms[arm].seed_offset}
+
+    def _weights(self, model: str, arm: str) -> list[str | None]:
+        step = self._last_step(arm)
+        found = (self._evaluations.get((model, arm, seed, step)) for seed in self._study.config.seeds)
+        return [None if evaluation is None else evaluation.weights for evaluation in found]
+
+    def _means_of_arms(self, model: str, levels: Sequence[float]) -> Iterator[tuple[str, FloatArray]]:
+        """Yield every trained arm with its mean scores [seed] at the last level, less those at the first of two."""
         for arm in (name for name, settings in self._study.arms.items() if settings.model == model):
-            try:
-                runs = self.runs_of(model, arm)
-                for run in runs:
-                    refuse_bad_evaluation(run, [0.0, level] if change else [level])
-            except RefusedError:
-                continue
-            means = np.array([run.levels[level].correct.mean() for run in runs])
-            yield means - np.array([run.levels[0.0].correct.mean() for run in runs]) if change else means
+            yield arm, np.array([self._mean(model, arm, seed, levels) for seed in self._study.config.seeds])
+
+    def _mean(self, model: str, arm: str, seed: int, levels: Sequence[float]) -> float:
+        """Return the mean of a run; NaN if it was not evaluated or must not be used."""
+        evaluation = self._evaluations.get((model, arm, seed, self._last_step(arm)))
+        if evaluation is None:
+            return math.nan
+        try:
+            refuse_bad_evaluation(evaluation, levels)
+        except RefusedError:
+            return math.nan
+        first, last = (float(evaluation.levels[level].correct.mean()) for level in (levels[0], levels[-1]))
+        return last - first if len(levels) > 1 else last
 
     def _seed_tables(
         self, pairs: Sequence[tuple[LoadedEvaluation, LoadedEvaluation]], treatment: Side, control: Side

@@ -44,7 +44,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference, variance_parts
 from aqnpipe.statistics.multiple_testing import holm_within_families, interval_level
 from aqnpipe.statistics.resampling import Resampler
-from aqnpipe.statistics.robustness import JOINT_METHOD, robustness_row, slope_seed_variance
+from aqnpipe.statistics.robustness import JOINT_METHOD, mean_slopes, robustness_row
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -219,7 +219,7 @@ def _judged(
         "bootstrap_low": bootstrap[0],
         "bootstrap_high": bootstrap[1],
         "standard_error": estimate.spread.standard_error if estimate.spread else None,
-        "degrees_of_freedom": estimate.spread.degrees_of_freedom[0] if estimate.spread else None,
+        "degrees_of_freedom": estimate.spread.sampling_freedom if estimate.spread else None,
         "p_seed_t": estimate.p_seed_t,
         "p_permutation": estimate.p_permutation,
         "method": estimate.method,
@@ -317,11 +317,15 @@ def _robustness_of_model(
             found[arm] = _outcomes(contrasts.runs_of(model, arm), levels)
         except RefusedError as error:
             problems[arm] = error.refusal.reason
-    seed_variance = slope_seed_variance(levels, [outcomes for arm, outcomes in found.items() if arm != PRETRAINED])
+    slopes = {arm: mean_slopes(levels, outcomes) for arm, outcomes in found.items() if arm != PRETRAINED}
+    most = max(map(len, slopes.values()), default=0)
+    # An arm may have fewer seeds than others, always the first ones.
+    padded = {arm: np.append(values, np.full(most - len(values), np.nan)) for arm, values in slopes.items()}
+    variances = {arm: contrasts.seed_variance(model, [] if arm == PRETRAINED else [arm], padded) for arm in found}
     return [
         empty | {"arm": arm, "problem": problems[arm]}
         if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], seed_variance, alpha)
+        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances[arm], alpha)
         for arm in arms
     ]
 

@@ -4,7 +4,7 @@ d[seed, question] is the correctness of the treatment minus that of the control 
 noise seeds. A claim about arms must hold for other seeds and other questions, so both count as samples of a population.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from aqnpipe.statistics.cochran_cox import Spread
 from aqnpipe.statistics.paired import PairedCounts, mcnemar_exact_p, newcombe_interval, paired_counts, tango_p
 from aqnpipe.statistics.resampling import sign_flip_p
+from aqnpipe.statistics.seed_blocks import SeedVariance, moderated_sampling_freedom, prior_freedom
+from aqnpipe.statistics.spread import Spread, VariancePart
 
 FloatArray = npt.NDArray[np.float64]
 Method = Literal["two_way", "questions", "mcnemar", "no_variance"]
@@ -83,37 +84,18 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class SeedVariance:
-    """Variance of the mean difference that is due to training seeds alone, pooled over all arms of a study."""
-
-    variance: float
-    degrees_of_freedom: float
-
-
-@dataclass(frozen=True)
 class VarianceParts:
-    """Components of the variance of a single d[seed, question]; `residual` includes the interaction.
+    """Components of the variance of a single d[seed, question]; `residual` includes the interaction of both.
 
-    `arms`: number of arms over which the seed variance was pooled, by which its degrees of freedom are multiplied.
+    `seed`: between seeds, beyond the residual. `shared`: what seeds do to all arms alike, where it does not cancel.
+    `num_arms`: arms that estimate the seeds' part together; below 3 it is estimated by the compared runs alone.
     """
 
     seed: float
     question: float
     residual: float
-    arms: float = 1.0
-
-
-def pooled_seed_variance(seed_means: Sequence[FloatArray], seeds_per_side: Sequence[int]) -> SeedVariance | None:
-    """Return the seed variance of a mean difference, given the number of seeds per side; None if no arm has two seeds.
-
-    `seed_means`: one vector [seed] per arm. The variances within arms are averaged, weighted by degrees of freedom, as
-    in an analysis of variance. This assumes that the variance between training runs is the same in all arms.
-    """
-    freedom = sum(len(means) - 1 for means in seed_means)
-    if freedom == 0:
-        return None
-    within = sum(float(np.sum((means - means.mean()) ** 2)) for means in seed_means) / freedom
-    return SeedVariance(within * sum(1 / number for number in seeds_per_side), float(freedom))
+    shared: float = 0.0
+    num_arms: int = 1
 
 
 def estimate_difference(
@@ -128,7 +110,8 @@ def estimate_difference(
     - questions: one seed, averaged over noise seeds.
     - no_variance: d does not vary, so there is no standard error; exact test and interval over the questions.
 
-    `seed_variance`: pooled over the arms of the study. `seed` is for the permutations drawn with more than 14 seeds.
+    `seed_variance`: moderated by the other arms of the study, see `SeedBlocks`; None: that of these runs alone. `seed`
+    is for the permutations drawn with more than 14 seeds.
     """
     differences = treatment - control
     num_seeds, num_questions = differences.shape
@@ -158,21 +141,28 @@ def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None =
     """Return the error of the mean of d[seed, question], with seed and question as crossed random effects.
 
     The variance is var(seed means)/seeds + var(question means)/questions minus the interaction, which both terms
-    contain (Cameron, Gelbach & Miller 2011). Two seeds estimate the seed variance with a single degree of freedom, so
-    `seed_variance` pools the degrees of freedom of all arms. If these seeds vary more than the pooled estimate, their
-    own variance is used. Quantiles are weighted as in `Spread`. Returns None if nothing varies. Simulated error rates:
-    docs/decisions/0008-crossed-effects.md and benchmarks/calibration.py.
+    contain (Cameron, Gelbach & Miller 2011) and which is subtracted from the questions. Runs that have no others to
+    moderate their variance vary at least as much as their answers make them. Returns None if nothing varies. Simulated
+    error rates: docs/decisions/0008-crossed-effects.md.
     """
     num_seeds, num_questions = differences.shape
-    by_seed = float(differences.mean(axis=1).var(ddof=1)) / num_seeds
+    by_seed = float(differences.mean(axis=1).var(ddof=1))
     by_question = float(differences.mean(axis=0).var(ddof=1)) / num_questions
-    if by_seed + by_question < _NO_VARIANCE:
+    if by_seed / num_seeds + by_question < _NO_VARIANCE:
         return None
-    overlap = interaction_variance(differences) / differences.size
-    freedom = num_seeds - 1.0
-    if seed_variance is not None:
-        by_seed, freedom = max(by_seed, seed_variance.variance), seed_variance.degrees_of_freedom
-    return Spread((by_seed, by_question), (freedom, num_questions - 1.0), overlap)
+    residual = interaction_variance(differences)
+    seeds = seed_variance or SeedVariance(VariancePart.of(by_seed, num_seeds - 1.0))
+    own, is_alone = seeds.own, seeds.own.degrees_of_freedom <= num_seeds - 1
+    if is_alone and seeds.shared is None:
+        own = VariancePart.of(max(own.variance, residual / num_questions), own.degrees_of_freedom)
+    questions = VariancePart.of(max(by_question - residual / differences.size, 0.0), num_questions - 1.0)
+    shared = () if seeds.shared is None else (seeds.shared.times(1 / num_seeds),)
+    return _spread(*shared, own.times(1 / num_seeds), questions)
+
+
+def _spread(*parts: VariancePart) -> Spread | None:
+    varying = tuple(part for part in parts if part.variance > _NO_VARIANCE)
+    return Spread(varying) if varying else None
 
 
 def interaction_variance(differences: FloatArray) -> float:
@@ -184,8 +174,7 @@ def interaction_variance(differences: FloatArray) -> float:
 
 
 def _questions_spread(differences: FloatArray) -> Spread | None:
-    variance = float(differences.var(ddof=1)) / differences.size
-    return Spread((variance,), (differences.size - 1.0,)) if variance > _NO_VARIANCE else None
+    return _spread(VariancePart.of(float(differences.var(ddof=1)) / differences.size, differences.size - 1.0))
 
 
 def _constant_counts(differences: FloatArray) -> PairedCounts:
@@ -211,25 +200,30 @@ def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None =
     num_seeds, num_questions = differences.shape
     if num_seeds == 1:
         return VarianceParts(seed=0.0, question=float(differences.var(ddof=1)), residual=0.0)
-    seed_means, question_means = differences.mean(axis=1), differences.mean(axis=0)
     residual = interaction_variance(differences)
-    by_seed = max(float(seed_means.var(ddof=1)), seed_variance.variance * num_seeds if seed_variance else 0.0)
+    seeds = seed_variance or SeedVariance(VariancePart.of(float(differences.mean(axis=1).var(ddof=1)), num_seeds - 1.0))
     return VarianceParts(
-        seed=max(by_seed - residual / num_questions, 0.0),
-        question=max(float(question_means.var(ddof=1)) - residual / num_seeds, 0.0),
+        seed=max(seeds.own.variance - residual / num_questions, 0.0),
+        question=max(float(differences.mean(axis=0).var(ddof=1)) - residual / num_seeds, 0.0),
         residual=residual,
-        arms=seed_variance.degrees_of_freedom / (num_seeds - 1) if seed_variance else 1.0,
+        shared=0.0 if seeds.shared is None else seeds.shared.variance,
+        num_arms=seeds.num_arms,
     )
 
 
-def expected_spread(parts: VarianceParts, num_seeds: int, num_questions: int) -> Spread:
-    """Return the expected spread with other numbers of seeds and questions; with one seed, that over questions only."""
-    by_question = (parts.question + parts.residual / num_seeds) / num_questions
+def expected_spread(parts: VarianceParts, num_seeds: int, num_questions: int) -> Spread | None:
+    """Return the expected spread with other numbers of seeds and questions; with one seed, that over questions only.
+
+    None if nothing varies.
+    """
     if num_seeds == 1:
-        return Spread((by_question,), (num_questions - 1.0,))
-    by_seed = (parts.seed + parts.residual / num_questions) / num_seeds
-    overlap = parts.residual / (num_seeds * num_questions)
-    return Spread((by_seed, by_question), (parts.arms * (num_seeds - 1), num_questions - 1.0), overlap)
+        return _spread(VariancePart.of((parts.question + parts.residual) / num_questions, num_questions - 1.0))
+    freedom, pool = num_seeds - 1.0, (parts.num_arms - 2) * (num_seeds - 1.0)
+    own = VariancePart.of((parts.seed + parts.residual / num_questions) / num_seeds, freedom)
+    if pool > 0:
+        own = VariancePart(own.variance, freedom + prior_freedom(pool), moderated_sampling_freedom(freedom, pool))
+    shared = VariancePart.of(parts.shared / num_seeds, freedom)
+    return _spread(shared, own, VariancePart.of(parts.question / num_questions, num_questions - 1.0))
 
 
 def seeds_needed(parts: VarianceParts, num_questions: int, distance: float, tail: float, power: float) -> int | None:
@@ -251,12 +245,13 @@ def questions_needed(parts: VarianceParts, num_seeds: int, distance: float, tail
 
 
 def _smallest(
-    spread_with: Callable[[int], Spread], lowest: int, highest: int, distance: float, tail: float, power: float
+    spread_with: Callable[[int], Spread | None], lowest: int, highest: int, distance: float, tail: float, power: float
 ) -> int | None:
     """Return the smallest number whose spread makes `distance` detectable, by bisection."""
 
     def enough(number: int) -> bool:
-        return spread_with(number).minimum_detectable(tail, power) <= distance
+        spread = spread_with(number)
+        return spread is None or spread.expected_detectable(tail, power) <= distance
 
     if distance <= 0 or not enough(highest):
         return None

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from scipy import stats
 from statsmodels.stats.contingency_tables import cochrans_q
 
-from aqnpipe.statistics.crossed_effects import SeedVariance, estimate_difference, pooled_seed_variance
+from aqnpipe.statistics.crossed_effects import estimate_difference
+from aqnpipe.statistics.seed_blocks import SeedVariance
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -17,12 +18,10 @@ SLOPE_UNIT = 0.1
 """Slopes are per this difference in relative noise scale."""
 
 
-def slope_seed_variance(levels: Sequence[float], arms: Sequence[Sequence[FloatArray]]) -> SeedVariance | None:
-    """Return the seed variance of a slope, pooled over the arms' outcomes[level][seed, noise seed, question]."""
-    if not arms:
-        return None
-    slopes = [slope_per_question(levels, _means(outcomes)).mean(axis=1) for outcomes in arms]
-    return pooled_seed_variance(slopes, [len(slopes[0])])
+def mean_slopes(levels: Sequence[float], outcomes: Sequence[FloatArray]) -> FloatArray:
+    """Return the slope of every seed from outcomes[level][seed, noise seed, question]."""
+    slopes: FloatArray = slope_per_question(levels, _means(outcomes)).mean(axis=1)
+    return slopes
 
 
 def robustness_row(
@@ -31,7 +30,7 @@ def robustness_row(
     """Return the columns of `artifacts.RobustnessTable` computed from outcomes[level][seed, noise seed, question].
 
     There must be at least two levels. The joint test treats the trained weights and the noise seeds as fixed. With
-    several seeds, the error of the slope includes the seed variance (`seed_variance`: pooled over all arms).
+    several seeds, the error of the slope includes the seed variance (`seed_variance`: see `SeedBlocks.of_arm`).
     """
     means = _means(outcomes)
     slopes = slope_per_question(levels, means)

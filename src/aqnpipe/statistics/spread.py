@@ -1,48 +1,112 @@
 """Error of an estimate whose variance is a sum of separately estimated variances with different degrees of freedom.
 
 The mean difference between two arms has such an error: one variance comes from a few training seeds (few degrees of
-freedom), another from many questions. No single t distribution fits, so the quantiles of two are combined.
+freedom), another from many questions. No single t distribution fits.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
-from scipy import optimize, stats
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize, special, stats
+
+FloatArray = npt.NDArray[np.float64]
+
+_SMALLEST_TAIL = 1e-12
+_MANY_FREEDOM = 30.0
+_KNOWN_FREEDOM = 1e4
+"""Above this, a variance counts as known."""
+
+_NEAR_LIMIT = 4.0
+
+
+@dataclass(frozen=True)
+class VariancePart:
+    """A part of the variance of an estimate.
+
+    `degrees_of_freedom` are those of the test. `sampling_freedom`: how precisely the part is estimated, as the degrees
+    of freedom of a chi-squared distribution; more than those of the test where the test is cautious. `limit`: the
+    largest variance that is held possible.
+    """
+
+    variance: float
+    degrees_of_freedom: float
+    sampling_freedom: float
+    limit: float = math.inf
+
+    @classmethod
+    def of(cls, variance: float, degrees_of_freedom: float) -> "VariancePart":
+        """Return a part that is estimated with the degrees of freedom of its test."""
+        return cls(variance, degrees_of_freedom, degrees_of_freedom)
+
+    def times(self, factor: float) -> "VariancePart":
+        """Return the part with its variance multiplied."""
+        return replace(self, variance=self.variance * factor, limit=self.limit * factor)
+
+    @property
+    def largest_ratio(self) -> float:
+        """The largest true variance divided by the estimated one; an estimate near the limit sets it aside."""
+        ratio = self.limit / self.variance
+        return ratio if ratio > _NEAR_LIMIT else math.inf
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Variances of the one or two parts of an error and their degrees of freedom; at least one variance is above 0.
+    """The parts of the variance of an estimate; at least one variance is above 0.
 
-    `overlap`: variance contained in both parts, subtracted from the first. Quantiles follow Cochran & Cox (1950,
-    Experimental Designs, 4.14): the t quantiles of the parts, weighted by their variances. With one part this is the t
-    distribution. With two parts the test keeps its level (bounds by Mickey & Brown 1966, Ann. Math. Statist. 37:639),
-    whereas Satterthwaite's degrees of freedom reject up to 12 % at a nominal 5 % if the part with one degree of freedom
-    dominates. The weight of the first part includes the overlap, because the overlap is estimated just as roughly.
+    The error is treated as a sum of independent t-distributed errors, each scaled by the root of its variance: the
+    distribution of Behrens and Fisher. With one part it is the t distribution. With several, a test at any level
+    rejects at most at that level, whatever the true variances are, which no single t distribution and no weighted mean
+    of two quantiles achieves (Robinson 1976, Ann. Statist. 4:963; simulated rates: docs/decisions/0008).
     """
 
-    variances: tuple[float, ...]
-    degrees_of_freedom: tuple[float, ...]
-    overlap: float = 0.0
+    parts: tuple[VariancePart, ...]
 
     @property
     def variance(self) -> float:
-        """Variance of the estimate; that of the larger part if the estimated overlap cancels the total."""
-        total = max(self.variances[0] - self.overlap, 0.0) + sum(self.variances[1:])
-        return total if total > 0 else max(self.variances)
+        """Variance of the estimate."""
+        return sum(part.variance for part in self.parts)
 
     @property
     def standard_error(self) -> float:
         """Standard error of the estimate."""
         return math.sqrt(self.variance)
 
+    @property
+    def sampling_freedom(self) -> float:
+        """Degrees of freedom with which the variance is estimated (Satterthwaite 1946, Biometrics Bull. 2:110)."""
+        return self.variance**2 / sum(part.variance**2 / part.sampling_freedom for part in self.parts)
+
+    @cached_property
+    def _scales(self) -> tuple[FloatArray, FloatArray]:
+        """Quadrature of the unknown standard errors, relative to the estimated one, with their probabilities."""
+        variances, weights = np.zeros(1), np.ones(1)
+        for part in self.parts:
+            ratios, probabilities = _variance_ratios(part.degrees_of_freedom, part.largest_ratio)
+            variances = (variances[:, None] + part.variance / self.variance * ratios).ravel()
+            weights = (weights[:, None] * probabilities).ravel()
+        return np.sqrt(variances), weights
+
+    @property
+    def _is_t(self) -> bool:
+        return len(self.parts) == 1 and math.isinf(self.parts[0].largest_ratio)
+
+    def _tail(self, value: float) -> float:
+        if self._is_t:
+            return float(stats.t.sf(value, self.parts[0].degrees_of_freedom))
+        scales, weights = self._scales
+        return float(weights @ special.ndtr(-value / scales))
+
     def quantile(self, probability: float) -> float:
         """Quantile of the estimate divided by its standard error; `probability` in (0, 1)."""
-        quantiles = stats.t.ppf(probability, self.degrees_of_freedom)
-        if len(self.variances) == 1:
-            return float(quantiles[0])
-        weight = min(self.variances[0] / self.variance, 1.0)
-        return float(weight * quantiles[0] + (1 - weight) * quantiles[1])
+        if probability < 0.5:
+            return -self.quantile(1 - probability)
+        if self._is_t:
+            return float(stats.t.ppf(probability, self.parts[0].degrees_of_freedom))
+        highest = max(float(stats.t.ppf(probability, part.degrees_of_freedom)) for part in self.parts)
+        return float(optimize.brentq(lambda x: self._tail(x) - (1 - probability), 0.0, 2 * highest * len(self.parts)))
 
     def half_width(self, level: float) -> float:
         """Half the width of the two-sided interval at confidence `level`."""
@@ -50,18 +114,59 @@ class Spread:
 
     def upper_tail(self, distance: float) -> float:
         """One-sided p-value of an estimate that is `distance` above the hypothesis."""
-        value = distance / self.standard_error
-        if len(self.variances) == 1:
-            return float(stats.t.sf(value, self.degrees_of_freedom[0]))
-        if value < 0:
-            return 1 - self.upper_tail(-distance)
-        if value == 0:
-            return 0.5
-        smallest = 1e-12
-        if self.quantile(1 - smallest) < value:
-            return smallest
-        return float(optimize.brentq(lambda p: self.quantile(1 - p) - value, smallest, 0.5, xtol=1e-13))
+        return max(self._tail(distance / self.standard_error), _SMALLEST_TAIL)
 
     def minimum_detectable(self, tail: float, power: float) -> float:
-        """Smallest true distance from the hypothesis that a one-sided test at level `tail` detects with `power`."""
-        return (self.quantile(1 - tail) + self.quantile(power)) * self.standard_error
+        """Smallest true distance from the hypothesis that a one-sided test at level `tail` detects with `power`.
+
+        From the noncentral t distribution, because the standard error is itself an estimate. The mean of an estimated
+        standard error is below the true one. Half of that is corrected, because the quantile, which grows with the
+        share of the rougher part, makes up for the rest: simulated power at the mean printed value, see
+        benchmarks/statistics_power.md.
+        """
+        return self._distance(tail, power) * self.standard_error / _mean_root(2 * self.sampling_freedom)
+
+    def expected_detectable(self, tail: float, power: float) -> float:
+        """`minimum_detectable` where the variances are the true ones and not estimates."""
+        return self._distance(tail, power) * self.standard_error
+
+    def _distance(self, tail: float, power: float) -> float:
+        """Return that distance in units of the true standard error."""
+        critical, freedom = self.quantile(1 - tail), self.sampling_freedom
+        if freedom > _KNOWN_FREEDOM:
+            return critical + float(stats.norm.ppf(power))
+
+        def shortfall(distance: float) -> float:
+            return power - float(stats.nct.sf(critical, freedom, distance))
+
+        highest = critical + 1.0
+        while shortfall(highest) > 0:
+            highest *= 2
+        return float(optimize.brentq(shortfall, 0.0, highest))
+
+
+@lru_cache(maxsize=1024)
+def _variance_ratios(degrees_of_freedom: float, largest: float) -> tuple[FloatArray, FloatArray]:
+    """Return quadrature nodes and weights of df/chi-squared(df), the true variance divided by the estimated one.
+
+    Gauss-Legendre nodes in the fourth root of the probability, which are dense where the variance is underestimated.
+    Ratios above `largest` have probability 0.
+    """
+    if degrees_of_freedom > _KNOWN_FREEDOM:
+        return np.ones(1), np.ones(1)
+    few = degrees_of_freedom < _MANY_FREEDOM
+    nodes, weights = np.polynomial.legendre.leggauss(48 if few else 12)
+    power = 4 if few else 1
+    lowest = float(stats.chi2.cdf(degrees_of_freedom / largest, degrees_of_freedom)) if math.isfinite(largest) else 0.0
+    start = lowest ** (1 / power)
+    roots = start + (1 - start) * (nodes + 1) / 2
+    shares = weights * roots ** (power - 1)
+    ratios = degrees_of_freedom / stats.chi2.ppf(roots**power, degrees_of_freedom)
+    return ratios, shares / shares.sum()
+
+
+def _mean_root(freedom: float) -> float:
+    """Mean of the root of chi-squared(f)/f: the mean of an estimated standard error, relative to the true one."""
+    if freedom > _KNOWN_FREEDOM:
+        return 1.0
+    return math.sqrt(2 / freedom) * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))

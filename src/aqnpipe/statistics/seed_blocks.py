@@ -1,0 +1,183 @@
+"""How much a difference varies between training seeds, where runs of equal seed share prompts, order and sampling keys.
+
+Such seeds are blocks: what a seed does to all arms alike cancels in a difference of two arms, and only the arm x seed
+interaction is error. Two or three seeds estimate it badly, so it is moderated: the variance of the compared pair is
+combined with that of the other arms, as if the latter were known with a few prior degrees of freedom (Smyth 2004, Stat.
+Appl. Genet. Mol. Biol. 3:3). The prior degrees of freedom are fixed, because a handful of arms cannot estimate them,
+and a pair that scatters significantly more than the others uses its own variance alone (the idea of the robust variant
+by Phipson et al. 2016, Ann. Appl. Stat. 10:946). Both constants were chosen by simulation: docs/decisions/0008.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from aqnpipe.statistics.spread import VariancePart
+
+FloatArray = npt.NDArray[np.float64]
+
+PRIOR_FREEDOM = 4.0
+"""Degrees of freedom with which the other arms' variance predicts that of a pair, if it were known exactly."""
+
+GUARD_LEVEL = 0.25
+"""Level of the F-test by which a pair that scatters more than the other arms keeps its own variance."""
+
+
+LARGEST_SEED_SD = 0.15
+"""Standard deviation between runs, as a fraction, above which an arm's own seeds are not held to vary.
+
+Without a limit two seeds, which have one degree of freedom, could not show that an arm loses 30 points to noise, even
+if both lose 30: a standard deviation of 20 points would remain possible.
+"""
+
+
+@dataclass(frozen=True)
+class SeedVariance:
+    """Variance between seeds of the difference of one seed, in one part or two.
+
+    `shared`: what a seed does to all arms alike, where it does not cancel (one arm against a constant). `own`: the
+    interaction of arms and seeds, or the variance of the arm where it has no others. `num_arms`: arms that estimate it,
+    1 if it is that of the compared runs alone.
+    """
+
+    own: VariancePart
+    shared: VariancePart | None = None
+    num_arms: int = 1
+
+    @property
+    def parts(self) -> tuple[VariancePart, ...]:
+        """The parts that are there."""
+        return (self.own,) if self.shared is None else (self.shared, self.own)
+
+    @property
+    def variance(self) -> float:
+        """Sum of the parts."""
+        return sum(part.variance for part in self.parts)
+
+
+@dataclass(frozen=True)
+class SeedBlocks:
+    """Mean scores [arm, seed] of runs whose seeds are blocks; NaN where a run is missing, or repeats another run."""
+
+    means: FloatArray
+
+    def of_pair(self, first: int, second: int) -> SeedVariance | None:
+        """Return the variance of row `first` minus row `second`; None if they have fewer than two common seeds."""
+        differences = self.means[first] - self.means[second]
+        own = _variance(differences)
+        if own is None:
+            return None
+        freedom = float(np.isfinite(differences).sum() - 1)
+        squares, total_freedom = _interaction(self.means)
+        rest_freedom = total_freedom - freedom
+        rest = max(squares - own * freedom / 2, 0.0)
+        pool = VariancePart.of(2 * rest / rest_freedom, rest_freedom) if rest_freedom >= 1 else None
+        return SeedVariance(moderated(VariancePart.of(own, freedom), pool), num_arms=_num_arms(self.means))
+
+    def of_arm(self, row: int) -> SeedVariance | None:
+        """Return the variance of one row against a constant; None if it has fewer than two seeds.
+
+        The arm's score is the mean over all arms of its seeds, which contains what seeds share and has only the degrees
+        of freedom of the seeds, plus its distance from that mean, whose variance is moderated. Their covariance, which
+        is 0 where all arms scatter alike, is added where it is positive.
+        """
+        values = self.means[row]
+        variance, seeds = _variance(values), np.isfinite(values)
+        if variance is None:
+            return None
+        freedom = float(seeds.sum() - 1)
+        alone = SeedVariance(_limited(VariancePart.of(variance, freedom)))
+        table = self.means[:, seeds]
+        complete = table[np.isfinite(table).all(axis=1)]
+        number = len(complete)
+        if number < 2:
+            return alone
+        block_means = complete.mean(axis=0)
+        share = 1 - 1 / number
+        own = float((values[seeds] - block_means).var(ddof=1)) / share
+        squares = float(np.sum((complete - block_means - complete.mean(axis=1, keepdims=True) + complete.mean()) ** 2))
+        rest_freedom = (number - 2) * freedom
+        pool = VariancePart.of(max(squares - own * freedom, 0.0) / rest_freedom, rest_freedom) if rest_freedom else None
+        if pool is not None and _scatters_more(VariancePart.of(own, freedom), pool):
+            return alone
+        shared = float(block_means.var(ddof=1))
+        covariance = max(variance - shared - own * share, 0.0)
+        return SeedVariance(
+            own=moderated(VariancePart.of(own, freedom), pool).times(share),
+            shared=_limited(VariancePart.of(shared + covariance, freedom)),
+            num_arms=number,
+        )
+
+
+def distinct_runs(means: FloatArray, identities: Sequence[Sequence[str | None]]) -> FloatArray:
+    """Return means[arm, seed] with NaN for runs whose identity, such as a digest of weights, occurred before.
+
+    Runs with the same weights are one run: counted as several they would understate the variance between runs.
+    """
+    seen: set[str] = set()
+    kept = means.copy()
+    for arm, row in enumerate(identities):
+        for seed, identity in enumerate(row):
+            if identity is not None and identity in seen:
+                kept[arm, seed] = np.nan
+            elif identity is not None:
+                seen.add(identity)
+    return kept
+
+
+def moderated(own: VariancePart, pool: VariancePart | None) -> VariancePart:
+    """Return the own variance combined with that of a pool; the own one where there is no pool or it scatters more."""
+    if pool is None or _scatters_more(own, pool):
+        return own
+    prior = prior_freedom(pool.degrees_of_freedom)
+    freedom = own.degrees_of_freedom + prior
+    return VariancePart(
+        variance=(own.degrees_of_freedom * own.variance + prior * pool.variance) / freedom,
+        degrees_of_freedom=freedom,
+        sampling_freedom=moderated_sampling_freedom(own.degrees_of_freedom, pool.degrees_of_freedom),
+    )
+
+
+def prior_freedom(pool_freedom: float) -> float:
+    """Return the weight of a pool in degrees of freedom: it is less sure the fewer degrees of freedom it has itself."""
+    return 1 / (1 / PRIOR_FREEDOM + 1 / pool_freedom)
+
+
+def moderated_sampling_freedom(own_freedom: float, pool_freedom: float) -> float:
+    """Return how precisely a moderated variance is estimated where all arms scatter alike."""
+    prior = prior_freedom(pool_freedom)
+    return (own_freedom + prior) ** 2 / (own_freedom + prior**2 / pool_freedom)
+
+
+def _limited(part: VariancePart) -> VariancePart:
+    return replace(part, limit=LARGEST_SEED_SD**2)
+
+
+def _scatters_more(own: VariancePart, pool: VariancePart) -> bool:
+    if own.degrees_of_freedom <= 1:
+        return False  # Two seeds cannot tell, and the own variance alone would show nothing.
+    critical = float(stats.f.isf(GUARD_LEVEL, own.degrees_of_freedom, pool.degrees_of_freedom))
+    return own.variance > critical * pool.variance
+
+
+def _variance(values: FloatArray) -> float | None:
+    found = values[np.isfinite(values)]
+    return float(found.var(ddof=1)) if len(found) > 1 else None
+
+
+def _num_arms(means: FloatArray) -> int:
+    return int((np.isfinite(means).sum(axis=1) > 0).sum())
+
+
+def _interaction(means: FloatArray) -> tuple[float, float]:
+    """Return the sum of squares and the degrees of freedom left by additive effects of arms and seeds."""
+    arms, seeds = np.nonzero(np.isfinite(means))
+    design = np.zeros((len(arms), means.shape[0] + means.shape[1]))
+    design[np.arange(len(arms)), arms] = 1
+    design[np.arange(len(arms)), means.shape[0] + seeds] = 1
+    values = means[arms, seeds]
+    solution, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
+    return float(np.sum((values - design @ solution) ** 2)), float(len(values) - rank)

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+from scipy import stats
+
+from aqnpipe.statistics.seed_blocks import (
+    GUARD_LEVEL,
+    PRIOR_FREEDOM,
+    SeedBlocks,
+    distinct_runs,
+    moderated,
+    prior_freedom,
+)
+from aqnpipe.statistics.spread import VariancePart
+
+NAN = float("nan")
+
+
+def table(arms=4, seeds=3, seed=0):
+    return np.random.default_rng(seed).normal(0.5, 0.01, (arms, seeds))
+
+
+def test_moderated_variance_by_hand():
+    """Own 3 with 2 degrees of freedom, pool 2 with 4: prior 1/(1/4 + 1/4) = 2; (2*3 + 2*2)/4 = 2.5 with 4."""
+    assert PRIOR_FREEDOM == 4
+    found = moderated(VariancePart.of(3.0, 2.0), VariancePart.of(2.0, 4.0))
+    assert (found.variance, found.degrees_of_freedom) == (pytest.approx(2.5), pytest.approx(4))
+    assert found.sampling_freedom == pytest.approx(4**2 / (2 + 2**2 / 4))
+
+
+def test_a_pair_that_scatters_significantly_more_keeps_its_own_variance():
+    critical = stats.f.isf(GUARD_LEVEL, 4, 8)
+    pool = VariancePart.of(1.0, 8.0)
+    beyond, within = (VariancePart.of(critical * factor, 4.0) for factor in (1.01, 0.99))
+    assert moderated(beyond, pool) == beyond
+    assert moderated(within, pool).degrees_of_freedom == pytest.approx(4 + prior_freedom(8))
+
+
+def test_two_seeds_are_always_moderated():
+    assert moderated(VariancePart.of(1000.0, 1.0), VariancePart.of(1.0, 2.0)).degrees_of_freedom > 1
+
+
+def test_what_seeds_do_to_all_arms_cancels_in_a_pair():
+    means = table()
+    shifted = means + np.array([0.1, -0.2, 0.05])
+    assert SeedBlocks(shifted).of_pair(0, 1).variance == pytest.approx(SeedBlocks(means).of_pair(0, 1).variance)
+    assert SeedBlocks(shifted).of_arm(0).variance > 10 * SeedBlocks(means).of_arm(0).variance
+
+
+def test_variance_of_a_pair_by_hand():
+    """Differences 1 and 3: variance 2 with 1 degree of freedom. The third arm against the mean of the pair: 0 and 2.
+
+    Interaction sum of squares: pair 2/2 = 1, the rest 2/3 * (2 - 0)^2 / 2 = 4/3, so the pool is 2 * 4/3 with 1.
+    """
+    found = SeedBlocks(np.array([[1.0, 3.0], [0.0, 0.0], [0.5, -0.5]])).of_pair(0, 1)
+    prior = 1 / (1 / 4 + 1)
+    assert found.shared is None
+    assert found.own.variance == pytest.approx((1 * 2 + prior * 2 * 4 / 3) / (1 + prior))
+
+
+def test_two_arms_have_no_others():
+    means = table(arms=2, seeds=4)
+    found = SeedBlocks(means).of_pair(0, 1)
+    assert found.own == VariancePart.of(pytest.approx((means[0] - means[1]).var(ddof=1)), 3.0)
+
+
+def test_one_seed_has_no_variance():
+    assert SeedBlocks(np.array([[0.1], [0.2]])).of_pair(0, 1) is None
+    assert SeedBlocks(np.array([[0.1, NAN], [0.2, 0.3]])).of_pair(0, 1) is None
+    assert SeedBlocks(np.array([[0.1, NAN], [0.2, 0.3]])).of_arm(0) is None
+
+
+def test_missing_runs_of_other_arms_take_off_their_degrees_of_freedom_only():
+    """Four arms and three seeds: interaction 6, pair 2, others 4; one run less: 3."""
+    means = table()
+    means[3, 2] = NAN
+    found = SeedBlocks(means).of_pair(0, 1)
+    assert found.own.degrees_of_freedom == pytest.approx(2 + prior_freedom(3))
+
+
+def test_a_missing_run_of_the_pair_leaves_the_common_seeds():
+    means = table()
+    means[0, 0] = NAN
+    whole = SeedBlocks(means[:2, 1:]).of_pair(0, 1)
+    assert whole.own.variance == pytest.approx((means[0, 1:] - means[1, 1:]).var(ddof=1))
+    assert SeedBlocks(means).of_pair(0, 1).own.degrees_of_freedom == pytest.approx(1 + prior_freedom(4))
+
+
+def test_one_arm_alone_has_the_variance_of_its_seeds():
+    means = table(arms=1)
+    found = SeedBlocks(means).of_arm(0)
+    assert found.variance == pytest.approx(means[0].var(ddof=1))
+    assert found.num_arms == 1
+
+
+def test_runs_with_the_same_weights_are_one_run():
+    means = table(arms=3, seeds=2)
+    kept = distinct_runs(means, [["a", "b"], ["c", None], ["a", "d"]])
+    assert np.isnan(kept).tolist() == [[False, False], [False, False], [True, False]]
+
+
+def test_equal_arms_have_no_variance():
+    found = SeedBlocks(np.full((4, 3), 0.5)).of_pair(0, 1)
+    assert found.variance == pytest.approx(0, abs=1e-25)
