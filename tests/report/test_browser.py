@@ -67,6 +67,10 @@ def shows(text, fraction, digits=1):
     return abs(number(text) - 100 * fraction) <= 0.5 * 10**-digits + 1e-9
 
 
+def claims_of(built):
+    return read_json(built.folder / "claims.json", ClaimsFile).claims
+
+
 def shows_p(text, p):
     if p is None:
         return text == "–"
@@ -81,26 +85,46 @@ def test_the_page_logs_nothing_and_requests_nothing(visit, built, options):
     assert seen.messages == []
     assert seen.requests == [built.page.as_uri()]
     assert seen.page.locator("ol.claims > li").count() == 6
+    assert seen.page.locator("table[data-table='arms'] tbody tr").count() == 5
     assert seen.page.locator("#answer h2").first.inner_text().startswith("Of 6 claims:")
 
 
-def test_question_answer_and_certainty_are_on_the_first_screen(visit, built):
+def test_the_answer_the_arms_and_the_decided_claims_are_on_the_first_screen(visit, built):
     page = visit(built.page).page
-    for selector in (".question", "ol.claims > li:last-child .amount", ".limits li:last-child"):
+    decided = page.locator("#claims > ol.claims > li")
+    assert decided.count() == sum(claim.verdict != "not_shown" for claim in claims_of(built)) > 0
+    for selector in (
+        ".question",
+        "#answer h2 >> nth=0",
+        "#arm-srdd_guided",
+        "#claims > ol.claims > li:last-child .amount",
+    ):
         box = page.locator(selector).bounding_box()
         assert box["y"] + box["height"] <= 800, selector
+    arms = page.locator("table[data-table='arms']").bounding_box()
+    assert arms["y"] < decided.first.bounding_box()["y"], "arms are explained before they are used"
+    assert page.locator(".limits li").last.bounding_box()["y"] < 1000
+
+
+def test_open_claims_are_folded_and_nothing_else_is(visit, built):
+    page = visit(built.page).page
+    not_shown = [claim for claim in claims_of(built) if claim.verdict == "not_shown"]
+    assert page.locator("details.open li").count() == len(not_shown) > 0
+    assert not page.locator("details.open li").first.is_visible()
+    page.locator("details.open > summary").click()
+    assert page.locator("details.open li").first.is_visible()
 
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_phone_scrolls_only_down(visit, built, opened):
-    seen = visit(built.page, viewport={"width": 360, "height": 740})
+    seen = visit(built.page, viewport={"width": 390, "height": 740})
     if opened:
         seen.open_all()
-    assert seen.width_needed() == 360
+    assert seen.width_needed() == 390
 
 
 @pytest.mark.parametrize(("scheme", "rules"), [("light", None), ("dark", ["color-contrast"])])
-def test_axe_finds_nothing_serious(visit, built, scheme, rules):
+def test_axe_finds_nothing(visit, built, scheme, rules):
     script = pytest.importorskip(AXE).__path__[0]
     seen = visit(built.page, color_scheme=scheme)
     if rules is None:
@@ -108,12 +132,7 @@ def test_axe_finds_nothing_serious(visit, built, scheme, rules):
     seen.page.evaluate(Path(script, "axe.min.js").read_text(encoding="utf-8"))
     options = {"resultTypes": ["violations"]} | ({"runOnly": rules} if rules else {})
     found = seen.page.evaluate("options => axe.run(options).then(result => result.violations)", options)
-    grave = [
-        (violation["id"], violation["nodes"][0]["html"])
-        for violation in found
-        if violation["impact"] in ("serious", "critical")
-    ]
-    assert grave == []
+    assert [(violation["id"], violation["nodes"][0]["html"]) for violation in found] == []
 
 
 def test_the_keyboard_skips_to_the_answer_and_opens_it(visit, built):
@@ -121,10 +140,12 @@ def test_the_keyboard_skips_to_the_answer_and_opens_it(visit, built):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.closest('ol').className") == "claims"
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.closest('ol')?.className") == "claims":
+            break
     page.keyboard.press("Enter")
-    assert page.locator("ol.claims > li").first.locator(".sentence").is_visible()
+    assert page.locator("#claims > ol.claims > li").first.locator(".sentence").is_visible()
 
 
 def test_the_keyboard_reaches_everything_in_order(visit, built):
@@ -133,7 +154,8 @@ def test_the_keyboard_reaches_everything_in_order(visit, built):
     page = seen.page
     seen.open_all()
     expected = page.eval_on_selector_all(
-        "a[href], summary, [tabindex='0']", "all => all.map((element, n) => (element.dataset.n = n))"
+        "a[href], summary, button, input, [tabindex='0']",
+        "all => all.filter(e => e.checkVisibility()).map((element, n) => (element.dataset.n = n))",
     )
     reached = []
     for _ in expected:
@@ -150,7 +172,7 @@ def test_parts_that_scroll_sideways_can_be_reached(visit, built):
         """() => [...document.querySelectorAll('body *')].filter(element =>
         element.scrollWidth > element.clientWidth + 1
         && ['auto', 'scroll'].includes(getComputedStyle(element).overflowX)
-        && element.tabIndex < 0 && !element.querySelector('a[href]')).map(element => element.outerHTML.slice(0, 80))"""
+        && element.tabIndex < 0 && !element.querySelector('a[href], button')).map(e => e.outerHTML.slice(0, 80))"""
     )
     assert stuck == []
 
@@ -182,10 +204,10 @@ def test_the_answer_shows_the_numbers_of_the_artifacts(visit, built):
     page = visit(built.page).page
     rows = pl.read_parquet(built.folder / "comparisons.parquet")
     claims = read_json(built.folder / "claims.json", ClaimsFile).claims
-    items = page.locator("ol.claims > li")
-    assert items.count() == len(claims) == len(rows)
-    for number_of, (claim, row) in enumerate(zip(claims, rows.iter_rows(named=True), strict=True)):
-        item = items.nth(number_of)
+    assert page.locator("ol.claims > li").count() == len(claims) == len(rows)
+    page.locator("details.open > summary").click()
+    for claim, row in zip(claims, rows.iter_rows(named=True), strict=True):
+        item = page.locator("ol.claims > li", has_text=claim.claim)
         assert item.get_attribute("class") == claim.verdict
         assert item.locator(".claim").inner_text() == claim.claim
         assert shows(item.locator(".amount b").inner_text(), row["difference"])
@@ -202,15 +224,18 @@ def test_the_strips_are_drawn_to_the_scale_of_their_axis(visit, built):
     )
     (first, x0), (last, x1) = ticks[0], ticks[-1]
     per_pixel = (number(last) - number(first)) / (x1 - x0)
+    page.locator("details.open > summary").click()
     drawn = page.eval_on_selector_all(
-        ".strip svg[role]",
-        """all => all.map(svg => { const box = svg.getBoundingClientRect(), path = [...svg.querySelectorAll('path')];
-        const at = /^M([\\d.]+) 13h0$/.exec(path.at(-1).getAttribute('d'))[1];
-        return box.x + box.width * at / 100 })""",
+        "ol.claims > li",
+        """all => all.map(item => { const svg = item.querySelector('.strip svg'), box = svg.getBoundingClientRect();
+        const at = /^M([\\d.]+) 13h0$/.exec([...svg.querySelectorAll('path')].at(-1).getAttribute('d'))[1];
+        return [item.querySelector('.claim').textContent, box.x + box.width * at / 100] })""",
     )
-    differences = pl.read_parquet(built.folder / "comparisons.parquet")["difference"]
-    shown = [number(first) + (x - x0) * per_pixel for x in drawn]
-    assert shown == pytest.approx([100 * value for value in differences], abs=0.25)
+    table = pl.read_parquet(built.folder / "comparisons.parquet")
+    texts = {claim.claim: claim.comparison_id for claim in claims_of(built)}
+    for claim, x in drawn:
+        difference = table.row(by_predicate=pl.col("comparison_id") == texts[claim], named=True)["difference"]
+        assert number(first) + (x - x0) * per_pixel == pytest.approx(100 * difference, abs=0.25)
 
 
 def test_accuracy_dots_are_drawn_to_the_scale_of_their_axis(visit, built):
@@ -221,7 +246,7 @@ def test_accuracy_dots_are_drawn_to_the_scale_of_their_axis(visit, built):
         texts, dots = panels.nth(panel).evaluate(
             """div => {
                 const middle = element => { const box = element.getBoundingClientRect(); return box.x + box.width / 2 }
-                const circles = [...div.querySelectorAll('path')].filter(element => /A/.test(element.getAttribute('d')))
+                const circles = [...div.querySelectorAll('circle')]
                 return [[...div.querySelectorAll('text')].map(t => [t.textContent, middle(t)]), circles.map(middle)]
             }"""
         )
@@ -333,9 +358,149 @@ def test_hostile_texts_do_nothing_but_show(visit, hostile):
     seen.page.wait_for_timeout(100)
     assert seen.messages == []
     assert seen.requests == [hostile.page.as_uri()]
-    assert seen.page.evaluate("document.querySelectorAll('script, img, iframe, object, embed, link').length") == 0
+    assert seen.page.evaluate("document.querySelectorAll('img, iframe, object, embed, link').length") == 0
+    assert seen.page.evaluate("document.querySelectorAll('script').length") == 1
     assert seen.width_needed() == 360
     text = seen.page.locator("body").inner_text()
     assert "<script>alert(1)</script>" in text
     assert "⟨U+202E⟩" in text
     assert "⟨U+001B⟩[31m" in text
+
+
+def test_a_click_on_a_head_sorts_by_number_and_a_filter_finds_rows(visit, built):
+    page = visit(built.page).page
+    table = page.locator("table[data-table='arms']")
+    column = "rows => rows.map(row => parseFloat(row.cells[1].textContent))"
+    before = table.locator("tbody tr").evaluate_all(column)
+    head = table.locator("thead th").nth(1)
+    head.locator("button").click()
+    assert table.locator("tbody tr").evaluate_all(column) == sorted(before) != sorted(before, reverse=True)
+    assert head.get_attribute("aria-sort") == "ascending"
+    head.locator("button").click()
+    assert table.locator("tbody tr").evaluate_all(column) == sorted(before, reverse=True)
+    page.locator("#accuracy details > summary").click()
+    page.locator("#accuracy .tool input").fill("E5b 10")
+    shown = page.locator("table[data-table='accuracy'] tbody tr:visible")
+    assert shown.count() > 0
+    assert all("E5b" in text and "10" in text for text in shown.all_inner_texts())
+    page.locator("#accuracy .tool input").fill("no such row")
+    assert shown.count() == 0
+
+
+def test_a_mark_shows_its_value_on_hover_and_on_focus(visit, built):
+    page = visit(built.page).page
+    picture = page.locator("#robustness .panels svg").first
+    picture.scroll_into_view_if_needed()
+    rows = pl.read_parquet(built.folder / "differences.parquet").filter(pl.col("arm") == "E5")
+    expected = rows.row(by_predicate=pl.col("noise_level") == 0.0, named=True)["difference"]
+    picture.locator("circle[data-s='E5']").first.hover()
+    text = page.locator("#tip").inner_text()
+    assert text.startswith("E5 minus baseline at 0")
+    assert shows(text.split(": ")[1].split(" points")[0], expected)
+    page.mouse.move(0, 0)
+    picture.focus()
+    texts = set()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+        texts.add(page.locator("#tip").inner_text())
+    assert len(texts) == 4
+    assert all("minus baseline" in text for text in texts)
+    page.keyboard.press("Escape")
+    assert not page.locator("#tip").is_visible()
+
+
+def test_without_scripts_the_marks_tell_their_values_themselves(visit, built):
+    page = visit(built.page, java_script_enabled=False).page
+    titles = page.locator("#robustness .panels svg title").all_text_contents()
+    assert any("E5 minus baseline" in title for title in titles)
+    assert page.locator("button, input").count() == 0
+
+
+def test_an_arm_is_switched_off_in_all_pictures_together(visit, built):
+    page = visit(built.page).page
+    marks = page.locator(".panels [data-s='E5b']:visible")
+    sections = "all => [...new Set(all.map(mark => mark.closest('section').id))]"
+    assert {"accuracy", "robustness", "training"} <= set(marks.evaluate_all(sections))
+    others = page.locator(".panels [data-s='E5']:visible").count()
+    button = page.locator("#robustness .legend button", has_text="E5b")
+    button.click()
+    assert marks.count() == 0
+    assert page.locator(".panels [data-s='E5']:visible").count() == others
+    assert button.get_attribute("aria-pressed") == "false"
+    assert page.locator("#training .legend button", has_text="E5b").get_attribute("aria-pressed") == "false"
+    page.get_by_role("button", name="Show all arms").click()
+    assert marks.count() > 0
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+def test_a_link_to_a_claim_or_a_question_opens_it(visit, built, scripts):
+    page = visit(built.page, java_script_enabled=scripts).page
+    for selector in ("details.open li", ".sides details"):
+        anchor = page.locator(selector).last.get_attribute("id")
+        page.goto(f"{built.page.as_uri()}#{anchor}")
+        target = page.locator(f"[id='{anchor}']")
+        assert target.is_visible() or not scripts
+        if scripts:
+            box = target.bounding_box()
+            assert 0 <= box["y"] < 800
+    assert page.locator("#arm-E5").count() == 1
+
+
+def test_questions_are_searched_in_question_and_responses(visit, built):
+    page = visit(built.page).page
+    wanted = page.locator(".sides details").first.text_content()
+    page.locator("#explorer .tool input").fill(" ".join(wanted.split()[:2]))
+    assert 0 < page.locator(".sides details:visible").count() < page.locator(".sides details").count()
+
+
+def test_a_table_that_is_cut_off_on_a_phone_has_a_cue(visit, built):
+    page = visit(built.page, viewport={"width": 390, "height": 740}).page
+    region = page.locator(".scroll.arms")
+    assert region.evaluate("e => e.scrollWidth > e.clientWidth")
+    assert "gradient" in region.evaluate("e => getComputedStyle(e).backgroundImage")
+
+
+def test_ticks_of_steps_are_whole(visit, built):
+    page = visit(built.page).page
+    titles = page.locator("#training .panels > div").evaluate_all(
+        """all => all.map(div => [...div.querySelectorAll('text')]
+        .map(text => [text.textContent, text.getBoundingClientRect().y]))"""
+    )
+    for texts in titles:
+        bottom = max(y for text, y in texts if text.replace(".", "").isdigit())
+        steps = [text for text, y in texts if abs(y - bottom) < 2 and text.replace(".", "").isdigit()]
+        assert len(steps) >= 3
+        assert all(text.isdigit() for text in steps)
+
+
+def test_sixty_arms_answer_on_the_first_screen(visit, synthetic, make_report, tmp_path):
+    """Most claims are open, a few are decided: those and the answer are seen without scrolling."""
+    arms = {f"E5-{number:02}": synthetic.ARMS["E5"] for number in range(59)}
+    synthetic.ARMS.update(arms)
+    comparisons = [
+        {
+            "kind": "arms",
+            "treatment": name,
+            "control": "baseline",
+            "expected": "lower",
+            "claim": f"{name} costs accuracy",
+        }
+        for name in arms
+    ] + [
+        {
+            "kind": "levels",
+            "arm": "baseline",
+            "noise_level": 0.1,
+            "claim": "Noise hurts the baseline",
+            "family": "noise",
+        }
+    ]
+    study = synthetic.study(arms=["baseline", *arms], seeds=[0, 1], comparisons=comparisons)
+    built = make_report(tmp_path, study, 100)
+    page = visit(built.page).page
+    decided = [claim.claim for claim in claims_of(built) if claim.verdict in ("supported", "refuted")]
+    assert "Noise hurts the baseline" in decided
+    for claim in decided[:5]:
+        box = page.locator("#claims > ol.claims > li", has_text=claim).bounding_box()
+        assert box["y"] + box["height"] <= 800
+    assert page.evaluate("document.documentElement.scrollHeight") < 40_000

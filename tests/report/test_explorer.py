@@ -117,7 +117,7 @@ def test_long_lists_and_long_responses_are_cut_and_say_so():
 def test_the_page_shows_both_responses(built):
     part = built.html.split('<section id="explorer">')[1].split("</section>")[0]
     assert "baseline against pretrained, without noise" in part
-    assert part.count("<pre") == 2 * part.count("<details>")
+    assert part.count("<pre") == 2 * part.count('<details id="question-')
     table = pl.read_parquet(built.folder / "flips.parquet")
     assert f"they disagree on {table['question_id'].n_unique()} of 200 questions" in part
     assert "baseline 0 0.0 0 #### " in part

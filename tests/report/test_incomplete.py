@@ -37,7 +37,7 @@ def test_missing_files_are_named_and_the_rest_is_shown(half):
     assert "runs/E5/seed1/metrics.parquet" in html.split("<section")[0]
     claims = read_json(half.folder / "claims.json", ClaimsFile).claims
     assert claims[0].verdict == "invalid"
-    assert '<li class="invalid">' in html
+    assert '<li class="invalid" id="claim-' in html
     assert "Noise hurts" in html
     assert "> This study is incomplete." in (half.folder / "summary.md").read_text()
 
@@ -76,4 +76,4 @@ def test_paths_come_from_the_plan(tmp_path, synthetic):
     assert inputs.diagnoses[1].strategies == {"published": results / "srdd/base/target/sigmas-published.yaml"}
     data = read_inputs(inputs)
     assert len(data.missing_runs) == 8
-    assert len(data.missing) == 5 + 8 * 3 + len(inputs.evaluations) * 3 + 2 * 3
+    assert len(data.missing) == 6 + 8 * 3 + len(inputs.evaluations) * 3 + 2 * 3

@@ -4,11 +4,13 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import altair as alt
 import polars as pl
 import pytest
 
+import aqnpipe
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile
 from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.config.arm import Arm
@@ -16,11 +18,13 @@ from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report import numbers
-from aqnpipe.report.charts import MAX_ROWS, SeriesKey, training_panels
-from aqnpipe.report.svg import render_svg, series_colour
+from aqnpipe.report.charts import SeriesKey
+from aqnpipe.report.svg import described, render_svg, series_colour, small_dot
+from aqnpipe.report.training_charts import MAX_DOTS, training_panels
 from aqnpipe.report.words import load_words
 
-MAX_BYTES = 300_000
+PACKAGE = Path(aqnpipe.__file__).parent
+MAX_BYTES = 400_000
 MARKUP = '</title></style><script>alert(1)</script>"><img src=x onerror=alert(2)>'
 
 
@@ -43,7 +47,7 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        self.in_cell = tag in ("td", "th") or (tag == "a" and self.in_cell)
+        self.in_cell = tag in ("td", "th") or (tag in ("a", "small") and self.in_cell)
 
     def handle_endtag(self, tag):
         self.in_cell = False
@@ -67,18 +71,25 @@ def page(built):
 
 
 def assert_inert(page, html):
-    """Nothing is loaded, nothing runs, and the only style is the page's own."""
+    """Nothing is loaded, and nothing runs but the page's own style and script."""
     style = html.split("<style>")[1].split("</style>")[0]
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    assert page.policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    inert = {"script", "link", "img", "iframe", "object", "embed", "use", "image", "foreignobject", "form", "base"}
+    script = html.rsplit("<script>", 1)[1].split("</script>")[0]
+    first, second = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script))
+    assert page.policy == (
+        f"default-src 'none'; style-src 'sha256-{first}'; script-src 'sha256-{second}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    assert page.tags.count("script") == 1
+    assert script == (PACKAGE / "report" / "templates" / "report.js").read_text(encoding="utf-8").strip()
+    inert = {"link", "img", "iframe", "object", "embed", "use", "image", "foreignobject", "form", "base"}
     assert not inert & set(page.tags)
-    assert page.tags.count("style") == page.tags.count("title") == 1
+    assert page.tags.count("style") == 1
     for tag, name, value in page.attributes:
         assert not name.startswith("on"), (tag, name)
         assert name != "style"
         if name in ("src", "href", "xlink:href", "action"):
-            assert value.startswith("#"), (tag, name, value)
+            # Two kinds of links lead to the pages of `aqnpipe view`; without it they stay hidden.
+            assert value.startswith(("#", "/claim/")) or value == "/", (tag, name, value)
     assert "url(" not in style
 
 
@@ -100,7 +111,7 @@ def test_same_artifacts_same_bytes(built, tmp_path):
 
 def test_links_have_targets_and_names_are_unique(page):
     ids = [value for _, name, value in page.attributes if name == "id"]
-    links = {value[1:] for _, name, value in page.attributes if name == "href"}
+    links = {value[1:] for _, name, value in page.attributes if name == "href" and value[0] == "#"}
     assert links
     assert links <= set(ids)
     assert len(ids) == len(set(ids))
@@ -108,7 +119,7 @@ def test_links_have_targets_and_names_are_unique(page):
 
 def test_every_figure_has_a_name_and_its_numbers(page, built):
     named = [value for tag, name, value in page.attributes if tag == "svg" and name == "aria-label"]
-    assert len(named) >= 6 + 3 + 5 + 4 + 4 + 1
+    assert len(named) >= 6 + 3 + 2 + 4 + 4 + 1
     assert all(named)
     for section in ("accuracy", "robustness", "training", "diagnosis", "costs"):
         part = built.html.split(f'<section id="{section}">')[1].split("</section>")[0]
@@ -170,9 +181,24 @@ def test_hostile_arm_names_stay_text_inside_figures():
     name = MARKUP + "\u202e\x1b[31m\x00"
     chart = alt.Chart(pl.DataFrame({"arm": [name], "x": [0.5512]})).mark_point().encode(x="x:Q", y="arm:N")
     page = Page(str(render_svg(chart, name)))
-    assert set(page.tags) <= {"svg", "g", "path", "line", "text", "rect"}
+    assert set(page.tags) <= {"svg", "g", "path", "line", "text", "rect", "circle"}
     assert ("svg", "aria-label", MARKUP + "⟨U+202E⟩⟨U+001B⟩[31m⟨U+0000⟩") in page.attributes
     assert not re.search(r"[\x00\x1b\u202e]", page.whole_text)
+
+
+def test_marks_tell_their_values_as_text_and_name_their_series():
+    table = pl.DataFrame({"x": [1.0, 2.0], "about": [described("E5", MARKUP), described("E5b", "0.12345")]})
+    svg = str(render_svg(alt.Chart(table).mark_point(filled=True).encode(x="x:Q", description="about:N"), "picture"))
+    page = Page(svg)
+    assert page.tags.count("title") == 2
+    assert {"script", "img"}.isdisjoint(page.tags)
+    assert [value for _, name, value in page.attributes if name == "data-s"] == ["E5", "E5b"]
+    assert "0.12345" in page.whole_text
+    dots = table.with_columns(about=pl.Series([small_dot("E5"), small_dot("E5")]))
+    chart = alt.Chart(dots).mark_point(filled=True, color=series_colour(1)).encode(x="x:Q", description="about:N")
+    joined = str(render_svg(chart, "picture"))
+    assert joined.count('data-s="E5"') == 1
+    assert joined.count("h0") == 2
 
 
 def test_pictures_round_positions_but_never_labels():
@@ -194,7 +220,7 @@ def test_long_training_is_thinned_and_keeps_its_last_step():
         validation_accuracy=pl.when(pl.col("step") == steps).then(0.5),
     )
     runs = pl.concat(rows.with_columns(arm=pl.lit("E5"), seed=pl.lit(seed, pl.Int64)) for seed in range(60))
-    assert len(runs) > 5 * MAX_ROWS
+    assert len(runs) > 5 * MAX_DOTS
     panels = training_panels(runs, [SeriesKey("E5", 1)], load_words("en"))
     assert [panel.title for panel in panels] == [
         "Reward, mean of 7 steps",
@@ -203,14 +229,16 @@ def test_long_training_is_thinned_and_keeps_its_last_step():
     ]
     svg = str(panels[0].svg)
     assert "400" in re.findall(r">(\d+)</text>", svg)
-    lines = re.findall(r'd="(M[^"]*)"[^>]*stroke="var\(--c1\)"', svg)
-    assert len(lines) == 60
-    assert {line.count(",") for line in lines} == {58}
+    # 400 steps of 60 runs: 50 dots for each, the mean as one line of 58 points, and no band, because all seeds agree.
+    assert svg.count("h0") == 60 * 50 <= MAX_DOTS
+    lines = re.findall(r'd="(M[^"]*)"[^>]*stroke="var\(--c1\)"[^>]*data-s="E5"', svg)
+    assert [line.count(",") for line in lines] == [58]
+    assert "E5, step 400. Reward, mean of 7 steps: 0.5, seeds 0.5 to 0.5" in svg
 
 
 @pytest.mark.parametrize(("peak", "labels"), [(0.9, False), (90.0, True)])
 def test_kl_gets_decades_where_a_peak_would_hide_the_rest(peak, labels):
-    """KL 0.1 to 0.5, 0 at the start, and a peak that the mean over 5 steps reduces to a fifth."""
+    """KL 0.1 to 0.5, 0 at the start, and a peak."""
     rows = pl.DataFrame({"step": range(1, 41), "kl": [0.0] * 5 + [0.1, 0.2, 0.5] * 10 + [0.1] * 4 + [peak]})
     runs = rows.with_columns(
         arm=pl.lit("E5"),

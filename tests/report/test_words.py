@@ -105,12 +105,12 @@ def template_parts(node):
 
 
 def uses_in_template():
-    source = (TEMPLATES / "report.html.jinja").read_text(encoding="utf-8")
-    for node in Environment().parse(source).find_all(nodes.Call):
-        if isinstance(node.node, nodes.Name) and node.node.name == "w":
-            parts = template_parts(node.args[0])
-            values = frozenset(keyword.key for keyword in node.kwargs)
-            yield Use(f"report.html.jinja:{node.lineno}", pattern_of(parts), values, None not in parts)
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        for node in Environment().parse(path.read_text(encoding="utf-8")).find_all(nodes.Call):
+            if isinstance(node.node, nodes.Name) and node.node.name == "w":
+                parts = template_parts(node.args[0])
+                values = frozenset(keyword.key for keyword in node.kwargs)
+                yield Use(f"{path.name}:{node.lineno}", pattern_of(parts), values, None not in parts)
 
 
 @pytest.fixture(scope="module")

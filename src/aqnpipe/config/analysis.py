@@ -12,6 +12,7 @@ PRETRAINED = "pretrained"
 Direction = Literal["higher", "lower", "different"]
 """different: in either direction."""
 TestKind = Literal["superiority", "non_inferiority", "equivalence"]
+ClaimRole = Literal["primary", "secondary", "control"]
 
 
 class TestedClaim(FrozenModel):
@@ -35,9 +36,23 @@ class TestedClaim(FrozenModel):
         default=None, description="for superiority: the sign of the difference that is claimed"
     )
     family: str = Field(default="main", min_length=1, description="Holm's adjustment is applied within a family")
+    role: ClaimRole = Field(
+        default="secondary",
+        description="primary: the claim that answers the study's question, at most one; control: expected to hold in "
+        "any working study",
+    )
+    equivalent_within: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="for superiority in a study with adaptive seeds: differences smaller than this do not matter, and "
+        "the claim may end as equivalent; a fraction",
+    )
 
     @model_validator(mode="after")
     def _test_fits(self) -> Self:
+        if self.equivalent_within is not None and self.test != "superiority":
+            raise ValueError(f"equivalent_within is for test: superiority; {self.test} uses margin")
         if self.test == "superiority":
             if self.margin is not None:
                 raise ValueError("margin is for test: non_inferiority or equivalence")
@@ -128,7 +143,11 @@ class ReportConfig(FrozenModel):
     """Title, language and content of the report."""
 
     title: str
+    title_zh: str | None = Field(default=None, description="the title in a Chinese report; null: the English one, marked")
     question: str = Field(description="the question of the study, shown at the top")
+    question_zh: str | None = Field(
+        default=None, description="the question in a Chinese report; null: the English one, marked"
+    )
     language: Literal["en", "zh"] = Field(default="en", description="language of the report and the summary")
     explore: ArmPair | None = Field(
         default=None, description="arms whose flipped questions are shown; null: those of the first comparison of arms"

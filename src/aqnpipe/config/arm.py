@@ -40,6 +40,9 @@ class Arm(FrozenModel):
     """An experimental condition: the noise during training. All other settings are shared by the study."""
 
     description: str
+    description_zh: str | None = Field(
+        default=None, description="the description in a Chinese report; null: the English one, marked"
+    )
     model: ModelRole = "base"
     operator_noise: OperatorNoise | None = None
     module_noise: ModuleNoise | None = None
@@ -67,7 +70,7 @@ class Arm(FrozenModel):
 
     def as_trained(self) -> "Arm":
         """Return the arm without what does not affect its training, so that editing that re-trains nothing."""
-        return self.model_copy(update={"description": "", "task": None, "aa_control_of": None})
+        return self.model_copy(update={"description": "", "description_zh": None, "task": None, "aa_control_of": None})
 
     @model_validator(mode="after")
     def _phases_are_of_training(self) -> Self:

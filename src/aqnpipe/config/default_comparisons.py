@@ -134,7 +134,7 @@ def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
 
 def _noise(arm: Arm) -> dict[str, object]:
     """Return the settings of the arm other than AQN that define its noise."""
-    return arm.model_dump(exclude={"description", "model", "aqn", "machine", "aa_control_of", "seed_offset"})
+    return arm.model_dump(exclude={"description", "description_zh", "model", "aqn", "machine", "aa_control_of", "seed_offset"})
 
 
 def _uses_noise(arm: Arm) -> bool:
@@ -153,6 +153,7 @@ def _accuracy(name: str, counterpart: str, arm: Arm, level: float) -> ArmCompari
         noise_level=level,
         expected="lower" if hurts else "higher",
         family="arms",
+        role="control" if counterpart == PRETRAINED else "secondary",
         claim=f"{name} has {word} accuracy than {counterpart}{where}",
         claim_zh=f"{where_zh}{name} 的准确率{word_zh} {counterpart}",
     )
@@ -163,6 +164,7 @@ def _level(name: str, level: float) -> LevelComparison:
         arm=name,
         noise_level=level,
         family="levels",
+        role="control",
         claim=f"{_percent(level)} evaluation noise costs {name} accuracy",
         claim_zh=f"{_percent(level)} 评估噪声降低 {name} 的准确率",
     )

@@ -1,7 +1,8 @@
 """The claims of a study on one scale, each with its verdict, and how sure the verdicts are."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,14 @@ from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.tables import Row, Table
-from aqnpipe.report.verdicts import VERDICT_SYMBOLS
+from aqnpipe.report.translation import in_language
+from aqnpipe.report.verdicts import VERDICT_SYMBOLS, counted_verdicts
 from aqnpipe.report.words import Words
 
 _STRETCH = 2.5
 """Upper limit of the common scale in multiples of the largest difference; wider intervals are cut, with an arrow."""
 _SMALLEST_REACH = 0.02
+_NOT_IN_ANCHORS = re.compile(r"[^A-Za-z0-9_.]+")
 _TICK_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
@@ -33,8 +36,7 @@ class Tick:
 class Strip:
     """An interval drawn as a line: positions in percent of the width that all strips share.
 
-    `band`: half width of the differences that would probably have been missed. `cut_low`, `cut_high`: the end of the
-    interval is outside the scale.
+    `cut_low`, `cut_high`: the end of the interval is outside the scale.
     """
 
     low: float
@@ -42,7 +44,6 @@ class Strip:
     high: float
     cut_low: bool
     cut_high: bool
-    band: float
     margins: tuple[float, ...]
     text: str
 
@@ -53,6 +54,7 @@ class ClaimRow:
 
     comparison_id: str
     claim: str
+    untranslated: bool
     verdict: str
     symbol: str
     sentence: str
@@ -60,13 +62,35 @@ class ClaimRow:
     interval: str
     strip: Strip | None
     paired: Table | None
+    family: str
+    role: str
+    anchor: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the data do not decide the claim."""
+        return self.verdict == "not_shown" and self.role != "primary"
+
+
+@dataclass(frozen=True)
+class ClaimGroup:
+    """Claims of one family, or the controls: decided and invalid ones, and the open ones, which the page folds."""
+
+    heading: str
+    line: str
+    decided: tuple[ClaimRow, ...]
+    open: tuple[ClaimRow, ...]
 
 
 @dataclass(frozen=True)
 class ClaimsOverview:
-    """The first screen of the page: the claims on one scale, and `limits`, what the study cannot show."""
+    """The first screen of the page: the claims on one scale, and `limits`, what the study cannot show.
+
+    `rows` are all claims in the study's order, `groups` the same claims by family, with the controls at the end.
+    """
 
     rows: tuple[ClaimRow, ...]
+    groups: tuple[ClaimGroup, ...]
     ticks: tuple[Tick, ...]
     limits: tuple[str, ...]
 
@@ -81,18 +105,59 @@ def claims_overview(study: Study, data: ReportData, words: Words) -> ClaimsOverv
     claims = data.claims
     by_id = {row["comparison_id"]: row for row in data.comparisons.iter_rows(named=True)}
     reach = _reach(list(by_id.values()))
+    anchors = _anchors([claim.comparison_id for claim in claims.claims])
+    rows = tuple(
+        _claim_row(claim, by_id.get(claim.comparison_id, {}), reach, claims, words, anchors[claim.comparison_id])
+        for claim in claims.claims
+    )
     return ClaimsOverview(
-        rows=tuple(
-            _claim_row(claim, by_id.get(claim.comparison_id, {}), reach, claims, words) for claim in claims.claims
-        ),
+        rows=rows,
+        groups=tuple(_groups(rows, words)),
         ticks=_ticks(reach) if any(row["difference"] is not None for row in by_id.values()) else (),
         limits=tuple(limits(study, claims, data.comparisons, words)),
     )
 
 
+def _groups(rows: Sequence[ClaimRow], words: Words) -> Iterator[ClaimGroup]:
+    """Yield a group per family in the study's order, the one of the primary claim first, and the controls last."""
+    controls = [row for row in rows if row.role == "control"]
+    others = [row for row in rows if row.role != "control"]
+    primary = [row.family for row in others if row.role == "primary"]
+    families = list(dict.fromkeys([*primary, *(row.family for row in others)]))
+    for family in families:
+        heading = words("claims.family", family=family) if len(families) > 1 or controls else ""
+        yield _group(heading, [row for row in others if row.family == family], words)
+    if controls:
+        yield _group(words("claims.controls"), controls, words)
+
+
+def _group(heading: str, rows: Sequence[ClaimRow], words: Words) -> ClaimGroup:
+    decided = sorted((row for row in rows if not row.is_open), key=_first_shown)
+    return ClaimGroup(
+        heading=heading,
+        line=counted_verdicts((row.verdict for row in rows), words),
+        decided=tuple(decided),
+        open=tuple(row for row in rows if row.is_open),
+    )
+
+
+def _first_shown(row: ClaimRow) -> tuple[bool, bool]:
+    """Sort key: the primary claim, then those that the data decide, then the invalid ones."""
+    return row.role != "primary", row.verdict == "invalid"
+
+
+def _anchors(identifiers: Sequence[str]) -> dict[str, str]:
+    """Return the anchor of every comparison: its id with other characters than letters, digits, `_`, `.` as dashes."""
+    anchors: dict[str, str] = {}
+    for identifier in identifiers:
+        name = f"claim-{_NOT_IN_ANCHORS.sub('-', identifier).strip('-')}"
+        anchors[identifier] = f"{name}-{len(anchors)}" if name in anchors.values() else name
+    return anchors
+
+
 def claim_text(claim: Claim, words: Words) -> str:
     """Return the claim in the language of the study if the study gives it in that language."""
-    return (words.language == "zh" and claim.claim_zh) or claim.claim
+    return in_language(claim.claim, claim.claim_zh, words).text
 
 
 def sentence_text(claim: Claim, words: Words) -> str:
@@ -105,7 +170,7 @@ def sentence_text(claim: Claim, words: Words) -> str:
 def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> list[str]:
     """Return what the study cannot show, from its sizes and verdicts."""
     verdicts = {claim.verdict for claim in claims.claims}
-    settings, num_seeds = study.config.statistics, len(study.config.seeds)
+    settings, num_seeds = study.config.statistics, len(study.seeds)
     sentences = []
     if num_seeds == 1:
         sentences.append(words("sure.one_seed" if study.has_training else "sure.given_weights"))
@@ -168,11 +233,14 @@ def paired_table(claim: Claim, level: float, words: Words) -> Table:
     return Table(f"paired-{claim.comparison_id}", caption, headers, rows, 0)
 
 
-def _claim_row(claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, words: Words) -> ClaimRow:
+def _claim_row(
+    claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, words: Words, anchor: str
+) -> ClaimRow:
     compared = row.get("difference") is not None
     return ClaimRow(
         comparison_id=claim.comparison_id,
         claim=claim_text(claim, words),
+        untranslated=in_language(claim.claim, claim.claim_zh, words).untranslated,
         verdict=claim.verdict,
         symbol=VERDICT_SYMBOLS[claim.verdict],
         sentence=sentence_text(claim, words),
@@ -180,6 +248,9 @@ def _claim_row(claim: Claim, row: Mapping[str, Any], reach: float, claims: Claim
         interval=words.span(row["ci_low"], row["ci_high"], numbers.points) if compared else "",
         strip=_strip(row, reach, words) if compared and row["ci_low"] is not None else None,
         paired=paired_table(claim, 1 - claims.alpha, words) if claim.seeds else None,
+        family=row.get("family", ""),
+        role=claim.role,
+        anchor=anchor,
     )
 
 
@@ -187,14 +258,13 @@ def _strip(row: Mapping[str, Any], reach: float, words: Words) -> Strip:
     def position(value: float) -> float:
         return round(50 + 50 * min(max(value / reach, -1.0), 1.0), 1)
 
-    detectable, margin = row["minimum_detectable_difference"], row["margin"]
+    margin = row["margin"]
     return Strip(
         low=position(row["ci_low"]),
         middle=position(row["difference"]),
         high=position(row["ci_high"]),
         cut_low=row["ci_low"] < -reach,
         cut_high=row["ci_high"] > reach,
-        band=round(50 * min((detectable or 0.0) / reach, 1.0), 1) if row["test"] == "superiority" else 0.0,
         margins=() if margin is None else tuple(position(edge) for edge in (-margin, margin)),
         text=words(
             "strip",

@@ -61,6 +61,7 @@ class FlipGroup:
     winner: str
     num_questions: int
     shown: tuple[FlippedQuestion, ...]
+    slug: str
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,12 @@ def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds
         won = by_question.filter(wanted).sort(pl.col("net").abs(), "question_id", descending=[True, False])
         shown = won["question_id"].head(MAX_QUESTIONS_PER_GROUP).to_list()
         groups.append(
-            FlipGroup(winner, len(won), tuple(_question(flipped, question_id, column) for question_id in shown))
+            FlipGroup(
+                winner,
+                len(won),
+                tuple(_question(flipped, question_id, column) for question_id in shown),
+                column.split("_")[0],
+            )
         )
     return Explorer(pair, num_seeds, num_questions, by_question.height, tuple(groups))
 

@@ -10,7 +10,7 @@ from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyConditi
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import ReportData, Run
-from aqnpipe.report.svg import MUTED, render_svg
+from aqnpipe.report.svg import MUTED, described
 from aqnpipe.report.tables import Figure, PanelGroup, Row, Table
 from aqnpipe.report.verdicts import counted_verdicts
 from aqnpipe.report.words import Words
@@ -134,16 +134,25 @@ def _panels(study: LossStudyFile, keys: Sequence[SeriesKey], words: Words) -> li
         )
         x = alt.X("magnitude:Q").title(words("axis.magnitude")).scale(type="log").axis(grid=False)
         y = alt.Y("loss:Q").title(words("axis.loss"))
-        base = alt.Chart(rows, width=charts.PANEL_WIDTH, height=charts.PANEL_HEIGHT)
         colour = charts.colour_scale("condition", keys)
+        told = rows.with_columns(about=_told(rows, words))
+        base = alt.Chart(told, width=charts.PANEL_WIDTH, height=charts.PANEL_HEIGHT)
         chart = alt.layer(
             alt.Chart(rules).mark_rule(color=MUTED, strokeDash=[3, 3], strokeWidth=1.2).encode(y=y),
             base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=charts.dash_scale("condition", keys)),
-            base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour),
+            base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour, description="about:N"),
         )
         title = words(f"order.{order}") if order else words("losses.panel")
-        panels.append(Panel(title, render_svg(chart, words("alt.losses", order=title))))
+        panels.append(charts.panel(title, chart, words("alt.losses", order=title)))
     return panels
+
+
+def _told(rows: pl.DataFrame, words: Words) -> pl.Series:
+    texts = [
+        described("", words("mark.loss", condition=condition, magnitude=f"{magnitude:g}", loss=f"{loss:.4f}"))
+        for condition, magnitude, loss in rows.select("condition", "magnitude", "loss").iter_rows()
+    ]
+    return pl.Series(texts, dtype=pl.String)
 
 
 def _comparison_table(study: LossStudyFile, words: Words) -> Table:

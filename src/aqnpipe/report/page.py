@@ -8,9 +8,21 @@ import polars as pl
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import charts, costs_view, diagnosis_view, guidance_view, published, sigmas_view, tables
+from aqnpipe.report import (
+    charts,
+    costs_view,
+    depth_charts,
+    diagnosis_view,
+    guidance_view,
+    noise_charts,
+    published,
+    sigmas_view,
+    tables,
+    training_charts,
+)
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.inputs import Diagnosis, ReportData, Run
+from aqnpipe.report.leaps import leap_sentences, leap_table, leaps
 from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
 from aqnpipe.report.words import Words
 
@@ -44,6 +56,7 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
     """Return the figures of one model role."""
     accuracy = data.accuracy.filter(pl.col("model") == model)
     robustness = data.robustness.filter(pl.col("model") == model)
+    differences = data.differences.filter(pl.col("model") == model)
     last = last_steps(accuracy)
     runs = [run for run in data.runs if run.model == model]
     keys = _arm_keys(study, {*accuracy["arm"], *(run.arm for run in runs)})
@@ -53,7 +66,7 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
     return ModelSection(
         heading=heading,
         accuracy=None if last.is_empty() else _accuracy_figure(study, last, accuracy, keys, words, run_link),
-        robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, keys, words),
+        robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, differences, keys, words),
         training=_training_figure(runs, keys, words) if runs else None,
         diagnosis=_diagnosis_figure(study, diagnoses, words) if diagnoses else None,
         diagnosis_verdicts=diagnosis_view.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
@@ -150,31 +163,63 @@ def _accuracy_figure(
 
 
 def _robustness_figure(
-    study: Study, last: pl.DataFrame, robustness: pl.DataFrame, keys: Sequence[SeriesKey], words: Words
+    study: Study,
+    last: pl.DataFrame,
+    robustness: pl.DataFrame,
+    differences: pl.DataFrame,
+    keys: Sequence[SeriesKey],
+    words: Words,
 ) -> Figure:
     level = 1 - study.config.statistics.alpha
     slopes = () if robustness.is_empty() else (tables.robustness_table(robustness, level, words),)
+    compared = () if differences.is_empty() else (tables.difference_table(differences, level, words),)
     return Figure(
-        caption=words("robustness.caption"),
-        groups=(PanelGroup(charts.robustness_panels(last, keys, words)),),
-        tables=(*slopes, tables.robustness_means_table(last, words)),
+        caption=words("robustness.caption", level=level),
+        groups=tuple(_noise_group(group, last, differences, words) for group in _pictures(keys)),
+        tables=(*compared, *slopes, tables.robustness_means_table(last, words)),
     )
+
+
+def _noise_group(group: Sequence[SeriesKey], last: pl.DataFrame, differences: pl.DataFrame, words: Words) -> PanelGroup:
+    names, many = [key.name for key in group], last["arm"].n_unique() > charts.MANY_ARMS
+    own = differences.filter(pl.col("arm").is_in(names) & pl.col("difference").is_not_null())
+    panels = [] if own.is_empty() else [noise_charts.difference_panel(own, group, words)]
+    shown = last.filter(pl.col("arm").is_in(names))
+    if not shown.is_empty() and shown["noise_level"].n_unique() > 1:
+        panels.append(noise_charts.accuracy_over_noise(shown, group, words, many=many))
+    return PanelGroup(panels, legend=group)
+
+
+def _thinning(num_arms: int) -> int:
+    """Return by how much curves have fewer points: the page of 250 arms has to open in time."""
+    return 1 if num_arms <= charts.MANY_ARMS else 3 if num_arms <= 3 * charts.MANY_ARMS else 6
+
+
+def _pictures(keys: Sequence[SeriesKey]) -> list[Sequence[SeriesKey]]:
+    return [keys[start : start + ARMS_PER_PICTURE] for start in range(0, len(keys), ARMS_PER_PICTURE)]
 
 
 def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Words) -> Figure:
     metrics = training_table(runs)
     trained = [key for key in keys if key.name in set(metrics["arm"])]
-    groups = [trained[start : start + ARMS_PER_PICTURE] for start in range(0, len(trained), ARMS_PER_PICTURE)]
+    found = leaps(runs)
     return Figure(
         caption=words("training.caption"),
         groups=tuple(
             PanelGroup(
-                charts.training_panels(metrics.filter(pl.col("arm").is_in([key.name for key in group])), group, words),
+                training_charts.training_panels(
+                    metrics.filter(pl.col("arm").is_in([key.name for key in group])),
+                    group,
+                    words,
+                    found,
+                    less=_thinning(len(trained)),
+                ),
                 legend=group,
             )
-            for group in groups
+            for group in _pictures(trained)
         ),
-        tables=tables.curve_tables(runs, words),
+        tables=(*([leap_table(found, words)] if found else []), *tables.curve_tables(runs, words)),
+        alerts=tuple(leap_sentences(found, words)),
     )
 
 
@@ -182,7 +227,7 @@ def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], words: Words
     keys = [SeriesKey(diagnosis.machine, number) for number, diagnosis in enumerate(diagnoses, start=1)]
     faults = [fault for diagnosis in diagnoses for fault in diagnosis.verdict.simulated_faults]
     fault_layers = [layer for fault in faults if isinstance(layer := fault.get("layer"), int)]
-    panels, constant = charts.diagnosis_panels(layer_table(diagnoses), keys, fault_layers, words)
+    panels, constant = depth_charts.diagnosis_panels(layer_table(diagnoses), keys, fault_layers, words)
     caption = [words("diagnosis.caption")]
     caption += [words("diagnosis.rule")] if fault_layers else []
     caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []

@@ -1,20 +1,19 @@
-"""Sigmas that the arms derive from a diagnosis: a line per strategy over the layers, and the reasons."""
+"""Sigmas that the arms derive from a diagnosis: bars over the layers, a colour per strategy, and the reasons."""
 
 from collections.abc import Sequence
 
-import altair as alt
 import polars as pl
 
 from aqnpipe.report import numbers
-from aqnpipe.report.charts import PANEL_HEIGHT, PANEL_WIDTH, Panel, SeriesKey, colour_scale, dash_scale
+from aqnpipe.report.charts import Panel, SeriesKey
+from aqnpipe.report.depth_charts import sigma_bars
 from aqnpipe.report.inputs import Diagnosis
-from aqnpipe.report.svg import render_svg
 from aqnpipe.report.tables import PanelGroup, Row, Table
 from aqnpipe.report.words import Words
 
 
 def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup | None:
-    """Return a panel per machine with a line per strategy over layers; None if all arms use the published rule."""
+    """Return a panel per machine with a bar per strategy and layer; None if all arms use the published rule."""
     compared = [diagnosis for diagnosis in diagnoses if len(diagnosis.strategies) > 1]
     if not compared:
         return None
@@ -54,13 +53,4 @@ def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Pan
             for layer, sigma in sorted(file.aqn.layer_sigmas.items())
         ]
     )
-    base = alt.Chart(table, width=PANEL_WIDTH, height=PANEL_HEIGHT)
-    x = alt.X("layer:Q").title(words("axis.layer")).axis(grid=False, tickMinStep=1, format="d")
-    y = alt.Y("sigma:Q").title(words("axis.sigma"))
-    colour = colour_scale("strategy", keys)
-    chart = alt.layer(
-        base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=dash_scale("strategy", keys)),
-        base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour),
-    )
-    title = words("diagnosis.strategies_of", machine=diagnosis.machine)
-    return Panel(title, render_svg(chart, words("alt.depth", what=words("depth.sigma"))))
+    return sigma_bars(table, keys, words("diagnosis.strategies_of", machine=diagnosis.machine), words)

@@ -22,7 +22,10 @@ from aqnpipe.report import (
     receipts,
     svg,
     tables,
+    translation,
 )
+from aqnpipe.report import overview as overview_view
+from aqnpipe.report.answer import answer_text
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.readme import readme
 from aqnpipe.report.summary import render_summary
@@ -89,6 +92,7 @@ def _render(
         lstrip_blocks=True,
     )
     run_link = provenance_view.run_links(data.runs)
+    script = (environment.loader.get_source(environment, "report.js")[0] if environment.loader else "").strip()
     css = (environment.loader.get_source(environment, "report.css")[0] if environment.loader else "").strip()
     models = sorted(
         {*data.accuracy["model"], *(run.model for run in data.runs), *(diagnosis.model for diagnosis in data.diagnoses)}
@@ -96,13 +100,18 @@ def _render(
     return environment.get_template("report.html.jinja").render(
         w=words,
         css=Markup(css),  # noqa: S704 - the package's own style sheet
-        css_hash=base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
+        css_hash=_digest(css),
+        script=Markup(script),  # noqa: S704 - the package's own script
+        script_hash=_digest(script),
         study=study.config,
-        arms=study.arms,
+        title=translation.title(study, words),
+        question=translation.question(study, words),
+        arm_table=overview_view.arm_table(study, page.last_steps(data.accuracy), words),
         facts=_facts(study, data, words),
         power=study.config.statistics.power,
         missing=_missing(data),
         overview=overview,
+        answer=answer_text(data.claims, words),
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=[page.model_section(study, data, model, words, run_link) for model in models],
         published=page.published_section(study, data.published, data.accuracy, words) if data.published else None,
@@ -126,6 +135,11 @@ def _render(
     )
 
 
+def _digest(text: str) -> str:
+    """Return the hash by which the policy of the page allows an inline style sheet or script."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
 def _visible(value: Any) -> Any:
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
@@ -142,7 +156,7 @@ def _facts(study: Study, data: ReportData, words: Words) -> str:
     return words(
         "page.facts",
         arms=len(config.arms),
-        seeds=len(config.seeds),
+        seeds=len(study.seeds),
         steps=study.num_steps,
         questions=numbers.count(data.accuracy["num_questions"].max()),  # type: ignore[arg-type]
         levels=len(config.evaluation.noise_levels),

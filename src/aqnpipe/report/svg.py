@@ -21,6 +21,13 @@ _NEEDLESS_ATTRIBUTES = re.compile(
     r' (?:(?:font-family|xmlns|xmlns:xlink|aria-\w+|role|class|pointer-events)="[^"]*"'
     r'|opacity="1"|stroke-width="1"|font-weight="normal"|[xy]2="0")'
 )
+_MARK, _DOT = "¦", "·"
+_LABEL = re.compile(rf' aria-label="{_MARK}([^"{_MARK}]*){_MARK}([^"]*)"')
+_DOTS = re.compile(rf'(?:<path aria-label="{_DOT}[^>]*/>)+')
+_DOT_PARTS = re.compile(
+    rf'<path aria-label="{_DOT}([^"]*)"[^>]*? transform="translate\(([^,"]*),([^)"]*)\)"[^>]*? fill="([^"]*)"[^>]*/>'
+)
+_CIRCLE = re.compile(r' d="M([\d.]+),0A\1,\1,0,1,1,-\1,0A\1,\1,0,1,1,\1,0"')
 _EMPTY_PATHS = re.compile(r'<path d="(?:M0,0h0v0h0Z)?"[^>]*/>')
 
 
@@ -38,6 +45,16 @@ def series_dash(index: int) -> list[int]:
     """Return the dash pattern of series `index`, so that colour is never the only difference."""
     round_of_palette = (index - 1) // NUM_SERIES
     return _DASHES[(index - 1 + round_of_palette) % len(_DASHES)] if index else _DASHES[2]
+
+
+def described(series: str, text: str) -> str:
+    """Return the description of a mark: the picture shows `text` at it, if any; `series` switches it on and off."""
+    return f"{_MARK}{series.replace(_MARK, ' ')}{_MARK}{text}"
+
+
+def small_dot(series: str) -> str:
+    """Return the description of a dot without values of its own: neighbours of one series become one path."""
+    return f"{_DOT}{series}"
 
 
 def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
@@ -65,26 +82,55 @@ def _fit_for_page(svg: str, label: str) -> Markup:
     if view_box is None:
         raise ValueError("the renderer returned no SVG element with a viewBox")
     root = f'<svg viewBox="{view_box.group(1)}" role="img" aria-label="{escape(visible(label))}">'
-    body = _EMPTY_PATHS.sub("", _TAG.sub(lambda tag: _slim_tag(tag.group()), svg[view_box.end() :]))
+    body = _DOTS.sub(_joined_dots, svg[view_box.end() :])
+    body = _EMPTY_PATHS.sub("", _TAG.sub(lambda tag: _slim_tag(tag.group()), body))
     return Markup(root + body)  # noqa: S704 - Vega escapes texts and attributes; hostile strings are tested
 
 
+def _joined_dots(match: re.Match[str]) -> str:
+    """Return one path per series for a run of small dots: a dot is a line of no length with round ends."""
+    series: dict[tuple[str, str], list[str]] = {}
+    for name, x, y, fill in _DOT_PARTS.findall(match.group()):
+        series.setdefault((name, fill), []).append(f"M{float(x):.0f} {float(y):.0f}h0")
+    return "".join(
+        f'<path data-s="{name}" d="{"".join(dots)}" fill="none" stroke="{fill}" stroke-width="2.6" '
+        'stroke-linecap="round" opacity=".45"/>'
+        for (name, fill), dots in series.items()
+    )
+
+
 def _slim_tag(tag: str) -> str:
+    label = _LABEL.search(tag)
+    slim = _slim_attributes(_LABEL.sub("", tag))
+    if label is None:
+        return slim
+    series, text = label.groups()
+    name = slim[1:].split(" ", 1)[0]
+    owner = f' data-s="{series}"' if series else ""
+    if not text:
+        return f"{slim.removesuffix('/>')}{owner}/>"
+    return f"{slim.removesuffix('/>')}{owner}><title>{text}</title></{name}>"
+
+
+def _slim_attributes(tag: str) -> str:
     for index in range(NUM_SERIES + 1):
         tag = tag.replace(series_colour(index), f"var(--c{index})")
     for colour, name in _PAGE_COLOURS.items():
         tag = tag.replace(colour, f"var({name})")
     tag = _NEEDLESS_ATTRIBUTES.sub("", tag)
+    circle = _CIRCLE.search(tag)
+    if circle is not None:
+        tag = f'<circle r="{circle.group(1)}"{_CIRCLE.sub("", tag).removeprefix("<path")}'
     return _MANY_DIGITS.sub(lambda number: f"{float(number.group()):.1f}".removesuffix(".0"), tag)
 
 
 def _config() -> dict[str, Any]:
     return {
-        "aria": False,
         "background": None,
         "view": {"stroke": None},
         "font": "sans-serif",
         "axis": {
+            "aria": False,
             "labelColor": MUTED,
             "titleColor": MUTED,
             "labelFontSize": 11,

@@ -12,6 +12,10 @@ from aqnpipe.report.words import Words
 
 MAX_CURVE_CELLS = 4000
 MAX_CURVE_ROWS = 60
+MAX_CURVE_COLUMNS = 120
+"""Tables of the curves of more runs than this are in training.csv alone."""
+MAX_ROWS_ON_PAGE = 600
+"""Longer tables are cut on the page, which has to stay usable with 1,250 runs."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,18 @@ class Table:
     num_text_columns: int = 1
     note: str = ""
 
+    @property
+    def shown(self) -> tuple[Row, ...]:
+        """The rows that the page shows: the first ones, and any problem among the others."""
+        if len(self.rows) <= MAX_ROWS_ON_PAGE:
+            return self.rows
+        return (*self.rows[:MAX_ROWS_ON_PAGE], *(row for row in self.rows[MAX_ROWS_ON_PAGE:] if row.alert))
+
+    @property
+    def num_left_out(self) -> int:
+        """The number of rows that are in the files of the results alone."""
+        return len(self.rows) - len(self.shown)
+
 
 @dataclass(frozen=True)
 class PanelGroup:
@@ -46,11 +62,12 @@ class PanelGroup:
 
 @dataclass(frozen=True)
 class Figure:
-    """A set of panels with a caption, and the tables of its numbers."""
+    """A set of panels with a caption, the tables of its numbers, and what in it needs attention."""
 
     caption: str
     groups: tuple[PanelGroup, ...]
     tables: tuple[Table, ...]
+    alerts: tuple[str, ...] = ()
 
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
@@ -154,6 +171,22 @@ def robustness_table(robustness: pl.DataFrame, level: float, words: Words) -> Ta
     )
 
 
+def difference_table(differences: pl.DataFrame, level: float, words: Words) -> Table:
+    """Return every arm minus the reference arm at every level, with intervals at `level`."""
+    columns: list[Column] = [
+        ("arm", lambda row: row["arm"]),
+        ("reference", lambda row: row["reference"]),
+        ("noise", lambda row: numbers.level(row["noise_level"])),
+        ("difference", lambda row: numbers.points(row["difference"])),
+        ("interval", lambda row: _interval(row, "ci", words)),
+        ("seeds", lambda row: str(row["num_seeds"])),
+        ("questions", lambda row: numbers.count(row["num_questions"])),
+        ("problem", lambda row: row["problem"] or numbers.MISSING),
+    ]
+    caption, note = words("robustness.difference_table"), words("robustness.difference_note", level=level)
+    return table_of("differences", caption, columns, differences, words, num_text_columns=2, note=note)
+
+
 def comparison_table(comparisons: pl.DataFrame, words: Words) -> Table:
     """Return all comparisons with the numbers behind their verdicts."""
     columns: list[Column] = [
@@ -210,8 +243,10 @@ def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
 
 
 def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:
-    """Return the training metrics, one table per metric: a row per step, a column per run."""
+    """Return the training metrics, one table per metric: a row per step, a column per run; none for too many runs."""
     names = ("reward_mean", "kl", "validation_accuracy", "sigma_requested", "sigma_measured")
+    if len(runs) > MAX_CURVE_COLUMNS:
+        return ()
     return tuple(_curve_table(runs, name, words) for name in names)
 
 

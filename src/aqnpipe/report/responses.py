@@ -1,0 +1,214 @@
+"""Every response of a study, read from its evaluations on demand: by question, by claim, and by a search.
+
+The files are read as they lie; the stages have verified them. Only the rows of one question or claim are in memory.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from markupsafe import Markup, escape
+
+from aqnpipe.artifacts.comparisons import Claim, ClaimsFile, ComparisonTable
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.evaluation import Scorer
+from aqnpipe.data.scoring import SCORERS
+from aqnpipe.errors import DataError, first_line
+from aqnpipe.report.text import visible
+
+MAX_FOUND = 200
+_PLACE = re.compile(r"eval/([^/]+)/([^/]+)/seed(\d+)/step(\d+)\.parquet$")
+_WORDS = re.compile(r"\s+|[^\s]+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The last evaluated checkpoint of one run."""
+
+    model: str
+    arm: str
+    seed: int
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A question whose outcome differs between the sides of a claim, in so many of its seeds."""
+
+    question_id: str
+    question: str
+    only_treatment: int
+    only_control: int
+
+
+class Responses:
+    """The responses below the results folder of a study. Raises DataError if there are none."""
+
+    def __init__(self, results: Path) -> None:
+        self.results = results
+        self.checkpoints = tuple(_last_checkpoints(results))
+        if not self.checkpoints:
+            raise DataError(f"{results}: found no evaluations in eval/, expected the results folder of a study")
+
+    @cached_property
+    def questions(self) -> pl.DataFrame:
+        """The test questions with their answers: question_id, question, gold_answer; empty if the file is missing."""
+        path = self.results / "data" / "test.parquet"
+        if not path.exists():
+            return pl.DataFrame(schema=dict.fromkeys(("question_id", "question", "gold_answer"), pl.String))
+        return read_table(path, ProblemTable).select("question_id", "question", "gold_answer")
+
+    @cached_property
+    def claims(self) -> tuple[Claim, ...]:
+        """The claims of the study; none if nothing was compared yet."""
+        path = self.results / "claims.json"
+        return read_json(path, ClaimsFile).claims if path.exists() else ()
+
+    @cached_property
+    def comparisons(self) -> dict[str, dict[str, Any]]:
+        """The comparisons by id."""
+        path = self.results / "comparisons.parquet"
+        if not path.exists():
+            return {}
+        return {row["comparison_id"]: row for row in read_table(path, ComparisonTable).iter_rows(named=True)}
+
+    @property
+    def primary_scorer(self) -> Scorer:
+        """The scorer of the study, from the record of an evaluation; `strict` if there is none."""
+        record = self.checkpoints[0].path.with_suffix(".run.json")
+        settings = read_json(record, RunRecord).config.get("evaluation", {}) if record.exists() else {}
+        named = settings.get("primary_scorer")
+        return next((scorer for scorer in SCORERS if scorer == named), "strict")
+
+    @property
+    def arms(self) -> list[str]:
+        """The evaluated arms, the pretrained model first."""
+        found = list(dict.fromkeys(checkpoint.arm for checkpoint in self.checkpoints))
+        return sorted(found, key=lambda arm: arm != PRETRAINED)
+
+    def levels(self) -> list[float]:
+        """The noise levels of the evaluations."""
+        return sorted(_collect(self._rows().select(pl.col("noise_level").unique()))["noise_level"].to_list())
+
+    def of_question(self, question_id: str, arms: Sequence[str] = ()) -> pl.DataFrame:
+        """Return every response to a question, by arm, seed, level, noise seed and sample; DataError if there is none.
+
+        Columns: those of the evaluations, and model, arm, seed, step.
+        """
+        rows = self._rows(arms).filter(pl.col("question_id") == question_id)
+        order = {arm: number for number, arm in enumerate(self.arms)}
+        found = _collect(rows).sort(
+            "model",
+            pl.col("arm").replace_strict(order, default=len(order), return_dtype=pl.Int64),
+            *("seed", "noise_level", "noise_seed", "sample"),
+        )
+        if found.is_empty():
+            raise DataError(f"no response to a question {question_id!r} is in {self.results / 'eval'}")
+        return found
+
+    def changed_by(self, comparison_id: str, scorer: str) -> list[Changed]:
+        """Return the questions on which the sides of a claim differ, those that change in most seeds first.
+
+        Of the first sample and, at noisy levels, the first noise seed, as in the paired tables of the report.
+        """
+        row = self.comparisons.get(comparison_id)
+        if row is None:
+            raise DataError(f"found no comparison {comparison_id!r} in {self.results / 'comparisons.parquet'}")
+        treatment = self._outcomes(row["model"], row["treatment"], row["treatment_level"], scorer)
+        control = self._outcomes(row["model"], row["control"], row["control_level"], scorer)
+        keys = ["question_id"] if PRETRAINED in (row["treatment"], row["control"]) else ["question_id", "seed"]
+        joined = treatment.join(control, on=keys, suffix="_control")
+        sides = joined.group_by("question_id").agg(
+            (pl.col("correct") & ~pl.col("correct_control")).sum().cast(pl.Int64).alias("treatment"),
+            (~pl.col("correct") & pl.col("correct_control")).sum().cast(pl.Int64).alias("control"),
+        )
+        named = sides.filter(pl.col("treatment") + pl.col("control") > 0).join(
+            self.questions, on="question_id", how="left"
+        )
+        net = (pl.col("treatment") - pl.col("control")).abs()
+        return [
+            Changed(found["question_id"], found["question"] or "", found["treatment"], found["control"])
+            for found in named.sort(net, "question_id", descending=[True, False]).iter_rows(named=True)
+        ]
+
+    def search(self, text: str) -> list[tuple[str, str, int]]:
+        """Return questions that contain `text` in any case, in question or responses: (id, question, responses)."""
+        wanted = text.casefold()
+        in_question = self.questions.filter(
+            pl.col("question").str.to_lowercase().str.contains(wanted, literal=True)
+            | (pl.col("question_id").str.to_lowercase() == wanted)
+        )
+        hits = _collect(
+            self._rows()
+            .filter(pl.col("response").str.to_lowercase().str.contains(wanted, literal=True))
+            .group_by("question_id")
+            .agg(pl.len().cast(pl.Int64).alias("responses"))
+        )
+        counts = dict(hits.iter_rows())
+        texts = dict(self.questions.select("question_id", "question").iter_rows())
+        both = sorted({*in_question["question_id"], *counts})
+        return [(name, texts.get(name, ""), counts.get(name, 0)) for name in both][:MAX_FOUND]
+
+    def _outcomes(self, model: str, arm: str, level: float, scorer: str) -> pl.DataFrame:
+        rows = self._rows([arm]).filter((pl.col("model") == model) & (pl.col("noise_level") == level))
+        found = _collect(rows.filter(pl.col("sample") == 0))
+        first = found.filter(pl.col("noise_seed") == pl.col("noise_seed").min().over("seed"))
+        return first.select("question_id", "seed", pl.col(f"correct_{scorer}").alias("correct"))
+
+    def _rows(self, arms: Sequence[str] = ()) -> pl.LazyFrame:
+        chosen = [checkpoint for checkpoint in self.checkpoints if not arms or checkpoint.arm in arms]
+        if not chosen:
+            raise DataError(f"found no evaluation of {', '.join(arms)}, expected {', '.join(self.arms)}")
+        return pl.concat(
+            [
+                pl.scan_parquet(one.path).with_columns(
+                    model=pl.lit(one.model), arm=pl.lit(one.arm), seed=pl.lit(one.seed), step=pl.lit(one.step)
+                )
+                for one in chosen
+            ]
+        )
+
+
+def differing(text: str, reference: str) -> Markup:
+    """Return `text` as HTML, its words that `reference` does not have in the same place marked; all text escaped."""
+    shown, other = _WORDS.findall(visible(text)), _WORDS.findall(visible(reference))
+    parts = []
+    for kind, start, end, _, _ in difflib.SequenceMatcher(None, shown, other, autojunk=False).get_opcodes():
+        part = escape("".join(shown[start:end]))
+        parts.append(part if kind == "equal" or not part.strip() else Markup("<mark>{}</mark>").format(part))
+    return Markup("").join(parts)
+
+
+def scorer_columns() -> Iterator[tuple[str, str, str]]:
+    """Yield (scorer, column of its answer, column of its verdict)."""
+    for scorer in SCORERS:
+        yield scorer, f"answer_{scorer}", f"correct_{scorer}"
+
+
+def _last_checkpoints(results: Path) -> Iterator[Checkpoint]:
+    latest: dict[tuple[str, str, int], Checkpoint] = {}
+    for path in sorted((results / "eval").glob("*/*/seed*/step*.parquet")):
+        place = _PLACE.search(path.as_posix())
+        if place is None:
+            continue
+        found = Checkpoint(place[1], place[2], int(place[3]), int(place[4]), path)
+        key = (found.model, found.arm, found.seed)
+        if key not in latest or latest[key].step < found.step:
+            latest[key] = found
+    yield from latest.values()
+
+
+def _collect(rows: pl.LazyFrame) -> pl.DataFrame:
+    try:
+        return rows.collect()
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"an evaluation cannot be read ({first_line(error)}); make it again") from error

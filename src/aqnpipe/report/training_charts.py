@@ -1,0 +1,252 @@
+"""Training curves: every run's values as dots, the mean of an arm's seeds as a line, and a band between its seeds."""
+
+import math
+from collections.abc import Sequence
+
+import altair as alt
+import polars as pl
+
+from aqnpipe.report import numbers
+from aqnpipe.report.charts import Panel, SeriesKey, base_chart, colour_scale, dash_scale, panel
+from aqnpipe.report.leaps import Leap
+from aqnpipe.report.svg import INK, described, small_dot
+from aqnpipe.report.words import Words
+
+SMOOTHING_STEPS = 5
+MAX_POINTS_PER_LINE = 60
+MAX_DOTS = 3000
+"""Dots of one picture; longer runs are thinned, and none are drawn where a run would have fewer than 12."""
+MIN_DOTS_PER_RUN = 12
+VALUES_PER_LINE = 12
+"""Places of a line at which the picture shows its value."""
+_FAR = 20
+
+
+def training_panels(
+    metrics: pl.DataFrame, keys: Sequence[SeriesKey], words: Words, found: Sequence[Leap] = (), *, less: int = 1
+) -> list[Panel]:
+    """Return reward, KL, loss (where it leaps), validation accuracy and sigma over optimiser steps.
+
+    `metrics`: the concatenated tables of the runs, with columns arm and seed. `found`: leaps to mark. `less`: divisor
+    of the number of points, for a page with very many arms.
+    """
+    num_steps = int(metrics["step"].max())  # type: ignore[arg-type]
+    points = MAX_POINTS_PER_LINE // less
+    stride = max(-(-num_steps // points), 1)
+    window = max(SMOOTHING_STEPS, stride)
+    names = ("reward_mean", "kl", *(("loss",) if any(leap.metric == "loss" for leap in found) else ()))
+    thinning = (window, stride, less)
+    panels = [
+        _curves(metrics, name, words(f"training.{name}_smooth", window=window), thinning, keys, words, found)
+        for name in names
+        if metrics[name].null_count() < len(metrics)
+    ]
+    validated = metrics.filter(pl.col("validation_accuracy").is_not_null())
+    if not validated.is_empty():
+        percent = validated.with_columns(pl.col("validation_accuracy") * 100)
+        title = words("training.validation")
+        panels.append(_curves(percent, "validation_accuracy", title, (1, 1, less), keys, words, ()))
+    noisy = metrics.filter(pl.col("sigma_requested") > 0).filter((num_steps - pl.col("step")) % stride == 0)
+    if not noisy.is_empty():
+        panels.append(_sigma_panel(noisy, keys, words))
+    return panels
+
+
+def smoothed_by_arm(metrics: pl.DataFrame, column: str, window: int, stride: int) -> pl.DataFrame:
+    """Return the mean over seeds of the running means, with lowest and highest seed, by arm and step.
+
+    Columns: arm, step, mean, low, high. Thinned by `stride` from the end, so that the last step stays.
+    """
+    last = int(metrics["step"].max())  # type: ignore[arg-type]
+    rows = metrics.select("arm", "seed", "step", value=pl.col(column).cast(pl.Float64)).drop_nulls("value")
+    smooth = rows.sort("arm", "seed", "step").with_columns(
+        pl.col("value").rolling_mean(window, min_samples=1).over("arm", "seed")
+    )
+    thin = smooth.filter((last - pl.col("step")) % stride == 0)
+    value = pl.col("value")
+    return (
+        thin.group_by("arm", "step")
+        .agg(value.mean().alias("mean"), value.min().alias("low"), value.max().alias("high"))
+        .sort("arm", "step")
+    )
+
+
+def _curves(
+    metrics: pl.DataFrame,
+    column: str,
+    title: str,
+    thinning: tuple[int, int, int],
+    keys: Sequence[SeriesKey],
+    words: Words,
+    found: Sequence[Leap],
+) -> Panel:
+    means = smoothed_by_arm(metrics, column, *thinning[:2])
+    dots = _dots(metrics, column, MAX_DOTS // thinning[2])
+    y = alt.Y("mean:Q").title(words(f"axis.{column}")).scale(zero=False)
+    raw = pl.concat([dots["value"], means["mean"]])
+    if column == "kl" and _needs_decades(raw):
+        means, dots = means.filter(pl.col("low") > 0), dots.filter(pl.col("value") > 0)
+        raw = raw.filter(raw > 0)
+        y = y.scale(type="log").axis(values=_decades(raw))
+    x = alt.X("step:Q").title(words("axis.step")).axis(grid=False, tickMinStep=1, format="d")
+    colour, dash = colour_scale("arm", keys), dash_scale("arm", keys)
+    layers: list[alt.Chart] = []
+    if not dots.is_empty():
+        layers.append(
+            base_chart(dots)
+            .mark_point(filled=True, size=5)
+            .encode(x, _same(y, "value"), color=colour, description="about:N")
+        )
+    if (means["high"] > means["low"]).any():
+        band = base_chart(means.with_columns(about=_plain_marks(means["arm"])))
+        layers.append(
+            band.mark_area(opacity=0.16).encode(
+                x, _same(y, "low"), alt.Y2("high:Q"), color=colour, description="about:N"
+            )
+        )
+    lines = base_chart(means.with_columns(about=_plain_marks(means["arm"]))).mark_line(strokeWidth=1.9)
+    layers.append(lines.encode(x, y, color=colour, strokeDash=dash, description="about:N"))
+    values = _values(means, words, title, VALUES_PER_LINE // thinning[2])
+    layers.append(
+        base_chart(values).mark_point(filled=True, size=90, opacity=0).encode(x, y, color=colour, description="about:N")
+    )
+    marked = _leap_marks(found, metrics, column, words)
+    if marked is not None:
+        layers.append(
+            base_chart(marked)
+            .mark_point(shape="triangle-down", size=70, filled=True, opacity=1, stroke=INK, strokeWidth=1)
+            .encode(x, y, color=colour, description="about:N")
+        )
+    return panel(title, alt.layer(*layers), words("alt.training", what=title))
+
+
+def _dots(metrics: pl.DataFrame, column: str, most: int) -> pl.DataFrame:
+    """Return every value of every run, thinned to what one picture can show; empty if that is too little."""
+    rows = metrics.select("arm", "seed", "step", value=pl.col(column).cast(pl.Float64)).drop_nulls("value")
+    runs = max(rows.select("arm", "seed").n_unique(), 1)
+    per_run = most // runs
+    if per_run < MIN_DOTS_PER_RUN:
+        return rows.clear().with_columns(about=pl.lit(""))
+    last = int(metrics["step"].max())  # type: ignore[arg-type]
+    stride = max(-(-(len(rows) // runs) // per_run), 1)
+    thin = rows.filter((last - pl.col("step")) % stride == 0) if stride > 1 else rows
+    return thin.sort("arm", "seed", "step").with_columns(
+        about=pl.col("arm").map_elements(small_dot, return_dtype=pl.String)
+    )
+
+
+def _values(means: pl.DataFrame, words: Words, title: str, most: int) -> pl.DataFrame:
+    """Return some points of every line with a text of their values; the last one is always among them."""
+    parts = []
+    for _, line in means.group_by("arm", maintain_order=True):
+        stride = max(-(-len(line) // most), 1)
+        parts.append(line[::-1][::stride])
+    chosen = pl.concat(parts)
+    return chosen.with_columns(
+        about=pl.Series(
+            [
+                described(
+                    row["arm"],
+                    words(
+                        "mark.curve",
+                        arm=row["arm"],
+                        step=row["step"],
+                        what=title,
+                        value=numbers.metric(row["mean"]),
+                        low=numbers.metric(row["low"]),
+                        high=numbers.metric(row["high"]),
+                    ),
+                )
+                for row in chosen.iter_rows(named=True)
+            ],
+            dtype=pl.String,
+        )
+    )
+
+
+def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words: Words) -> pl.DataFrame | None:
+    arms = set(metrics["arm"])
+    own = [leap for leap in found if leap.metric == column and leap.arm in arms][:100]
+    if not own:
+        return None
+    return pl.DataFrame(
+        [
+            {
+                "arm": leap.arm,
+                "step": leap.step,
+                "mean": leap.value,
+                "about": described(
+                    leap.arm,
+                    words(
+                        "training.leap",
+                        metric=words(f"metric.{leap.metric}"),
+                        run=words("run.name", arm=leap.arm, seed=leap.seed),
+                        step=leap.step,
+                        value=numbers.metric(leap.value),
+                        usual=numbers.metric(leap.usual),
+                    ),
+                ),
+            }
+            for leap in own
+        ]
+    )
+
+
+def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
+    first_seed = table.filter(pl.col("seed") == pl.col("seed").min().over("arm")).sort("arm", "step")
+    x = alt.X("step:Q").title(words("axis.step")).axis(grid=False, tickMinStep=1, format="d")
+    logarithmic = alt.Scale(type="log")
+    decades = _decades(table["sigma_requested"])
+    colour = colour_scale("arm", keys)
+    requested = base_chart(first_seed.with_columns(about=_plain_marks(first_seed["arm"])))
+    texts = [
+        described(
+            row["arm"],
+            words(
+                "mark.sigma",
+                arm=row["arm"],
+                step=row["step"],
+                requested=numbers.scale(row["sigma_requested"]),
+                measured=numbers.scale(row["sigma_measured"]),
+            ),
+        )
+        for row in first_seed.iter_rows(named=True)
+    ]
+    measured = base_chart(
+        first_seed.with_columns(about=pl.Series(texts, dtype=pl.String)).filter(pl.col("sigma_measured") > 0)
+    )
+    y = alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic).axis(values=decades)
+    chart = alt.layer(
+        requested.mark_line(strokeWidth=1.6, interpolate="step-after").encode(
+            x, y, color=colour, strokeDash=dash_scale("arm", keys), description="about:N"
+        ),
+        measured.mark_point(filled=True, size=14, opacity=1).encode(
+            x, alt.Y("sigma_measured:Q").scale(logarithmic), color=colour, description="about:N"
+        ),
+    )
+    title = words("training.sigma")
+    return panel(title, chart, words("alt.training", what=title))
+
+
+def _plain_marks(arms: pl.Series) -> pl.Series:
+    """Return descriptions without values: the line or band is switched with its arm."""
+    return arms.map_elements(lambda arm: described(arm, ""), return_dtype=pl.String)
+
+
+def _same(y: alt.Y, field: str) -> alt.Y:
+    """Return the axis `y` for another field."""
+    twin = y.copy()
+    twin.shorthand = f"{field}:Q"
+    return twin
+
+
+def _needs_decades(values: pl.Series) -> bool:
+    """Whether a few values are so far above the rest that a linear axis would show nothing else."""
+    positive = values.filter(values > 0)
+    return not positive.is_empty() and float(positive.max()) > _FAR * float(positive.median())  # type: ignore[arg-type]
+
+
+def _decades(values: pl.Series) -> list[float]:
+    """Powers of ten from below the lowest to above the highest of `values`, all above 0."""
+    lowest, highest = float(values.min()), float(values.max())  # type: ignore[arg-type]
+    return [10.0**power for power in range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1)]
