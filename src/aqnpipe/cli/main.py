@@ -23,7 +23,6 @@ from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
 from aqnpipe.cli.sensitivity import sensitivity
 from aqnpipe.cli.sigmas import sigmas
-from aqnpipe.cli.view import view
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, printable
 
@@ -53,7 +52,7 @@ def _options(
 
 for command in (
     *(capture, check, check_published, diagnose, doctor, measure_noise, parity, report),
-    *(robustness, schema, score, sensitivity, sigmas, view),
+    *(robustness, schema, score, sensitivity, sigmas),
 ):
     app.command()(command)
 app.command()(init)
