@@ -23,6 +23,7 @@ from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
 from aqnpipe.cli.sensitivity import sensitivity
 from aqnpipe.cli.sigmas import sigmas
+from aqnpipe.cli.view import view
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, printable
 
@@ -52,7 +53,7 @@ def _options(
 
 for command in (
     *(capture, check, check_published, diagnose, doctor, measure_noise, parity, report),
-    *(robustness, schema, score, sensitivity, sigmas),
+    *(robustness, schema, score, sensitivity, sigmas, view),
 ):
     app.command()(command)
 app.command()(init)
