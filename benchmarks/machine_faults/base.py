@@ -86,7 +86,7 @@ class MachineFault:
     def accepted_sites(self, architecture: Architecture) -> str:
         """Return a regular expression of the sites that a report may name."""
         roles = [change.role for change in self.changes] + list(self.weight_roles)
-        end = r"(\.\w+_gradient)?$" if self.backward else "$"
+        end = r"(\.\w+_gradient)?$" if self.backward else r"(\.\d+)?$"  # experts have numbers
         own = [f"^{re.escape(architecture.places[role].site)}{end}" for role in roles if role != "*"]
         return self.sites or "|".join(own + [ENDS[role] for role in roles if role in ENDS])
 

@@ -115,11 +115,11 @@ class EmulatedDevice(TorchFunctionMode):
 
     def run(self, op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation on the device."""
+        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in args):
+            return function(*args, **kwargs)
         frame = self.frames[-1]
         number = frame.counts[op]
         frame.counts[op] += 1
-        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in args):
-            return function(*args, **kwargs)
         place = (frame.layer, frame.path, number, frame.values, self.memory)
         for behaviour in reversed(self.behaviours):
             call = Call(op, function, args, kwargs, *place)

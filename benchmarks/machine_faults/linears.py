@@ -87,7 +87,7 @@ def _stale(call: Call, place: Place) -> Tensor:
     key = ("stale", call.path, call.layer)
     tile = fresh[..., place.start + 4 : place.start + 12]
     old = call.memory.get(key)
-    call.memory[key] = tile.clone()
+    call.memory[key] = tile.detach().clone()
     if old is None or not old.numel() or not tile.numel():
         return fresh
     flat = old.flatten()
@@ -175,7 +175,7 @@ def _dead_head(heads: Tensor, call: Call) -> Tensor:
 
 def _stale_head(heads: Tensor, call: Call) -> Tensor:
     old = call.memory.get("head")
-    call.memory["head"] = heads[..., 1, :].clone()
+    call.memory["head"] = heads[..., 1, :].detach().clone()
     if old is None:
         return heads
     changed, new = heads.clone(), heads[..., 1, :]

@@ -8,6 +8,7 @@ import torch
 from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis import attention_kernel
+from aqnpipe.diagnosis.further import without_consequences
 from aqnpipe.diagnosis.sequences import FAMILIES, _LayerCall, _residual_check, probe_sequences
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
@@ -25,7 +26,7 @@ def probed(model):
 
 
 def places(model):
-    return {(check.layer, check.site) for check in probed(model)[0] if check.mismatch}
+    return {(check.layer, check.site) for check in without_consequences(probed(model)[0]) if check.mismatch}
 
 
 def model_of(family="qwen2", dtype=torch.float32, attention="eager"):

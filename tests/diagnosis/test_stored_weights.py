@@ -60,7 +60,7 @@ def four_bits(weight):
         ("qwen2", "model.layers.1.mlp.down_proj.weight", (1, "down_proj")),
         ("qwen2", "model.embed_tokens.weight", (-1, "embedding")),
         ("qwen2", "lm_head.weight", (-1, "lm_head")),
-        ("mixtral", "model.layers.0.mlp.experts.gate_up_proj", (0, "gate_up_proj")),
+        ("mixtral", "model.layers.0.mlp.experts.gate_up_proj", (0, "experts.1")),
         ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", (0, "query_key_value")),
     ],
 )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from scipy import special
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
@@ -26,7 +25,11 @@ _MODULE_NAMES = ("act_fn", "activation_fn", "act")
 _NUM_FACTORS = 8
 """Channels of the MLP's input with full mantissas, which the rows of the up projection copy."""
 _WIDTH = 256
-_ULPS = 4.0
+_GRADIENT_RANGE = (2.0**-8, 16.0)
+_ROUNDINGS = {"exact": 0.0, "one kernel": 1.0625, "composed": 4.0}
+"""Roundings of a result to the dtype, in epsilon, each half of one: the sigmoid and the product with it, and 1/16 for
+terms of second order; up to eight where every operation rounds."""
+_FLOAT32_ULPS = 4.0
 _SMALLEST = {torch.float16: 2.0**-14}
 _WIDE_SMALLEST = 2.0**-100
 """Results below this are not compared: healthy devices flush them to zero, or an exponential has overflowed."""
@@ -41,7 +44,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    return x * torch.from_numpy(special.ndtr(x.numpy()))
+    return x * torch.erfc(-x * 0.5**0.5) / 2
 
 
 Accuracy = Literal["exact", "one kernel", "composed"]
@@ -83,6 +86,35 @@ def activation_sweep(
     expected, allowed = _reference(name, x)
     flat = [tensor.reshape(-1, 1) for tensor in (expected, observed, allowed)]  # of no channel in particular
     return [compare("activation", layer, MODULE_SITE, flat[0], flat[1], allowed=flat[2])]
+
+
+def activation_gradient(
+    module: nn.Module, name: str, layer: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> list[Check]:
+    """Return the check of the derivative of the activation `name`, from numbers far below 1 to ones where it is 0 or 1.
+
+    The reference is differentiated in float64. No check where the module has no gradient.
+    """
+    numbers = finite_numbers(dtype, generator)
+    x = _in_rows(numbers[(numbers.abs() > _GRADIENT_RANGE[0]) & (numbers.abs() < _GRADIENT_RANGE[1])], _WIDTH)
+    gradient = full_mantissas(tuple(x.shape), mantissa_bits(dtype), generator).to(dtype)
+    with torch.enable_grad():
+        leaf = x.to(device).unsqueeze(1).requires_grad_(True)
+        output = module(leaf)
+        if not output.requires_grad:
+            return []
+        (observed,) = torch.autograd.grad(output, leaf, gradient.to(device).unsqueeze(1), retain_graph=True)
+        function, accuracy = REFERENCES[name]
+        exact = x.double().requires_grad_(True)
+        (expected,) = torch.autograd.grad(function(exact).sum(), exact)
+    if accuracy == "exact":
+        allowed = torch.zeros_like(expected)
+    else:
+        inner = torch.finfo(dtype).eps if accuracy == "composed" else FLOAT32_EPS
+        allowed = 1.0625 * torch.finfo(dtype).eps * expected.abs() + 4 * _FLOAT32_ULPS * inner * (1 + x.double().abs())
+    allowed = allowed * gradient.double().abs() + _smallest(dtype)
+    flat = [tensor.reshape(-1, 1) for tensor in (expected * gradient.double(), observed, allowed)]
+    return [compare("backward", layer, f"{MODULE_SITE}.input_gradient", flat[0], flat[1], allowed=flat[2])]
 
 
 def gated_sweep(
@@ -128,7 +160,7 @@ def gated_sweep(
     gates, ups = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
     activated, allowed = _reference(name, gates.squeeze(1).cpu())
     times = ups.squeeze(1).cpu().double()
-    bound = (allowed + torch.finfo(dtype).eps * activated.abs()) * times.abs() + _smallest(dtype)
+    bound = (allowed + 0.53125 * torch.finfo(dtype).eps * activated.abs()) * times.abs() + _smallest(dtype)
     return [compare("activation", layer, SITE, activated * times, fed[-1].squeeze(1), allowed=bound)]
 
 
@@ -171,8 +203,8 @@ def _reference(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     expected = function(x.double())
     eps = torch.finfo(x.dtype).eps
     inner = {"exact": 0.0, "one kernel": FLOAT32_EPS, "composed": eps}[accuracy]
-    outer = 0.0 if accuracy == "exact" else eps
-    allowed = _ULPS * (outer * expected.abs() + inner * x.double().abs() * (expected != x.double()))
+    outer = _ROUNDINGS[accuracy] * eps + (0.0 if accuracy == "exact" else _FLOAT32_ULPS * FLOAT32_EPS)
+    allowed = outer * expected.abs() + _FLOAT32_ULPS * inner * x.double().abs() * (expected != x.double())
     return expected, allowed + _smallest(x.dtype)
 
 

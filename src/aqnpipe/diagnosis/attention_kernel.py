@@ -4,17 +4,8 @@ transformers looks the kernel of every attention module up in one table. While `
 returns a wrapper, which runs the kernel that the model would have used on test operands of the same shapes and strides,
 and compares its result with float64 on the host. The reference derives the mask from positions and padding by itself,
 so a wrong mask is a fault.
-
-The sequences of a batch take turns with three kinds of operands:
-
-- one-hot: every query meets one key with a score so far above the others that softmax is exactly 1 and 0. The output is
-  the value of that key, bit for bit: a wrong key, row, head or mask entry shows.
-- uniform: all queries are zero, so softmax is 1/n over the n allowed keys. One key too many or too few shows.
-- ordinary: scores of a few units, from one or four channels of a query, so every step of scores, softmax and sum
-  contributes. The bound is first order in the rounding of scores, probabilities and products.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.attention_operands import KINDS, VALUE_BITS, known_operands, like
+from aqnpipe.diagnosis.attention_reference import Setting, gradients, reference
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, NARROW_PRODUCTS, full_mantissas
+from aqnpipe.diagnosis.reference import full_mantissas, on_host
+from aqnpipe.error_bounds import few_roundings
 from aqnpipe.seeding import keyed_generator
 
 SITE = "attention_core"
 CACHE_SITE = "kv_cache"
-KINDS = ("one-hot", "uniform", "ordinary")
 
 _NUM_OPERANDS = 4
 """Queries, keys, values and the mask."""
@@ -38,14 +31,7 @@ _KNOWN_ARGUMENTS = frozenset(
     | {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict"}
 )
 """Arguments that the reference follows, or that change nothing of the kernel."""
-_VALUE_BITS = 8
-_CODED_CHANNELS = 14
-_GAP = 40.0
-"""Least distance of the chosen key's score from the others in the one-hot sequences; exp(-40) is far below 2^-24."""
 _NEGLIGIBLE = 1e-13
-_QUERY_CHANNELS = (1, 4)
-"""Channels of an ordinary query that are not zero: with one, rounding of the scores is least against their size."""
-_SCORE = 2.0
 
 
 @dataclass
@@ -55,6 +41,7 @@ class Observation:
     `padding`: number of masked tokens at the start of each sequence. `seen`: tokens in the cache before this call;
     `num_new`: tokens of this call. `operands` and `tables`: queries and new keys of the first sequence as the model
     made them, and its cosines and sines, by layer and `seen`. With `only_records` kernels run on these, unchecked.
+    `with_gradients` differentiates the kernel of the prefill as well.
     """
 
     padding: Tensor
@@ -62,6 +49,7 @@ class Observation:
     seen: int = 0
     num_new: int = 0
     only_records: bool = False
+    with_gradients: bool = False
     checks: list[Check] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     operands: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -111,7 +99,8 @@ def _checked_call(
     observation.operands[layer, observation.seen] = (q[0].detach().cpu(), new_keys.detach().cpu())
     if observation.only_records:
         return kernel(module, q, k, v, mask, **kwargs)
-    observation.checks += _cache_checks(layer, k, v, observation)
+    with on_host():
+        observation.checks += _cache_checks(layer, k, v, observation)
     odd = [key for key, value in kwargs.items() if value is not None and key not in _KNOWN_ARGUMENTS]
     if odd or q.ndim != 4 or q.shape[1] % k.shape[1]:
         observation.unknown[SITE] = f"its kernel takes {', '.join(odd) or 'operands of unknown shape'}"
@@ -119,11 +108,18 @@ def _checked_call(
     generator = keyed_generator("cpu", observation.seed, "diagnosis.attention", layer, observation.seen)
     scale = float(kwargs.get("scaling") or q.shape[-1] ** -0.5)
     allowed_keys = visible_keys(q.shape[2], k.shape[2], observation, kwargs.get("sliding_window"))
-    test = _operands((q, k, v), scale, allowed_keys, generator)
+    with on_host():
+        test = known_operands((q, k, v), scale, allowed_keys, generator)
     result = kernel(module, *test, mask, **kwargs)
     output = result[0] if isinstance(result, tuple) else result
     observation.results[layer] = output
-    observation.checks += _kernel_checks(layer, test, scale, _softcap(module, kwargs), allowed_keys, output)
+    setting = Setting(scale, _softcap(module, kwargs), allowed_keys)
+    with on_host():
+        observation.checks += _kernel_checks(layer, test, setting, output)
+    if observation.with_gradients and observation.seen == 0:
+        observation.checks += _gradient_checks(
+            layer, lambda *own: kernel(module, *own, mask, **kwargs), test, setting, generator
+        )
     return result
 
 
@@ -134,24 +130,49 @@ def _softcap(module: nn.Module, kwargs: dict[str, Any]) -> float | None:
 
 
 def _kernel_checks(
-    layer: int,
-    operands: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-    softcap: float | None,
-    visible: Tensor,
-    output: Tensor,
+    layer: int, operands: tuple[Tensor, Tensor, Tensor], setting: Setting, output: Tensor
 ) -> list[Check]:
     """Compare the output [sequences, queries, heads, channels] of a kernel; queries of padding tokens see no key."""
-    expected, bound, weights = reference(*operands, scale, softcap, visible)
+    expected, bound, weights = reference(operands, setting)
     checks = []
     for number, kind in enumerate(KINDS):
         own = (torch.arange(len(output)) % len(KINDS) == number).unsqueeze(1)
-        keep = visible.any(-1) & own
+        keep = setting.visible.any(-1) & own
         wanted, spread = (tensor.transpose(1, 2)[keep].flatten(1) for tensor in (expected, bound))
-        is_exact = kind == "one-hot" and _is_one_hot(weights.transpose(1, 2)[keep])
+        if kind == "one-hot" and _is_one_hot(weights.transpose(1, 2)[keep]):
+            # 16-bit formats round the reciprocal of the sum away, whatever its last bits in float32 are.
+            spread = few_roundings(wanted, output.dtype) if output.dtype == torch.float32 else torch.zeros(())
         probe = f"attention_{kind.replace('-', '_')}"
         found = output[keep.to(output.device)].flatten(1)
-        checks.append(compare(probe, layer, SITE, wanted, found, allowed=None if is_exact else spread))
+        checks.append(compare(probe, layer, SITE, wanted, found, allowed=spread))
+    return checks
+
+
+def _gradient_checks(
+    layer: int,
+    kernel: Callable[..., Any],
+    operands: tuple[Tensor, Tensor, Tensor],
+    setting: Setting,
+    generator: torch.Generator,
+) -> list[Check]:
+    """Compare the gradients of queries, keys and values of a kernel; none if it has no graph."""
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_(True) for tensor in operands]
+        result = kernel(*leaves)
+        output = result[0] if isinstance(result, tuple) else result
+        if not output.requires_grad:
+            return []
+        with on_host():
+            given = full_mantissas(tuple(output.shape), VALUE_BITS, generator)
+            given *= setting.visible.any(-1).unsqueeze(-1).unsqueeze(-1)  # padding sees no key and has no answer
+            shown = like(output, given)
+        observed = torch.autograd.grad(output, leaves, shown, retain_graph=True)
+    with on_host():
+        expected = gradients(operands, setting, given.transpose(1, 2))
+        checks = []
+        for (wanted, bound), seen in zip(expected, observed, strict=True):
+            flat = [tensor.transpose(1, 2).flatten(2) for tensor in (wanted, seen, bound)]
+            checks.append(compare("backward", layer, f"{SITE}.gradient", flat[0], flat[1], allowed=flat[2]))
     return checks
 
 
@@ -169,87 +190,9 @@ def visible_keys(num_queries: int, num_keys: int, observation: Observation, wind
     return visible & (key.unsqueeze(0) >= observation.padding.reshape(-1, 1, 1))
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, visible: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention [sequences, heads, queries, channels] in float64, how far a healthy device may be from it, and
-    the probabilities.
-
-    Roundings to the dtype, each half an epsilon: of the product and of the scaled score (three more for a capped one),
-    of a probability, and of the output, with one to spare. Sums are in float32.
-    """
-    roundoff = torch.finfo(q.dtype).eps / 2
-    products = NARROW_PRODUCTS if q.dtype == torch.float32 else FLOAT32_EPS * q.shape[-1]
-    groups = q.shape[1] // k.shape[1]
-    queries, keys, values = (tensor.double().cpu() for tensor in (q, k, v))
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    scores = queries @ keys.transpose(2, 3) * scale
-    magnitudes = queries.abs() @ keys.abs().transpose(2, 3) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    steps = 5 if softcap else 2
-    shift = products * magnitudes + steps * roundoff * scores.abs() + 2.0**-20
-    scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)  # NaN: a query that sees no key
-    expected = weights @ values
-    # First order: sum_j p_j shift_j |v_j - o|, bounded by Cauchy and Schwarz.
-    scatter = (weights @ values.square() - expected.square()).clamp(min=0).sqrt()
-    moved = (weights * shift.square()).sum(-1, keepdim=True).sqrt() * scatter
-    sums = weights @ values.abs()
-    bound = 1.25 * moved + (3 * roundoff + products + FLOAT32_EPS * k.shape[2] ** 0.5) * sums
-    return expected, bound, weights
-
-
-def _operands(
-    like: tuple[Tensor, Tensor, Tensor], scale: float, visible: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return test operands with the shapes and strides of `like`; the sequences take turns with KINDS."""
-    q, k, v = like
-    queries, keys = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(k.shape, dtype=torch.float64)
-    for sequence in range(len(q)):
-        kind = KINDS[sequence % len(KINDS)]
-        if kind == "one-hot":
-            queries[sequence], keys[sequence] = _one_hot(q, k, scale, visible[sequence], generator)
-        else:
-            keys[sequence] = full_mantissas(tuple(k.shape[1:]), _VALUE_BITS, generator)
-        if kind == "ordinary":
-            terms = torch.tensor(_QUERY_CHANNELS)[torch.arange(q.shape[2]) % len(_QUERY_CHANNELS)].unsqueeze(1)
-            chosen = torch.rand(q.shape[1:], generator=generator).argsort(-1) < terms
-            numbers = _SCORE * full_mantissas(tuple(q.shape[1:]), _VALUE_BITS, generator) / scale / terms
-            queries[sequence] = torch.where(chosen, numbers, 0.0)
-    values = full_mantissas(tuple(v.shape), _VALUE_BITS, generator)
-    values *= 2.0 ** torch.randint(-4, 5, values.shape, generator=generator).double()
-    return _like(q, queries), _like(k, keys), _like(v, values)
-
-
-def _one_hot(q: Tensor, k: Tensor, scale: float, visible: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return queries [heads, queries, channels] and keys of which one per query has by far the largest score.
-
-    Keys are distinct codes of +-1. A query is a multiple of the code of one of its visible keys, drawn at random.
-    """
-    num_heads, num_keys, width = k.shape[1:]
-    coded = min(width, _CODED_CHANNELS)
-    keys = 1 - 2.0 * torch.randint(0, 2, (num_heads, num_keys, width), generator=generator).double()
-    for head in range(num_heads):
-        code = torch.randperm(2**coded, generator=generator)[torch.arange(num_keys) % 2**coded]
-        keys[head, :, :coded] = 1 - 2.0 * ((code.unsqueeze(1) >> torch.arange(coded)) & 1).double()
-    overlap = (keys @ keys.transpose(1, 2)).masked_fill(torch.eye(num_keys, dtype=torch.bool), -width).max()
-    peak = _GAP / max(1 - float(overlap) / width - 7 * torch.finfo(q.dtype).eps, 1e-3)
-    factor = 2.0 ** math.ceil(math.log2(peak / (scale * width)))
-    odds = visible.double() + (~visible.any(-1, keepdim=True)).double()
-    drawn = torch.multinomial(odds, q.shape[1], replacement=True, generator=generator).T
-    groups = q.shape[1] // num_heads
-    key_head = torch.arange(q.shape[1]).unsqueeze(1) // groups
-    return factor * keys[key_head, drawn], keys
-
-
 def _is_one_hot(weights: Tensor) -> bool:
     """Return whether all probabilities are 0 or 1 to far more digits than any device computes."""
     return bool((weights.minimum(1 - weights).abs() < _NEGLIGIBLE).all())
-
-
-def _like(original: Tensor, values: Tensor) -> Tensor:
-    return torch.empty_like(original).copy_(values)
 
 
 def _cache_checks(layer: int, k: Tensor, v: Tensor, observation: Observation) -> list[Check]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aqnpipe.diagnosis.reference import on_host
 from aqnpipe.errors import ModelError
 
 OUTSIDE_LAYERS = -1
@@ -90,17 +91,23 @@ def compare(
             f"{tuple(expected.shape)}, found {found}; use a model of another family"
         )
     num_channels = observed.shape[-1]
-    precise = expected.reshape(-1, num_channels)
-    observed = observed.detach().reshape(-1, num_channels)
-    rounded = precise.to(observed.device, observed.dtype)
-    mismatch = None
-    if not torch.equal(rounded, observed):
-        changed = differs(rounded, observed).cpu()
-        if ulps or allowed is not None:
-            bound = _bound(expected, ulps, allowed, observed.dtype).reshape(-1, num_channels)
-            changed &= ~((observed.cpu().double() - precise.cpu().double()).abs() <= bound)
-        mismatch = _mismatch(rounded, observed, changed, calls)
+    with on_host():
+        precise = expected.detach().reshape(-1, num_channels)
+        observed = observed.detach().reshape(-1, num_channels)
+        rounded = precise.to(observed.device, observed.dtype)
+        mismatch = None
+        if not torch.equal(rounded, observed):
+            changed = differs(rounded, observed).cpu()
+            if ulps or allowed is not None:
+                bound = _bound(expected, ulps, allowed, observed.dtype).reshape(-1, num_channels)
+                changed &= ~((observed.cpu().double() - precise.cpu().double()).abs() <= bound)
+            mismatch = _mismatch(rounded, observed, changed, calls)
     return Check(probe, layer, site, num_channels, len(observed), mismatch, calls)
+
+
+def num_wrong(check: Check) -> int:
+    """Return the number of wrong values in the kept channels of a check."""
+    return 0 if check.mismatch is None else int((check.mismatch.expected != check.mismatch.observed).sum())
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:

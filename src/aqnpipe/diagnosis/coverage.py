@@ -7,6 +7,7 @@ from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
 from aqnpipe.diagnosis.checks import Check
+from aqnpipe.diagnosis.cost import is_transposed
 from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.models.sites import LayerSites
 
@@ -14,6 +15,7 @@ WITHOUT_ANSWER = ("repeat", "monomial", "finite")
 """Probes that compare the device with itself."""
 
 _ONLY_REPEATED = "no known answer for this structure, only repeated"
+_TRANSPOSED = "a linear with a transposed weight (Conv1D), only repeated as a part of its block"
 _NOT_COMPARED = "no known answer for this structure, and no repeats that could be compared on this device"
 
 PARTS = {
@@ -41,13 +43,20 @@ def untested_sites(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tup
     missing: dict[tuple[str, str], list[int]] = {}
     for index, sites in enumerate(layers):
         inside = {path.rsplit(".", 1)[-1] for path, m in sites.layer.named_modules() if isinstance(m, nn.Linear)}
-        for name in sorted({*sites.modules} | inside):
+        transposed = {_two_parts(path) for path, m in sites.layer.named_modules() if is_transposed(m)}
+        for name in sorted({*sites.modules} | inside | transposed):
             if (index, name) not in known:
                 reason = _ONLY_REPEATED if (index, name) in repeated else _NOT_COMPARED
+                reason = _TRANSPOSED if name in transposed else reason
                 missing.setdefault((name, reason), []).append(index)
     return tuple(
         Untested(part=name, layers=tuple(found), reason=reason) for (name, reason), found in sorted(missing.items())
     )
+
+
+def _two_parts(path: str) -> str:
+    """Return the end of a path with its owner: GPT-2 has two modules of the name c_proj in every layer."""
+    return ".".join(path.split(".")[-2:])
 
 
 def untested_parts(checks: Sequence[Check], dtype: torch.dtype, inputs: ProbeInputs) -> tuple[Untested, ...]:

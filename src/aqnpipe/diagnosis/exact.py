@@ -104,19 +104,23 @@ def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
     """Return the number of tokens of a batch: whole Latin squares, enough to detect an intermittent fault anywhere.
 
     A fault with probability p per element is missed in n elements with probability (1-p)^n. Every site is checked at
-    least `exact_repeats + 1` times per channel and token.
+    least `exact_repeats + 1` times per channel and token. A batch has more than 512 rows, so that every linear, norm
+    and sum of every layer runs the kernels for many rows.
     """
     elements = log(config.miss_probability) / log(1 - config.intermittent_rate)
     period = len(exponent_ladder(dtype))
     squares = ceil(elements / (config.exact_repeats + 1) / period)
-    return period * max(_LEAST_SQUARES, squares)
+    return period * max(_LEAST_SQUARES, squares, _MANY_ROWS // period + 1)
 
 
-_COUNTED = ("identity", "linear", "mantissa", "integer", "accumulator", "attention", "mlp", "norm", "repeat")
+_COUNTED = ("identity", "linear", "mantissa", "integer", "accumulator", "bias", "attention", "mlp", "norm", "repeat")
 """Probes whose values count for the probability of a miss: those of linears, norms, cores and sums of all tokens."""
 
 _LEAST_SQUARES = 4
 """Two for each half of a linear probe: one of powers of two, one of full mantissas."""
+
+_MANY_ROWS = 512
+"""Rows of a large tile of matrix units; a fault of the rows behind them shows in no smaller batch."""
 
 
 def probe_layer(

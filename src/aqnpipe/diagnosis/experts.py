@@ -10,9 +10,9 @@ of the core.
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.checks import Check, compare, num_wrong
 from aqnpipe.diagnosis.patterns import selection, selection_weight
-from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.error_bounds import few_roundings
 
@@ -23,7 +23,9 @@ _OPENING = {torch.float16: 16.0}
 _WIDE_OPENING = 128.0
 """Gate at which silu and gelu are the identity."""
 _TOKENS_PER_EXPERT = 8
-_ROUTER_TOKENS = 64
+_ROUTER_TOKENS = 66
+_SPANS_OF_LOGITS = (16.0, 4.0, 1.0)
+"""Differences of the largest and the smallest logit of a token."""
 
 
 def experts_of(layer: nn.Module) -> nn.Module | None:
@@ -101,16 +103,16 @@ def _turned(selected: tuple[Tensor, Tensor], by: int) -> tuple[Tensor, Tensor]:
 
 
 def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> list[Check]:
-    """Return the checks of a router: its logits, and the experts that it chooses for them.
+    """Return the checks of a router: its logits, the experts that it chooses for them, and their shares.
 
-    Row e of the weight copies channel e, so a token has the logits that it carries: distinct multiples of 1/16.
+    Row e of the weight copies channel e, so a token has the logits that it carries, distinct and with full mantissas.
+    The shares are compared with those of a copy of the router in float64 on the host.
     """
     weight = module.weight
     if not isinstance(weight, Tensor) or weight.shape[0] > weight.shape[1]:
         return []
     count, hidden = weight.shape
-    ranks = torch.rand(_ROUTER_TOKENS, count, generator=generator).argsort(-1)
-    logits = (ranks.double() - count // 2) / 16
+    ranks, logits = _router_logits(count, min(mantissa_bits(weight.dtype), PRODUCT_BITS), generator)
     x = torch.zeros(_ROUTER_TOKENS, hidden, dtype=torch.float64)
     x[:, :count] = logits
     identity = selection_weight(torch.arange(count), torch.ones(count, dtype=torch.float64), weight)
@@ -130,7 +132,37 @@ def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> l
         found = torch.zeros_like(logits).scatter_(1, chosen[0].cpu().reshape(_ROUTER_TOKENS, -1).long(), 1.0)
         wanted = (ranks >= count - chosen[0].shape[-1]).double()
         checks.append(compare("router", layer, ROUTER_SITE, wanted, found))
+        factor = float(getattr(module, "routed_scaling_factor", 1.0) or 1.0)
+        of_chosen = [part for part in seen if part.shape == chosen[0].shape and part.is_floating_point()]
+        checks += [_shares_check(layer, logits, chosen[0].cpu().long(), part.cpu(), factor) for part in of_chosen]
     return checks
+
+
+def _router_logits(count: int, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return ranks and logits [tokens, experts]: distinct numbers of `bits` bits, close together or far apart."""
+    ranks = torch.rand(_ROUTER_TOKENS, count, generator=generator).argsort(-1)
+    moved = torch.rand(ranks.shape, generator=generator, dtype=torch.float64) - 0.5
+    moved *= 0.5 if count <= 2 ** (bits - 4) else 0.0  # with more experts, rounding would make two of them equal
+    spans = torch.tensor(_SPANS_OF_LOGITS, dtype=torch.float64)[torch.arange(_ROUTER_TOKENS) % len(_SPANS_OF_LOGITS)]
+    logits = (ranks - count / 2 + 0.5 + moved) * (spans / count).unsqueeze(1)
+    unit = torch.ldexp(torch.ones_like(logits), torch.frexp(logits).exponent - bits)
+    return ranks, (logits / unit).round() * unit
+
+
+def _shares_check(layer: int, logits: Tensor, chosen: Tensor, shares: Tensor, factor: float) -> Check:
+    """Compare the shares of the chosen experts with softmax or sigmoid of the logits, as they are or with sum 1.
+
+    The one that fits most values is that of the architecture.
+    """
+    allowed_share = 16 * FLOAT32_EPS + 1.0625 * (torch.finfo(shares.dtype).eps if shares.dtype != torch.float32 else 0)
+    wanted = []
+    for values in (logits.softmax(-1), logits.sigmoid()):
+        own = values.gather(1, chosen)
+        wanted += [own * factor, own / own.sum(-1, keepdim=True) * factor]
+    checks = [
+        compare("router", layer, ROUTER_SITE, answer, shares, allowed=allowed_share * answer) for answer in wanted
+    ]
+    return min(checks, key=num_wrong)
 
 
 def _is_plain(module: nn.Module) -> bool:

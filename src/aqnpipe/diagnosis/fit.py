@@ -3,9 +3,9 @@
 A probe expects something of the structure of a layer: that its output is the input plus two branches, or that a gate
 multiplies. Layers of other families do something else, and the probe then fails on every healthy device. A copy of the
 layer on the CPU, without hooks, decides which of the two it is: where the copy fails too, the probe does not fit. It is
-in float64, whose kernels share little with those under test; in float32 where experts are fused, because torch
-multiplies groups of matrices in no wider format. Other layers decide nothing, because a fault of the device is in all
-of them.
+in float64, whose kernels share little with those under test; in float32 where the probe runs fused experts, because
+torch multiplies groups of matrices in no wider format. Other layers decide nothing, because a fault of the device is in
+all of them.
 """
 
 import copy
@@ -26,7 +26,7 @@ STRUCTURAL = ("identity", "attention", "mlp", "norm")
 
 def misfits(prober: LayerProber, probe: str, inputs: ProbeInputs) -> set[str]:
     """Return the sites at which the structural `probe` does not give the known answer on a copy on the host."""
-    host = _on_host(prober)
+    host = _on_host(prober, runs_experts=probe == "identity")
     dtype = next(iter(host.sites.layer.parameters())).dtype
     small = ProbeInputs(2 * len(inputs.ladder), dtype, torch.device("cpu"), inputs.ladder)
     if probe == "norm":
@@ -36,13 +36,13 @@ def misfits(prober: LayerProber, probe: str, inputs: ProbeInputs) -> set[str]:
     return {check.site for check in checks if check.mismatch}
 
 
-def _on_host(prober: LayerProber) -> LayerProber:
+def _on_host(prober: LayerProber, *, runs_experts: bool) -> LayerProber:
     layer = copy.deepcopy(prober.sites.layer)
     for module in layer.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
     has_fused_experts = any(parameter.ndim > 2 for parameter in layer.parameters())
-    dtype = torch.float32 if has_fused_experts else torch.float64
+    dtype = torch.float32 if has_fused_experts and runs_experts else torch.float64
     return replace(
         prober,
         sites=layer_sites(layer.to("cpu", dtype)),

@@ -6,13 +6,20 @@ import torch
 from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
-from aqnpipe.diagnosis.activations import MODULE_SITE, activation_name, activation_of, activation_sweep, gated_sweep
+from aqnpipe.diagnosis.activations import (
+    MODULE_SITE,
+    activation_gradient,
+    activation_name,
+    activation_of,
+    activation_sweep,
+    gated_sweep,
+)
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
 from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.gradients import probe_gradients
-from aqnpipe.diagnosis.norms import norm_sweep
+from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
 from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
@@ -41,7 +48,10 @@ def further_checks(
     untested += [
         Untested(part=part, layers=tuple(found), reason=reason) for (part, reason), found in sorted(gaps.items())
     ]
-    return checks, (*untested, *_limits(model, len(layers)))
+    limits = _limits(model, len(layers))
+    if not any(check.probe == "shapes" for check in checks):
+        limits = limits[1:]
+    return checks, (*untested, *limits)
 
 
 def _limits(model: nn.Module, num_layers: int) -> list[Untested]:
@@ -69,7 +79,7 @@ def _checks_of_layer(
     checks: list[Check] = []
     for name, module in sites.norms.items() if is_known(model) else ():
         found = norm_sweep(module, index, name, like.dtype, like.device, generator)
-        checks += found
+        checks += found + norm_gradient(module, index, name, like.dtype, like.device, generator)
         if not found:
             gaps.setdefault((name, "a norm without a known epsilon"), []).append(index)
     checks += _core_checks(model, index, sites, like, generator, gaps)
@@ -99,6 +109,7 @@ def _core_checks(
         gaps.setdefault((f"{CORE_SITE}, activation", "no reference of its activation is known"), []).append(index)
         return []
     checks = activation_sweep(module, name, index, like.dtype, like.device, generator)
+    checks += activation_gradient(module, name, index, like.dtype, like.device, generator)
     return checks + gated_sweep(sites, name, index, like.dtype, generator)
 
 

@@ -46,7 +46,10 @@ def _gradients(
             output = module(leaf)
             if not output.requires_grad:
                 return None, None
-            found = torch.autograd.grad(output, (leaf, weight), gradient.unsqueeze(1), allow_unused=True)
+            # The graph is kept, because a hook that keeps earlier outputs may have made it a part of a later one.
+            found = torch.autograd.grad(
+                output, (leaf, weight), gradient.unsqueeze(1), allow_unused=True, retain_graph=True
+            )
         finally:
             weight.requires_grad_(required)
     return None if found[0] is None else found[0].squeeze(1), found[1]

@@ -1,6 +1,7 @@
 """Probes of single linear modules: selections, full mantissas, sums of integers, and a permutation of its own rows.
 
-Every answer but that of the monomial probe is exact in any order of summation, so every bit must agree.
+Every answer but those of the monomial probe and of the running sums in 16 bits is exact in any order of summation, so
+every bit must agree.
 """
 
 from collections.abc import Iterator
@@ -10,12 +11,27 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.inputs import ProbeInputs
-from aqnpipe.diagnosis.patterns import cancelling_operands, integer_operands, mantissas, selection, selection_weight
+from aqnpipe.diagnosis.patterns import (
+    cancelling_operands,
+    integer_operands,
+    mantissas,
+    running_operands,
+    selection,
+    selection_weight,
+)
+from aqnpipe.diagnosis.reference import mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
-from aqnpipe.error_bounds import linear_bound
+from aqnpipe.error_bounds import linear_bound, sum_bound
 from aqnpipe.seeding import keyed_generator
 
 Replacement = tuple[Tensor, Tensor]
+
+_LEAST_INPUTS = 8
+"""Fewer cancel in no way that an accumulator could get wrong."""
+
+_NUM_BIASED = 8
+_NUM_RUNNING = 16
+"""Tokens of the probes of the bias and of running sums, whose answer no position in the batch changes."""
 
 
 def selecting(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
@@ -41,12 +57,39 @@ def summing(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> li
     key = ("diagnosis.integer", layer, *name.encode())
     integers = integer_operands(inputs.num_tokens, *size, keyed_generator("cpu", inputs.seed, *key))
     checks = [_product("integer", layer, name, module, integers)]
-    if module.in_features >= 4:
+    if module.in_features >= _LEAST_INPUTS:
         tokens = min(inputs.num_tokens, len(inputs.ladder))
         key = ("diagnosis.cancelling", layer, *name.encode())
         operands = cancelling_operands(tokens, *size, keyed_generator("cpu", inputs.seed, *key))
         checks.append(_product("accumulator", layer, name, module, operands))
+        key = ("diagnosis.running", layer, *name.encode())
+        operands = running_operands(_NUM_RUNNING, *size, keyed_generator("cpu", inputs.seed, *key))
+        x, weight, _ = operands
+        free = None
+        if inputs.dtype != torch.float32:  # kernels that split a sum may round its parts to 16 bits
+            free = sum_bound(x.abs() @ weight.abs().T, module.in_features, inputs.dtype)
+        checks.append(_product("accumulator", layer, name, module, operands, free))
     return checks
+
+
+def biased(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
+    """Run a linear with a bias of full mantissas on products of -1, 0 and 1; all sums are exact.
+
+    The bias has one bit less than the dtype, for the carry.
+    """
+    if module.bias is None:
+        return []
+    key = ("diagnosis.bias", layer, *name.encode())
+    generator = keyed_generator("cpu", inputs.seed, *key)
+    chosen, signs = selection(module.out_features, module.in_features)
+    x = torch.randint(-1, 2, (_NUM_BIASED, module.in_features), generator=generator).double()
+    x[0] = 0
+    own = 1.0 - 2 * torch.randint(0, 2, (module.out_features,), generator=generator).double()
+    own *= mantissas((module.out_features,), mantissa_bits(inputs.dtype) - 1, generator)
+    shown = [(module.weight, selection_weight(chosen, signs, module.weight)), (module.bias, own.to(module.bias))]
+    with substituted(shown):
+        output = module(x.unsqueeze(1).to(module.weight.device, inputs.dtype))
+    return [compare("bias", layer, name, x[:, chosen] * signs + own, output)]
 
 
 def monomial(layer: int, name: str, module: nn.Linear, fed: Tensor, own: Tensor) -> Check:
@@ -102,9 +145,16 @@ def selected(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
     return x[..., chosen.to(x.device)] * factors.to(x.device, x.dtype)
 
 
-def _product(probe: str, layer: int, name: str, module: nn.Linear, operands: tuple[Tensor, Tensor, Tensor]) -> Check:
+def _product(
+    probe: str,
+    layer: int,
+    name: str,
+    module: nn.Linear,
+    operands: tuple[Tensor, Tensor, Tensor],
+    allowed: Tensor | None = None,
+) -> Check:
     x, weight, product = operands
     own = module.weight
     with substituted([(own, weight.to(own.device, own.dtype)), *zero_bias(module)]):
         output = module(x.unsqueeze(1).to(own.device, own.dtype))
-    return compare(probe, layer, name, product, output)
+    return compare(probe, layer, name, product, output, allowed=allowed)

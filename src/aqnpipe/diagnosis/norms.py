@@ -18,9 +18,14 @@ _EXPONENTS = {torch.float16: (-12, 10)}
 _WIDE_EXPONENTS = (-12, 48)
 """Exponents of the inputs: sums of squares stay finite in float32 with up to 2^28 channels."""
 
-_ROUNDINGS = 2.0
-"""Roundings to the dtype of the model: the normalised value and its product with the gain, in units of epsilon."""
+_ROUNDINGS = 1.0625
+"""Roundings to the dtype of the model, half an epsilon each: of the normalised value and of its product with the gain.
+1/16 is for terms of second order."""
 
+_LEAST_ROWS = 513
+"""More rows than a large tile has."""
+
+_ROWS_OF_GRADIENT = 32
 _SHARE_OF_MEAN = 0.25
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 
@@ -28,14 +33,12 @@ _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 def norm_sweep(
     module: nn.Module, layer: int, site: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> list[Check]:
-    """Return the check of one norm against float64: one row per exponent, twice, each channel with every mantissa sign.
+    """Return the check of one norm against float64: rows of every exponent, each channel with random full mantissas.
 
     The norm may subtract the mean (LayerNorm) and may add 1 to its weight (Gemma). A norm without epsilon is not
     known and has no check.
     """
-    epsilon = next(
-        (float(value) for name in _EPSILON_NAMES if (value := getattr(module, name, None)) is not None), None
-    )
+    epsilon = _epsilon(module)
     if epsilon is None:
         return []
     weight = weight_of(module)
@@ -55,14 +58,55 @@ def norm_sweep(
     normal, magnitude = _normalised(x, epsilon, subtracts_mean(module))
     share = _ROUNDINGS * torch.finfo(dtype).eps + (8 + x.shape[-1] ** 0.5 / 4) * FLOAT32_EPS
     shift = offset.double().cpu()
-    allowed = share * (magnitude * factors.abs() + shift.abs())
+    allowed = share * (magnitude * factors.abs() + shift.abs()) + torch.finfo(dtype).tiny
     return [compare("norm_range", layer, site, normal * factors + shift, observed, allowed=allowed)]
+
+
+def norm_gradient(
+    module: nn.Module, layer: int, site: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> list[Check]:
+    """Return the check of the gradient of the input of one norm against float64, at a mean square of about 1.
+
+    Healthy devices round the gradient times the gain, the normalised value, and the result to the dtype, and a sum over
+    the channels is in float32; all of it in proportion to the terms of the gradient. No check without epsilon or graph.
+    """
+    epsilon = _epsilon(module)
+    if epsilon is None:
+        return []
+    weight, centred = weight_of(module), subtracts_mean(module)
+    shape, bits = (_ROWS_OF_GRADIENT, 1, *weight.shape), mantissa_bits(dtype)
+    x, gradient = (full_mantissas(shape, bits, generator) for _ in range(2))
+    gain = full_mantissas(tuple(weight.shape), bits, generator).to(weight.device, weight.dtype)
+    unit = norm_offset(module, dtype, device) if not centred else 0.0
+    with torch.enable_grad(), substituted([(weight, gain)]):
+        leaf = x.to(device, dtype).requires_grad_(True)
+        output = module(leaf)
+        if not output.requires_grad:
+            return []
+        (observed,) = torch.autograd.grad(output, leaf, gradient.to(device, dtype), retain_graph=True)
+    through = gradient * (gain.double().cpu() + unit)
+    normal, _ = _normalised(x, epsilon, centred)
+    mean = x.mean(-1, keepdim=True) if centred else 0.0
+    root = ((x - mean).square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    expected = root * (through - normal * (through * normal).mean(-1, keepdim=True))
+    terms = through.abs() + normal.abs() * (through * normal).abs().mean(-1, keepdim=True)
+    if centred:
+        expected = expected - root * through.mean(-1, keepdim=True)
+        terms = terms + through.abs().mean(-1, keepdim=True)
+    share = 2 * _ROUNDINGS * torch.finfo(dtype).eps + (16 + x.shape[-1] ** 0.5 / 4) * FLOAT32_EPS
+    allowed = share * root * terms + torch.finfo(dtype).tiny
+    return [compare("backward", layer, f"{site}.input_gradient", expected, observed, allowed=allowed)]
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    return next((float(value) for name in _EPSILON_NAMES if (value := getattr(module, name, None)) is not None), None)
 
 
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return [rows, 1, *shape]: full mantissas of one exponent per row, within three powers of two of each other."""
     low, high = _EXPONENTS.get(dtype, _WIDE_EXPONENTS)
-    scales = (2.0 ** torch.arange(low, high + 1, dtype=torch.float64)).repeat(2)
+    scales = 2.0 ** torch.arange(low, high + 1, dtype=torch.float64)
+    scales = scales.repeat(-(-_LEAST_ROWS // len(scales)))
     values = full_mantissas((len(scales), 1, *shape), mantissa_bits(dtype), generator)
     values *= 2.0 ** torch.randint(-2, 1, values.shape, generator=generator).double()
     values += _SHARE_OF_MEAN

@@ -9,6 +9,8 @@ All mantissa bits of a power of two are 0, so a bit stuck at 0 does not show. Ev
 one probe, therefore have random mantissas of all bits.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ _FLOAT16_EXPONENTS = (-10, 11)
 
 _NORM_MOTIF = (4.0, *[2.0**-5] * 4, *[2.0**-4] * 3, *[2.0**-3] * 3, *[2.0**-2] * 3, *[2.0**-1] * 3)
 """17 powers of two with mean square exactly 1: 16 + 4*4^-5 + 3*(4^-4 + 4^-3 + 4^-2 + 4^-1) = 17."""
+
+_NUM_WAITING = 44
 
 NORM_INPUT_SCALE = 32.0
 """Root mean square of norm inputs. Its square, 1024, absorbs the epsilon of a norm (1e-5 or less) in rounding."""
@@ -149,6 +153,28 @@ def cancelling_operands(
     columns = torch.cat([blocks.repeat_interleave(4), rest])
     inputs = torch.cat([x.flatten(1), rest.expand(num_tokens, -1)], 1)
     return inputs, rows.unsqueeze(1) * columns, (inputs @ columns).unsqueeze(1) * rows
+
+
+def running_operands(
+    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (x [tokens, in], weight [out, in], x @ weight.T): sums in which a large number waits for its negative.
+
+    The first product is large and the last its negative. Between them up to 44 ones are spread over the inputs. Their
+    sum is 2.75 units in the last place of the large number in 16 bits (those of bfloat16 for a float32 model), but that
+    of any eighth of them less than half a unit. An accumulator that is rounded to 16 bits after some products loses
+    them all. In float32 the sum is exact in any order, and a kernel that rounds the parts of a split sum, and their
+    total, loses two units at most.
+    """
+    bits = 11 if dtype == torch.float16 else 8
+    count = min(in_features - 2, _NUM_WAITING)
+    large = 2.0 ** (int(math.log2(count / 2.6)) + bits - 1)
+    x = torch.zeros(num_tokens, in_features, dtype=torch.float64)
+    x[:, 1 + torch.arange(count) * (in_features - 2) // count] = 1.0
+    x[:, 0], x[:, -1] = large, -large
+    x *= _signs((num_tokens, 1), generator)
+    rows, columns = _signs((out_features,), generator), _signs((in_features,), generator)
+    return x * columns, rows.unsqueeze(1) * columns, x.sum(1, keepdim=True) * rows
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

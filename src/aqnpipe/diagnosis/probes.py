@@ -8,7 +8,9 @@ where the device takes roots, exponentials or reciprocals (norms and the cores b
 - linear: a linear of which each row of the weight selects one input with a sign.
 - mantissa: the same with weights of all mantissa bits.
 - integer: a linear on small integers, whose sums are exact in any order.
-- accumulator: a linear on large numbers that cancel, whose sums are exact in float32 in any order.
+- accumulator: a linear on large numbers that cancel, at once or at the end, whose sums are exact in float32 in any
+  order.
+- bias: a linear whose bias has all mantissa bits, on products of -1, 0 and 1.
 - attention: attention over one token (the softmax of one score is 1), in which v_proj and o_proj select.
 - mlp: the MLP with a constant gate at which the activation is the identity, in which up_proj and down_proj select.
 - norm: a norm on inputs of mean square 1024, with powers of two as gains.
@@ -69,8 +71,12 @@ class LayerProber:
         return linears.selecting(self.index, name, self.sites.linears[name], inputs)
 
     def integer(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one linear on sums of integers."""
-        return linears.summing(self.index, name, self.sites.linears[name], inputs)
+        """Run one linear on sums of integers, sums that cancel, and its bias."""
+        module = self.sites.linears[name]
+        return [
+            *linears.summing(self.index, name, module, inputs),
+            *linears.biased(self.index, name, module, inputs),
+        ]
 
     def monomial(self, name: str, trace: Trace) -> list[Check]:
         """Run one linear on its real input with rows permuted and scaled."""
@@ -119,7 +125,7 @@ class LayerProber:
     def mlp(self, inputs: ProbeInputs) -> list[Check]:
         """Run the MLP with a constant gate at which the activation is the identity; up and down projections select.
 
-        In a mixture with a shared expert this is the shared expert, whose output is no site of its own.
+        In a mixture with a shared expert this is the shared expert, whose output is a site of its own name.
         """
         own = self.sites.linears
         gate, up, down = (own[name] for name in ("gate_proj", "up_proj", "down_proj"))
@@ -146,9 +152,9 @@ class LayerProber:
             self._core("mlp", "mlp_core", _activated(block, gates) * ups.cpu().double(), fed),
             self._check("mlp", "down_proj", selected(fed, d_chosen, d_signs), trace.outputs["down_proj"]),
         ]
-        if block is self.sites.mlp:
-            checks.append(self._check("mlp", "mlp_output", trace.outputs["down_proj"], result))
-        return checks
+        own_name = next(path for path, module in self.sites.layer.named_modules() if module is block)
+        site = "mlp_output" if block is self.sites.mlp else own_name.rsplit(".", 1)[-1]
+        return [*checks, self._check("mlp", site, trace.outputs["down_proj"], result)]
 
     @property
     def gated_block(self) -> nn.Module:

@@ -1,18 +1,28 @@
 """What known answers that are computed in float64 on the host have in common: operands, and roundings of devices."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 FLOAT32_EPS = 2.0**-23
 """Normalisations, softmax and sums of 16-bit models are computed in float32."""
 
-NARROW_PRODUCTS = 2.0**-10
-"""Rounding of float32 operands to TF32, which matrix units of healthy devices may apply to float32 products."""
-
 PRODUCT_BITS = 11
 """Significant bits of operands whose product is exact in float32, also after rounding to TF32."""
 
 _MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Run the body without function modes of torch, for references within the forward of a module.
+
+    A default device (`torch.set_default_device`) is such a mode and would take a reference to the device under test.
+    """
+    with torch._C.DisableTorchFunction():
+        yield
 
 
 def mantissa_bits(dtype: torch.dtype) -> int:

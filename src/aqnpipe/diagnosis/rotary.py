@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, full_mantissas
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, full_mantissas, mantissa_bits, on_host
 from aqnpipe.seeding import keyed_generator
 
 SITE = "rotary"
@@ -43,8 +43,10 @@ def shown_projections(
 
     def show(layer: int, number: int, output: Tensor) -> Tensor:
         generator = keyed_generator("cpu", seed, "diagnosis.rotary", layer, number)
-        numbers = full_mantissas((longest, output.shape[-1]), 8, generator)[total() - output.shape[-2] : total()]
-        return torch.empty_like(output).copy_(numbers.expand(output.shape))
+        with on_host():
+            bits = mantissa_bits(output.dtype)
+            numbers = full_mantissas((longest, output.shape[-1]), bits, generator)
+            return torch.empty_like(output).copy_(numbers[total() - output.shape[-2] : total()].expand(output.shape))
 
     handles = [
         module.register_forward_hook(lambda m, a, out, i=index, n=number: show(i, n, out))

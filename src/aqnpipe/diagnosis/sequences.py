@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.attention_kernel import SITE, Observation, replaced_operands
+from aqnpipe.diagnosis.attention_operands import KINDS
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.reference import on_host
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.rotary import TABLE_SITE, rotation_checks, shown_projections, table_checks, zero_angles
 from aqnpipe.diagnosis.trace import first_tensor
@@ -25,9 +27,12 @@ from aqnpipe.models.sites import LayerSites
 _PREFILL = 131
 """Tokens of the first prefill, more than two tiles of 64 and not a multiple of any tile."""
 _PADDED_PREFILL = 71
-_PADDING = (7, 0, 19)
+_PADDING = (7, 0, 19, 3)
+"""Masked tokens of the four sequences, one for each kind of operands."""
 _NUM_DECODED = 2
 _ENDS_OF_ATTENTION = ("o_proj", "dense", "c_proj", "out_proj")
+_ENDS_OF_MLP = ("down_proj", "dense_4h_to_h", "c_proj", "fc2")
+"""Linears whose output is that of the attention or the MLP that they belong to."""
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
@@ -52,7 +57,8 @@ class _LayerCall:
 def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, untested: dict[str, str]) -> list[Check]:
     """Return the checks of kernels, cache, rotation, residual sums and logits; `untested` collects the gaps."""
     length = longest_sequence(model) - _NUM_DECODED
-    first = _run_batch(model, layers, length, Observation(torch.zeros(3, dtype=torch.long), seed), untested)
+    unpadded = torch.zeros(len(KINDS), dtype=torch.long)
+    first = _run_batch(model, layers, length, Observation(unpadded, seed, with_gradients=True), untested)
     unrotated = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
     if is_known(model) and first.tables:
         with zero_angles(model):
@@ -154,9 +160,22 @@ def _observed(
             wanted = result.reshape(args[0].shape).cpu()
             observation.checks.append(compare("attention_feed", index, SITE, wanted, args[0]))
 
+    def ended(index: int, site: str, end: nn.Module, result: Tensor) -> None:
+        if end in ends:
+            wanted = ends.pop(end).reshape(result.shape)
+            observation.checks.append(compare("output", index, site, wanted.cpu(), result))
+
     handles = []
+    ends: dict[nn.Module, Tensor] = {}
     for index, sites in enumerate(layers):
         layer = sites.layer
+        for site, block, end in _blocks_with_end(sites) if known else ():
+            handles += [
+                end.register_forward_hook(lambda m, a, out: ends.__setitem__(m, out)),
+                block.register_forward_hook(
+                    lambda m, a, out, i=index, s=site, e=end: ended(i, s, e, first_tensor(out))
+                ),
+            ]
         handles += [
             layer.register_forward_pre_hook(lambda m, a, kw, i=index: enter(i, a, kw), with_kwargs=True),
             layer.register_forward_hook(lambda m, a, out, i=index: leave(i, out)),
@@ -177,6 +196,17 @@ def _observed(
             handle.remove()
 
 
+def _blocks_with_end(sites: LayerSites) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Return site, module and last linear of attention and MLP; a mixture of experts ends in no linear."""
+    found = []
+    for site, block, names in (
+        ("attention_output", sites.attention, _ENDS_OF_ATTENTION),
+        ("mlp_output", sites.mlp, _ENDS_OF_MLP),
+    ):
+        found += [(site, block, module) for name, module in block.named_children() if name in names]
+    return found
+
+
 def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check | None:
     """Compare the output of a layer with the sum of its input and branches, in the order that fits best.
 
@@ -185,9 +215,10 @@ def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check | Non
     host = output.detach().cpu()
     if call.hidden is None or len(call.branches) != 2:
         return None
-    h, a, m = (tensor.detach().cpu().reshape(host.shape) for tensor in (call.hidden, *call.branches))
-    sums = ((h + a) + m, (a + m) + h, (h + m) + a)
-    best = min(sums, key=lambda total: int((total != host).sum()))
+    with on_host():
+        h, a, m = (tensor.detach().cpu().reshape(host.shape) for tensor in (call.hidden, *call.branches))
+        sums = ((h + a) + m, (a + m) + h, (h + m) + a)
+        best = min(sums, key=lambda total: int((total != host).sum()))
     return compare("residual", index, "layer_output", best, host)
 
 

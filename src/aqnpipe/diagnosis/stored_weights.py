@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.experts import EXPERT_SITE
 from aqnpipe.models.layout import decoder_layers, layer_of
 from aqnpipe.models.loading import load_model
 
@@ -18,6 +19,7 @@ PROBE = "weights"
 LATER_PROBE = "restored"
 
 _CHECKSUM_BITS = 24
+_NDIM_OF_EXPERTS = 3
 _ROWS_AT_ONCE = 4096
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -33,12 +35,12 @@ def compare_with_file(model: nn.Module, folder: Path) -> list[Check]:
     for name, stored in _stored_tensors(folder):
         own = missing.get(name)
         if own is not None and own.shape == stored.shape:
-            checks.append(_compared(model, name, stored, missing.pop(name)))
+            checks += _compared(model, name, stored, missing.pop(name))
     if missing:
         dtype = next(iter(missing.values())).dtype
         copy = load_model(folder, dtype=_DTYPES[dtype], attention="eager")  # type: ignore[arg-type]
         stored_again = dict(_weights(copy))
-        checks += [_compared(model, name, stored_again[name], own) for name, own in missing.items()]
+        checks += [check for name, own in missing.items() for check in _compared(model, name, stored_again[name], own)]
     return checks
 
 
@@ -52,9 +54,18 @@ def row_checksums(model: nn.Module) -> dict[str, Tensor]:
 
 def compare_with_earlier(model: nn.Module, before: Mapping[str, Tensor]) -> list[Check]:
     """Return a check for every weight against its checksums `before`: the probes have to leave all of them as found."""
-    return [
-        compare(LATER_PROBE, *_place(model, name), before[name], _checksums(weight)) for name, weight in _weights(model)
-    ]
+    checks = []
+    for name, weight in _weights(model):
+        layer, site = _place(model, name)
+        found = _checksums(weight)
+        if weight.ndim != _NDIM_OF_EXPERTS:
+            checks.append(compare(LATER_PROBE, layer, site, before[name], found))
+            continue
+        checks += [
+            compare(LATER_PROBE, layer, f"{EXPERT_SITE}.{expert}", before[name][:, [expert]], found[:, [expert]])
+            for expert in range(weight.shape[0])
+        ]
+    return checks
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -75,9 +86,16 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _compared(model: nn.Module, name: str, stored: Tensor, own: Tensor) -> Check:
+def _compared(model: nn.Module, name: str, stored: Tensor, own: Tensor) -> list[Check]:
+    """Return the check of one weight; of the weights of all experts in one tensor, one check per expert."""
     layer, site = _place(model, name)
-    return compare(PROBE, layer, site, _as_columns(stored.to(own.dtype)), _as_columns(own.cpu()))
+    wanted, seen = stored.to(own.dtype), own.cpu()
+    if own.ndim != _NDIM_OF_EXPERTS:
+        return [compare(PROBE, layer, site, _as_columns(wanted), _as_columns(seen))]
+    return [
+        compare(PROBE, layer, f"{EXPERT_SITE}.{expert}", _as_columns(wanted[expert]), _as_columns(seen[expert]))
+        for expert in range(len(own))
+    ]
 
 
 def _as_columns(weight: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""Operands of the attention kernel whose answer is known.
+
+The sequences of a batch take turns with four kinds of operands:
+
+- one-hot: every query meets one key with a score so far above the others that softmax is 1 and 0. The output is the
+  value of that key, with all mantissa bits: a wrong key, row, head or mask entry shows. In 16 bits every bit agrees. In
+  float32 the reciprocal of the sum enters, which devices round differently, so a few units in the last place are free.
+- uniform: all queries are zero, so softmax is 1/n over the n allowed keys. One key too many or too few shows.
+- ordinary: scores of a few units, from one or four channels of a query, so every step of scores, softmax and sum
+  contributes. The bound is first order in the rounding of scores, probabilities and products.
+- range: scores far below the largest one, on values that grow as fast as the exponential falls, so that every term of
+  the softmax decides some output. Scores are exact where the scaling is a power of two.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from aqnpipe.diagnosis.arithmetic import operand_bits
+from aqnpipe.diagnosis.reference import full_mantissas
+
+KINDS = ("one-hot", "uniform", "ordinary", "range")
+
+VALUE_BITS = 8
+"""Significant bits of operands whose products are exact in every number format of a model."""
+_CODED_CHANNELS = 14
+_GAP = 40.0
+"""Least distance of the chosen key's score from the others in the one-hot sequences; exp(-40) is far below 2^-24."""
+_QUERY_CHANNELS = (1, 4)
+"""Channels of an ordinary query that are not zero: with one, rounding of the scores is least against their size."""
+_SCORE = 2.0
+_STEPS_OF_RANGE = 16
+"""Scores of the range sequences are multiples of 1/16 below 16, times a power of two."""
+_SPANS = {torch.float16: (2.0**-3, 2.0**-1)}
+_WIDE_SPANS = (2.0**-3, 1.0, 4.0)
+"""Factors of these scores: exp down to exp(-8) in float16, exp(-64) in formats with the exponents of float32."""
+_GROWTHS = {torch.float16: (-8, 5)}
+_WIDE_GROWTHS = (-60, 0)
+"""Exponents of the values of the range sequences."""
+
+
+def known_operands(
+    own: tuple[Tensor, Tensor, Tensor], scale: float, visible: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return test operands with the shapes and strides of `own`; the sequences take turns with KINDS."""
+    q, k, v = own
+    queries, keys = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(k.shape, dtype=torch.float64)
+    for sequence in range(len(q)):
+        kind = KINDS[sequence % len(KINDS)]
+        if kind == "one-hot":
+            queries[sequence], keys[sequence] = _one_hot(q, k, scale, visible[sequence], generator)
+        elif kind == "range":
+            queries[sequence], keys[sequence] = _far_apart(q, k, scale, generator)
+        else:
+            keys[sequence] = full_mantissas(tuple(k.shape[1:]), VALUE_BITS, generator)
+        if kind == "ordinary":
+            terms = torch.tensor(_QUERY_CHANNELS)[torch.arange(q.shape[2]) % len(_QUERY_CHANNELS)].unsqueeze(1)
+            chosen = torch.rand(q.shape[1:], generator=generator).argsort(-1) < terms
+            numbers = _SCORE * full_mantissas(tuple(q.shape[1:]), VALUE_BITS, generator) / scale / terms
+            queries[sequence] = torch.where(chosen, numbers, 0.0)
+    values = full_mantissas(tuple(v.shape), VALUE_BITS, generator)
+    values *= 2.0 ** torch.randint(-4, 5, values.shape, generator=generator).double()
+    for sequence in range(len(q)):
+        if KINDS[sequence % len(KINDS)] == "one-hot":
+            values[sequence] = full_mantissas(tuple(v.shape[1:]), operand_bits(v.dtype), generator)
+        elif KINDS[sequence % len(KINDS)] == "range":
+            values[sequence] = _growing(v, generator)
+    return like(q, queries), like(k, keys), like(v, values)
+
+
+def _far_apart(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return queries of one channel each and keys, whose scores spread over the range of exp; products are exact."""
+    keys = -torch.randint(0, 256, tuple(k.shape[1:]), generator=generator).double() / _STEPS_OF_RANGE
+    spans = torch.tensor(_SPANS.get(q.dtype, _WIDE_SPANS), dtype=torch.float64)
+    heads, length, width = q.shape[1:]
+    chosen = torch.randint(0, width, (heads, length, 1), generator=generator)
+    factors = spans[torch.randint(0, len(spans), (heads, length, 1), generator=generator)]
+    return torch.zeros(heads, length, width, dtype=torch.float64).scatter_(-1, chosen, factors / scale), keys
+
+
+def _growing(v: Tensor, generator: torch.Generator) -> Tensor:
+    """Return values [heads, keys, channels]: every key has one channel, at a magnitude from a wide range."""
+    heads, length, width = v.shape[1:]
+    low, high = _GROWTHS.get(v.dtype, _WIDE_GROWTHS)
+    exponents = torch.randint(low, high + 1, (heads, length, 1), generator=generator).double()
+    channel = torch.rand(heads, length, width, generator=generator).argmax(-1, keepdim=True)
+    values = full_mantissas((heads, length, 1), VALUE_BITS, generator) * 2.0**exponents
+    return torch.zeros(heads, length, width, dtype=torch.float64).scatter_(-1, channel, values)
+
+
+def _one_hot(q: Tensor, k: Tensor, scale: float, visible: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return queries [heads, queries, channels] and keys of which one per query has by far the largest score.
+
+    Keys are distinct codes of +-1. A query is a multiple of the code of one of its visible keys, drawn at random.
+    """
+    num_heads, num_keys, width = k.shape[1:]
+    coded = min(width, _CODED_CHANNELS)
+    keys = 1 - 2.0 * torch.randint(0, 2, (num_heads, num_keys, width), generator=generator).double()
+    for head in range(num_heads):
+        code = torch.randperm(2**coded, generator=generator)[torch.arange(num_keys) % 2**coded]
+        keys[head, :, :coded] = 1 - 2.0 * ((code.unsqueeze(1) >> torch.arange(coded)) & 1).double()
+    overlap = (keys @ keys.transpose(1, 2)).masked_fill(torch.eye(num_keys, dtype=torch.bool), -width).max()
+    peak = _GAP / max(1 - float(overlap) / width - 7 * torch.finfo(q.dtype).eps, 1e-3)
+    factor = 2.0 ** math.ceil(math.log2(peak / (scale * width)))
+    odds = visible.double() + (~visible.any(-1, keepdim=True)).double()
+    drawn = torch.multinomial(odds, q.shape[1], replacement=True, generator=generator).T
+    groups = q.shape[1] // num_heads
+    key_head = torch.arange(q.shape[1]).unsqueeze(1) // groups
+    return factor * keys[key_head, drawn], keys
+
+
+def like(original: Tensor, values: Tensor) -> Tensor:
+    """Return `values` with the device, dtype and strides of `original`."""
+    return torch.empty_like(original).copy_(values)
