@@ -16,6 +16,7 @@ from aqnpipe.config.noise import ErrorModel, NoiseSpec, OperatorNoise, OperatorS
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
 from aqnpipe.noise.audit.phase_audit import audited_backward
+from aqnpipe.noise.gathered_weights import gathered_first
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -90,6 +91,7 @@ def noisy(
     receipt.next_step = step + 1
     key = NoiseKey(seed=seed, step=step)
     with ExitStack() as stack:
+        stack.enter_context(gathered_first(model))
         stack.enter_context(phase_noise(model, spec, phases[0], key, receipt.recorder, backward=backward))
         if backward:
             stack.enter_context(_BackwardPasses(model, receipt.recorder))

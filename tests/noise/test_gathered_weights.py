@@ -1,0 +1,79 @@
+"""`aqnpipe.noisy` on a model under `fully_shard`: the noise of the whole model, and nothing escapes the audit."""
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import aqnpipe
+from aqnpipe.config.model import builtin_folder
+from aqnpipe.errors import ReceiptError
+from aqnpipe.models.loading import load_model
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def new_model():
+    return load_model(builtin_folder("tiny"), dtype="float32", attention="eager")
+
+
+def sharded(model, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(model, ids):
+    with aqnpipe.noisy(model, scale=0.05, seed=0, backward=True) as receipt:
+        result = model(input_ids=ids, labels=ids)
+        result.loss.backward()
+    return result.logits.detach(), receipt
+
+
+def test_a_sharded_model_has_the_noise_of_the_whole_model(mesh, ids):
+    logits, whole = step(new_model(), ids)
+    model = sharded(new_model(), mesh)
+    for _ in range(3):
+        shared_logits, receipt = step(model, ids)
+        assert torch.equal(shared_logits, logits)
+        assert receipt.check().recomputed_numbers == whole.recomputed_numbers
+
+
+def test_the_hooks_are_as_before(mesh, ids):
+    model = sharded(new_model(), mesh)
+    before = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module in model.modules()]
+    step(model, ids)
+    for module, (hooks, content) in zip(model.modules(), before, strict=True):
+        assert module._forward_pre_hooks is hooks
+        assert list(hooks.items()) == list(content.items())
+    assert torch.equal(model(input_ids=ids).logits, new_model()(input_ids=ids).logits)
+
+
+class Unobserved(nn.Module):
+    """A linear module that multiplies elements and sums them, where noise is not applied."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, values):
+        return (values[..., None, :] * self.weight).sum(-1)
+
+
+def test_a_product_with_gathered_weights_that_has_no_noise_is_refused(mesh, ids):
+    model = new_model()
+    model.model.layers[2].mlp.down_proj = Unobserved(model.model.layers[2].mlp.down_proj)
+    _, receipt = step(sharded(model, mesh), ids)
+    with pytest.raises(ReceiptError, match=r"aten\.mul on a weight matrix in model\.layers\.2\.mlp\.down_proj escaped"):
+        receipt.check()
