@@ -43,7 +43,8 @@ def test_every_arm_parses_and_the_issue_s_arms_are_there():
 
 def test_every_arm_is_run_by_a_shipped_study():
     arms = ArmsFile.model_validate(yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())).arms
-    assert {arm for path in STUDY_FILES for arm in load_study_file(path).config.arms} == set(arms)
+    trained = [study for path in STUDY_FILES if (study := load_study_file(path)).has_training]
+    assert {arm for study in trained for arm in study.config.arms} == set(arms)
 
 
 def test_the_committed_schema_is_the_generated_one():

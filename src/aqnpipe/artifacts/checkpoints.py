@@ -17,7 +17,8 @@ class CheckpointAccuracy(Artifact):
     """Accuracy of a checkpoint at one noise level, a fraction, with its Wilson interval over questions."""
 
     checkpoint: str
-    noise_level: float
+    noise_level: float = Field(description="a relative scale below 1, or the number of a named noise")
+    noise: str | None = Field(default=None, description="the name of a named noise")
     num_questions: int
     num_noise_seeds: int
     accuracy: float
@@ -37,6 +38,7 @@ class CheckpointComparison(Artifact):
     first: str
     second: str
     noise_level: float
+    noise: str | None = None
     difference: float | None = None
     ci_low: float | None = None
     ci_high: float | None = None

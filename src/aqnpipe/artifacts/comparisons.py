@@ -1,6 +1,6 @@
 """Artifacts of the compare stage: accuracies, comparisons, robustness over noise, and claims with their verdicts."""
 
-from typing import Literal
+from typing import Literal, Optional
 
 import pandera.polars as pa
 from pydantic import Field
@@ -12,8 +12,10 @@ from aqnpipe.artifacts.statements import Statement
 class AccuracyTable(pa.DataFrameModel):
     """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
 
-    `accuracy`: of the study's primary scorer. `ci_low` and `ci_high`: its Wilson interval over the questions, without
-    run-to-run variance. `truncated_fraction`: responses that were cut off at the token limit.
+    `noise_level`: a relative scale below 1, or the number of a named noise, whose name is in `noise` (a column that
+    only studies with named noises have). `accuracy`: of the study's primary scorer. `ci_low` and `ci_high`: its Wilson
+    interval over the questions, without run-to-run variance. `truncated_fraction`: responses that were cut off at the
+    token limit.
     `parse_failure_fraction`: those in which the primary scorer found no answer; `parse_failure_<scorer>`: the same for
     each scorer.
     """
@@ -22,7 +24,8 @@ class AccuracyTable(pa.DataFrameModel):
     arm: str
     seed: int = pa.Field(ge=0)
     step: int = pa.Field(ge=0)
-    noise_level: float = pa.Field(ge=0, lt=1)
+    noise_level: float = pa.Field(ge=0)
+    noise: Optional[str] = pa.Field(nullable=True)  # noqa: UP045 - pandera's form of a column that may be absent
     num_questions: int = pa.Field(ge=1)
     num_noise_seeds: int = pa.Field(ge=1)
     num_samples: int = pa.Field(ge=1)
@@ -155,7 +158,7 @@ class DifferenceTable(pa.DataFrameModel):
     model: str
     arm: str
     reference: str
-    noise_level: float = pa.Field(ge=0, lt=1)
+    noise_level: float = pa.Field(ge=0)
     num_seeds: int = pa.Field(ge=0)
     num_questions: int = pa.Field(ge=0)
     difference: float = pa.Field(nullable=True)

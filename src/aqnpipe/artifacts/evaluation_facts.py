@@ -24,7 +24,7 @@ class PassFacts(Artifact):
     of each batch, in order. rows: `row_digests` of the responses, without separator.
     """
 
-    noise_level: float = Field(ge=0, lt=1)
+    noise_level: float = Field(ge=0)
     noise_seed: int = Field(ge=0)
     noise_keys: tuple[int, ...]
     first_logits: tuple[str, ...]

@@ -51,12 +51,13 @@ def evaluation_files(results: Path, model: str, arm: str, seed: int, step: int) 
 class EvaluationTable(pa.DataFrameModel):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
+    `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
     the scorer of `aqnpipe.data.scoring` extracted, null if it found none.
     """
 
     question_id: str
-    noise_level: float = pa.Field(ge=0, lt=1)
+    noise_level: float = pa.Field(ge=0)
     noise_seed: int = pa.Field(ge=0)
     sample: int = pa.Field(ge=0)
     response: str

@@ -5,6 +5,7 @@ What they show holds for these weights. Whether a recipe of training makes the d
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.multiple_testing import holm_within_families
 
+Row = TypeVar("Row", CheckpointAccuracy, CheckpointComparison)
 FloatArray = npt.NDArray[np.float64]
 
 _MANY = 0.05
@@ -38,6 +40,7 @@ def report_of(
     settings all share.
     """
     names = [evaluation.source.model for evaluation in evaluations]
+    names_of_noises = spec.evaluation.noise_names()
     return RobustnessReport(
         data=data,
         prompt=_prompt_in_words(spec.prompt),
@@ -49,8 +52,8 @@ def report_of(
             EvaluatedCheckpoint(name=name, source=sources[name], weights_sha256=evaluation.weights or "")
             for name, evaluation in zip(names, evaluations, strict=True)
         ),
-        accuracies=_accuracies_of(evaluations),
-        comparisons=compare_checkpoints(evaluations, alpha),
+        accuracies=tuple(_named(row, names_of_noises) for row in _accuracies_of(evaluations)),
+        comparisons=tuple(_named(row, names_of_noises) for row in compare_checkpoints(evaluations, alpha)),
         notes=tuple(_notes(evaluations, alpha)),
     )
 
@@ -73,8 +76,13 @@ def compare_checkpoints(evaluations: Sequence[LoadedEvaluation], alpha: float) -
     )
 
 
+def _named(row: Row, names: Mapping[float, str]) -> Row:
+    """Return a row with the name of its noise, if it has one."""
+    return row.model_copy(update={"noise": names.get(row.noise_level)})
+
+
 def _accuracies_of(evaluations: Sequence[LoadedEvaluation]) -> tuple[CheckpointAccuracy, ...]:
-    columns = list(CheckpointAccuracy.model_fields)[1:]
+    columns = [name for name in CheckpointAccuracy.model_fields if name not in ("checkpoint", "noise")]
     return tuple(
         CheckpointAccuracy(checkpoint=evaluation.source.model, **{name: row[name] for name in columns})
         for evaluation in evaluations

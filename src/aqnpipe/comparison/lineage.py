@@ -8,7 +8,7 @@ in `comparison.evaluations`.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.scoring import SCORERS, grade
 from aqnpipe.models.loading import sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
@@ -91,7 +92,7 @@ class _Lineage:
         return [
             *record_problems(record, outputs={"table": files.table, "receipt": files.receipt}, inputs=inputs),
             *_setting_problems(record, requested),
-            *read_json(files.receipt, EvaluationReceipts).facts.differences(requested),
+            *_receipt_problems(read_json(files.receipt, EvaluationReceipts), requested),
             *self._weights_problems(checkpoint),
             *self._answer_problems(files.table),
         ]
@@ -218,6 +219,14 @@ class _Lineage:
                 known[response, gold] = tuple(part for graded in grades for part in (graded.answer, graded.correct))
             wrong += tuple(stored) != known[response, gold]
         return wrong
+
+
+def _receipt_problems(receipts: EvaluationReceipts, requested: Mapping[str, object]) -> Iterator[str]:
+    """Yield where the receipts of an evaluation are not about what its settings request."""
+    yield from receipts.facts.differences(requested)
+    spec = EvaluationSpec.model_validate(requested)
+    for evaluated in receipts.passes:
+        yield from evaluated.differences(spec.evaluation.noise_at(evaluated.noise_level, spec.attention))
 
 
 def _setting_problems(record: RunRecord, requested: Mapping[str, object]) -> list[str]:

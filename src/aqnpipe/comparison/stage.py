@@ -119,6 +119,11 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
     accuracy = (
         pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else _table([], AccuracyTable)
     )
+    names = study.config.evaluation.noise_names()
+    if names:
+        accuracy = accuracy.with_columns(
+            pl.col("noise_level").replace_strict(names, default=None, return_dtype=pl.String).alias("noise")
+        )
     _write(outputs.accuracy, accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable)
     compared = _table(rows, ComparisonTable)
     write_table(outputs.comparisons, compared, ComparisonTable)

@@ -2,12 +2,17 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from aqnpipe.config.base import FrozenModel
 
 PRETRAINED = "pretrained"
 """Used in place of an arm id: the model before training."""
+
+ComparedLevel = Annotated[
+    float, Field(ge=0), WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]})
+]
+"""A noise level that the study evaluates, or the name of a noise, which `load_study` replaces by its number."""
 
 Direction = Literal["higher", "lower", "different"]
 """different: in either direction."""
@@ -88,7 +93,7 @@ class ArmComparison(TwoArms):
     """Accuracy of treatment minus accuracy of control, at one evaluation noise level."""
 
     kind: Literal["arms"] = "arms"
-    noise_level: float = Field(default=0.0, ge=0, lt=1)
+    noise_level: ComparedLevel = 0.0
 
 
 class DegradationComparison(TwoArms):
@@ -98,7 +103,7 @@ class DegradationComparison(TwoArms):
     """
 
     kind: Literal["degradation"] = "degradation"
-    noise_level: float = Field(gt=0, lt=1)
+    noise_level: Annotated[ComparedLevel, Field(gt=0)]
 
 
 class LevelComparison(TestedClaim):
@@ -106,7 +111,7 @@ class LevelComparison(TestedClaim):
 
     kind: Literal["levels"] = "levels"
     arm: str
-    noise_level: float = Field(gt=0, lt=1)
+    noise_level: Annotated[ComparedLevel, Field(gt=0)]
 
     @property
     def direction(self) -> Direction | None:
@@ -136,14 +141,16 @@ class ArmPair(FrozenModel):
 
     treatment: str
     control: str
-    noise_level: float = Field(default=0.0, ge=0, lt=1)
+    noise_level: ComparedLevel = 0.0
 
 
 class ReportConfig(FrozenModel):
     """Title, language and content of the report."""
 
     title: str
-    title_zh: str | None = Field(default=None, description="the title in a Chinese report; null: the English one, marked")
+    title_zh: str | None = Field(
+        default=None, description="the title in a Chinese report; null: the English one, marked"
+    )
     question: str = Field(description="the question of the study, shown at the top")
     question_zh: str | None = Field(
         default=None, description="the question in a Chinese report; null: the English one, marked"

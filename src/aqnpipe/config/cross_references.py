@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.model import ModelConfig, num_layers_of
-from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization
+from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, OperatorNoise
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.errors import ModelError
@@ -101,18 +102,25 @@ def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str
                         f"{source}: machines.{name}.faults.{index}.layer: found {fault.layer}, "
                         f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
                     )
+        for name, named in study.evaluation.noises.items():
+            operators = settings_of(named).operator_noise
+            if operators is not None:
+                where = f"{source}: evaluation.noises.{name}"
+                yield from _noised_layer_problems(operators, num_layers, where, f"{role} ({model.source})")
         if study.training is None:
             continue
         for arm_name in study.arms:
             noise = arms[arm_name].operator_noise
             if noise is None or arms[arm_name].model != role:
                 continue
-            for key, layers in (("layers", noise.layers or ()), ("layer_scales", noise.layer_scales)):
-                if max(layers, default=-1) >= num_layers:
-                    yield (
-                        f"{study.arms_file}: arms.{arm_name}.operator_noise.{key}: found {max(layers)}, "
-                        f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
-                    )
+            where = f"{study.arms_file}: arms.{arm_name}"
+            yield from _noised_layer_problems(noise, num_layers, where, f"{role} ({model.source})")
+
+
+def _noised_layer_problems(noise: OperatorNoise, num_layers: int, where: str, model: str) -> Iterator[str]:
+    for key, layers in (("layers", noise.layers or ()), ("layer_scales", noise.layer_scales)):
+        if max(layers, default=-1) >= num_layers:
+            yield (f"{where}.operator_noise.{key}: found {max(layers)}, model {model} has layers 0 to {num_layers - 1}")
 
 
 def _attention_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
@@ -146,7 +154,14 @@ def vllm_attention_problems(
     study: "AnyStudyConfig", models: Mapping[str, ModelConfig], section: str, source: str
 ) -> Iterator[str]:
     """Yield the models of a section whose attention vLLM cannot compute under noise."""
-    on_vllm = study.generation.backend == "vllm" and any(study.evaluation.noise_levels)
+    on_vllm = study.generation.backend == "vllm" and any(study.evaluation.all_levels())
+    for name, named in study.evaluation.noises.items() if study.generation.backend == "vllm" else ():
+        operators = settings_of(named).operator_noise
+        if operators is not None and isinstance(operators.error, FakeQuantization):
+            yield (
+                f"{source}: evaluation.noises.{name}: found {operators.error.kind}, which vLLM cannot "
+                "compute, expected an error on outputs or generation.backend: transformers"
+            )
     for name, model in models.items():
         if on_vllm and model.attention != "sdpa":
             yield (
@@ -176,7 +191,7 @@ def comparison_problems(study: "AnyStudyConfig", known: Collection[str], source:
                 yield f"{where}: {unknown(what, name, known)}"
         if comparison.kind != "arms" and 0.0 not in study.evaluation.noise_levels:
             yield f"{where}: compares with noise level 0, evaluation.noise_levels does not contain 0.0"
-        if comparison.noise_level not in study.evaluation.noise_levels:
+        if comparison.noise_level not in study.evaluation.all_levels():
             yield (
                 f"{where}.noise_level: found {comparison.noise_level}, "
                 f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
@@ -200,7 +215,7 @@ def explore_problems(
     roles = {arms[name].model for name in names if name != PRETRAINED}
     if len(roles) > 1:
         yield f"{where}: {' and '.join(names)} train different models ({', '.join(sorted(roles))})"
-    if pair.noise_level not in study.evaluation.noise_levels:
+    if pair.noise_level not in study.evaluation.all_levels():
         yield (
             f"{where}.noise_level: found {pair.noise_level}, "
             f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"

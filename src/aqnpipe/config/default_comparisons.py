@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, DegradationComparison, LevelComparison
 from aqnpipe.config.arm import Arm
@@ -18,54 +19,64 @@ _PURE_CONTROLS = frozenset({"healthy_layers", "random_layers", "wrong_layers", "
 """Strategies that exist only as controls."""
 
 
-def default_comparisons(arms: Mapping[str, Arm], noise_levels: Sequence[float]) -> tuple[Comparison, ...]:
+def default_comparisons(
+    arms: Mapping[str, Arm], noise_levels: Sequence[float], names: Mapping[float, str] = MappingProxyType({})
+) -> tuple[Comparison, ...]:
     """Return the usual comparisons for `arms`, A/A controls excluded, in three families.
 
     - arms: a clean arm against the pretrained model; a noise arm against the clean arm; an AQN arm against the arm with
       the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if its
       strategy has any, against its controls of equal energy.
-    - levels: every arm at the highest noise level against itself without noise.
+    - levels: every arm at the highest noise level, and under each named noise, against itself without noise.
     - degradation: accuracy lost to that level, by a noise or AQN arm against each of its counterparts.
 
+    `names` of the named noises by level, under which arms are compared as at the highest level.
     Comparisons that need level 0, or a level above 0, are omitted if the study does not evaluate it.
     """
     usual = {name: arm for name, arm in arms.items() if arm.aa_control_of is None}
     pairs = [(name, control) for name in usual for control in _controls(name, usual)]
     found: list[Comparison] = []
-    clean, top = 0.0 in noise_levels, max(noise_levels)
+    clean = 0.0 in noise_levels
+    noisy = [level for level in (max(noise_levels), *names) if level > 0]
     for name, control in pairs:
         if clean:
-            found.append(_accuracy(name, control, usual[name], 0.0))
-        if top > 0 and control != PRETRAINED:
-            found.append(_accuracy(name, control, usual[name], top))
-    if clean and top > 0:
-        found += [_level(name, top) for name in usual]
-        found += [_degradation(name, control, top) for name, control in pairs if control != PRETRAINED]
+            found.append(_accuracy(name, control, usual[name], 0.0, names))
+        for level in noisy if control != PRETRAINED else ():
+            found.append(_accuracy(name, control, usual[name], level, names))
+    if clean:
+        found += [_level(name, level, names) for level in noisy for name in usual]
+        found += [
+            _degradation(name, control, level, names)
+            for level in noisy
+            for name, control in pairs
+            if control != PRETRAINED
+        ]
     return tuple(found)
 
 
-def all_pairs(names: Sequence[str], noise_levels: Sequence[float]) -> tuple[Comparison, ...]:
+def all_pairs(
+    checkpoints: Sequence[str], noise_levels: Sequence[float], names: Mapping[float, str] = MappingProxyType({})
+) -> tuple[Comparison, ...]:
     """Return the comparisons of given checkpoints, in three families.
 
     - arms: every pair at every level. levels: every checkpoint at every level above 0 against itself without noise.
-    - degradation: accuracy lost to the highest level, for every pair.
+    - degradation: accuracy lost to the highest level and to each named noise, for every pair.
 
-    Comparisons that need level 0 are omitted if the study does not evaluate it.
+    `names` of the named noises by level. Comparisons that need level 0 are omitted if the study does not evaluate it.
     """
-    levels = sorted(noise_levels)
+    levels = [*sorted(noise_levels), *names]
     noisy = [level for level in levels if level > 0] if 0.0 in levels else []
-    pairs = list(combinations(names, 2))
+    last = [level for level in noisy if level in names or level == max(noise_levels)]
+    pairs = list(combinations(checkpoints, 2))
     return (
-        *(_difference(*pair, level) for pair in pairs for level in levels),
-        *(_level(name, level) for name in names for level in noisy),
-        *(_other_degradation(*pair, noisy[-1]) for pair in pairs if noisy),
+        *(_difference(*pair, level, names) for pair in pairs for level in levels),
+        *(_level(name, level, names) for name in checkpoints for level in noisy),
+        *(_other_degradation(*pair, level, names) for level in last for pair in pairs),
     )
 
 
-def _difference(first: str, second: str, level: float) -> ArmComparison:
-    where, where_zh = (
-        (f" at {_percent(level)} evaluation noise", f"{_percent(level)} 评估噪声下") if level else ("", "")
-    )
+def _difference(first: str, second: str, level: float, names: Mapping[float, str]) -> ArmComparison:
+    where, where_zh = _where(level, names)
     return ArmComparison(
         treatment=first,
         control=second,
@@ -77,15 +88,16 @@ def _difference(first: str, second: str, level: float) -> ArmComparison:
     )
 
 
-def _other_degradation(first: str, second: str, level: float) -> DegradationComparison:
+def _other_degradation(first: str, second: str, level: float, names: Mapping[float, str]) -> DegradationComparison:
+    noise, noise_zh = _noise_in_words(level, names)
     return DegradationComparison(
         treatment=first,
         control=second,
         noise_level=level,
         expected="different",
         family="degradation",
-        claim=f"{first} and {second} differ in what {_percent(level)} evaluation noise costs them",
-        claim_zh=f"{_percent(level)} 评估噪声对 {first} 与 {second} 的影响不同",
+        claim=f"{first} and {second} differ in what {noise} costs them",
+        claim_zh=f"{noise_zh}对 {first} 与 {second} 的影响不同",
     )
 
 
@@ -134,19 +146,19 @@ def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
 
 def _noise(arm: Arm) -> dict[str, object]:
     """Return the settings of the arm other than AQN that define its noise."""
-    return arm.model_dump(exclude={"description", "description_zh", "model", "aqn", "machine", "aa_control_of", "seed_offset"})
+    return arm.model_dump(
+        exclude={"description", "description_zh", "model", "aqn", "machine", "aa_control_of", "seed_offset"}
+    )
 
 
 def _uses_noise(arm: Arm) -> bool:
     return arm.aqn is not None or _noise(arm) != _noise(Arm(description=""))
 
 
-def _accuracy(name: str, counterpart: str, arm: Arm, level: float) -> ArmComparison:
+def _accuracy(name: str, counterpart: str, arm: Arm, level: float, names: Mapping[float, str]) -> ArmComparison:
     hurts = counterpart != PRETRAINED and arm.aqn is None and level == 0
     word, word_zh = ("lower", "低于") if hurts else ("higher", "高于")
-    where, where_zh = (
-        (f" at {_percent(level)} evaluation noise", f"{_percent(level)} 评估噪声下") if level else ("", "")
-    )
+    where, where_zh = _where(level, names)
     return ArmComparison(
         treatment=name,
         control=counterpart,
@@ -159,28 +171,42 @@ def _accuracy(name: str, counterpart: str, arm: Arm, level: float) -> ArmCompari
     )
 
 
-def _level(name: str, level: float) -> LevelComparison:
+def _level(name: str, level: float, names: Mapping[float, str]) -> LevelComparison:
+    noise, noise_zh = _noise_in_words(level, names)
     return LevelComparison(
         arm=name,
         noise_level=level,
         family="levels",
         role="control",
-        claim=f"{_percent(level)} evaluation noise costs {name} accuracy",
-        claim_zh=f"{_percent(level)} 评估噪声降低 {name} 的准确率",
+        claim=f"{noise} costs {name} accuracy",
+        claim_zh=f"{noise_zh}降低 {name} 的准确率",
     )
 
 
-def _degradation(name: str, counterpart: str, level: float) -> DegradationComparison:
+def _degradation(name: str, counterpart: str, level: float, names: Mapping[float, str]) -> DegradationComparison:
+    noise, noise_zh = _noise_in_words(level, names)
     return DegradationComparison(
         treatment=name,
         control=counterpart,
         noise_level=level,
         expected="higher",
         family="degradation",
-        claim=f"{name} loses less to {_percent(level)} evaluation noise than {counterpart}",
-        claim_zh=f"{_percent(level)} 评估噪声下 {name} 的损失小于 {counterpart}",
+        claim=f"{name} loses less to {noise} than {counterpart}",
+        claim_zh=f"{noise_zh}下 {name} 的损失小于 {counterpart}",
     )
 
 
-def _percent(level: float) -> str:
-    return f"{100 * level:.3g} %"
+def _where(level: float, names: Mapping[float, str]) -> tuple[str, str]:
+    """Return where a comparison is made, in English and Chinese, to be put into a claim; empty without noise."""
+    if level == 0:
+        return "", ""
+    noise, noise_zh = _noise_in_words(level, names)
+    return (f" under {noise}" if level in names else f" at {noise}"), f"{noise_zh}下"
+
+
+def _noise_in_words(level: float, names: Mapping[float, str]) -> tuple[str, str]:
+    """Return an evaluation noise in English and Chinese."""
+    if level in names:
+        return f"the noise {names[level]}", f"噪声 {names[level]} "
+    percent = f"{100 * level:.3g} %"
+    return f"{percent} evaluation noise", f"{percent} 评估噪声"

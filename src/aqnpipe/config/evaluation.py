@@ -4,8 +4,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.noise import OperatorSet
+from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.evaluation_noise import NamedNoise, settings_of
+from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 
 Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible"]
 """strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
@@ -24,12 +25,17 @@ class EvaluationSampling(FrozenModel):
 
 
 class EvaluationConfig(FrozenModel):
-    """Robustness evaluation: every question at every noise level, noisy levels once per noise seed."""
+    """Robustness evaluation: every question at every noise level and noise, random ones once per noise seed."""
 
     noise_levels: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         default=(0.0, 0.05, 0.10), min_length=1, description="relative scales s of operator noise in evaluation"
     )
     noise_seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
+    noises: dict[Identifier, NamedNoise] = Field(
+        default={},
+        description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
+        "operator_noise or module_noise as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, w4a4_nvfp4)",
+    )
     operators: OperatorSet = "matmul"
     include_lm_head: bool = True
     num_questions: int | None = Field(
@@ -62,9 +68,33 @@ class EvaluationConfig(FrozenModel):
         return 1 if self.sampling is None else self.sampling.num_samples
 
     def passes(self) -> list[tuple[float, int]]:
-        """Return (noise level, noise seed) of every pass; the clean level uses only the first noise seed."""
-        return [
-            (level, seed)
-            for level in self.noise_levels
-            for seed in (self.noise_seeds if level > 0 else self.noise_seeds[:1])
-        ]
+        """Return (noise level, noise seed) of every pass; levels that are not random use only the first noise seed."""
+        random = {level: level > 0 for level in self.noise_levels}
+        random |= {self.level_of(name): settings_of(noise).is_random for name, noise in self.noises.items()}
+        return [(level, seed) for level in random for seed in self.noise_seeds[: None if random[level] else 1]]
+
+    def all_levels(self) -> tuple[float, ...]:
+        """Return the noise levels and, behind them, the levels of the named noises."""
+        return (*self.noise_levels, *(self.level_of(name) for name in self.noises))
+
+    def level_of(self, name: str) -> float:
+        """Return the level that stands for a named noise: 1 for the first, 2 for the second; KeyError for another."""
+        return float(1 + {known: place for place, known in enumerate(self.noises)}[name])
+
+    def noise_names(self) -> dict[float, str]:
+        """Return the names of the named noises by level."""
+        return {self.level_of(name): name for name in self.noises}
+
+    def noise_at(self, level: float, attention: str) -> tuple[OperatorNoise | None, ModuleNoise | None]:
+        """Return the noise on operators and on modules at a level, for a model with that attention."""
+        if level >= 1:
+            noise = settings_of(self.noises[self.noise_names()[level]])
+            return noise.operators_for(attention), noise.modules()
+        operator_noise = OperatorNoise(
+            operators=self.operators,
+            error=RelativeGaussian(scale=level),
+            phases=("evaluation",),
+            include_lm_head=self.include_lm_head,
+            attention="decomposed" if attention == "eager" else "fused",
+        )
+        return (operator_noise if level else None), None

@@ -21,6 +21,7 @@ from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import Machine
+from aqnpipe.config.noise_names import with_numbered_noises
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, typed_scalars, validated
@@ -226,10 +227,12 @@ class Study(FrozenModel):
 
     def comparisons(self) -> tuple[Comparison, ...]:
         """Return the declared comparisons or, if the study declares none, the usual ones."""
-        levels = self.config.evaluation.noise_levels
         if self.config.comparisons:
             return self.config.comparisons
-        return default_comparisons(self.arms, levels) if self.has_training else all_pairs(tuple(self.arms), levels)
+        levels, names = self.config.evaluation.noise_levels, self.config.evaluation.noise_names()
+        if self.has_training:
+            return default_comparisons(self.arms, levels, names)
+        return all_pairs(tuple(self.arms), levels, names)
 
 
 def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
@@ -237,6 +240,7 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
 
     Raises ConfigError with the mistakes on one line: file, key, what was found and what is expected.
     """
+    config = with_numbered_noises(config, source)
     if "checkpoints" in config:
         return _load_checkpoint_study(config, source)
     study = validated(StudyConfig, config, source)

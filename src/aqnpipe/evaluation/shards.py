@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import WorkerError
 from aqnpipe.evaluation.audit.facts import BatchFacts
@@ -193,14 +192,8 @@ def assembled_passes(
 
 def noise_of(spec: EvaluationSpec, noise_level: float, noise_seed: int) -> PassNoise:
     """Return the noise of a pass; noise on attention follows the model's attention implementation."""
-    operator_noise = OperatorNoise(
-        operators=spec.evaluation.operators,
-        error=RelativeGaussian(scale=noise_level),
-        phases=("evaluation",),
-        include_lm_head=spec.evaluation.include_lm_head,
-        attention="decomposed" if spec.attention == "eager" else "fused",
-    )
-    return PassNoise(operator_noise=operator_noise if noise_level else None, faults=spec.faults, noise_seed=noise_seed)
+    operators, modules = spec.evaluation.noise_at(noise_level, spec.attention)
+    return PassNoise(operator_noise=operators, module_noise=modules, faults=spec.faults, noise_seed=noise_seed)
 
 
 def sampling_of(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Sampling:

@@ -79,7 +79,8 @@ def evaluate(
             tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
             judge.judge(result, tables[-1])
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
-            say(f"{label}: noise {level:.0%} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
+            name = config.noise_names().get(level, f"{level:.0%}")
+            say(f"{label}: noise {name} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
     write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes), facts=judge.facts()))
     write_table(outputs.table, pl.concat(tables), EvaluationTable)
     digests = _digests_of_inputs(model_dir, test_problems, train_problems)

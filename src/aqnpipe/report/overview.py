@@ -63,7 +63,7 @@ def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
             )
         )
         anchored.add(name)
-    return ArmTable(tuple(numbers.level(level) for level in levels), tuple(rows), len(models) > 1)
+    return ArmTable(tuple(words.level(level) for level in levels), tuple(rows), len(models) > 1)
 
 
 def _description(study: Study, name: str, words: Words) -> tuple[str, bool]:

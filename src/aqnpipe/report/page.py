@@ -184,7 +184,8 @@ def _noise_group(group: Sequence[SeriesKey], last: pl.DataFrame, differences: pl
     names, many = [key.name for key in group], last["arm"].n_unique() > charts.MANY_ARMS
     own = differences.filter(pl.col("arm").is_in(names) & pl.col("difference").is_not_null())
     panels = [] if own.is_empty() else [noise_charts.difference_panel(own, group, words)]
-    shown = last.filter(pl.col("arm").is_in(names))
+    # A named noise has no place on an axis of scales; the tables have it.
+    shown = last.filter(pl.col("arm").is_in(names) & (pl.col("noise_level") < 1))
     if not shown.is_empty() and shown["noise_level"].n_unique() > 1:
         panels.append(noise_charts.accuracy_over_noise(shown, group, words, many=many))
     return PanelGroup(panels, legend=group)

@@ -61,7 +61,7 @@ def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> 
     The page names the files that do not exist. Raises DataError for malformed artifacts; then nothing is written.
     """
     data = read_inputs(inputs)
-    words = load_words(study.config.report.language)
+    words = load_words(study.config.report.language, study.config.evaluation.noise_names())
     pair = explorer.explored_pair(study, data.comparisons)
     flipped, num_questions, num_seeds = explorer.flips(pair, study, data) if pair else explorer.no_flips()
     explored = explorer.explorer(pair, flipped, num_questions, num_seeds) if pair and num_seeds else None
@@ -151,7 +151,7 @@ def _facts(study: Study, data: ReportData, words: Words) -> str:
             "page.facts.checkpoints",
             checkpoints=len(config.arms),
             questions=numbers.count(data.accuracy["num_questions"].max()),  # type: ignore[arg-type]
-            levels=len(config.evaluation.noise_levels),
+            levels=len(config.evaluation.all_levels()),
         )
     return words(
         "page.facts",
@@ -159,7 +159,7 @@ def _facts(study: Study, data: ReportData, words: Words) -> str:
         seeds=len(study.seeds),
         steps=study.num_steps,
         questions=numbers.count(data.accuracy["num_questions"].max()),  # type: ignore[arg-type]
-        levels=len(config.evaluation.noise_levels),
+        levels=len(config.evaluation.all_levels()),
     )
 
 

@@ -71,7 +71,7 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]
     }
     order = {arm: number for number, arm in enumerate((PRETRAINED, *study.config.arms))}
     arms = sorted({(model, arm) for model, arm, _ in cells}, key=lambda pair: (pair[0], order[pair[1]]))
-    header = [words("column.arm"), *(numbers.level(level) for level in levels)]
+    header = [words("column.arm"), *(words.level(level) for level in levels)]
     rows = [
         [markdown(arm), *(cells.get((model, arm, level), numbers.MISSING) for level in levels)] for model, arm in arms
     ]

@@ -102,7 +102,7 @@ def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> T
         ("arm", lambda row: row["arm"]),
         ("seed", lambda row: str(row["seed"])),
         ("step", lambda row: str(row["step"])),
-        ("noise", lambda row: numbers.level(row["noise_level"])),
+        ("noise", lambda row: words.level(row["noise_level"])),
         ("accuracy", lambda row: numbers.percent(row["accuracy"])),
         ("interval", lambda row: words.span(row["ci_low"], row["ci_high"], numbers.percent)),
         ("strict", lambda row: numbers.percent(row["accuracy_strict"])),
@@ -142,7 +142,7 @@ def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
     """Return the accuracy of every arm at every level, over its seeds."""
     columns: list[Column] = [
         ("arm", lambda row: row["arm"]),
-        ("noise", lambda row: numbers.level(row["noise_level"])),
+        ("noise", lambda row: words.level(row["noise_level"])),
         ("mean", lambda row: numbers.percent(row["mean"])),
         ("lowest", lambda row: numbers.percent(row["lowest"])),
         ("highest", lambda row: numbers.percent(row["highest"])),
@@ -176,7 +176,7 @@ def difference_table(differences: pl.DataFrame, level: float, words: Words) -> T
     columns: list[Column] = [
         ("arm", lambda row: row["arm"]),
         ("reference", lambda row: row["reference"]),
-        ("noise", lambda row: numbers.level(row["noise_level"])),
+        ("noise", lambda row: words.level(row["noise_level"])),
         ("difference", lambda row: numbers.points(row["difference"])),
         ("interval", lambda row: _interval(row, "ci", words)),
         ("seeds", lambda row: str(row["num_seeds"])),

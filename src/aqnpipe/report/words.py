@@ -8,6 +8,7 @@ several, which are put in as a list.
 import string
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -22,16 +23,26 @@ _BETWEEN_SENTENCES: dict[Language, str] = {"en": " ", "zh": ""}
 
 
 class Words:
-    """The catalogue in one language; calling it with a key and the values of its placeholders returns the text."""
+    """The catalogue in one language; calling it with a key and the values of its placeholders returns the text.
 
-    def __init__(self, language: Language, texts: Mapping[str, str]) -> None:
+    `noises`: names of the named noises by level, shown in place of a level.
+    """
+
+    def __init__(
+        self, language: Language, texts: Mapping[str, str], noises: Mapping[float, str] = MappingProxyType({})
+    ) -> None:
         self.language = language
+        self.noises = noises
         self._texts = texts
         self._formatter = _Formatter(self)
 
     def __call__(self, key: str, /, **values: object) -> str:
         """Return the text of `key`. Raises KeyError if the catalogue lacks the key or a placeholder has no value."""
         return self._formatter.vformat(self._texts[key], (), values)
+
+    def level(self, level: float) -> str:
+        """Return a noise level as percent, or the name of the noise that it stands for."""
+        return self.noises.get(level) or numbers.level(level)
 
     def of(self, statement: Statement) -> str:
         """Return the text of a statement."""
@@ -61,6 +72,8 @@ class _Formatter(string.Formatter):
             return self._words.of(value)
         if isinstance(value, tuple):
             return self._words("list.separator").join(self._words.of(part) for part in value)
+        if format_spec == "level" and isinstance(value, float | int):
+            return self._words.level(value)
         return numbers.formatted(value, format_spec)
 
 
@@ -71,6 +84,6 @@ def catalogue() -> dict[str, dict[Language, str]]:
     return content
 
 
-def load_words(language: Language) -> Words:
-    """Return the catalogue in `language`."""
-    return Words(language, {key: texts[language] for key, texts in catalogue().items()})
+def load_words(language: Language, noises: Mapping[float, str] = MappingProxyType({})) -> Words:
+    """Return the catalogue in `language`; `noises`: names of the study's named noises by level."""
+    return Words(language, {key: texts[language] for key, texts in catalogue().items()}, noises)

@@ -13,10 +13,13 @@ from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer
+from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet
 from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.config.validation_messages import unknown
+from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
@@ -29,6 +32,12 @@ def robustness(
     ],
     data: Annotated[str, typer.Option(help=NAMES)] = "word_problems",
     levels: Annotated[str, typer.Option(help="relative scales of the operator noise; 0 is no noise")] = "0,0.05,0.1",
+    noise: Annotated[
+        list[str] | None, typer.Option(help=f"further noise: {', '.join(PRESETS)}; may be repeated")
+    ] = None,
+    noises: Annotated[
+        Path | None, typer.Option(help="YAML file of further noises by name, as evaluation.noises of a study")
+    ] = None,
     noise_seeds: Annotated[str, typer.Option(help="seeds of the noise; noisy levels run once with each")] = "0",
     questions: Annotated[
         int | None, typer.Option(min=2, help="first questions of the test split; default: all")
@@ -67,6 +76,7 @@ def robustness(
         EvaluationConfig,
         {
             "noise_levels": sorted(numbers(levels, "--levels", float)),
+            "noises": _noises(noise or [], noises),
             "noise_seeds": numbers(noise_seeds, "--noise-seeds", int),
             "operators": operators,
             "max_response_tokens": max_tokens,
@@ -74,7 +84,7 @@ def robustness(
             "primary_scorer": scorer,
             "threads": threads,
         },
-        "--levels, --noise-seeds, --max-tokens or --batch-size",
+        "--levels, --noises, --noise-seeds, --max-tokens or --batch-size",
     )
     if 0.0 not in evaluation.noise_levels:
         raise ConfigError(f"--levels {levels}: expected 0 among them, to which the other levels are compared")
@@ -131,6 +141,21 @@ def numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]:
                 f"{option} {text!r}: found {part!r}, expected {expected} with commas between them"
             ) from None
     return found
+
+
+def _noises(presets: Sequence[str], path: Path | None) -> dict[str, Any]:
+    """Return the further noises by name: presets, and those of a file."""
+    for name in presets:
+        if name not in PRESETS:
+            raise ConfigError(f"--noise: {unknown('noise', name, PRESETS, 'expected one of')}")
+    named: dict[str, Any] = {name: name for name in PRESETS if name in presets}
+    if path is None:
+        return named
+    found = load_yaml(path, NoisesFile).root
+    repeated = sorted({*named} & {*found})
+    if repeated:
+        raise ConfigError(f"--noises {path}: {repeated[0]} is also given as --noise, expected other names")
+    return named | found
 
 
 def _validated(kind: Any, settings: dict[str, Any], options: str) -> Any:

@@ -54,7 +54,8 @@ def _setting(report: RobustnessReport) -> str:
 
 def _accuracies(report: RobustnessReport) -> Iterator[tuple[str, ...]]:
     levels = sorted({row.noise_level for row in report.accuracies})
-    yield ("checkpoint", *(f"{_percent(level)} noise" if level else "no noise" for level in levels))
+    names = {row.noise_level: row.noise for row in report.accuracies}
+    yield ("checkpoint", *(f"{_noise(level, names[level])} noise" if level else "no noise" for level in levels))
     for checkpoint in report.checkpoints:
         found = {row.noise_level: row for row in report.accuracies if row.checkpoint == checkpoint.name}
         yield checkpoint.name, *(_with_interval(found[level]) for level in levels)
@@ -69,7 +70,7 @@ def _comparisons(report: RobustnessReport) -> Iterator[tuple[str, list[tuple[str
 
 def _cells(row: CheckpointComparison, alpha: float) -> tuple[str, ...]:
     name = f"{row.first}: noise - none" if row.kind == "noise" else f"{row.first} - {row.second}"
-    level = _percent(row.noise_level)
+    level = _noise(row.noise_level, row.noise)
     if row.difference is None or row.ci_low is None or row.ci_high is None or row.p_holm is None:
         return name, level, "", "", f"not compared: {row.refusal}"
     points = f"{100 * row.difference:+.1f} ({100 * row.ci_low:+.1f} to {100 * row.ci_high:+.1f})"
@@ -80,8 +81,8 @@ def _with_interval(row: CheckpointAccuracy) -> str:
     return f"{100 * row.accuracy:.1f} ({100 * row.ci_low:.1f} to {100 * row.ci_high:.1f})"
 
 
-def _percent(level: float) -> str:
-    return f"{100 * level:g} %"
+def _noise(level: float, name: str | None) -> str:
+    return f"{100 * level:g} %" if name is None else name
 
 
 def _markdown_table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
+from aqnpipe.config.noise import ModuleNoise, OperatorNoise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import ReceiptModel
 
@@ -10,16 +11,28 @@ from aqnpipe.noise.receipts.receipt_content import ReceiptModel
 class EvaluationPass(ReceiptModel):
     """The receipt of one pass over all questions."""
 
-    noise_level: float = Field(ge=0, lt=1)
+    noise_level: float = Field(ge=0, description="a scale below 1, or the number of a named noise")
     noise_seed: int = Field(ge=0)
     receipt: Receipt
 
     def problems(self) -> list[str]:
         """Return the mismatches between the pass's noise level, the requested noise, and the measured noise."""
         where = f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}"
+        return [f"{where}: {problem}" for problem in (*self._mismatches(), *self.receipt.problems())]
+
+    def _mismatches(self) -> list[str]:
         requested = self.receipt.requested_scale("evaluation")
-        mismatch = [f"{where}: the receipt requested scale {requested:g}"] if requested != self.noise_level else []
-        return mismatch + [f"{where}: {problem}" for problem in self.receipt.problems()]
+        if self.noise_level < 1:
+            return [f"the receipt requested scale {requested:g}"] if requested != self.noise_level else []
+        noises = (self.receipt.operator_noise, self.receipt.module_noise)
+        has_noise = any(noise is not None and "evaluation" in noise.phases for noise in noises)
+        return [] if has_noise else ["the receipt requested no noise"]
+
+    def differences(self, wanted: tuple[OperatorNoise | None, ModuleNoise | None]) -> list[str]:
+        """Return where the noise that the receipt is about differs from `wanted`, on operators and on modules."""
+        if (self.receipt.operator_noise, self.receipt.module_noise) == wanted:
+            return []
+        return [f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}: the receipt is of other noise"]
 
 
 class EvaluationReceipts(ReceiptModel):

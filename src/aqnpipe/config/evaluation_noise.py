@@ -1,0 +1,104 @@
+"""Named noises of an evaluation: every error model that arms know, on operators, layers or modules.
+
+The levels of an evaluation are scales of one error model, relative Gaussian noise on operators. Other errors have no
+scale in common (a 4-bit format has none at all), so each has a name. In tables, comparisons and receipts the level of
+the n-th named noise is the number n; scales of noise are below 1, so the two cannot be confused.
+"""
+
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Discriminator, Field, RootModel, Tag, model_validator
+
+from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.noise import (
+    AbsoluteGaussian,
+    ErrorModel,
+    FakeQuantization,
+    ModuleNoise,
+    OperatorNoise,
+    Phase,
+    RelativeGaussian,
+    is_active,
+)
+
+Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4"]
+"""4-bit weights, with 16-bit (w4a16) or 4-bit (w4a4) activations, in all linear modules but the output projection."""
+
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+
+
+class _OperatorNoise(OperatorNoise):
+    """Operator noise as in an arm, whose phase is `evaluation`."""
+
+    phases: tuple[Phase, ...] = ("evaluation",)
+
+
+class _ModuleNoise(ModuleNoise):
+    """Module noise as in an arm, whose phase is `evaluation`."""
+
+    phases: tuple[Phase, ...] = ("evaluation",)
+
+
+class EvaluationNoise(FrozenModel):
+    """The noise of a pass: an error on operators, on modules, or both. Its phase is `evaluation`."""
+
+    operator_noise: _OperatorNoise | None = Field(
+        default=None,
+        description="as in an arm; attention follows the model: both products with eager attention, one operator else",
+    )
+    module_noise: _ModuleNoise | None = Field(default=None, description="as in an arm")
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
+        if not any(given.values()):
+            raise ValueError("expected operator_noise, module_noise, or both")
+        for name, noise in given.items():
+            if noise is not None and noise.phases != ("evaluation",):
+                raise ValueError(f"{name}.phases: a noise of an evaluation has only this phase, remove phases")
+            if noise is not None and not noise.is_active:
+                raise ValueError(f"{name}: its error has scale 0, expected one that changes something")
+        return self
+
+    def operators_for(self, attention: str) -> OperatorNoise | None:
+        """Return the noise on operators for a model with that implementation of attention; None if there is none."""
+        if self.operator_noise is None:
+            return None
+        settings = {"attention": "decomposed" if attention == "eager" else "fused"}
+        return OperatorNoise.model_validate(self.operator_noise.model_dump() | settings)
+
+    def modules(self) -> ModuleNoise | None:
+        """Return the noise on modules; None if there is none."""
+        return None if self.module_noise is None else ModuleNoise.model_validate(self.module_noise.model_dump())
+
+    @property
+    def is_random(self) -> bool:
+        """Whether another noise seed gives other numbers; roundings and biases are the same every time."""
+        errors = [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
+        return any(isinstance(error, RelativeGaussian | AbsoluteGaussian) and is_active(error) for error in errors)
+
+
+def preset(name: Preset) -> EvaluationNoise:
+    """Return the noise that a preset stands for."""
+    bits, _, number_format = name.partition("_")
+    error: ErrorModel = FakeQuantization.model_validate({"format": number_format, "activations": bits == "w4a4"})
+    return EvaluationNoise(operator_noise=_OperatorNoise(error=error, include_lm_head=False))
+
+
+def _kind_of(value: Any) -> str:
+    return "preset" if isinstance(value, str) else "settings"
+
+
+NamedNoise = Annotated[
+    Annotated[EvaluationNoise, Tag("settings")] | Annotated[Preset, Tag("preset")], Discriminator(_kind_of)
+]
+"""Settings of a noise, or the name of a preset."""
+
+
+def settings_of(noise: NamedNoise) -> EvaluationNoise:
+    """Return the settings of a noise."""
+    return preset(noise) if isinstance(noise, str) else noise
+
+
+class NoisesFile(RootModel[dict[Identifier, NamedNoise]]):
+    """Content of a file of noises by name, as `evaluation.noises` of a study."""

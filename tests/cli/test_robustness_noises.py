@@ -1,0 +1,85 @@
+"""Every error model in an evaluation, through the command line: its receipt proves it, and names it in the tables."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.cli.main import app
+from aqnpipe.config.noise import MantissaTruncation
+from aqnpipe.errors import AqnpipeError
+from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+
+NOISES = {
+    "truncated": {"operator_noise": {"error": {"kind": "mantissa_truncation", "mantissa_bits": 3}}},
+    "biased": {"operator_noise": {"error": {"kind": "systematic_bias", "scale": 0.02}}},
+    "absolute": {"operator_noise": {"error": {"kind": "absolute_gaussian", "scale": 0.1}}},
+    "layer": {"operator_noise": {"layers": [2], "error": {"kind": "relative_gaussian", "scale": 0.1}}},
+    "mlp": {
+        "module_noise": {
+            "modules": ["*.down_proj"],
+            "point": "output",
+            "error": {"kind": "relative_gaussian", "scale": 0.2},
+        }
+    },
+}
+
+
+@pytest.mark.slow
+def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "noises.yaml").write_text(yaml.safe_dump(NOISES, sort_keys=False))
+    arguments = [
+        "robustness",
+        "tiny",
+        "--questions",
+        "4",
+        "--max-tokens",
+        "8",
+        "--batch-size",
+        "4",
+        "--levels",
+        "0,0.1",
+    ]
+    arguments += ["--noise", "w4a16_nvfp4", "--noise", "w4a4_mxfp4", "--noises", "noises.yaml", "--noise-seeds", "0,1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "truncated noise" in result.stdout
+    receipts = read_json(next(tmp_path.glob("robustness/eval/tiny/**/step0.receipt.json")), EvaluationReceipts)
+    assert not receipts.problems()
+    found = {(row.noise_level, row.noise_seed): row.receipt for row in receipts.passes}
+    # w4a16, w4a4, truncated, biased: once; absolute, layer, mlp and the level: with both seeds.
+    assert len(found) == 1 + 2 + 4 + 2 * 3
+    assert found[1.0, 0].operator_noise.error.format == "nvfp4"
+    assert isinstance(found[3.0, 0].operator_noise.error, MantissaTruncation)
+    for size, level in ((0.02, 4.0), (0.1, 5.0)):
+        assert found[level, 0].measured_scale("evaluation")[0] == pytest.approx(size, rel=0.05)
+    assert {cell.layer for cell in found[6.0, 0].cells if cell.measured} <= {2, None}
+    assert found[7.0, 1].module_noise.modules == ("*.down_proj",)
+    other = receipts.passes[-1].model_copy(update={"receipt": found[4.0, 0]})
+    assert other.differences((None, found[7.0, 1].module_noise)) == [
+        "pass at level 7, noise seed 1: the receipt is of other noise"
+    ]
+    report = json.loads((tmp_path / "robustness" / "robustness.json").read_text())
+    assert [row["noise"] for row in report["accuracies"]] == [None, None, "w4a16_nvfp4", "w4a4_mxfp4", *NOISES]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--noise", "w4a16_nvfp"], "--noise: unknown noise 'w4a16_nvfp' (did you mean w4a16_nvfp4?)"),
+        (["--noises", "gone.yaml"], "gone.yaml: no such file"),
+        (["--noises", "empty.yaml"], "empty.yaml: (top level): found null, expected a mapping"),
+        (["--noises", "twice.yaml", "--noise", "w4a16_nvfp4"], "w4a16_nvfp4 is also given as --noise"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "twice.yaml").write_text("w4a16_nvfp4: w4a16_nvfp4\n")
+    error = CliRunner().invoke(app, ["robustness", "tiny", *arguments]).exception
+    assert isinstance(error, AqnpipeError)
+    assert message in str(error)
+    assert "\n" not in str(error)

@@ -1,0 +1,130 @@
+"""Named noises of an evaluation: passes, levels that stand for them, comparisons that name them, mistakes."""
+
+import pytest
+
+from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.study import load_study
+from aqnpipe.errors import ConfigError
+
+TRUNCATED = {"operator_noise": {"error": {"kind": "mantissa_truncation", "mantissa_bits": 3}}}
+IN_MLP = {"module_noise": {"modules": ["*.down_proj"], "error": {"kind": "relative_gaussian", "scale": 0.1}}}
+IN_LAYER = {"operator_noise": {"layers": [2], "error": {"kind": "absolute_gaussian", "scale": 0.1}}}
+
+
+def content(noises=None, comparisons=(), **changes):
+    evaluation = {"noise_levels": [0.0, 0.1], "noise_seeds": [3, 4], "max_response_tokens": 8, "batch_size": 20}
+    study = {
+        "study": "mine",
+        "checkpoints": {"a": "tiny", "b": "tiny-large"},
+        "dataset": {"source": "generated", "num_test": 20},
+        "evaluation": evaluation | ({"noises": noises} if noises is not None else {}),
+        "comparisons": list(comparisons),
+        "report": {"title": "t", "question": "q"},
+    }
+    return study | changes
+
+
+def evaluation_of(noises) -> EvaluationConfig:
+    return load_study(content(noises)).config.evaluation
+
+
+def test_random_noises_are_drawn_with_every_noise_seed_and_roundings_once():
+    evaluation = evaluation_of({"cut": TRUNCATED, "mlp": IN_MLP, "fp4": "w4a16_nvfp4"})
+    assert evaluation.passes() == [(0.0, 3), (0.1, 3), (0.1, 4), (1.0, 3), (2.0, 3), (2.0, 4), (3.0, 3)]
+    assert evaluation.noise_names() == {1.0: "cut", 2.0: "mlp", 3.0: "fp4"}
+
+
+def test_the_noise_at_a_level_is_the_one_that_its_name_stands_for():
+    evaluation = evaluation_of({"layer": IN_LAYER, "mlp": IN_MLP})
+    operators, modules = evaluation.noise_at(1.0, "eager")
+    assert (operators.layers, operators.phases, operators.attention, modules) == (
+        (2,),
+        ("evaluation",),
+        "decomposed",
+        None,
+    )
+    assert evaluation.noise_at(1.0, "sdpa")[0].attention == "fused"
+    operators, modules = evaluation.noise_at(2.0, "eager")
+    assert (operators, modules.modules, modules.phases) == (None, ("*.down_proj",), ("evaluation",))
+    assert evaluation.noise_at(0.0, "eager") == (None, None)
+    assert evaluation.noise_at(0.1, "eager")[0].error.scale == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "number_format", "activations"),
+    [
+        ("w4a16_mxfp4", "mxfp4", False),
+        ("w4a16_nvfp4", "nvfp4", False),
+        ("w4a4_mxfp4", "mxfp4", True),
+        ("w4a4_nvfp4", "nvfp4", True),
+    ],
+)
+def test_presets_quantize_weights_or_weights_and_activations_and_spare_the_output_projection(
+    name, number_format, activations
+):
+    noise, _ = evaluation_of({"x": name}).noise_at(1.0, "eager")
+    assert (noise.error.format, noise.error.weights, noise.error.activations) == (number_format, True, activations)
+    assert not noise.include_lm_head
+
+
+def test_comparisons_name_a_noise():
+    levels = {"kind": "levels", "arm": "a", "claim": "c", "noise_level": "mlp"}
+    study = load_study(content({"cut": TRUNCATED, "mlp": IN_MLP}, [levels]))
+    assert study.comparisons()[0].noise_level == 2.0
+
+
+def test_without_declared_comparisons_named_noises_are_compared_too():
+    found = {(c.kind, c.noise_level, c.claim) for c in load_study(content({"cut": TRUNCATED})).comparisons()}
+    assert ("arms", 1.0, "a and b differ in accuracy under the noise cut") in found
+    assert ("levels", 1.0, "the noise cut costs a accuracy") in found
+    assert ("degradation", 1.0, "a and b differ in what the noise cut costs them") in found
+
+
+ARMS = {"kind": "arms", "treatment": "a", "control": "b", "expected": "higher", "claim": "c"}
+
+
+@pytest.mark.parametrize(
+    ("study", "message"),
+    [
+        (content({"x": "w4a16"}), "evaluation.noises.x: found 'w4a16', expected"),
+        (content({"x": {}}), "evaluation.noises.x: expected operator_noise, module_noise, or both"),
+        (
+            content({"x": {"operator_noise": IN_LAYER["operator_noise"] | {"phases": ["rollout"]}}}),
+            "phases: a noise of",
+        ),
+        (
+            content({"x": {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0}}}}),
+            "operator_noise: its error has scale 0",
+        ),
+        (
+            content({"x": {"operator_noise": {"layers": [9], "error": {"kind": "systematic_bias", "scale": 0.1}}}}),
+            "evaluation.noises.x.operator_noise.layers: found 9, model a (tiny) has layers 0 to",
+        ),
+        (
+            content({"x": TRUNCATED}, [ARMS | {"noise_level": "y"}]),
+            "comparisons.0.noise_level: found 'y', expected a num",
+        ),
+        (
+            content({"x": TRUNCATED}, [ARMS | {"noise_level": 1}]),
+            "comparisons.0.noise_level: found 1, expected a number",
+        ),
+        (
+            content({"x": TRUNCATED}, [ARMS | {"noise_level": 5}]),
+            "comparisons.0.noise_level: found 5, expected a number",
+        ),
+        (content(None, [ARMS | {"noise_level": "x"}]), "comparisons.0.noise_level: found 'x', expected a number"),
+        (
+            content(
+                {"x": "w4a4_mxfp4"},
+                generation={"backend": "vllm"},
+                checkpoints={"a": {"source": "tiny", "attention": "sdpa"}},
+            ),
+            "evaluation.noises.x: found fake_quantization, which vLLM cannot compute",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(study, message):
+    with pytest.raises(ConfigError) as refused:
+        load_study(study, "s.yaml")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
