@@ -18,6 +18,7 @@ include: "workflow/rules/diagnose.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/loss_study.smk"
+include: "workflow/rules/looks.smk"
 include: "workflow/rules/report.smk"
 
 

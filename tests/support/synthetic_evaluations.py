@@ -103,7 +103,7 @@ class MadeUp:
 
 def write_evaluations(folder: Path, made_up: Study, num_questions: int = 200) -> MadeUp:
     """Write every evaluation of the last steps below `folder`."""
-    runs = [(arm, seed, made_up.num_steps) for arm in made_up.config.arms for seed in made_up.config.seeds]
+    runs = [(arm, seed, made_up.num_steps) for arm in made_up.config.arms for seed in made_up.seeds]
     wanted = [("pretrained", 0, 0), *runs]
     return MadeUp(made_up, [write_evaluation(folder, made_up, *one, num_questions) for one in wanted])
 

@@ -119,7 +119,7 @@ class Artifacts:
 def write_study(folder: Path, made_up: Study, num_questions: int = 300) -> Artifacts:
     """Write the artifacts of every run of `made_up` below `folder`."""
     steps = made_up.num_steps
-    runs = [(arm, seed) for arm in made_up.config.arms for seed in made_up.config.seeds]
+    runs = [(arm, seed) for arm in made_up.config.arms for seed in made_up.seeds]
     evaluations = [write_evaluation(folder, made_up, "pretrained", 0, 0, num_questions)]
     evaluations += [write_evaluation(folder, made_up, arm, seed, steps, num_questions) for arm, seed in runs]
     return Artifacts(

@@ -11,8 +11,10 @@ from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.cli.check import announcement
 from aqnpipe.cli.front_door import device_problem, open_study, shown_path
 from aqnpipe.cli.report import PARTIAL
+from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DeviceError
+from aqnpipe.report.answer import answer_in
 from aqnpipe.runtime.run_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
 
@@ -39,6 +41,13 @@ except AqnpipeError as error:
 STUDY = PLAN.study
 RESULTS = PLAN.results
 
+# Of a study that adds seeds: what was fixed before its first look.
+try:
+    DESIGN = None if STUDY.adaptive_seeds is None else registered_design(STUDY)
+    PROGRESS = None if DESIGN is None or not workflow.is_main_process else progress(STUDY)
+except AqnpipeError as error:
+    refuse(error)
+
 # This must run before Snakemake reads its locks and file times, because a killed Snakemake leaves its locks behind.
 if workflow.is_main_process and not workflow.output_settings.dryrun:
     try:
@@ -59,6 +68,8 @@ onstart:
         problem = device_problem(STUDY.config.device) if workflow.local_exec else None
         if problem:
             refuse(DeviceError(f"{STUDY_FILE}: {problem}"))
+        if DESIGN is not None:
+            register_design(RESULTS, DESIGN)
 
 
 def finish() -> None:
@@ -76,8 +87,10 @@ def _is_reported() -> bool:
 
 
 def name_report() -> None:
-    """Name the report in the last line of a finished study, behind what Snakemake prints after `onsuccess`."""
+    """Print the answer of a finished study and name its report, behind what Snakemake prints after `onsuccess`."""
     if workflow.scheduler is not None and _is_reported():
+        if answer := answer_in(Path(RESULTS), STUDY.config.report.language):
+            print(answer, file=sys.stderr)
         print(f"report: {RESULTS}/report.html", file=sys.stderr)
 
 
@@ -88,6 +101,8 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
 # Printed once, before a large study and in its dry run. Every job reads this file again and must print nothing.
 if workflow.is_main_process and (COST := announcement(PLAN)):
     print(f"{STUDY_FILE}: {COST}", file=sys.stderr)
+if PROGRESS:
+    print(f"{STUDY_FILE}: {PROGRESS}", file=sys.stderr)
 
 
 def given(rule: str) -> str:
@@ -111,5 +126,6 @@ wildcard_constraints:
     arm="|".join([*STUDY.arms, PRETRAINED]),
     seed=r"\d+",
     step=r"\d+",
+    look=r"\d+",
     split="train|test",
     strategy="[a-z_]+",

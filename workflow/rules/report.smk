@@ -8,15 +8,16 @@ Input: every evaluation of the study, its runs and its diagnoses. For an unfinis
 rule compare:
     """Test every comparison of the study; writes accuracies, comparisons, robustness, and claims with verdicts."""
     input:
-        evaluations=PLAN.evaluation_files("parquet"),
-        receipts=PLAN.evaluation_files("receipt.json"),
-        records=PLAN.evaluation_files("run.json"),
-        run_metrics=PLAN.run_files("metrics.parquet"),
-        run_receipts=PLAN.run_files("receipt.json"),
-        run_records=PLAN.run_files("run.json"),
+        evaluations=after_looks(lambda plan: plan.evaluation_files("parquet")),
+        receipts=after_looks(lambda plan: plan.evaluation_files("receipt.json")),
+        records=after_looks(lambda plan: plan.evaluation_files("run.json")),
+        run_metrics=after_looks(lambda plan: plan.run_files("metrics.parquet")),
+        run_receipts=after_looks(lambda plan: plan.run_files("receipt.json")),
+        run_records=after_looks(lambda plan: plan.run_files("run.json")),
         sigmas=PLAN.all_sigmas_files(),
         problems=PLAN.data_files(),
         models=PLAN.prepared_model_files(),
+        looks=lambda wildcards: look_files(finished_looks()),
     output:
         accuracy=f"{RESULTS}/accuracy.parquet",
         accuracy_csv=report(f"{RESULTS}/accuracy.csv", caption="../report/accuracy.rst", category="Tables"),
@@ -34,10 +35,10 @@ rule compare:
     conda:
         "../envs/aqnpipe.yaml"
     params:
-        study=PLAN.study_params(),
+        study=params_after_looks(),
         code=code_digest("aqnpipe.comparison.stage"),
     message:
-        "compare {PLAN.num_evaluations} evaluations"
+        f"compare {'the' if STUDY.adaptive_seeds else PLAN.num_evaluations} evaluations"
     script:
         "../scripts/compare.py"
 
@@ -72,12 +73,12 @@ rule report:
         claims=f"{RESULTS}/claims.json",
         published=[f"{RESULTS}/published.json"] if STUDY.config.statistics.published else [],
         test_problems=f"{RESULTS}/data/test.parquet",
-        metrics=PLAN.run_files("metrics.parquet"),
-        receipts=PLAN.run_files("receipt.json"),
-        records=PLAN.run_files("run.json"),
-        evaluations=PLAN.evaluation_files("parquet"),
-        evaluation_receipts=PLAN.evaluation_files("receipt.json"),
-        evaluation_records=PLAN.evaluation_files("run.json"),
+        metrics=after_looks(lambda plan: plan.run_files("metrics.parquet")),
+        receipts=after_looks(lambda plan: plan.run_files("receipt.json")),
+        records=after_looks(lambda plan: plan.run_files("run.json")),
+        evaluations=after_looks(lambda plan: plan.evaluation_files("parquet")),
+        evaluation_receipts=after_looks(lambda plan: plan.evaluation_files("receipt.json")),
+        evaluation_records=after_looks(lambda plan: plan.evaluation_files("run.json")),
         layers=PLAN.diagnosis_files("layers.parquet"),
         verdicts=PLAN.diagnosis_files("verdict.json"),
         sigmas=PLAN.all_sigmas_files(),
@@ -99,7 +100,7 @@ rule report:
     conda:
         "../envs/aqnpipe.yaml"
     params:
-        study=PLAN.study_params(),
+        study=params_after_looks(),
         code=code_digest("aqnpipe.report.stage"),
     message:
         "report: {output.html}"

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from aqnpipe.comparison.look_states import read_looks
 from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.config.plan import plan_of
 from aqnpipe.runtime.jobs import logged_job
 
 with logged_job(Path(snakemake.log[0])):
     plan = plan_of(snakemake.params.study)
-    compare(plan.study, existing_evaluations(plan), ComparisonOutputs.in_folder(Path(plan.results)))
+    looks = read_looks(plan.results, len(snakemake.input.looks))
+    compare(plan.study, existing_evaluations(plan), ComparisonOutputs.in_folder(Path(plan.results)), looks)

@@ -6,7 +6,9 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.looks import LookFile
 from aqnpipe.artifacts.statements import Statement
+from aqnpipe.config.analysis import ClaimRole
 
 
 class AccuracyTable(pa.DataFrameModel):
@@ -101,7 +103,7 @@ class ComparisonTable(pa.DataFrameModel):
     seeds_needed: int = pa.Field(nullable=True)
     questions_needed: int = pa.Field(nullable=True)
     method: str = pa.Field(isin=["two_way", "mcnemar", "questions", "no_variance", "not_compared"])
-    verdict: str = pa.Field(isin=["supported", "refuted", "not_shown", "invalid"])
+    verdict: str = pa.Field(isin=["supported", "refuted", "equivalent", "not_shown", "invalid"])
 
     class Config:
         """No other columns are allowed."""
@@ -173,8 +175,10 @@ class DifferenceTable(pa.DataFrameModel):
         unique = ["model", "arm", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
-ClaimVerdict = Literal["supported", "refuted", "not_shown", "invalid"]
-"""not_shown: the data do not decide. invalid: the comparison is not meaningful, or cannot be made."""
+ClaimVerdict = Literal["supported", "refuted", "equivalent", "not_shown", "invalid"]
+"""equivalent: a claim of a difference ended with one that is smaller than its `equivalent_within`. not_shown: the data
+do not decide. invalid: the comparison is not meaningful, or cannot be made.
+"""
 
 
 RefusalKind = Literal[
@@ -208,8 +212,9 @@ class SeedComparison(Artifact):
 class Claim(Artifact):
     """One claim with its verdict.
 
-    `declared`: whether the study declares the comparison (else it is a default for its arms). `claim_zh` is null where
-    the study gives the claim in one language only. `statements`: what the comparison found, empty where it was refused;
+    `declared`: whether the study declares the comparison (else it is a default for its arms). `role`: `primary` answers
+    the study's question, `control` is expected to hold in any working study. `claim_zh` is null where the study gives
+    the claim in one language only. `statements`: what the comparison found, empty where it was refused;
     then `invalid_kind` and `invalid_reason`, which names files and keys, are set instead.
     """
 
@@ -217,6 +222,7 @@ class Claim(Artifact):
     claim: str
     claim_zh: str | None = None
     declared: bool = True
+    role: ClaimRole = "secondary"
     verdict: ClaimVerdict
     statements: tuple[Statement, ...] = ()
     seeds: tuple[SeedComparison, ...]
@@ -253,6 +259,7 @@ class ClaimsFile(Artifact):
     """results/claims.json. `family_size`: tested comparisons in all families together.
 
     `missing`: evaluations that the study requests and that do not exist, as `model/arm seed S step N`.
+    `answer`: the sentence on the primary claim; null without one. `looks`: of a study that adds seeds, in order.
     `tables_sha256`: digests of the tables written with this file, by file name.
     """
 
@@ -263,4 +270,6 @@ class ClaimsFile(Artifact):
     claims: tuple[Claim, ...]
     aa_control_rates: tuple[AAControlRate, ...] = ()
     missing: tuple[str, ...] = ()
+    answer: Statement | None = None
+    looks: tuple[LookFile, ...] = ()
     tables_sha256: dict[str, str] = Field(default_factory=dict)

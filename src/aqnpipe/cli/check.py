@@ -77,7 +77,7 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
     return CheckedStudy(
         study=plan.study.config.study,
         arms=plan.study.config.arms,
-        seeds=plan.study.config.seeds,
+        seeds=plan.study.seeds,
         num_runs=len(plan.runs()),
         num_steps=plan.num_steps,
         checkpoint_steps=tuple(plan.checkpoint_steps),
@@ -126,15 +126,20 @@ def _rates(plan: StudyPlan, tflops: float | None, training: float | None, genera
 
 def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
     config = plan.study.config
-    seeds = ", ".join(map(str, config.seeds))
+    seeds = ", ".join(map(str, plan.study.seeds))
     if not plan.study.has_training:
         return (
             f"{study}: valid. {plan.num_evaluations} checkpoints ({', '.join(config.arms)}), each at noise levels "
             f"{', '.join(f'{level:g}' for level in config.evaluation.noise_levels)}, "
             f"{len(plan.study.comparisons())} comparisons; report in {plan.results}/report.html"
         )
+    rule = plan.study.adaptive_seeds
+    runs = f"{len(plan.runs())} runs"
+    if rule is not None:
+        runs += f" before the first look, at most {rule.max * len(config.arms)} in all"
+        seeds += f", then {rule.step} more at a time up to {rule.max} for arms of open claims"
     return (
-        f"{study}: valid. {len(plan.runs())} runs ({', '.join(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
+        f"{study}: valid. {runs} ({', '.join(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
         f"{plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
         f"{len(config.loss_studies)} loss studies, {len(plan.study.comparisons())} comparisons; "
         f"report in {plan.results}/report.html"

@@ -112,6 +112,7 @@ def _studies_of_profile(name: str) -> list[Path]:
 
 
 def _outside_problems(study: Study, source: str) -> Iterator[str]:
+    yield from _design_problems(study, source)
     yield from _dataset_problems(study, source)
     yield from _chat_template_problems(study, source)
     yield from _checkpoint_problems(study, source)
@@ -121,6 +122,17 @@ def _outside_problems(study: Study, source: str) -> Iterator[str]:
             load_yaml(Path(published), PublishedFile)
         except ConfigError as error:
             yield f"{source}: statistics.published: {error}"
+
+
+def _design_problems(study: Study, source: str) -> Iterator[str]:
+    if study.adaptive_seeds is None:
+        return
+    from aqnpipe.comparison.look_states import registered_design
+
+    try:
+        registered_design(study)
+    except ConfigError as error:
+        yield f"{source}: {error}"
 
 
 def _dataset_problems(study: Study, source: str) -> Iterator[str]:

@@ -30,19 +30,22 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     malformed (DataError).
     """
     from aqnpipe.artifacts.files import atomic_path, write_json
+    from aqnpipe.comparison.look_states import plan_after, read_looks
     from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
     from aqnpipe.loss_study.comparison import compare_losses, existing_losses
     from aqnpipe.published.check import check_published_file
     from aqnpipe.report.inputs import inputs_of
     from aqnpipe.report.stage import ReportOutputs, build_report
 
+    looks = read_looks(plan.results) if plan.study.adaptive_seeds else []
+    plan = plan_after(plan.study, looks)
     target = Path(plan.results) / PARTIAL
     evaluations = existing_evaluations(plan)
     published = plan.study.config.statistics.published
     inputs = inputs_of(plan)
     with atomic_path(target) as folder:
         folder.mkdir()
-        compare(plan.study, evaluations, ComparisonOutputs.in_folder(folder))
+        compare(plan.study, evaluations, ComparisonOutputs.in_folder(folder), looks)
         if published is not None:
             write_json(folder / "published.json", check_published_file(Path(published)))
         losses = {claims: folder / "loss_study" / claims.parent.name / claims.name for claims in inputs.loss_studies}

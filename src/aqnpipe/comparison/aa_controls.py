@@ -40,7 +40,7 @@ def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate,
         scores = contrast.scores
         if scores is None:
             across.append(_IDENTICAL)
-            single += [_IDENTICAL] * len(study.config.seeds)
+            single += [_IDENTICAL] * len(study.seeds_of(contrast.treatment.arm))
             continue
         if len(scores.seed_tables) > 1:
             estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance)

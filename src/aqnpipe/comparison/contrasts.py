@@ -99,14 +99,7 @@ class Contrasts:
 
     def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
         """Return every comparison with its data; comparisons of equal sides get numbered ids."""
-        contrasts: list[Contrast] = []
-        counts: Counter[str] = Counter()
-        for comparison in comparisons:
-            wanted = _comparison_id(comparison)
-            counts[wanted] += 1
-            number = counts[wanted]
-            contrasts.append(self.of(comparison, wanted if number == 1 else f"{wanted}#{number}"))
-        return contrasts
+        return [self.of(comparison, name) for name, comparison in comparison_ids(comparisons).items()]
 
     def of(self, comparison: Comparison, identifier: str) -> Contrast:
         """Return a comparison with its data or with the reason for its refusal."""
@@ -129,7 +122,7 @@ class Contrasts:
         return [self._evaluations[key] for key in wanted]
 
     def _seeds(self, arm: str) -> tuple[int, ...]:
-        return (0,) if arm == PRETRAINED else self._study.config.seeds
+        return (0,) if arm == PRETRAINED else self._study.seeds_of(arm)
 
     def _last_step(self, arm: str) -> int:
         return 0 if arm == PRETRAINED else self._study.num_steps
@@ -158,7 +151,8 @@ class Contrasts:
             for side in (treatment, control)
         }
         self._refuse_missing([key for side in dict.fromkeys((treatment, control)) for key in keys[side]])
-        number = max(len(keys[treatment]), len(keys[control]))
+        # In a study that adds seeds an arm may have fewer than others, always the first ones.
+        number = min((len(keys[side]) for side in (treatment, control) if side.arm != PRETRAINED), default=1)
         sides = [
             [self._evaluations[key] for key in (keys[side] * number if side.arm == PRETRAINED else keys[side])]
             for side in (treatment, control)
@@ -221,13 +215,13 @@ class Contrasts:
 
     def _weights(self, model: str, arm: str) -> list[str | None]:
         step = self._last_step(arm)
-        found = (self._evaluations.get((model, arm, seed, step)) for seed in self._study.config.seeds)
+        found = (self._evaluations.get((model, arm, seed, step)) for seed in self._study.seeds)
         return [None if evaluation is None else evaluation.weights for evaluation in found]
 
     def _means_of_arms(self, model: str, levels: Sequence[float]) -> Iterator[tuple[str, FloatArray]]:
         """Yield every trained arm with its mean scores [seed] at the last level, less those at the first of two."""
         for arm in (name for name, settings in self._study.arms.items() if settings.model == model):
-            yield arm, np.array([self._mean(model, arm, seed, levels) for seed in self._study.config.seeds])
+            yield arm, np.array([self._mean(model, arm, seed, levels) for seed in self._study.seeds])
 
     def _mean(self, model: str, arm: str, seed: int, levels: Sequence[float]) -> float:
         """Return the mean of a run; NaN if it was not evaluated or must not be used."""
@@ -275,6 +269,17 @@ def checkpoint_name(checkpoint: Checkpoint) -> str:
     """Return the name of an evaluated checkpoint in messages."""
     model, arm, seed, step = checkpoint
     return f"{model}/{arm} seed {seed} step {step}"
+
+
+def comparison_ids(comparisons: Sequence[Comparison]) -> dict[str, Comparison]:
+    """Return every comparison by its id; comparisons of equal sides get numbered ids."""
+    named: dict[str, Comparison] = {}
+    counts: Counter[str] = Counter()
+    for comparison in comparisons:
+        wanted = _comparison_id(comparison)
+        counts[wanted] += 1
+        named[wanted if counts[wanted] == 1 else f"{wanted}#{counts[wanted]}"] = comparison
+    return named
 
 
 def _comparison_id(comparison: Comparison) -> str:

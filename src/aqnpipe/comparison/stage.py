@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from aqnpipe.artifacts.comparisons import (
 )
 from aqnpipe.artifacts.files import write_csv, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
+from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
 from aqnpipe.comparison.aa_controls import aa_control_rates
+from aqnpipe.comparison.answer import answer_of
 from aqnpipe.comparison.claims import statements_of
 from aqnpipe.comparison.contrasts import (
     Checkpoint,
@@ -38,6 +41,7 @@ from aqnpipe.comparison.differences import difference_rows
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
 from aqnpipe.comparison.judgement import Judgement, judge, p_value_of
 from aqnpipe.comparison.lineage import lineage_problems
+from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_at_look, last_looks, look_statement
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
@@ -101,9 +105,12 @@ def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
     ]
 
 
-def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: ComparisonOutputs) -> None:
+def compare(
+    study: Study, evaluations: Sequence[EvaluationInput], outputs: ComparisonOutputs, looks: Sequence[LookFile] = ()
+) -> None:
     """Test every comparison on the last steps; write accuracies of all checkpoints, comparisons, robustness and claims.
 
+    looks: of a study that adds seeds, all of them; they decide its claims.
     A comparison that is not meaningful, or whose evaluations do not all exist, gets the verdict `invalid` and the
     reason. Raises DataError if a file is malformed.
     """
@@ -115,7 +122,9 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
     }
     resampler = Resampler(settings.seed, settings.bootstrap_samples)
     contrasts = Contrasts(study, loaded, resampler)
-    rows, claims, families = judge_all(contrasts.of_all(study.comparisons()), settings, resampler, study)
+    decided = last_looks(study, looks)
+    compared_pairs = contrasts_at_looks(study, loaded, resampler, looks) or contrasts.of_all(study.comparisons())
+    rows, claims, families = judge_all(compared_pairs, settings, resampler, study, decided)
     accuracy = (
         pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else _table([], AccuracyTable)
     )
@@ -140,6 +149,8 @@ def compare(study: Study, evaluations: Sequence[EvaluationInput], outputs: Compa
             claims=tuple(claims),
             aa_control_rates=aa_control_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
+            answer=answer_of(claims, rows, decided),
+            looks=tuple(looks),
             tables_sha256=digests_of_outputs(
                 {
                     path.name: path
@@ -168,9 +179,16 @@ def missing_evaluations(study: Study, present: set[Checkpoint]) -> tuple[str, ..
 
 
 def judge_all(
-    contrasts: Sequence[Contrast], settings: StatisticsConfig, resampler: Resampler, study: Study
+    contrasts: Sequence[Contrast],
+    settings: StatisticsConfig,
+    resampler: Resampler,
+    study: Study,
+    decided: Mapping[str, ClaimAtLook] = MappingProxyType({}),
 ) -> tuple[list[dict[str, Any]], list[Claim], Mapping[str, int]]:
-    """Return the rows of the comparison table, the claims, and the number of tested comparisons per family."""
+    """Return the rows of the comparison table, the claims, and the number of tested comparisons per family.
+
+    decided: the claims of a study that adds seeds at their last looks, by id, which decide the verdicts.
+    """
     tested = [test for contrast in contrasts if (test := _tested(contrast, settings.seed)) is not None]
     by_id = {test.contrast.comparison_id: test for test in tested}
     tested_families = [test.contrast.comparison.family for test in tested]
@@ -182,7 +200,7 @@ def judge_all(
         key = contrast.comparison_id
         if contrast.refusal is None:
             size = families[contrast.comparison.family]
-            row, claim = _judged(by_id[key], adjusted[key], size, settings, resampler, declared)
+            row, claim = _judged(by_id[key], adjusted[key], size, settings, resampler, declared, decided.get(key))
         else:
             row, claim = _refused(contrast, contrast.refusal, settings, declared)
         rows.append(row)
@@ -205,12 +223,15 @@ def _judged(
     settings: StatisticsConfig,
     resampler: Resampler,
     declared: bool,
+    decided: ClaimAtLook | None,
 ) -> tuple[dict[str, Any], Claim]:
     contrast, scores, estimate = tested.contrast, tested.scores, tested.estimate
     differences = scores.treatment - scores.control
     judgement = judge(
         contrast, estimate, variance_parts(differences, scores.seed_variance), p_holm, family_size, settings
     )
+    if decided is not None:
+        judgement = judgement_at_look(judgement, decided)
     bootstrap = resampler.interval(differences, judgement.interval_level)
     is_degradation = contrast.comparison.kind == "degradation"
     row = _identity(contrast) | {
@@ -235,8 +256,12 @@ def _judged(
         claim=contrast.comparison.claim,
         claim_zh=contrast.comparison.claim_zh,
         declared=declared,
+        role=contrast.comparison.role,
         verdict=judgement.verdict,
-        statements=statements_of(contrast, scores, estimate, judgement, settings),
+        statements=(
+            *statements_of(contrast, scores, estimate, judgement, settings),
+            *([] if decided is None else [look_statement(decided, contrast.comparison)]),
+        ),
         seeds=scores.seed_tables,
     )
     return row, claim
@@ -271,6 +296,7 @@ def _refused(
         claim=contrast.comparison.claim,
         claim_zh=contrast.comparison.claim_zh,
         declared=declared,
+        role=contrast.comparison.role,
         verdict="invalid",
         seeds=(),
         invalid_kind=refusal.kind,

@@ -36,7 +36,7 @@ class StudyPlan:
         return [
             (self.study.arms[arm].model, arm, seed)
             for arm in self.study.config.arms
-            for seed in self.study.config.seeds
+            for seed in self.study.seeds_of(arm)
         ]
 
     def evaluations(self) -> list[tuple[str, str, int, int]]:
@@ -247,6 +247,14 @@ class StudyPlan:
         """Return the whole study as plain data, for jobs that need all of it."""
         return self.study.model_dump(mode="json")
 
+    def params_at_look(self, look: int) -> dict[str, Any]:
+        """Return `study_params` of a study that adds seeds as if a look were its last, whatever its maximum is."""
+        rule, config = self.study.adaptive_seeds, self.study.config
+        if rule is None:
+            raise ValueError("the seeds of the study are fixed")
+        ending = config.model_copy(update={"seeds": rule.model_copy(update={"max": rule.seeds_at(look)})})
+        return self.study.model_copy(update={"config": ending, "seeds_per_arm": None}).model_dump(mode="json")
+
 
 def sigmas_name(strategy: SigmaStrategy) -> str:
     """Return the file name of the sigmas of a strategy."""
@@ -255,6 +263,6 @@ def sigmas_name(strategy: SigmaStrategy) -> str:
 
 def plan_of(params: dict[str, Any]) -> StudyPlan:
     """Return the plan of a study from `study_params`; ConfigError if they are not those of a study."""
-    if set(params) != {"config", "arms"}:
-        raise ConfigError(f"study parameters: found keys {sorted(params)}, expected arms and config")
+    if set(params) != {"config", "arms", "seeds_per_arm"}:
+        raise ConfigError(f"study parameters: found keys {sorted(params)}, expected arms, config and seeds_per_arm")
     return StudyPlan(Study.model_validate(params))

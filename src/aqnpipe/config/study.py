@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,7 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.config.noise_names import with_numbered_noises
+from aqnpipe.config.seeds import AdaptiveSeeds, FixedSeeds, seed_numbers
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, typed_scalars, validated
@@ -65,6 +66,13 @@ class _SharedSettings(FrozenModel):
     report: ReportConfig
 
     @model_validator(mode="after")
+    def _one_primary_claim(self) -> Self:
+        primary = [f"comparisons.{index}" for index, claim in enumerate(self.comparisons) if claim.role == "primary"]
+        if len(primary) > 1:
+            raise ValueError(f"{primary[1]}.role: found a second primary claim, expected one ({primary[0]} is primary)")
+        return self
+
+    @model_validator(mode="after")
     def _results_stay_here(self) -> Self:
         if ".." in self.results_dir.split("/"):
             raise ValueError(
@@ -80,7 +88,9 @@ class StudyConfig(_SharedSettings):
     models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
     machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
     arms: tuple[Identifier, ...] = Field(min_length=1)
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    seeds: FixedSeeds | AdaptiveSeeds = Field(
+        description="training seeds of every arm, or a rule by which seeds are added until the claims are decided"
+    )
     training: TrainingConfig
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     sigma_rule: SigmaRule = SigmaRule()
@@ -90,13 +100,22 @@ class StudyConfig(_SharedSettings):
 
     @model_validator(mode="after")
     def _no_repeats(self) -> Self:
-        for name in ("arms", "seeds"):
-            values = getattr(self, name)
+        for name, values in (("arms", self.arms), ("seeds", seed_numbers(self.seeds))):
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must not repeat a value")
         names = [(loss_study.model, loss_study.name) for loss_study in self.loss_studies]
         if len(set(names)) != len(names):
             raise ValueError("loss_studies must not repeat a name")
+        return self
+
+    @model_validator(mode="after")
+    def _equivalence_can_end(self) -> Self:
+        for index, claim in enumerate(self.comparisons):
+            if claim.equivalent_within is not None and not isinstance(self.seeds, AdaptiveSeeds):
+                raise ValueError(
+                    f"comparisons.{index}.equivalent_within: needs adaptive seeds (start, step, max); for fixed seeds "
+                    "use test: equivalence with a margin"
+                )
         return self
 
     @model_validator(mode="after")
@@ -117,7 +136,7 @@ class StudyConfig(_SharedSettings):
                 f"training.epochs: a run would have {self.num_steps:,} steps, expected at most {_MOST_STEPS:,}"
             )
         checkpoints = self.num_steps // (self.training.checkpoint_every or self.num_steps)
-        evaluations = len(self.arms) * len(self.seeds) * checkpoints
+        evaluations = len(self.arms) * len(seed_numbers(self.seeds)) * checkpoints
         if evaluations > _MOST_EVALUATIONS:
             raise ValueError(
                 f"training.checkpoint_every: {evaluations:,} checkpoints would be evaluated, expected at most "
@@ -193,11 +212,13 @@ AnyStudyConfig = StudyConfig | CheckpointStudyConfig
 class Study(FrozenModel):
     """A study with the definitions of its arms; `load_study` checks its cross-references.
 
-    In a study of checkpoints, each checkpoint is an arm without settings, of the role `checkpoints`.
+    In a study of checkpoints, each checkpoint is an arm without settings, of the role `checkpoints`. `seeds_per_arm`:
+    number of seeds of each arm so far, in a study that adds seeds; null: those before its first look.
     """
 
     config: AnyStudyConfig
     arms: dict[str, Arm]
+    seeds_per_arm: dict[str, int] | None = None
 
     @property
     def has_training(self) -> bool:
@@ -219,6 +240,31 @@ class Study(FrozenModel):
         """Return what is evaluated of a role: the model before training, if there is training, and the arms."""
         arms = [name for name, arm in self.arms.items() if arm.model == role]
         return [PRETRAINED, *arms] if self.has_training else arms
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The training seeds that at least one arm has."""
+        return max((self.seeds_of(arm) for arm in self.arms), key=len)
+
+    def seeds_of(self, arm: str) -> tuple[int, ...]:
+        """Return the training seeds of an arm; in a study that adds seeds, those that it has so far."""
+        rule = self.config.seeds
+        if not isinstance(rule, AdaptiveSeeds):
+            return rule
+        return tuple(range(rule.start if self.seeds_per_arm is None else self.seeds_per_arm[arm]))
+
+    @property
+    def adaptive_seeds(self) -> AdaptiveSeeds | None:
+        """The rule by which seeds are added; None if they are fixed."""
+        return self.config.seeds if isinstance(self.config.seeds, AdaptiveSeeds) else None
+
+    def with_seeds(self, number: int) -> "Study":
+        """Return this study with the fixed seeds 0 to number - 1."""
+        return self.model_copy(update={"config": self.config.model_copy(update={"seeds": tuple(range(number))})})
+
+    def with_seeds_per_arm(self, seeds_per_arm: Mapping[str, int]) -> "Study":
+        """Return this study, which adds seeds, with the number of seeds that each arm has so far."""
+        return self.model_copy(update={"seeds_per_arm": dict(seeds_per_arm)})
 
     @property
     def num_steps(self) -> int:

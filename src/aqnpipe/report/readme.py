@@ -26,7 +26,7 @@ _CONTENTS = {
 def readme(study: Study, words: Words) -> str:
     """Return the text of the README; the same for the same study."""
     arms = ", ".join(study.config.arms)
-    trained = words("readme.made_by", arms=arms, seeds=", ".join(map(str, study.config.seeds)))
+    trained = words("readme.made_by", arms=arms, seeds=", ".join(map(str, study.seeds)))
     made_by = trained if study.has_training else words("readme.made_of_checkpoints", checkpoints=arms)
     rows = [f"| `{path}` | {words(key)} |" for path, key in _CONTENTS.items()]
     return "\n".join(

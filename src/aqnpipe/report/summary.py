@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.analysis import ClaimRole
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.claims_view import ClaimsOverview
+from aqnpipe.report.answer import answer_text
+from aqnpipe.report.claims_view import ClaimsOverview, claim_text
 from aqnpipe.report.inputs import ReportData
+from aqnpipe.report.overview import arm_table
 from aqnpipe.report.provenance_view import SHORT_DIGEST
 from aqnpipe.report.tables import mean_accuracy
 from aqnpipe.report.text import visible
@@ -27,10 +29,12 @@ def markdown(text: str) -> str:
 
 
 def render_summary(study: Study, data: ReportData, overview: ClaimsOverview, last: pl.DataFrame, words: Words) -> str:
-    """Return the question, the verdicts with their numbers, what the study cannot show, and accuracy by arm."""
+    """Return the answer, the question, the verdicts, the looks, what the study cannot show, and accuracy by arm."""
     claims = summary_line((row.verdict for row in overview.rows), words)
     incomplete = [f"> {words('incomplete.title')}", ""] if data.missing else []
+    answer = answer_text(data.claims, words)
     parts = [
+        *([] if answer is None else [f"**{markdown(answer)}**", ""]),
         f"### {markdown(study.config.report.title)}",
         "",
         markdown(study.config.report.question),
@@ -38,7 +42,8 @@ def render_summary(study: Study, data: ReportData, overview: ClaimsOverview, las
         *incomplete,
         f"**{claims}**",
         "",
-        *_claim_lines(overview, words),
+        *_claim_lines(data, overview, words),
+        *_look_lines(data, words),
         *(f"- {markdown(limit)}" for limit in overview.limits),
         "",
         *_accuracy_lines(study, last, words),
@@ -47,33 +52,59 @@ def render_summary(study: Study, data: ReportData, overview: ClaimsOverview, las
     return "\n".join(parts) + "\n"
 
 
-def _claim_lines(overview: ClaimsOverview, words: Words) -> list[str]:
+def _claim_lines(data: ReportData, overview: ClaimsOverview, words: Words) -> list[str]:
     if not overview.rows:
         return []
     header = [words("column.verdict"), words("column.claim"), words("summary.difference"), words("column.interval")]
+    roles = {claim.comparison_id: claim.role for claim in data.claims.claims}
     return _table(
         header,
         [
-            [words(f"verdict.{row.verdict}"), markdown(row.claim), row.difference, row.interval or numbers.MISSING]
+            [
+                words(f"verdict.{row.verdict}"),
+                markdown(_with_role(row.claim, roles[row.comparison_id], words)),
+                row.difference,
+                row.interval or numbers.MISSING,
+            ]
             for row in overview.rows
         ],
     )
 
 
+def _with_role(claim: str, role: ClaimRole, words: Words) -> str:
+    return claim if role == "secondary" else words(f"role.{role}", claim=claim)
+
+
+def _look_lines(data: ReportData, words: Words) -> list[str]:
+    """Return the looks of a study that adds seeds: seeds, claims that ended, and the number of open ones."""
+    looks = data.claims.looks
+    if not looks:
+        return []
+    texts = {claim.comparison_id: claim_text(claim, words) for claim in data.claims.claims}
+    header = [words(f"looks.column.{name}") for name in ("look", "seeds", "ended", "open")]
+    rows = []
+    states: dict[str, str] = {}
+    for look in looks:
+        ended = [claim for claim in look.claims if claim.state not in ("open", states.get(claim.comparison_id))]
+        states = {claim.comparison_id: claim.state for claim in look.claims}
+        shown = [
+            words("looks.ended", claim=texts[claim.comparison_id], state=words(f"looks.state.{claim.state}"))
+            for claim in ended
+        ]
+        num_open = sum(state == "open" for state in states.values())
+        rows.append(
+            [str(look.look), str(look.seeds), markdown("; ".join(shown) or words("looks.nothing")), str(num_open)]
+        )
+    return [words("looks.title"), "", *_table(header, rows)]
+
+
 def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]:
     if last.is_empty():
         return []
-    means = mean_accuracy(last)
-    levels = sorted(means["noise_level"].unique().to_list())
-    cells = {
-        (row["model"], row["arm"], row["noise_level"]): _mean_and_range(row, words)
-        for row in means.iter_rows(named=True)
-    }
-    order = {arm: number for number, arm in enumerate((PRETRAINED, *study.config.arms))}
-    arms = sorted({(model, arm) for model, arm, _ in cells}, key=lambda pair: (pair[0], order[pair[1]]))
-    header = [words("column.arm"), *(words.level(level) for level in levels)]
+    table, means = arm_table(study, last, words), mean_accuracy(last)
+    header = [words("column.arm"), *table.levels]
     rows = [
-        [markdown(arm), *(cells.get((model, arm, level), numbers.MISSING) for level in levels)] for model, arm in arms
+        [markdown(f"{row.model} {row.name}" if table.several_models else row.name), *row.cells] for row in table.rows
     ]
     unanswered = words(
         "summary.unanswered",
@@ -81,13 +112,6 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]
         no_answer=float(max(means["parse_failure_fraction"])),
     )
     return [words("summary.accuracy"), "", *_table(header, rows), unanswered, ""]
-
-
-def _mean_and_range(row: dict[str, float], words: Words) -> str:
-    mean = numbers.percent(row["mean"])
-    if row["num_seeds"] == 1:
-        return mean
-    return f"{mean} ({words.span(row['lowest'], row['highest'], numbers.percent)})"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

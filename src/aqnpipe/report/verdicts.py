@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from aqnpipe.report.words import Words
 
-VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "not_shown": "?", "invalid": "!"}
+VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "equivalent": "≈", "not_shown": "?", "invalid": "!"}
 """In the order in which verdicts are counted."""
 
 

@@ -1,0 +1,293 @@
+"""Studies that add seeds: looks, what follows from them, and what may no longer change after the first."""
+
+import dataclasses
+import json
+
+import pytest
+from scipy import stats
+
+from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.looks import LookFile
+from aqnpipe.comparison.look_states import (
+    design_of,
+    look_file,
+    next_look,
+    plan_after,
+    progress,
+    read_looks,
+    register_design,
+    registered_design,
+    seeds_after,
+)
+from aqnpipe.comparison.looks import probability_of_decision, take_look
+from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.errors import ConfigError, DataError
+from aqnpipe.report.words import load_words
+
+RULE = {"start": 2, "step": 2, "max": 6}
+ARMS = ["baseline", "E5", "E5b", "srdd_guided"]
+
+
+@pytest.fixture(scope="module")
+def claims(synthetic):
+    return [
+        synthetic.arms("baseline", "pretrained", role="control", family="controls"),
+        synthetic.arms("E5b", "E5", role="primary"),
+        synthetic.arms("E5", "baseline", expected="different", equivalent_within=0.9),
+    ]
+
+
+@pytest.fixture(scope="module")
+def originals(synthetic, claims, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluations")
+    return folder, synthetic.write_evaluations(folder, synthetic.study(comparisons=claims, seeds=RULE).with_seeds(8))
+
+
+@pytest.fixture
+def study(synthetic, claims):
+    def made(**rule):
+        return synthetic.study(comparisons=claims, seeds=RULE | {"futility": 0.0} | rule)
+
+    return made
+
+
+@pytest.fixture
+def evaluations(originals, tmp_path, monkeypatch):
+    folder, made_up = originals
+    monkeypatch.chdir(tmp_path)
+    return made_up.copied(folder, tmp_path).evaluations
+
+
+def after(study, evaluations, number):
+    """Take `number` looks with the evaluations that the arms have by then, as the workflow does; return the records."""
+    design = registered_design(study)
+    for _ in range(number):
+        earlier = read_looks("results")
+        plan = plan_after(study, earlier)
+        wanted = set(plan.evaluations())
+        take_look(plan.study, design, earlier, [one for one in evaluations if _key(one) in wanted])
+    return read_looks("results")
+
+
+def _key(one):
+    return one.model, one.arm, one.seed, one.step
+
+
+def states(look):
+    return {claim.comparison_id: claim.state for claim in look.claims}
+
+
+def test_looks_end_claims_and_only_arms_of_open_claims_get_seeds(study, evaluations):
+    first, second, third = after(study(), evaluations, 3)
+    assert states(first)["E5b-vs-E5@0"] == "open"
+    assert states(third) == {
+        "baseline-vs-pretrained@0": "supported",
+        "E5b-vs-E5@0": "open",
+        "E5-vs-baseline@0": "equivalent",
+    }
+    ended = next(look.look for look in (first, second, third) if states(look)["E5-vs-baseline@0"] == "equivalent")
+    numbers = seeds_after(study(), [first, second, third])
+    assert numbers["srdd_guided"] == 2
+    assert numbers["E5b"] == numbers["E5"] == 6
+    assert numbers["baseline"] == max(2 * ended, third.claims[0].seeds)
+    assert next_look(study(), [first, second, third]) is None
+    assert [first.previous_sha256 is None, first.seeds, third.seeds] == [True, 2, 6]
+
+
+def test_the_same_data_give_the_same_bytes_and_a_deleted_record_comes_back(study, evaluations):
+    after(study(), evaluations, 3)
+    before = {look: look_file("results", look).read_bytes() for look in (1, 2, 3)}
+    look_file("results", 2).unlink()
+    assert len(read_looks("results")) == 1
+    after(study(), evaluations, 1)
+    assert {look: look_file("results", look).read_bytes() for look in (1, 2, 3)} == before
+    assert len(read_looks("results")) == 3
+
+
+def test_p_values_are_adjusted_for_looks_and_family(study, evaluations):
+    first = after(study(), evaluations, 1)[0]
+    primary = next(claim for claim in first.claims if claim.comparison_id == "E5b-vs-E5@0")
+    # 2 of 6 seeds: a ninth of 90 % of 5 % is spent, so the nominal level of the first look is 0.5 %.
+    assert primary.level == pytest.approx(0.005)
+    assert primary.p_value < primary.p_looks <= primary.p_holm
+
+
+def test_raising_the_maximum_continues_without_changing_what_is_there(study, evaluations):
+    after(study(), evaluations, 3)
+    before = [look_file("results", look).read_bytes() for look in (1, 2, 3)]
+    longer = study(max=8)
+    assert next_look(longer, read_looks("results")) == 4
+    records = after(longer, evaluations, 1)
+    assert records[-1].seeds == 8
+    assert records[-1].design.planned == 6
+    assert [look_file("results", look).read_bytes() for look in (1, 2, 3)] == before
+    # The reserve of 10 %: the first look after the planned ones spends half of it.
+    extra = next(claim for claim in records[-1].claims if claim.look == 4)
+    assert 0.0025 <= extra.level < 0.0125
+
+
+def test_the_maximum_may_be_lowered_to_what_was_used_but_not_below(study, evaluations):
+    after(study(), evaluations, 2)
+    assert registered_design(study(max=4)).planned == 6
+    assert next_look(study(max=4), read_looks("results")) is None
+    with pytest.raises(ConfigError, match=r"seeds.max: found 2, look 2 has used 4 seeds, expected at least 4"):
+        registered_design(study(max=2))
+
+
+def test_without_a_reserve_the_maximum_cannot_be_raised(study, evaluations):
+    after(study(reserve=0.0), evaluations, 1)
+    with pytest.raises(ConfigError, match="no error rate is left"):
+        registered_design(study(reserve=0.0, max=8))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"statistics": {"alpha": 0.1}}, r"statistics.alpha \(0.05 to 0.1\)"),
+        ({"seeds": RULE | {"futility": 0.0, "step": 1}}, r"seeds.step \(2 to 1\)"),
+        ({"comparisons": []}, r"the claim baseline-vs-pretrained@0 \(edited\)"),
+        ({"dataset": {"source": "generated", "num_train": 480, "num_test": 300}}, "the data set"),
+        ({"training": "rate"}, "the training or evaluation of arm baseline"),
+    ],
+)
+def test_a_study_is_bound_by_its_first_look(study, synthetic, claims, evaluations, change, words):
+    after(study(), evaluations, 1)
+    if change.get("training") == "rate":
+        change = {"training": study().config.training.model_dump() | {"learning_rate": 1e-3}}
+    content = {"comparisons": claims, "seeds": RULE | {"futility": 0.0}} | change
+    with pytest.raises(ConfigError, match=words):
+        registered_design(synthetic.study(**content))
+
+
+def test_a_claim_that_is_edited_added_or_removed_is_refused_and_new_words_are_not(
+    study, synthetic, claims, evaluations
+):
+    after(study(), evaluations, 1)
+    seeds = RULE | {"futility": 0.0}
+    for changed, words in [
+        (claims[:2], r"E5-vs-baseline@0 \(removed\)"),
+        ([*claims, synthetic.levels("E5")], r"E5@0.1-vs-0 \(added\)"),
+        ([claims[0], claims[1] | {"expected": "lower"}, claims[2]], r"E5b-vs-E5@0 \(edited\)"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            registered_design(synthetic.study(comparisons=changed, seeds=seeds))
+    reworded = [claims[0], claims[1] | {"claim": "In other words"}, claims[2]]
+    assert registered_design(synthetic.study(comparisons=reworded, seeds=seeds)).planned == 6
+
+
+def test_the_design_is_kept_where_every_record_is_gone_but_one(study, evaluations):
+    register_design("results", design_of(study(), 6))
+    after(study(), evaluations, 2)
+    (look_file("results", 1).parent / "design.json").unlink()
+    look_file("results", 1).unlink()
+    assert registered_design(study(max=12)).planned == 6
+
+
+def test_a_record_that_does_not_follow_from_the_one_before_is_refused(study, evaluations):
+    after(study(), evaluations, 2)
+    path = look_file("results", 1)
+    record = read_json(path, LookFile)
+    path.unlink()
+    look_file("results", 1).write_bytes(look_file("results", 2).read_bytes())
+    with pytest.raises(DataError, match=r"look2.json: does not follow from results/looks/look1.json"):
+        read_looks("results")
+    assert record.look == 1
+
+
+def test_an_edited_record_is_refused(study, evaluations):
+    after(study(), evaluations, 1)
+    path = look_file("results", 1)
+    path.write_text(path.read_text().replace('"state": "open"', '"state": "supported"'))
+    with pytest.raises(DataError, match=r"look1\.json"):
+        read_looks("results")
+
+
+def test_a_run_that_cannot_be_used_ends_its_claims_as_invalid(study, evaluations):
+    broken = [
+        dataclasses.replace(one, lineage_problems=("its weights are another run's",)) if one.arm == "E5b" else one
+        for one in evaluations
+    ]
+    first = after(study(), broken, 1)[0]
+    claim = next(claim for claim in first.claims if claim.comparison_id == "E5b-vs-E5@0")
+    assert claim.state == "invalid"
+    assert "another run" in claim.reason
+    assert seeds_after(study(), [first])["E5b"] == 2
+
+
+def test_futility_stops_a_claim_whose_chance_is_too_small(study, evaluations):
+    claim = next(claim for claim in after(study(), evaluations, 1)[0].claims if claim.comparison_id == "E5b-vs-E5@0")
+    assert 0 < claim.chance < 1
+    look_file("results", 1).unlink()
+    if claim.chance < 0.49:
+        stopped = after(study(futility=claim.chance + 0.005), evaluations, 1)[0]
+        assert states(stopped)["E5b-vs-E5@0"] == "futile"
+        assert seeds_after(study(), [stopped])["E5b"] == 2
+    else:
+        assert states(after(study(futility=0.48), evaluations, 1)[0])["E5b-vs-E5@0"] == "open"
+
+
+def test_the_chance_of_a_decision_is_that_of_all_final_estimates_that_decide():
+    """A final estimate from N(0, 1); two-sided tests reject 2 and one-sided tests 1.5 from their bounds."""
+
+    def between(low, high):
+        return stats.norm.cdf(high) - stats.norm.cdf(low)
+
+    def critical(one_sided):
+        return 1.5 if one_sided else 2.0
+
+    def chance(*claim):
+        return probability_of_decision(*claim, critical, between)
+
+    outside = stats.norm.sf
+    assert chance("superiority", None, None) == pytest.approx(2 * outside(2))
+    assert chance("superiority", None, 3.0) == pytest.approx(2 * outside(2) + 1 - 2 * outside(1))
+    assert chance("superiority", None, 5.0) == pytest.approx(1.0)
+    assert chance("non_inferiority", 1.0, None) == pytest.approx(outside(2.5) + outside(0.5))
+    assert chance("equivalence", 1.0, None) == pytest.approx(2 * outside(2.5))
+    assert chance("equivalence", 2.0, None) == pytest.approx(2 * outside(3.5) + 1 - 2 * outside(0.5))
+
+
+def test_progress_names_the_next_look(study, evaluations):
+    assert progress(study()) == (
+        "look 1 of at most 3 is next, at 2 seeds of baseline, E5, E5b, srdd_guided; 3 of 3 claims open"
+    )
+    after(study(), evaluations, 3)
+    assert progress(study()) == "no further look: 2 of 3 claims have ended, 1 open at seeds.max 6"
+
+
+def test_verdicts_and_answer_are_those_of_the_last_looks(study, evaluations, tmp_path):
+    looks = after(study(), evaluations, 3)
+    plan = plan_after(study(), looks)
+    wanted = set(plan.evaluations())
+    outputs = ComparisonOutputs.in_folder(tmp_path / "out")
+    compare(plan.study, [one for one in evaluations if _key(one) in wanted], outputs, looks)
+    claims = read_json(outputs.claims, ClaimsFile)
+    rows = {row["comparison_id"]: row for row in read_table(outputs.comparisons, ComparisonTable).to_dicts()}
+    assert {claim.comparison_id: claim.verdict for claim in claims.claims} == {
+        "baseline-vs-pretrained@0": "supported",
+        "E5b-vs-E5@0": "not_shown",
+        "E5-vs-baseline@0": "equivalent",
+    }
+    assert [claim.role for claim in claims.claims] == ["control", "primary", "secondary"]
+    recorded = next(claim for claim in looks[-1].claims if claim.comparison_id == "E5b-vs-E5@0")
+    assert (rows["E5b-vs-E5@0"]["p_holm"], rows["E5b-vs-E5@0"]["num_seeds"]) == (recorded.p_holm, 6)
+    assert claims.looks == tuple(looks)
+    answer = load_words("en").of(claims.answer)
+    assert answer.startswith("Open: E5b answered ")
+    assert "6 seeds, 200 questions" in answer
+    assert load_words("zh").of(claims.answer).startswith("尚未确定：")
+
+
+def test_before_the_first_look_nothing_is_decided(study, evaluations, tmp_path):
+    plan = plan_after(study(), [])
+    wanted = set(plan.evaluations())
+    outputs = ComparisonOutputs.in_folder(tmp_path / "out")
+    compare(plan.study, [one for one in evaluations if _key(one) in wanted], outputs)
+    assert {claim.verdict for claim in read_json(outputs.claims, ClaimsFile).claims} == {"not_shown"}
+
+
+def test_the_record_names_what_was_tested(study, evaluations):
+    first = after(study(), evaluations, 1)[0]
+    assert json.loads(first.design.claims["E5b-vs-E5@0"])["treatment"] == "E5b"
+    assert first.seeds_per_arm == dict.fromkeys(ARMS, 2)
