@@ -11,6 +11,7 @@ from aqnpipe.cli.check import check
 from aqnpipe.cli.check_published import check_published
 from aqnpipe.cli.diagnose.command import diagnose
 from aqnpipe.cli.doctor.command import doctor
+from aqnpipe.cli.export import export
 from aqnpipe.cli.init import init
 from aqnpipe.cli.lm_eval import lm_eval
 from aqnpipe.cli.measure_noise import measure_noise
@@ -52,7 +53,7 @@ def _options(
 
 
 for command in (
-    *(capture, check, check_published, diagnose, doctor, measure_noise, parity, report),
+    *(capture, check, check_published, diagnose, doctor, export, measure_noise, parity, report),
     *(robustness, schema, score, sensitivity, sigmas, view),
 ):
     app.command()(command)

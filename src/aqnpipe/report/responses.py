@@ -86,7 +86,7 @@ class Responses:
         """The scorer of the study, from the record of an evaluation; `strict` if there is none."""
         record = self.checkpoints[0].path.with_suffix(".run.json")
         settings = read_json(record, RunRecord).config.get("evaluation", {}) if record.exists() else {}
-        named = settings.get("primary_scorer")
+        named = settings.get("primary_scorer") if isinstance(settings, dict) else None
         return next((scorer for scorer in SCORERS if scorer == named), "strict")
 
     @property

@@ -1,6 +1,8 @@
 """Altair charts as inline SVG that takes on the page's colours (light and dark), font and width."""
 
 import re
+from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
 import altair as alt
@@ -66,6 +68,41 @@ def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
         spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
     spec["config"] = _config()
     return _fit_for_page(vl_convert.vegalite_to_svg(spec), label)
+
+
+def light_spec(chart: alt.TopLevelMixin, *, legend: bool) -> dict[str, Any]:
+    """Return the Vega-Lite specification of `chart` on white, in the colours of the light page, for a file of its own.
+
+    legend: show the names of the colours, which on the page stand above a group of pictures.
+    """
+    with alt.data_transformers.disable_max_rows():
+        spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
+    spec["config"] = _config() | {"background": "white"}
+    found: dict[str, Any] = _coloured(spec, _light_colours(), legend)
+    return found
+
+
+def _light_colours() -> dict[str, str]:
+    """Return the colour of every placeholder in the first rule of the style sheet, which is that of the light page."""
+    css = (resources.files("aqnpipe.report") / "templates" / "report.css").read_text(encoding="utf-8")
+    named = dict(re.findall(r"(--[\w-]+):(#[0-9a-f]{3,6})\b", css.partition("@media")[0]))
+    placeholders = {name: placeholder for placeholder, name in _PAGE_COLOURS.items()}
+    placeholders |= {f"--c{index}": series_colour(index) for index in range(NUM_SERIES + 1)}
+    return {placeholder: named[name] for name, placeholder in placeholders.items()}
+
+
+def _coloured(part: Any, colours: Mapping[str, str], legend: bool) -> Any:
+    if isinstance(part, str):
+        return colours.get(part, part)
+    if isinstance(part, list):
+        return [_coloured(item, colours, legend) for item in part]
+    if not isinstance(part, dict):
+        return part
+    shown = {key: _coloured(value, colours, legend) for key, value in part.items() if key != "description"}
+    colour = shown.get("color")
+    if legend and isinstance(colour, dict) and colour.get("legend", "") is None:
+        shown["color"] = colour | {"legend": {"title": None, "symbolType": "circle"}, "title": None}
+    return shown
 
 
 def _visible_texts(part: Any) -> Any:

@@ -8,6 +8,7 @@ import polars as pl
 
 from aqnpipe.report import numbers
 from aqnpipe.report.charts import Panel, SeriesKey, base_chart, colour_scale, dash_scale, panel
+from aqnpipe.report.leaps import METRICS as LEAPING
 from aqnpipe.report.leaps import Leap
 from aqnpipe.report.svg import INK, described, small_dot
 from aqnpipe.report.words import Words
@@ -53,17 +54,17 @@ def training_panels(
 
 
 def smoothed_by_arm(metrics: pl.DataFrame, column: str, window: int, stride: int) -> pl.DataFrame:
-    """Return the mean over seeds of the running means, with lowest and highest seed, by arm and step.
+    """Return the mean over seeds of the running means (medians of KL and loss), with lowest and highest seed.
 
     Columns: arm, step, mean, low, high. Thinned by `stride` from the end, so that the last step stays.
     """
     last = int(metrics["step"].max())  # type: ignore[arg-type]
     rows = metrics.select("arm", "seed", "step", value=pl.col(column).cast(pl.Float64)).drop_nulls("value")
-    smooth = rows.sort("arm", "seed", "step").with_columns(
-        pl.col("value").rolling_mean(window, min_samples=1).over("arm", "seed")
-    )
-    thin = smooth.filter((last - pl.col("step")) % stride == 0)
     value = pl.col("value")
+    # A running mean would make a plateau of a leap, which the dots and triangles show.
+    smoothed = value.rolling_median if column in LEAPING else value.rolling_mean
+    smooth = rows.sort("arm", "seed", "step").with_columns(smoothed(window, min_samples=1).over("arm", "seed"))
+    thin = smooth.filter((last - pl.col("step")) % stride == 0)
     return (
         thin.group_by("arm", "step")
         .agg(value.mean().alias("mean"), value.min().alias("low"), value.max().alias("high"))

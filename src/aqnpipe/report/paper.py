@@ -1,0 +1,167 @@
+"""Figures and tables of the report as files for a paper: PDF or SVG in the colours of the light page, LaTeX or CSV."""
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import vl_convert
+from tabulate import tabulate
+
+from aqnpipe.artifacts.files import atomic_path, write_text
+from aqnpipe.config.study import Study
+from aqnpipe.report import claims_view, faults_view, page, provenance_view, tables
+from aqnpipe.report.charts import Panel
+from aqnpipe.report.inputs import ReportData
+from aqnpipe.report.overview import arm_table
+from aqnpipe.report.svg import light_spec
+from aqnpipe.report.tables import Figure, Row, Table
+from aqnpipe.report.text import visible
+from aqnpipe.report.words import Words
+
+FigureFormat = Literal["pdf", "svg"]
+TableFormat = Literal["latex", "csv"]
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9]+")
+_FORMULA = re.compile(r"^[=+\-@\t\r]")
+_NUMBER = re.compile(r"^[+\-−]?[\d.,]+( to [+\-−]?[\d.,]+)?$")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture of the report, under the name of its section and model."""
+
+    name: str
+    panel: Panel
+    has_legend: bool
+
+
+def export_paper(
+    study: Study,
+    data: ReportData,
+    words: Words,
+    folder: Path,
+    figures: Sequence[FigureFormat],
+    formats: Sequence[TableFormat],
+) -> list[Path]:
+    """Write every figure and table of the report below `folder`; return the paths, in the order of the report."""
+    written = []
+    contents = list(_sections(study, data, words))
+    for name, figure, own in contents:
+        if figures and figure is not None:
+            for drawn in _pictures(name, figure):
+                written += [_write_figure(folder, drawn, suffix) for suffix in figures]
+        for table in own if formats else ():
+            written += [_write_table(folder, f"{name}-{table.name}", table, form) for form in formats]
+    return written
+
+
+def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[str, Figure | None, list[Table]]]:
+    run_link = provenance_view.run_links(data.runs)
+    overview = claims_view.claims_overview(study, data, words)
+    yield "claims", None, [_claim_table(overview, words), _arm_table(study, data, words)]
+    models = sorted(
+        {*data.accuracy["model"], *(run.model for run in data.runs), *(one.model for one in data.diagnoses)}
+    )
+    for model in models:
+        section = page.model_section(study, data, model, words, run_link)
+        suffix = f"-{model}" if len(models) > 1 else ""
+        for name in ("accuracy", "robustness", "training", "diagnosis"):
+            figure: Figure | None = getattr(section, name)
+            if figure is not None:
+                yield f"{name}{suffix}", figure, list(figure.tables)
+        if section.diagnosis_verdicts is not None:
+            yield f"diagnosis{suffix}", None, [section.diagnosis_verdicts]
+    yield (
+        "comparisons",
+        None,
+        [
+            tables.comparison_table(data.comparisons, words),
+            tables.comparison_checks(data.comparisons, words),
+        ],
+    )
+    faults = faults_view.fault_section(data, words)
+    for number, losses in enumerate(faults.losses if faults else (), start=1):
+        yield f"loss-{number}", losses.figure, list(losses.figure.tables)
+    costs = page.cost_figure(study, data, words)
+    if costs is not None:
+        yield "costs", costs, list(costs.tables)
+
+
+def _claim_table(overview: claims_view.ClaimsOverview, words: Words) -> Table:
+    """Return every claim with verdict, difference, interval and the reason or finding in words."""
+    names = ("family", "claim", "verdict", "difference", "interval", "in_words")
+    rows = tuple(
+        Row((row.family, row.claim, words(f"verdict.{row.verdict}"), row.difference, row.interval, row.sentence))
+        for row in overview.rows
+    )
+    return Table("verdicts", words("claims.label"), tuple(words(f"column.{name}") for name in names), rows, 3)
+
+
+def _arm_table(study: Study, data: ReportData, words: Words) -> Table:
+    arms = arm_table(study, page.last_steps(data.accuracy), words)
+    headers = (words("column.model"), words("column.arm"), words("column.what"), *arms.levels)
+    rows = tuple(Row((row.model, row.name, row.description, *row.cells)) for row in arms.rows)
+    return Table("arms", words("arms.table"), headers, rows, 3)
+
+
+def _pictures(name: str, figure: Figure) -> Iterator[Drawn]:
+    for number, group in enumerate(figure.groups, start=1):
+        for place, panel in enumerate(group.panels, start=1):
+            if isinstance(panel, Panel):
+                # Numbered, because a Chinese title leaves no letters for a name.
+                part = f"{number}-{place}" if len(figure.groups) > 1 else f"{place}"
+                yield Drawn(f"{name}-{part}-{_slug(panel.title)}", panel, bool(group.legend))
+
+
+def _write_figure(folder: Path, drawn: Drawn, suffix: FigureFormat) -> Path:
+    spec = light_spec(drawn.panel.chart, legend=drawn.has_legend)
+    path = folder / "figures" / f"{drawn.name}.{suffix}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        if suffix == "svg":
+            temporary.write_text(vl_convert.vegalite_to_svg(spec), encoding="utf-8")
+        else:
+            temporary.write_bytes(vl_convert.vegalite_to_pdf(spec))
+    return path
+
+
+def _write_table(folder: Path, name: str, table: Table, form: TableFormat) -> Path:
+    path = folder / "tables" / f"{name}.{'tex' if form == 'latex' else 'csv'}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, _latex(table) if form == "latex" else _csv(table))
+    return path
+
+
+def _latex(table: Table) -> str:
+    """Return a table of the packages booktabs and longtable, with all cells escaped; its caption is a comment."""
+    aligned = ["left"] * table.num_text_columns + ["right"] * (len(table.headers) - table.num_text_columns)
+    body = tabulate(
+        [[visible(cell) for cell in row.cells] for row in table.rows],
+        headers=[visible(head) for head in table.headers],
+        tablefmt="latex_longtable" if len(table.rows) > 40 else "latex_booktabs",
+        disable_numparse=True,
+        colalign=aligned,
+    )
+    caption = " ".join(visible(f"{table.caption} {table.note}").split())
+    return f"% {caption}\n{body}\n"
+
+
+def _csv(table: Table) -> str:
+    """Return the rows as CSV; a cell that a spreadsheet could run as a formula begins with an apostrophe."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(table.headers)
+    writer.writerows([[_inert(visible(cell)) for cell in row.cells] for row in table.rows])
+    return buffer.getvalue()
+
+
+def _inert(cell: str) -> str:
+    return f"'{cell}" if _FORMULA.match(cell) and not _NUMBER.match(cell) else cell
+
+
+def _slug(text: str) -> str:
+    return _NOT_IN_NAMES.sub("-", text).strip("-").lower() or "picture"

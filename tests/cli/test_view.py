@@ -1,0 +1,150 @@
+"""`aqnpipe view`: pages on this machine alone, with every response, and nothing of a response is markup."""
+
+import http.client
+import threading
+from html.parser import HTMLParser
+from urllib.parse import quote
+
+import polars as pl
+import pytest
+import synthetic_study
+from checksum_files import write_parquet_with_checksum
+from typer.testing import CliRunner
+
+from aqnpipe.cli.main import app
+from aqnpipe.cli.view import open_server
+from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.errors import ConfigError, DataError
+from aqnpipe.report.responses import Responses, differing
+
+HOSTILE = "<script>alert(1)</script>\u202e needle"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Results of a synthetic study as the workflow lays them out; one response is hostile."""
+    made_in, folder = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("results")
+    study = synthetic_study.study(arms=["baseline", "E5"], comparisons=[])
+    made = synthetic_study.write_study(made_in, study, 40)
+    compare(study, made.evaluations, ComparisonOutputs.in_folder(folder))
+    for source in made.evaluations:
+        target = folder / "eval" / source.model / source.arm / f"seed{source.seed}" / f"step{source.step}.parquet"
+        target.parent.mkdir(parents=True)
+        table = pl.read_parquet(source.table)
+        if (source.arm, source.seed) == ("E5", 1):
+            table = table.with_columns(
+                response=pl.when(pl.col("question_id") == "q00003").then(pl.lit(HOSTILE)).otherwise("response")
+            )
+        write_parquet_with_checksum(target, table)
+    (folder / "data").mkdir()
+    (folder / "data" / "test.parquet").write_bytes(made.test_problems.read_bytes())
+    (folder / "report.html").write_text("<!DOCTYPE html><title>the report</title>")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def get(results):
+    """Function (path, headers) -> (status, headers, body) of the running server."""
+    server = open_server(results, 0, None, "en")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    port = server.server_address[1]
+
+    def fetch(path, method="GET", **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request(method, path, headers={"Host": f"127.0.0.1:{port}"} | headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+
+    fetch.address = server.server_address
+    yield fetch
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def tags(html):
+    found = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: found.append(tag)
+    parser.feed(html)
+    return found
+
+
+def test_only_this_machine_is_answered(get):
+    assert get.address[0] == "127.0.0.1"
+    assert get("/", Host="evil.example")[0] == 421
+    assert get("/", Host="")[0] == 421
+    assert get("/", method="POST")[0] == 501
+    status, headers, _ = get("/")
+    assert status == 200
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'sha256-")
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_no_address_reaches_a_file(get):
+    for path in ("/../../etc/passwd", "/eval/base/E5/seed0/step60.parquet", "/claims.json", "/question/../claims.json"):
+        status, _, body = get(path)
+        assert status == 404
+        assert "checksum" not in body
+    assert "the report" in get("/report.html")[2]
+
+
+def test_the_first_page_lists_claims_and_questions(get, results):
+    body = get("/")[2]
+    assert "40 questions" in body
+    claims = Responses(results).claims
+    assert all(f"/claim/{quote(claim.comparison_id, safe='')}" in body for claim in claims if claim.seeds)
+
+
+def test_a_claim_lists_the_questions_of_its_paired_tables(get, results):
+    responses = Responses(results)
+    for claim in (claim for claim in responses.claims if claim.seeds):
+        changed = responses.changed_by(claim.comparison_id, "strict")
+        assert sum(one.only_treatment for one in changed) == sum(seed.only_treatment for seed in claim.seeds)
+        assert sum(one.only_control for one in changed) == sum(seed.only_control for seed in claim.seeds)
+        body = get(f"/claim/{quote(claim.comparison_id, safe='')}")[2]
+        assert all(f"/question/{one.question_id}?" in body for one in changed)
+
+
+def test_a_question_shows_all_arms_seeds_and_levels_with_the_answers_of_all_scorers(get, results):
+    body = get("/question/q00003")[2]
+    table = Responses(results).of_question("q00003")
+    assert body.count("<pre") == len(table) == 5 + 4 * 5
+    assert body.count("harness_flexible") == len(table)
+    assert {"at 5\u00a0% noise", "without noise"} <= {part.split("<")[0] for part in body.split("<h2>")}
+    only = get("/question/q00003?arm=E5")[2]
+    assert only.count("<pre") == 2 * 5
+
+
+def test_text_of_models_is_never_markup(get):
+    body = get("/question/q00003?arm=E5")[2]
+    assert "script" not in tags(body)
+    assert "&lt;script&gt;" in body
+    assert "\u202e" not in body
+    assert "<mark>" in body
+
+
+def test_search_finds_questions_and_responses(get):
+    body = get("/search?q=NEEDLE")[2]
+    assert "1 question with" in body
+    assert "/question/q00003" in body
+    assert "/question/q00007" in get("/search?q=What+is+7+plus")[2]
+    assert "Nothing found." in get(f"/search?q={quote('<b>')}")[2]
+
+
+def test_what_differs_is_marked_and_escaped():
+    assert differing("a b <c>", "a x <c>") == "a <mark>b</mark> &lt;c&gt;"
+    assert differing("same", "same") == "same"
+
+
+def test_mistakes_are_one_line(results, tmp_path, get):
+    with pytest.raises(ConfigError, match="no such folder"):
+        open_server(tmp_path / "none", 0, None, "en")
+    with pytest.raises(DataError, match="found no evaluations in eval/"):
+        open_server(tmp_path, 0, None, "en")
+    with pytest.raises(ConfigError, match=r"--port: .* cannot be used"):
+        open_server(results, get.address[1], None, "en")
+    assert get("/question/none")[0] == get("/claim/none")[0] == 404
+    runner = CliRunner()
+    assert runner.invoke(app, ["view", str(results), "--language", "fr"]).exit_code == 2
