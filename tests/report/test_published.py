@@ -141,12 +141,18 @@ def test_red_flags_are_raised(with_check):
     assert loss == ["dead zone", "12.8541", "0.0000", "5", "11.93", "worse than guessing"]
 
 
-def test_only_arms_with_both_figures_are_drawn_together(built):
+def test_only_arms_with_both_figures_are_drawn_together_at_one_noise_level(built):
     last = pl.read_parquet(built.folder / "accuracy.parquet").filter(pl.col("step") == 60)
     table = side_by_side(CHECK, last)
-    assert set(table["arm"]) == {"baseline"}
-    assert table.filter(pl.col("kind") == "published")["accuracy"].to_list() == [76.88]
-    assert table.filter(pl.col("kind") == "measured")["seed"].to_list() == [0, 1]
+    assert set(table["arm"]) == {"baseline", "E5b"}
+    clean = table.filter(pl.col("arm") == "baseline")
+    assert clean.filter(pl.col("kind") == "published")["accuracy"].to_list() == [76.88]
+    assert clean.filter(pl.col("kind") == "measured")["seed"].to_list() == [0, 1]
+    level = next(figure.noise_level for figure in CHECK.accuracies if figure.arm == "E5b")
+    measured = last.filter((pl.col("arm") == "E5b") & (pl.col("noise_level") == level))["accuracy"] * 100
+    drawn = table.filter((pl.col("arm") == "E5b") & (pl.col("kind") == "measured"))["accuracy"]
+    assert level > 0
+    assert sorted(drawn) == pytest.approx(sorted(measured))
 
 
 def test_without_a_check_there_is_no_such_section(built):

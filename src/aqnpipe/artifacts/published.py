@@ -49,7 +49,8 @@ class CheckedClaim(Artifact):
     """A claim of the paper. Differences in `unit`: points (percent), nats, or ratio.
 
     `p_run_to_run`: t-test of the difference against the standard deviation between identical runs (null if the file
-    states none, or if the claim is not about arms); a claim about arms has to pass it too. `largest_discordance`: the
+    states none, or if the claim is not about arms). `p_run_to_run_holm`: the larger of it and `p_value`, adjusted over
+    the family: a claim about arms has to pass that too. `largest_discordance`: the
     share of questions with different outcomes below which a paired test would have been significant (null if the
     outcomes were not paired, or if it would not have been at any share). `p_paired_low`/`p_paired_high`: the range of a
     paired t-test over all correlations between the sides, for losses. `statements`: the first has the numbers,
@@ -73,6 +74,7 @@ class CheckedClaim(Artifact):
     p_value: float | None
     p_holm: float | None
     p_run_to_run: float | None
+    p_run_to_run_holm: float | None = None
     largest_discordance: float | None
     p_paired_low: float | None
     p_paired_high: float | None

@@ -1,5 +1,6 @@
 """Check published figures: is each possible, how precise is it, and which claims do they support?"""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,6 @@ from aqnpipe.artifacts.published import (
     PublishedCheck,
 )
 from aqnpipe.artifacts.statements import Statement, statement
-from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import (
     AccuracyClaim,
     Detectable,
@@ -53,13 +53,20 @@ from aqnpipe.statistics.paired import exact_minimum_detectable_difference, minim
 
 @dataclass(frozen=True)
 class _Tested:
-    """A claim with its result, the reasons why the comparison is not valid, and notes on its figures."""
+    """A claim with its result, the reasons why the comparison is not valid, and notes on its figures.
+
+    The last three are known once all claims are tested. `beyond_margin`: whether the difference lies beyond the margin
+    at the strictest level of the family.
+    """
 
     claim: PublishedClaim
     result: Result
     invalid: tuple[Statement, ...]
     notes: tuple[Statement, ...]
     p_run_to_run: float | None
+    p_holm: float | None = None
+    p_run_to_run_holm: float | None = None
+    beyond_margin: bool = False
 
 
 def check_published_file(path: Path) -> PublishedCheck:
@@ -72,7 +79,20 @@ def check_published_figures(published: PublishedFile) -> PublishedCheck:
     accuracies = {accuracy.id: _accuracy(accuracy, published.alpha) for accuracy in published.accuracies}
     losses = {loss.id: _loss(loss) for loss in published.losses}
     tested = [_tested(claim, published, accuracies, losses) for claim in published.claims]
-    adjusted = _adjusted(tested)
+    adjusted, sizes = _adjusted(tested, [_question_p(test) for test in tested]), _family_sizes(tested)
+    runs_adjusted = _adjusted(tested, [_run_p(test) for test in tested])
+    claims = [
+        _claim(
+            replace(
+                test,
+                p_holm=adjusted.get(test.claim.id),
+                p_run_to_run_holm=None if test.p_run_to_run is None else runs_adjusted.get(test.claim.id),
+                beyond_margin=_beyond_margin(test.claim, published, sizes[test.claim.family]),
+            ),
+            published,
+        )
+        for test in tested
+    ]
     return PublishedCheck(
         title=published.title,
         source=published.source,
@@ -83,7 +103,7 @@ def check_published_figures(published: PublishedFile) -> PublishedCheck:
         run_sd_runs=published.run_scatter.num_runs if published.run_scatter else None,
         accuracies=tuple(accuracies.values()),
         losses=tuple(losses.values()),
-        claims=tuple(_claim(test, adjusted.get(test.claim.id), published) for test in tested),
+        claims=tuple(claims),
         series=tuple(_series(series, published.accuracies) for series in published.series),
         detectable=tuple(_detectable(size, published) for size in published.detectable),
     )
@@ -152,18 +172,28 @@ def _tested(
 
 
 def _tested_losses(claim: LossClaim, published: PublishedFile, losses: Mapping[str, CheckedLoss]) -> _Tested:
-    summaries = {loss.id: Summary(loss.mean, loss.std, loss.num_runs, loss.ddof) for loss in published.losses}
-    runs = {loss.id: np.array(loss.values) for loss in published.losses}
-    treatment, control = runs[claim.treatment], runs[claim.control]
-    values = (treatment, control) if len(treatment) == len(control) > 0 else None
-    sides = summaries[claim.treatment], summaries[claim.control]
     above = tuple(
         statement("reason.above_uniform", name=name, loss=losses[name].mean, uniform=uniform)
         for name in (claim.treatment, claim.control)
         if losses[name].above_uniform and (uniform := losses[name].uniform) is not None
     )
-    result = losses_result(claim, *sides, published.alpha, values)
-    return _Tested(claim, result, above, tuple(statements.loss_notes(claim, *sides)), p_run_to_run=None)
+    result, notes = (
+        _loss_result(claim, published, published.alpha),
+        statements.loss_notes(claim, *_summaries(claim, published)),
+    )
+    return _Tested(claim, result, above, tuple(notes), p_run_to_run=None)
+
+
+def _summaries(claim: LossClaim, published: PublishedFile) -> tuple[Summary, Summary]:
+    summaries = {loss.id: Summary(loss.mean, loss.std, loss.num_runs, loss.ddof) for loss in published.losses}
+    return summaries[claim.treatment], summaries[claim.control]
+
+
+def _loss_result(claim: LossClaim, published: PublishedFile, alpha: float) -> Result:
+    runs = {loss.id: np.array(loss.values) for loss in published.losses}
+    treatment, control = runs[claim.treatment], runs[claim.control]
+    values = (treatment, control) if len(treatment) == len(control) > 0 else None
+    return losses_result(claim, *_summaries(claim, published), alpha, values)
 
 
 def _tested_accuracies(
@@ -201,17 +231,38 @@ def _accuracy_result(
     return ratio_result(claim, proportions, alpha)
 
 
-def _adjusted(tested: Sequence[_Tested]) -> dict[str, float]:
+def _is_counted(test: _Tested) -> bool:
+    return not test.invalid and test.result.p_value is not None
+
+
+def _family_sizes(tested: Sequence[_Tested]) -> Counter[str]:
+    """Return the number of valid claims per family, at least 1."""
+    return Counter(test.claim.family for test in tested if _is_counted(test)) | Counter(
+        {test.claim.family: 1 for test in tested}
+    )
+
+
+def _question_p(test: _Tested) -> float:
+    return float(test.result.p_value or 0.0)
+
+
+def _run_p(test: _Tested) -> float:
+    """Return the larger p-value of a claim about arms: it has to hold for other questions and for other runs."""
+    return max(_question_p(test), test.p_run_to_run or 0.0)
+
+
+def _adjusted(tested: Sequence[_Tested], p_values: Sequence[float]) -> dict[str, float]:
     """Return the Holm-adjusted p-value of every valid claim by id."""
-    valid = {test.claim.id: test for test in tested if not test.invalid and test.result.p_value is not None}
-    families = [test.claim.family for test in valid.values()]
-    p_values = [float(test.result.p_value or 0.0) for test in valid.values()]
-    return dict(zip(valid, holm_within_families(families, p_values), strict=True))
+    valid = {
+        test.claim.id: (test.claim.family, p) for test, p in zip(tested, p_values, strict=True) if _is_counted(test)
+    }
+    families, valid_p = [family for family, _ in valid.values()], [p for _, p in valid.values()]
+    return dict(zip(valid, holm_within_families(families, valid_p), strict=True))
 
 
-def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> CheckedClaim:
-    claim, result = tested.claim, tested.result
-    verdict = _verdict(tested, p_holm, published.alpha)
+def _claim(tested: _Tested, published: PublishedFile) -> CheckedClaim:
+    claim, result, p_holm = tested.claim, tested.result, tested.p_holm
+    verdict = _verdict(tested, published.alpha)
     confidence = confidence_of(claim, published.alpha)
     paired = isinstance(claim, AccuracyClaim) and claim.paired and claim.test == "superiority"
     return CheckedClaim(
@@ -231,6 +282,7 @@ def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> C
         p_value=result.p_value,
         p_holm=p_holm,
         p_run_to_run=tested.p_run_to_run,
+        p_run_to_run_holm=tested.p_run_to_run_holm,
         largest_discordance=largest_discordance(result, published.alpha) if paired else None,
         p_paired_low=result.p_paired_low,
         p_paired_high=result.p_paired_high,
@@ -239,7 +291,7 @@ def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> C
         verdict=verdict,
         statements=(
             statements.numbers(result, confidence, p_holm),
-            *_conclusion(tested, p_holm, verdict, published),
+            *_conclusion(tested, verdict, published),
         ),
         notes=tested.notes,
         deviations=tuple(
@@ -248,13 +300,13 @@ def _claim(tested: _Tested, p_holm: float | None, published: PublishedFile) -> C
     )
 
 
-def _verdict(tested: _Tested, p_holm: float | None, alpha: float) -> ClaimVerdict:
+def _verdict(tested: _Tested, alpha: float) -> ClaimVerdict:
     claim, result = tested.claim, tested.result
     if tested.invalid:
         return "invalid"
-    if p_holm is None or p_holm >= alpha:
-        return "refuted" if _beyond_margin(claim, result) else "not_shown"
-    if tested.p_run_to_run is not None and tested.p_run_to_run >= alpha:
+    if tested.p_holm is None or tested.p_holm >= alpha:
+        return "refuted" if tested.beyond_margin else "not_shown"
+    if tested.p_run_to_run_holm is not None and tested.p_run_to_run_holm >= alpha:
         return "not_shown"
     if claim.margin is not None:
         return "supported"
@@ -262,23 +314,31 @@ def _verdict(tested: _Tested, p_holm: float | None, alpha: float) -> ClaimVerdic
     return "supported" if ("higher" if result.difference > hypothesis else "lower") == claim.expected else "refuted"
 
 
-def _beyond_margin(claim: TestedClaim, result: Result) -> bool:
-    """Whether the whole interval lies beyond the margin of a claim that has one."""
-    if claim.margin is None or result.ci_low is None or result.ci_high is None:
+def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size: int) -> bool:
+    """Whether the interval at the family's strictest level lies beyond the margin of a claim that has one."""
+    if claim.margin is None:
+        return False
+    strictest = published.alpha / family_size
+    if isinstance(claim, LossClaim):
+        result = _loss_result(claim, published, strictest)
+    else:
+        proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
+        result = _accuracy_result(claim, proportions, strictest)
+    if result.ci_low is None or result.ci_high is None:
         return False
     bound = claim.margin * result.scale
     return result.ci_high < -bound or (claim.test == "equivalence" and result.ci_low > bound)
 
 
-def _conclusion(
-    tested: _Tested, p_holm: float | None, verdict: ClaimVerdict, published: PublishedFile
-) -> list[Statement]:
+def _conclusion(tested: _Tested, verdict: ClaimVerdict, published: PublishedFile) -> list[Statement]:
     if tested.invalid:
         return [statements.invalid(tested.invalid)]
     found = [statement(f"conclusion.{verdict}")]
-    scatter = published.run_scatter
-    if scatter is not None and tested.p_run_to_run is not None:
-        found.append(statements.run_to_run(scatter, tested.p_run_to_run))
+    scatter, p_holm = published.run_scatter, tested.p_holm
+    if scatter is not None and tested.p_run_to_run is not None and tested.p_run_to_run_holm is not None:
+        found.append(statements.run_to_run(scatter, tested.p_run_to_run, tested.p_run_to_run_holm))
+    elif statements.assumes_equal_runs(tested.claim):
+        found.append(statement("evidence.equal_runs"))
     needed = questions_per_side(tested.claim, tested.result, published.alpha, published.power)
     if verdict == "not_shown" and needed is not None and p_holm is not None and p_holm >= published.alpha:
         found.append(statement("evidence.questions_needed", questions=needed, power=published.power))

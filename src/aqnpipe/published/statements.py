@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from aqnpipe.artifacts.published import CheckedAccuracy
 from aqnpipe.artifacts.statements import Statement, statement
-from aqnpipe.config.published import LossClaim, ReportedNumbers, RunScatter
+from aqnpipe.config.published import AccuracyClaim, LossClaim, PublishedClaim, ReportedNumbers, RunScatter
 from aqnpipe.published.summary_tests import Result
 from aqnpipe.statistics.continuous import Summary, implied_correlation
 from aqnpipe.statistics.grim import agrees
@@ -61,9 +61,17 @@ def ambiguous_count(accuracy: CheckedAccuracy) -> Statement:
     return statement("note.ambiguous_count", name=accuracy.id, first=accuracy.correct[0], last=accuracy.correct[-1])
 
 
-def run_to_run(scatter: RunScatter, p_value: float) -> Statement:
-    """Return the p-value of a difference against the scatter of identical runs."""
-    return statement("evidence.run_to_run", points=scatter.points, runs=scatter.num_runs, p=p_value)
+def run_to_run(scatter: RunScatter, p_value: float, p_holm: float) -> Statement:
+    """Return the p-value of a difference against the scatter of identical runs, and the one that decides.
+
+    `p_holm`: adjusted over the family, of the larger of the p-values over questions and over runs.
+    """
+    return statement("evidence.run_to_run", points=scatter.points, runs=scatter.num_runs, p=p_value, p_holm=p_holm)
+
+
+def assumes_equal_runs(claim: PublishedClaim) -> bool:
+    """Whether a claim about training runs is tested over questions alone, as if identical runs did not differ."""
+    return not isinstance(claim, LossClaim) and not (isinstance(claim, AccuracyClaim) and not claim.between_runs)
 
 
 def loss_notes(claim: LossClaim, treatment: Summary, control: Summary) -> list[Statement]:

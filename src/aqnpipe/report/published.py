@@ -28,7 +28,7 @@ def published_accuracies(check: PublishedCheck, means: Means, words: Words) -> T
                 accuracy.printed,
                 numbers.count(accuracy.num_questions),
                 words.span(accuracy.ci_low, accuracy.ci_high, numbers.percent),
-                numbers.percent(_measured(accuracy, means)),
+                numbers.percent(_measured(check, accuracy, means)),
                 possibility(accuracy, words),
             ),
             alert=not accuracy.possible,
@@ -122,11 +122,16 @@ def published_losses(check: PublishedCheck, words: Words) -> Table:
 
 
 def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
-    """Return the accuracies of arms that have both a published figure without noise and a measured one, in percent.
+    """Return the accuracies of arms with a published figure and measured ones at its noise level, in percent.
 
     Columns: arm, kind (published or measured), seed (-1: published), accuracy, ci_low, ci_high.
     """
-    measured = last.filter(pl.col("noise_level") == 0).select(
+    final = _final(check)
+    level_of = pl.DataFrame(
+        {"arm": list(final), "noise_level": [accuracy.noise_level or 0.0 for accuracy in final.values()]},
+        schema={"arm": pl.String, "noise_level": pl.Float64},
+    )
+    measured = last.join(level_of, on=["arm", "noise_level"], how="semi").select(
         "arm", pl.lit("measured").alias("kind"), "seed", *(pl.col(c) * 100 for c in ("accuracy", "ci_low", "ci_high"))
     )
     published = pl.DataFrame(
@@ -139,7 +144,7 @@ def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
                 "ci_low": 100 * accuracy.ci_low,
                 "ci_high": 100 * accuracy.ci_high,
             }
-            for arm, accuracy in _final(check).items()
+            for arm, accuracy in final.items()
         ],
         schema=measured.schema,
     )
@@ -148,20 +153,25 @@ def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
 
 
 def _final(check: PublishedCheck) -> dict[str, CheckedAccuracy]:
-    """Return the published accuracy of every arm after its last step; of a robustness table if there is no other."""
+    """Return the published accuracy of every arm after its last step: that of the most questions."""
     final: dict[str, CheckedAccuracy] = {}
-    for accuracy in check.accuracies:
-        if accuracy.arm is None or accuracy.noise_level:
-            continue
-        rank = (accuracy.step or 0, accuracy.noise_level is None)
-        known = final.get(accuracy.arm)
-        if known is None or rank > (known.step or 0, known.noise_level is None):
-            final[accuracy.arm] = accuracy
+    for accuracy in (accuracy for accuracy in check.accuracies if accuracy.arm is not None):
+        known = final.get(str(accuracy.arm))
+        if known is None or _rank(accuracy) > _rank(known):
+            final[str(accuracy.arm)] = accuracy
     return final
 
 
-def _measured(accuracy: CheckedAccuracy, means: Means) -> float | None:
-    return None if accuracy.arm is None else means.get((accuracy.arm, accuracy.noise_level or 0.0))
+def _rank(accuracy: CheckedAccuracy) -> tuple[int, int]:
+    return accuracy.step or 0, accuracy.num_questions
+
+
+def _measured(check: PublishedCheck, accuracy: CheckedAccuracy, means: Means) -> float | None:
+    """Return what the study measured after its last step at the same noise level; None for an earlier step."""
+    steps = [other.step or 0 for other in check.accuracies if other.arm == accuracy.arm]
+    if accuracy.arm is None or (accuracy.step is not None and accuracy.step < max(steps)):
+        return None
+    return means.get((accuracy.arm, accuracy.noise_level or 0.0))
 
 
 def claim_text(claim: CheckedClaim, words: Words) -> str:
