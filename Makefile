@@ -22,7 +22,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PROGRESS := awk -f .ci/progress.awk
 
 .PHONY: setup browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm attacks faults
-.PHONY: architectures audit-dependencies compare-results lint format clean
+.PHONY: architectures audit-dependencies compare-results docs lint format clean
 
 setup: $(STAMP)
 
@@ -97,6 +97,11 @@ architectures: setup
 audit-dependencies: setup
 	test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet pip-audit; }
 	$(VENV)/audit/bin/pip-audit --requirement constraints.txt --no-deps
+
+# The documentation as a site in build/site; a dead link is an error.
+docs: setup
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site
+	@echo "The documentation is $(CURDIR)/build/site/docs/site/index.html"
 
 # Check that two results folders, made by two versions of the code, hold the same tables, receipts and weights.
 compare-results: setup
