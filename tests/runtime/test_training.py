@@ -306,11 +306,6 @@ def test_a_worker_without_questions_to_validate_on_is_refused():
         spec(validation_questions=1)
 
 
-def test_shares_of_a_model_are_refused():
-    with pytest.raises(ValidationError, match=r"fsdp is not supported: receipts cannot .* expected data"):
-        spec(parallelism="fsdp")
-
-
 def workspace(folder):
     made = Workspace(folder / "scratch" / "key")
     made.run.mkdir(parents=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate import Accelerator
 from transformers import Trainer
 from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -48,6 +49,9 @@ def test_versions_are_the_pinned_ones():
         (Trainer._load_rng_state, ["checkpoint"]),
         (Trainer._save_optimizer_and_scheduler, ["output_dir"]),
         (Trainer._get_grad_norm, ["model", "grad_norm"]),
+        (Trainer._clip_grad_norm, ["model"]),
+        (Trainer._move_model_to_device, ["model", "device"]),
+        (Trainer.create_optimizer, ["model"]),
         (
             RepeatSampler.__init__,
             ["data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"],
@@ -57,6 +61,14 @@ def test_versions_are_the_pinned_ones():
 )
 def test_what_is_overridden_or_called_has_the_signature_that_it_had(function, expected):
     assert parameters(function) == ["self", *expected]
+
+
+def test_accelerate_leaves_a_model_alone_that_has_its_mark():
+    """Sharded models have it: accelerate would wrap them in data parallelism, or refuse them."""
+    assert (
+        'if getattr(model, "_is_accelerate_prepared", False): if model not in self._models: '
+        "self._models.append(model) return model"
+    ) in source_of(Accelerator.prepare_model)
 
 
 def test_log_probabilities_are_asked_for_as_they_were():
@@ -73,7 +85,8 @@ def test_all_that_is_overridden_is_pinned_here():
     assert overridden == {
         "_tokenize_prompts", "_generate_single_turn", "_get_per_token_logps_and_entropies", "training_step",
         "_get_grad_norm", "_get_train_sampler", "_save_checkpoint", "_load_from_checkpoint",
-        "_load_optimizer_and_scheduler", "_load_rng_state",
+        "_load_optimizer_and_scheduler", "_load_rng_state", "_clip_grad_norm", "_move_model_to_device",
+        "create_optimizer",
     } | (overridden & {"_abc_impl"})  # fmt: skip
     assert {name for name in vars(PromptSampler) if name in vars(RepeatSampler)} >= {"__init__", "__iter__"}
 

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
 
@@ -95,22 +95,19 @@ class TrainingConfig(FrozenModel):
     )
     parallelism: Literal["data", "fsdp"] = Field(
         default="data",
-        description="data: every worker holds the whole model; fsdp (each holds a part of it) is not supported yet",
+        description="data: every worker holds the whole model; fsdp: each holds a share of its weights, gradients and "
+        "optimiser state, and gathers a decoder layer while it computes it",
     )
     report_to: tuple[ReportTo, ...] = Field(
         default=(),
         description="trackers that also log every step, to <run folder>.logs; W&B is offline unless WANDB_MODE is set",
     )
 
-    @field_validator("parallelism")
-    @classmethod
-    def _weights_are_whole(cls, parallelism: str) -> str:
-        if parallelism == "fsdp":
-            raise ValueError(
-                "fsdp is not supported: receipts cannot verify noise and clean weights on parts of a model, and on the "
-                "CPU accelerate would silently use data parallelism instead; expected data"
-            )
-        return parallelism
+    @model_validator(mode="after")
+    def _shares_need_workers(self) -> Self:
+        if self.parallelism == "fsdp" and self.num_workers == 1:
+            raise ValueError("parallelism is fsdp with num_workers 1, expected several workers to share the weights")
+        return self
 
     @model_validator(mode="after")
     def _micro_batches_divide_the_step(self) -> Self:

@@ -20,6 +20,7 @@ from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, read_adapters_header
 from aqnpipe.models.layout import layer_of, weight_of
+from aqnpipe.models.sharding import whole_state_dict
 
 _ADAPTER = "default"
 _PARTS = ("lora_A", "lora_B")
@@ -139,7 +140,7 @@ def merged_weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict
     """
     adapted = adapted_modules(model)
     merged = {}
-    for key, tensor in model.state_dict().items():
+    for key, tensor in whole_state_dict(model).items():
         owner = next((name for name in adapted if key.startswith(f"{name}.")), None)
         if owner is None:
             merged[key] = tensor

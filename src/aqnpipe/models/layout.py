@@ -12,6 +12,7 @@ from torch import nn
 
 from aqnpipe.config.noise import ModuleScope
 from aqnpipe.errors import ModelError
+from aqnpipe.models.shares import own_share
 
 _EXPERT_MARKS = ("experts", "shared_expert", "num_experts", "expert_")
 """Parts of module names that occur only in mixtures of experts. Not plain "gate", which also matches `gate_proj`."""
@@ -184,12 +185,12 @@ def norms_sha256(model: nn.Module) -> str:
 def matrices_sha256(model: nn.Module) -> str:
     """Return the SHA-256 of about 64 evenly spaced values of every matrix of `model`.
 
-    It is cheap to compute, and every optimiser step changes it.
+    It is cheap to compute, and every optimiser step changes it. Of a sharded model it covers this worker's share.
     """
     samples = []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            values = parameter.detach().reshape(-1)
+            values = own_share(model, name, parameter.detach()).reshape(-1)
             samples.append(values[:: max(1, values.numel() // _SAMPLED_VALUES)].float())
     return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 

@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import TrainingError
+from aqnpipe.models.shares import local
 
 
 class BreakdownGuard(TrainerCallback):
@@ -34,7 +35,9 @@ class BreakdownGuard(TrainerCallback):
         # The norm of a parameter is finite only if all its elements are; one transfer fetches all norms.
         trained = {name: weight for name, weight in kwargs["model"].named_parameters() if weight.requires_grad}
         with torch.no_grad():
-            norms = torch._foreach_norm(list(trained.values()), ord=math.inf)
+            # An empty share has no norm.
+            held = [share if share.numel() else share.new_zeros(1) for share in map(local, trained.values())]
+            norms = torch._foreach_norm(held, ord=math.inf)
             finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
         for name, is_finite in zip(trained, finite, strict=True):
             if not is_finite:

@@ -11,6 +11,8 @@ from aqnpipe.data.prompts import end_of_response
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.models.sharding import gathered_weights
+from aqnpipe.models.shares import is_sharded
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.training.audit.auditor import TrainingAudit
@@ -46,7 +48,7 @@ class CleanWeightsCallback(TrainerCallback):
 class CheckpointCallback(TrainerCallback):
     """Saves the model as `<folder>/step<N>` after the declared steps; `label` names the run in its record.
 
-    All workers have the same weights, so only the first one saves them.
+    The first worker saves them. Those of a sharded model are gathered for it by all.
     """
 
     def __init__(self, folder: Path, steps: Sequence[int], writer: CheckpointWriter, label: str) -> None:
@@ -57,9 +59,16 @@ class CheckpointCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save if this step is declared."""
-        if state.global_step in self._steps and state.is_world_process_zero:
-            target = self._folder / f"step{state.global_step}"
-            self._writer.write(kwargs["model"], target, f"{self._label} step {state.global_step}")
+        if state.global_step not in self._steps:
+            return
+        model = kwargs["model"]
+        with gathered_weights(model):
+            if state.is_world_process_zero:
+                target = self._folder / f"step{state.global_step}"
+                self._writer.write(model, target, f"{self._label} step {state.global_step}")
+        if is_sharded(model):
+            # Every worker compares its share with the file.
+            gathered(None)
 
 
 class ValidationCallback(TrainerCallback):
@@ -102,7 +111,10 @@ class ValidationCallback(TrainerCallback):
         key = NoiseKey(seed=self._seed, step=state.global_step, rank=rank)
         noise = self._noise
         self._audit.begin_validation(self._prompts[share])
-        with phase_noise(model, noise.spec, "validation", key, noise.recorder, faults=noise.faults):
+        with (
+            gathered_weights(model),
+            phase_noise(model, noise.spec, "validation", key, noise.recorder, faults=noise.faults),
+        ):
             completions = TransformersBackend(model, self._tokenizer).generate(self._prompts[share], self._sampling)
         whole = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         texts = [end_of_response(text, self._stop_text) for text in whole]

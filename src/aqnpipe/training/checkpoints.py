@@ -18,6 +18,8 @@ from aqnpipe.models.adapters import merge_loss, refuse_merge_loss, refuse_other_
 from aqnpipe.models.loading import CONFIG_FILES, describe_model
 from aqnpipe.models.prepared import read_prepared_model, write_prepared_model
 from aqnpipe.models.probe import take_probe
+from aqnpipe.models.sharding import whole_state_dict
+from aqnpipe.models.shares import is_sharded
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class CheckpointWriter:
         """Save the trained weights; return what merging adapters would lose of their update."""
         header = self._header()
         if header is None:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=whole_state_dict(model) if is_sharded(model) else None)
             return None
         dtype = getattr(torch, self.spec.dtype)
         loss = merge_loss(model, dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from transformers import PreTrainedModel
 
 from aqnpipe.config.run import TrainingSpec
@@ -40,6 +41,13 @@ def load_policy(spec: TrainingSpec, folder: Path) -> PreTrainedModel:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def compute_in_bfloat16(model: PreTrainedModel) -> None:
+    """Make forward passes of a float32 model compute in bfloat16 and return float32, as accelerate does."""
+    model.forward = convert_outputs_to_fp32(
+        torch.autocast(device_type=model.device.type, dtype=torch.bfloat16)(model.forward)
+    )
 
 
 def computes_in_mixed_precision(spec: TrainingSpec) -> bool:

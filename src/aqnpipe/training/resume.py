@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync_tree, write_durably
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.models.shares import is_sharded, is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.training.audit.auditor import AuditState, TrainingAudit
@@ -152,11 +153,45 @@ def save_weights(model: nn.Module, folder: Path) -> None:
 
 
 def load_weights(model: nn.Module, point: Path) -> None:
-    """Restore the trainable weights bit for bit."""
+    """Restore the trainable weights bit for bit; those of a sharded model are restored by `load_shares`."""
+    if is_sharded(model):
+        return
     saved = load_file(point / _WEIGHTS)
     with torch.no_grad():
         for name, weight in _trained(model):
             weight.copy_(saved[name])
+
+
+def save_shares(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
+    """Write this worker's shares of the trainable weights, and the optimiser's state of them, into a resume point."""
+    tensors = {}
+    for name, weight in _trained(model):
+        tensors[f"{name}:weight"] = local(weight.detach())
+        for key, value in optimizer.state[weight].items():
+            tensors[f"{name}:{key}"] = local(value)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _shares_name(rank))
+
+
+def load_shares(model: nn.Module, optimizer: torch.optim.Optimizer, point: Path, rank: int) -> None:
+    """Restore what `save_shares` wrote, bit for bit."""
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in load_file(point / _shares_name(rank)).items():
+        name, _, what = key.rpartition(":")
+        state.setdefault(name, {})[what] = tensor
+    with torch.no_grad():
+        for name, weight in _trained(model):
+            saved = state[name]
+            local(weight.detach()).copy_(saved.pop("weight"))
+            own = optimizer.state[weight]
+            for what, tensor in saved.items():
+                # The step of Adam counts on the CPU, moments are where the weight is.
+                own[what] = tensor.to(weight.device) if tensor.ndim else tensor
+                if tensor.ndim and is_share(weight):
+                    own[what] = like_share(weight, own[what])
+
+
+def _shares_name(rank: int) -> str:
+    return f"shares{rank}.safetensors"
 
 
 class ResumeCallback(TrainerCallback):

@@ -23,11 +23,12 @@ from aqnpipe.data.prompts import (
     tokenize_prompts,
 )
 from aqnpipe.data.scoring import is_correct
-from aqnpipe.device import resolve_device
+from aqnpipe.device import local_device_index, resolve_device, torch_device
 from aqnpipe.errors import NoRewardError, ReceiptError, RunInterruptedError, WorkerError
 from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, sha256_of
+from aqnpipe.models.sharding import shard_model
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.arguments import grpo_arguments
@@ -149,6 +150,9 @@ def _build_trainer(
     say: Callable[[str], None],
 ) -> NoisyGRPOTrainer:
     model = load_policy(spec, inputs.model)
+    device = resolve_device(spec.device).kind
+    if spec.training.parallelism == "fsdp":
+        shard_model(model, torch.device(torch_device(device, local_device_index(device))))
     weights = sha256_of(sorted(inputs.model.glob("*.safetensors"))) if inputs.sigmas else None
     plan = build_noise_plan(spec, model, inputs.sigmas, weights)
     guard = BreakdownGuard(run_label(spec), spec.training)
@@ -169,7 +173,7 @@ def _build_trainer(
         prompt_format=spec.prompt,
         model=model,
         reward_funcs=reward_correct,
-        args=grpo_arguments(spec, workspace.folder, resolve_device(spec.device).kind),
+        args=grpo_arguments(spec, workspace.folder, device),
         train_dataset=dataset,
         processing_class=tokenizer,
         guard=guard,

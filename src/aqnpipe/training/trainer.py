@@ -22,14 +22,24 @@ from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.models.adapters import adapters_off, has_adapters
+from aqnpipe.models.sharding import average_whole_gradients, gathered_weights, shard_model, split_groups
+from aqnpipe.models.shares import is_sharded
 from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.noise_plan import NoisePlan
-from aqnpipe.training.policy import BaseWeights
-from aqnpipe.training.resume import ResumePoints, load_rank_state, load_weights, save_rank_state, save_weights
+from aqnpipe.training.policy import BaseWeights, compute_in_bfloat16
+from aqnpipe.training.resume import (
+    ResumePoints,
+    load_rank_state,
+    load_shares,
+    load_weights,
+    save_rank_state,
+    save_shares,
+    save_weights,
+)
 from aqnpipe.training.sampler import PromptSampler
 from aqnpipe.training.sampler_distance import SamplerDistance
 from aqnpipe.training.workspace import Workspace
@@ -63,7 +73,16 @@ class NoisyGRPOTrainer(GRPOTrainer):
         if has_adapters(model):
             # With beta 0 TRL does not load a second model for the reference.
             args.beta = 0.0
+        if is_sharded(model):
+            # accelerate would wrap it in data parallelism, which refuses shares. With this mark it leaves it alone.
+            model._is_accelerate_prepared = True
         super().__init__(model=model, args=args, **kwargs)
+        if is_sharded(model):
+            if args.bf16:
+                compute_in_bfloat16(model)
+            reference: Any = getattr(self, "ref_model", None)
+            if reference is not None:
+                shard_model(reference, self.accelerator.device, is_trained=False)
         self._plain_backward = self.accelerator.backward
         self.accelerator.backward = self._audited_backward
         if kl_coefficient and has_adapters(model):
@@ -124,7 +143,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
             sigma=plan.sigma(step),
             factors=plan.aqn_factors,
         )
-        completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
+        with gathered_weights(self.policy):
+            completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
         self._log_sigma()
         return [answer.token_ids for answer in completions], [answer.log_probabilities or [] for answer in completions]
 
@@ -233,6 +253,24 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self.noise_plan.recorder.settle()
         return loss
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Move the model; a sharded one is on its device."""
+        if not is_sharded(model):
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's optimiser; shares of weights and whole weights are in different parameter groups."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if is_sharded(self.policy):
+            optimizer.param_groups[:] = split_groups(optimizer.param_groups)
+        return optimizer
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip the gradients of the step, after those that FSDP leaves to the workers have been averaged."""
+        if is_sharded(self.policy):
+            average_whole_gradients(self.policy)
+        return super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of the step's gradients before clipping, after the guard has checked it."""
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -257,10 +295,15 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self._resume_points.write(self.state.global_step, self._save_state)
 
     def _save_state(self, folder: Path) -> None:
+        sharded = is_sharded(self.policy)
         if self.args.should_save:
-            save_weights(self.policy, folder)
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        self._save_optimizer_and_scheduler(str(folder))
+        if sharded:
+            save_shares(self.policy, self._plain_optimizer, folder, self.accelerator.process_index)
+        else:
+            if self.args.should_save:
+                save_weights(self.policy, folder)
+            self._save_optimizer_and_scheduler(str(folder))
         save_rank_state(folder, self.accelerator.process_index, self.noise_plan, self.audit, self.validation_accuracy)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -269,11 +312,28 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore optimiser, schedule, this rank's measurements and the count of micro-steps."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        rank = self.accelerator.process_index
+        if checkpoint is not None and is_sharded(self.policy):
+            load_shares(self.policy, self._plain_optimizer, Path(checkpoint), rank)
+            self._restore_schedule()
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            rank = self.accelerator.process_index
             self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, self.noise_plan, self.audit))
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimiser without accelerate's wrapper."""
+        wrapper: Any = self.optimizer
+        plain: torch.optim.Optimizer = getattr(wrapper, "optimizer", wrapper)
+        return plain
+
+    def _restore_schedule(self) -> None:
+        """Set the learning rate to that after the steps done; it depends on nothing else."""
+        schedule: Any = self.lr_scheduler
+        for _ in range(self.state.global_step):
+            schedule.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore nothing: every step seeds the generators again."""

@@ -31,6 +31,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine, TransformersRolloutEngine
 from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.models.shares import is_sharded
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit import grading
 from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
@@ -396,11 +397,16 @@ class TrainingAudit(TrainerCallback):
 
     def _check_checkpoint(self, step: int) -> None:
         folder = self._checkpoint_folder / f"step{step}"
-        if step not in self._spec.training.checkpoint_steps(self._spec.num_steps) or rank_and_size()[0] > 0:
+        if step not in self._spec.training.checkpoint_steps(self._spec.num_steps):
+            return
+        is_first = rank_and_size()[0] == 0
+        if not is_first and not is_sharded(self._model):
             return
         if not folder.is_dir():
             return  # The stage refuses a run without its checkpoints.
         digests = self._weights.check_checkpoint(self._model, folder, step)
+        if not is_first:
+            return
         if digests:
             self._checkpoints[step] = digests
         self._check_tokenizer(folder, step)

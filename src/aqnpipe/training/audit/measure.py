@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aqnpipe.artifacts.training_facts import Recomputed
+from aqnpipe.models.shares import element_of, sum_of_workers
 from aqnpipe.seeding import derive_seed
 
 _WORST = 1e9
@@ -84,17 +85,25 @@ class ElementSample:
         )
 
     def read(self, tensor_of: Callable[[str], Tensor | None]) -> Tensor:
-        """Return the values as float64 [elements]; 0 where there is no tensor."""
+        """Return the values as float64 [elements]; 0 where there is no tensor.
+
+        A collective operation for weights that are divided among workers.
+        """
         with unobserved():
             values = [tensor_of(element.name) for element in self.elements]
-            picked = [
-                torch.zeros(()) if tensor is None else tensor.detach()[element.index].double()
+            found = [
+                (torch.zeros(()), False) if tensor is None else element_of(tensor, element.index)
                 for tensor, element in zip(values, self.elements, strict=True)
             ]
-            if not picked:
+            if not found:
                 return torch.zeros(0, dtype=torch.float64)
+            picked = [value for value, _ in found]
             device = next((value.device for value in picked if value.device.type != "cpu"), torch.device("cpu"))
-            return torch.stack([value.double().to(device) for value in picked]).cpu()
+            read = torch.stack([value.double().to(device) for value in picked])
+            shared = torch.tensor([is_shared for _, is_shared in found], device=device)
+            if shared.any():
+                read = torch.where(shared, sum_of_workers(torch.where(shared, read, 0.0)), read)
+            return read.cpu()
 
 
 def rounding_of(dtype: torch.dtype) -> float:

@@ -21,6 +21,8 @@ from aqnpipe.artifacts.training_facts import (
     learning_rate_problem,
 )
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.models.sharding import gathered_weights
+from aqnpipe.models.shares import is_sharded, is_share, local
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import ElementSample, Errors, rounding_of, unobserved
 from aqnpipe.training.audit.settings import decay_problems, weight_decays
@@ -43,6 +45,7 @@ class Updates:
         self.settings: dict[str, str | float] = {}
         self.rates: list[ConstantRate] = []
         self._spec = spec
+        self._model = model
         self._errors = errors
         self._report = report
         self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -76,8 +79,11 @@ class Updates:
         for name, weight in self._trained.items():
             if id(weight) not in held:
                 self._report(f"{name} is trained by the study and not given to the optimiser")
-        for place, element in enumerate(self._followed.elements):
-            self._trained[element.name].register_hook(self._gradient_hook(place, element.index))
+        with gathered_weights(self._model):
+            # The gradients of a sharded weight arrive at the gathered one, whose object FSDP keeps.
+            arriving = dict(self._model.named_parameters())
+            for place, element in enumerate(self._followed.elements):
+                arriving[element.name].register_hook(self._gradient_hook(place, element.index))
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
@@ -201,8 +207,9 @@ class Updates:
     def _check_clipping(self, factor: float, step: int) -> None:
         with unobserved():
             gradients = [weight.grad for weight in self._trained.values() if weight.grad is not None]
-            norms = torch._foreach_norm([gradient.float() for gradient in gradients]) if gradients else []
-            norm = float(torch.stack([value.double().cpu() for value in norms]).square().sum().sqrt()) if norms else 0.0
+            shares, whole = [local(g) for g in gradients if is_share(g)], [g for g in gradients if not is_share(g)]
+            divided = sum(gathered(_squares(shares))) if is_sharded(self._model) else 0.0
+            norm = math.sqrt(_squares(whole) + divided)
         limit = self._spec.training.max_grad_norm
         is_clipped = factor < 1 - _NORM_ERROR
         error = abs(norm - limit) if is_clipped else max(0.0, norm - limit)
@@ -302,3 +309,10 @@ class Updates:
             f"update {step} is not AdamW's with the study's settings (about {scale:.3g} of the expected change): "
             "another learning rate, weight decay, beta or optimiser state"
         )
+
+
+def _squares(gradients: list[Tensor]) -> float:
+    """Return the sum of the squared elements of all gradients."""
+    held = [gradient.float() for gradient in gradients if gradient.numel()]
+    norms = torch._foreach_norm(held) if held else []
+    return float(torch.stack([value.double().cpu() for value in norms]).square().sum()) if norms else 0.0

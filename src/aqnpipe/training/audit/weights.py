@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
 from aqnpipe.models.adapters import adapted_modules
+from aqnpipe.models.shares import is_sharded, local, own_share
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Element, ElementSample, Errors, unobserved
 
@@ -61,7 +62,7 @@ class WeightAudit:
         if wrong:
             self._report(f"{wrong[0]} before training is not the weight of the prepared model")
         for name, weight in weights.items():
-            if "lora_B" in name and bool(weight.detach().any()):
+            if "lora_B" in name and bool(local(weight.detach()).any()):
                 self._report(f"{name} is not 0 before training: the policy does not begin as the prepared model")
                 return
 
@@ -97,15 +98,19 @@ class WeightAudit:
 
     def check_checkpoint(self, model: nn.Module, folder: Path, step: int) -> dict[str, str]:
         """Compare the weights of a checkpoint with those in memory; return the SHA-256 of its weights files."""
-        own, compared = model.state_dict(), 0
+        own, compared = {**dict(model.named_parameters()), **dict(model.named_buffers())}, 0
+        if not is_sharded(model):
+            own = model.state_dict()
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
-                    memory = own.get(name, own.get(_adapter_name(name)))
-                    if memory is None:
+                    known = name if name in own else _adapter_name(name)
+                    if known not in own:
                         continue
                     compared += 1
-                    if not _equal(memory, file.get_tensor(name)):
+                    # Each worker compares its own share of a sharded model.
+                    memory = own_share(model, known, own[known])
+                    if not _equal(memory, own_share(model, known, file.get_tensor(name))):
                         self._report(
                             f"{name} in the checkpoint of step {step} is not the weight in memory after step {step}"
                         )

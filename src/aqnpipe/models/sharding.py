@@ -1,0 +1,130 @@
+"""Models whose weights are divided among the workers of a run: torch's FSDP2, with whole norms on every worker.
+
+Each decoder layer is one unit: its weights are gathered before it computes and freed afterwards. What is left
+(embedding, output projection) is another. A weight is divided along its first dimension, as `torch.chunk` divides it.
+Between the two states a module has two parameter objects for one weight: a DTensor with this worker's share, and the
+gathered one.
+
+The weights of norms stay whole on every worker, because AQN draws noise on them, and receipts compare them whole. FSDP
+does not know them, so it does not average their gradients: see `average_whole_gradients`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from aqnpipe.models.layout import decoder_layers, is_rms_norm
+from aqnpipe.models.shares import WHOLE_WEIGHTS, is_sharded, is_share
+
+
+def shard_model(model: nn.Module, device: torch.device, *, is_trained: bool = True) -> None:
+    """Divide the weights of `model` among all workers, in place, and move it to `device`.
+
+    The embedding and output projection of a model that is trained stay gathered between its forward and backward pass;
+    otherwise they are freed, too. A collective operation. Hooks that are registered later with `prepend` still find the
+    weights of a layer gathered.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    whole = {
+        parameter for module in model.modules() if is_norm(module) for parameter in module.parameters(recurse=False)
+    }
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+    units = [*decoder_layers(model), model]
+    for unit in units:
+        # None: freed after the forward pass, except for the last unit.
+        fully_shard(unit, mesh=mesh, ignored_params=whole, reshard_after_forward=None if is_trained else True)
+        unit._forward_pre_hooks = _FirstStaysFirst(unit._forward_pre_hooks)
+    setattr(model, WHOLE_WEIGHTS, frozenset(names[parameter] for parameter in whole))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return True for RMSNorms and LayerNorms."""
+    return is_rms_norm(module) or "norm" in type(module).__name__.lower()
+
+
+@contextmanager
+def gathered_weights(model: nn.Module) -> Iterator[None]:
+    """Keep all weights gathered on every worker while the body runs; a model that is not sharded is left alone.
+
+    Gathering is a collective operation. In the body workers may compute different numbers of forward passes, or none:
+    there is no communication. Changes of gathered weights are lost.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    units = _units(model)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            # The embedding is needed again as soon as the backward pass begins.
+            unit.set_reshard_after_forward(unit is not model, recurse=False)
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of `model`, of a sharded model only inside `gathered_weights`.
+
+    FSDP's own state dict would free the gathered weights.
+    """
+    if not is_sharded(model):
+        return dict(model.state_dict())
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for owner, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                named[f"{owner}.{name}" if owner else name] = buffer
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def average_whole_gradients(model: nn.Module) -> None:
+    """Average the gradients of the weights that every worker has whole; a collective operation.
+
+    In the order of data parallelism (divided, then summed), so that the bits are the same.
+    """
+    workers, whole = distributed.get_world_size(), getattr(model, WHOLE_WEIGHTS)
+    for name, weight in model.named_parameters():
+        if name in whole and weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad.div_(workers)
+            distributed.all_reduce(weight.grad)
+
+
+def split_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimiser with shares and whole weights in different groups.
+
+    One operation on several weights cannot mix the two.
+    """
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        parts = [[weight for weight in group["params"] if is_share(weight) is kind] for kind in (True, False)]
+        found.extend({**group, "params": part} for part in parts if part)
+    return found
+
+
+def _units(model: nn.Module) -> list[Any]:
+    return [*decoder_layers(model), model]
+
+
+class _FirstStaysFirst(OrderedDict[int, Any]):
+    """The hooks of a module, of which the first is FSDP's: it stays first, whatever is prepended later."""
+
+    def move_to_end(self, key: int, last: bool = True) -> None:
+        """Move a hook to an end, and the first hook back to the start."""
+        first = next(iter(self))
+        super().move_to_end(key, last)
+        if not last:
+            super().move_to_end(first, last=False)

@@ -1,0 +1,117 @@
+"""Models whose weights are divided among two workers: gradients, noise and receipts are those of data parallelism."""
+
+import json
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from two_workers import logs, run_together
+
+from aqnpipe.models.sharding import _FirstStaysFirst, gathered_weights, split_groups, whole_state_dict
+from aqnpipe.models.shares import element_of, own_share
+
+CASES = {
+    "clean": {"noisy": False, "checkpointing": False, "tied": True},
+    "noisy": {"noisy": True, "checkpointing": False, "tied": True},
+    "noisy, checkpointed, untied": {"noisy": True, "checkpointing": True, "tied": False},
+}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gradients")
+    jobs = [
+        {"kind": "gradients", "folder": str(folder / name / kind), "sharded": kind == "fsdp", **case}
+        for name, case in CASES.items()
+        for kind in ("data", "fsdp")
+    ]
+    assert run_together(jobs, folder) == [0, 0], logs(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_every_gradient_are_those_of_data_parallelism_bit_for_bit(name, computed):
+    for rank in (0, 1):
+        data, shared = (load_file(computed / name / kind / f"{rank}.safetensors") for kind in ("data", "fsdp"))
+        assert data.keys() == shared.keys()
+        assert len(data) > 30
+        assert all(torch.equal(data[key], shared[key]) for key in data)
+        assert data["model.layers.1.input_layernorm.weight"].abs().sum() > 0
+    # Gradients are averaged over the workers; the losses are of different batches.
+    other = load_file(computed / name / "fsdp" / "0.safetensors")
+    assert not torch.equal(other.pop("loss"), shared.pop("loss"))
+    assert all(torch.equal(other[key], shared[key]) for key in other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_noise_and_receipts_are_at_the_same_places(name, computed):
+    for rank in (0, 1):
+        data, shared = (json.loads((computed / name / kind / f"{rank}.json").read_text()) for kind in ("data", "fsdp"))
+        assert len(data["cells"]) == len(shared["cells"])
+        for mine, theirs in zip(data["cells"], shared["cells"], strict=True):
+            # Gradients arrive in another order, so sums of their errors differ in the last digit.
+            numbers = ("measured", "mean_error")
+            assert [mine.pop(key) for key in numbers] == pytest.approx([theirs.pop(key) for key in numbers], rel=1e-9)
+            assert mine == theirs
+        assert bool(data["cells"]) == CASES[name]["noisy"]
+        assert [phase["phase"] for phase in data["phases"]] == [phase["phase"] for phase in shared["phases"]]
+        for mine, theirs in zip(data["phases"], shared["phases"], strict=True):
+            assert (mine["forwards"], mine["noised_calls"]) == (theirs["forwards"], theirs["noised_calls"])
+            assert not theirs["escaped"]
+
+
+def test_the_first_hook_stays_first_whatever_is_prepended():
+    module, called = nn.Linear(1, 1), []
+    module.register_forward_pre_hook(lambda *_: called.append("first"))
+    module._forward_pre_hooks = _FirstStaysFirst(module._forward_pre_hooks)
+    for name in ("second", "third"):
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name), prepend=True)
+    module.register_forward_pre_hook(lambda *_: called.append("last"))
+    module(torch.ones(1))
+    assert called == ["first", "third", "second", "last"]
+    assert isinstance(module._forward_pre_hooks, OrderedDict)
+
+
+def test_a_model_that_is_not_sharded_is_left_alone():
+    model = nn.Linear(2, 3)
+    with gathered_weights(model):
+        assert whole_state_dict(model).keys() == {"weight", "bias"}
+    assert own_share(model, "weight", model.weight) is model.weight
+    assert element_of(model.weight, (2, 1)) == (model.weight[2, 1].double(), False)
+
+
+def test_a_share_is_a_part_of_the_rows_and_other_workers_have_0(monkeypatch):
+    """Five rows on two workers: three and two, as torch.chunk divides them."""
+
+    class Share:
+        shape = (5, 2)
+
+        def __init__(self, rows):
+            self.rows = rows
+
+        def to_local(self):
+            return self.rows
+
+    whole = torch.arange(10.0).view(5, 2)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    for rank, rows in enumerate(whole.chunk(2)):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        found = [float(element_of(Share(rows), (row, 1))[0]) for row in range(5)]
+        assert found == [[1, 3, 5, 0, 0], [0, 0, 0, 7, 9]][rank]
+
+
+def test_groups_of_an_optimiser_are_split_by_kind():
+    class Share:
+        def to_local(self): ...
+
+    share, whole = Share(), torch.zeros(1)
+    groups = [{"params": [share, whole], "lr": 1.0}, {"params": [whole], "lr": 2.0}]
+    assert split_groups(groups) == [
+        {"params": [share], "lr": 1.0},
+        {"params": [whole], "lr": 1.0},
+        {"params": [whole], "lr": 2.0},
+    ]
