@@ -5,8 +5,17 @@ from typing import Annotated
 
 import typer
 
-from aqnpipe.cli.cost_estimate import A100, Assumptions, Estimate, Rates, default_rates, estimate_study
+from aqnpipe.cli.cost_estimate import (
+    A100,
+    USUAL_PROMPT_TOKENS,
+    Assumptions,
+    Estimate,
+    Rates,
+    default_rates,
+    estimate_study,
+)
 from aqnpipe.cli.front_door import device_problem, open_study
+from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, memory_lines
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError
@@ -49,9 +58,12 @@ def check(
     parameters: Annotated[
         list[str] | None, typer.Option(help="number of parameters of a hub model, for example base=3.1e9")
     ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="memory of one device in GB; default: 80 for cuda, 64 for npu")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Validate a study file and its arms, list its jobs and estimate their cost."""
+    """Validate a study file and its arms, list its jobs and estimate their cost. A study that cannot fit is refused."""
     plan = open_study([study])
     given = Assumptions(
         prompt_tokens=prompt_tokens,
@@ -60,10 +72,11 @@ def check(
         rates=_rates(plan, tflops, training_utilization, generation_utilization),
     )
     checked = check_study(plan, given)
+    memory_needed = _memory(plan, memory, prompt_tokens)
     if json:
         typer.echo(checked.model_dump_json(indent=2))
         return
-    typer.echo("\n".join([_summary_of_jobs(study, plan), *_lines(checked)]))
+    typer.echo("\n".join([_summary_of_jobs(study, plan), *_lines(checked), *memory_needed]))
     if problem := device_problem(plan.study.config.device):
         typer.echo(f"this machine cannot run its jobs: {problem}")
 
@@ -86,6 +99,17 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
         estimate=estimate,
         missing=missing,
     )
+
+
+def _memory(plan: StudyPlan, gigabytes: float | None, prompt_tokens: float | None) -> list[str]:
+    """Return lines on the memory of a training device, none for a CPU; ConfigError if a model does not fit."""
+    requested = plan.study.config.device
+    available = gigabytes or DEVICE_GIGABYTES.get(requested)
+    if available is None:
+        return []
+    named = {"cuda": "an A100 80 GB", "npu": "an Ascend 910C"}
+    device = named[requested] if gigabytes is None else "a device with --memory"
+    return memory_lines(plan, device, available, prompt_tokens or USUAL_PROMPT_TOKENS)
 
 
 def announcement(plan: StudyPlan) -> str | None:

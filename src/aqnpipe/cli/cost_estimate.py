@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.generation import RequestedBackend
@@ -35,7 +36,7 @@ _ADAM_MOMENTS = 2
 # A run keeps two resume points while it writes the next one.
 _RESUME_POINTS = 3
 # A GSM8K question with a chat template and an instruction. The estimate states it, and --prompt-tokens changes it.
-_USUAL_PROMPT_TOKENS = 150.0
+USUAL_PROMPT_TOKENS = 150.0
 # A GSM8K question and its worked answer, with 235 and 287 characters on average.
 _USUAL_EXAMPLE_TOKENS = 180.0
 
@@ -202,7 +203,7 @@ def _prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, st
         length = fmean(_count_words(problem.question) for problem in problems)
         length += examples * fmean(_count_words(f"{problem.question} {problem.answer}") for problem in problems)
         return length, f"prompts of {length:.0f} tokens, counted in the generated questions"
-    length = _USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
+    length = USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
     return length, f"prompts of {length:g} tokens, assumed (--prompt-tokens)"
 
 
@@ -244,14 +245,20 @@ def _training(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Itera
 
 def _rollout_steps(plan: StudyPlan, training: TrainingConfig, arm_id: str) -> dict[str, float]:
     """Return the decode steps of a run's rollouts: each worker rolls out its share of a batch at once."""
-    config, arm = plan.study.config, plan.study.arms[arm_id]
-    attention = config.models[arm.model].attention
-    if why_vllm_cannot_roll_out(arm) is None and _uses_vllm(config.generation.requested_for_rollouts, attention):
+    arm = plan.study.arms[arm_id]
+    if uses_vllm_for_rollouts(plan, arm):
         return {}
     steps = plan.num_steps / training.steps_per_rollout * training.num_workers * training.max_response_tokens
     noises = (arm.operator_noise, arm.module_noise)
     is_noisy = any(noise is not None and noise.is_active and "rollout" in noise.phases for noise in noises)
     return {"noisy_decode_steps" if is_noisy else "decode_steps": steps}
+
+
+def uses_vllm_for_rollouts(plan: StudyPlan, arm: Arm) -> bool:
+    """Return whether vLLM will draw the rollouts of `arm`, if it is installed."""
+    config = plan.study.config
+    attention = config.models[arm.model].attention
+    return why_vllm_cannot_roll_out(arm) is None and _uses_vllm(config.generation.requested_for_rollouts, attention)
 
 
 def _uses_vllm(requested: RequestedBackend, attention: Attention) -> bool:

@@ -1,0 +1,146 @@
+"""Memory of one device during training, from the configuration of a study and the shape of its model.
+
+Three moments have different needs: generating (all weights and the cache of keys and values), the forward and backward
+passes (logits, activations), and both have what is always there: weights, gradients, moments and the reference. The
+formulas and what they leave out: docs/cost-estimate.md.
+"""
+
+from math import ceil
+
+from pydantic import Field
+
+from aqnpipe.cli.cost_estimate import uses_vllm_for_rollouts
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.model import ModelConfig
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.training import TrainingConfig
+from aqnpipe.errors import ConfigError
+from aqnpipe.models.shapes import ModelShape, shape_of
+
+DEVICE_GIGABYTES = {"cuda": 80.0, "npu": 64.0}
+"""Memory of the devices of the published studies: A100-SXM4-80GB and Ascend 910C."""
+
+_FLOAT32 = 4
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Gradients and both moments of Adam have the format of the trained weights.
+_COPIES_OF_A_TRAINED_WEIGHT = 4
+# Data parallelism keeps the gradients a second time, in its buckets.
+_BUCKETS = 1
+# Of the logits: in float32 as they are, divided by the temperature, and the gradient of both; in the computed format
+# the result of the product and its gradient.
+_FLOAT32_LOGITS = 4
+_COMPUTED_LOGITS = 2
+# Values per token and channel of one layer that its backward pass needs: of the MLP gate, up, activation and product;
+# of the rest inputs and outputs of norms, projections and residuals.
+_MLP_VALUES = 4
+_HIDDEN_VALUES = 10
+# The context of torch and its libraries, and fragmentation.
+_RUNTIME = 2.5e9
+
+
+class MemoryEstimate(FrozenModel):
+    """Bytes on one device; `total` is the larger of generating and training passes, with what is always there."""
+
+    role: str
+    trained: float = Field(description="weights, gradients, moments, and the buckets of data parallelism")
+    reference: float
+    passes: float = Field(description="logits, activations and gathered weights of a forward and backward pass")
+    generating: float = Field(description="gathered weights and cache of rollouts by transformers")
+    engine: float = Field(description="vLLM's share of the device")
+
+    @property
+    def total(self) -> float:
+        """Bytes at the worst moment."""
+        return self.trained + self.reference + max(self.passes, self.generating) + self.engine + _RUNTIME
+
+
+def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_tokens: float) -> MemoryEstimate | None:
+    """Return the memory that training the model of `role` takes on each device; None if its shape is not known."""
+    config = plan.study.config
+    training, model = config.training, config.models[role]
+    shape = shape_of(model)
+    if shape is None or training is None:
+        return None
+    shares = training.num_workers if training.parallelism == "fsdp" else 1
+    stored, computed = _BYTES[training.weights_dtype], _BYTES[model.dtype]
+    arms = [arm for arm in plan.study.arms.values() if arm.model == role]
+    vllm = any(uses_vllm_for_rollouts(plan, arm) for arm in arms)
+    if training.lora is None:
+        buckets = _BUCKETS if shares == 1 and training.num_workers > 1 else 0
+        trained = shape.num_parameters * stored * (_COPIES_OF_A_TRAINED_WEIGHT + buckets) / shares
+        reference = shape.num_parameters * stored / shares if training.kl_coefficient else 0.0
+        base = stored
+    else:
+        adapters = shape.adapter_parameters(training.lora.rank, training.lora.target_modules)
+        trained = (shape.num_parameters * computed + adapters * stored * _COPIES_OF_A_TRAINED_WEIGHT) / shares
+        reference, base = 0.0, computed
+    tokens = prompt_tokens + training.max_response_tokens
+    sequences = training.sequences_per_step * training.steps_per_rollout / training.num_workers
+    gathered = shape.num_parameters * base * (1 - 1 / shares)
+    cache = sequences * tokens * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * computed
+    return MemoryEstimate(
+        role=role,
+        trained=trained,
+        reference=reference,
+        passes=_passes(training, model, shape, tokens, base),
+        generating=gathered + (0.0 if vllm else cache),
+        engine=config.generation.rollout_gpu_memory_utilization * device_bytes if vllm else 0.0,
+    )
+
+
+def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tokens: float, base: int) -> float:
+    """Return the bytes of a forward and backward pass; `base`: bytes of a weight that is gathered."""
+    computed, rows = _BYTES[model.dtype], training.micro_batch_size
+    logits = rows * (training.max_response_tokens + 1) * shape.vocab_size
+    logit_bytes = logits * (_FLOAT32_LOGITS * _FLOAT32 + _COMPUTED_LOGITS * computed)
+    layer = rows * tokens * (_MLP_VALUES * shape.intermediate_size + _HIDDEN_VALUES * shape.hidden_size) * computed
+    if model.attention == "eager":
+        # Scores in the computed format, and their softmax in float32 and in the computed format.
+        layer += rows * shape.num_heads * tokens**2 * (2 * computed + _FLOAT32)
+    # The residual stream is kept at each layer in the format of the weights.
+    kept = shape.num_layers * rows * tokens * shape.hidden_size * base
+    activations = kept + layer if training.gradient_checkpointing else shape.num_layers * layer
+    if training.parallelism == "data":
+        return logit_bytes + activations
+    body = shape.body_matmul_parameters / shape.num_layers
+    ends = shape.head_matmul_parameters * (1 if shape.tied_embeddings else 2)
+    # Two layers are gathered at once, the next one while one computes; gradients are whole until they are divided.
+    return logit_bytes + activations + base * (2 * body + ends) + (base * (body + ends) if training.lora is None else 0)
+
+
+def memory_lines(plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: float) -> list[str]:
+    """Return a line per trained model; raises ConfigError if one cannot fit on a device with this memory."""
+    lines: list[str] = []
+    training = plan.study.config.training
+    if training is None:
+        return []
+    for role in plan.study.model_roles():
+        found = memory_per_device(plan, role, gigabytes * 1e9, prompt_tokens)
+        if found is None:
+            continue
+        parts = {
+            "trained weights, gradients, moments": found.trained,
+            "reference": found.reference,
+            "forward and backward": found.passes,
+            "rollouts": found.generating,
+            "vLLM": found.engine,
+        }
+        shown = ", ".join(f"{name} {part / 1e9:.3g} GB" for name, part in parts.items() if part)
+        lines.append(f"memory of a training device: {role} {ceil(found.total / 1e9)} GB of {gigabytes:g} ({shown})")
+        if found.total > gigabytes * 1e9:
+            raise ConfigError(f"{_too_large(training, found, device, gigabytes)} ({shown})")
+    return lines
+
+
+def _too_large(training: TrainingConfig, found: MemoryEstimate, device: str, gigabytes: float) -> str:
+    ways = {
+        "training.parallelism: fsdp": training.parallelism == "data" and training.num_workers > 1,
+        "training.lora": training.lora is None,
+        "training.gradient_checkpointing: true": not training.gradient_checkpointing,
+        "a smaller training.micro_batch_size": training.micro_batch_size > 1,
+        "--memory for larger devices": True,
+    }
+    return (
+        f"models.{found.role}: training needs about {ceil(found.total / 1e9)} GB on each device, {device} has "
+        f"{gigabytes:g} GB; expected {' or '.join(way for way, helps in ways.items() if helps)}"
+    )

@@ -1,0 +1,82 @@
+"""Memory of a training device, compared with hand calculations for Qwen2.5's published shapes."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from aqnpipe.cli.main import app
+from aqnpipe.cli.memory_estimate import memory_lines, memory_per_device
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.study import load_study
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMALL, LARGE = 1_543_714_304, 7_615_616_512
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def plan(name, **training):
+    study = yaml.safe_load(Path(f"config/{name}.yaml").read_text())
+    study["training"].update(training)
+    study.update(generation={"backend": "transformers"}, arms_file="config/arms.yaml")
+    return StudyPlan(load_study(study, f"config/{name}.yaml"))
+
+
+def found(name, role, **training):
+    return memory_per_device(plan(name, **training), role, 80e9, 150)
+
+
+def test_data_parallelism_has_everything_on_every_device():
+    """Weights, gradients, two moments and the buckets of DDP, 4 bytes each; the reference in float32."""
+    memory = found("qwen2.5-1.5b", "base")
+    assert memory.trained == pytest.approx(SMALL * 4 * 5, rel=1e-3)
+    assert memory.reference == pytest.approx(SMALL * 4, rel=1e-3)
+    # 4 rows of 1,025 logits over 151,936 tokens: four copies in float32, two in bfloat16.
+    logits = 4 * 1025 * 151936 * (4 * 4 + 2 * 2)
+    # 28 layers keep 4 rows x 1,174 tokens x 1,536 channels in float32.
+    kept = 28 * 4 * 1174 * 1536 * 4
+    assert logits + kept < memory.passes < logits + kept + 1.5e9
+    # 80 sequences of 1,174 tokens: keys and values of 2 heads x 128 in 28 layers.
+    assert found("qwen2.5-1.5b", "base").generating == pytest.approx(80 * 1174 * 28 * 2 * 2 * 128 * 2)
+    assert memory.engine == 0
+
+
+def test_shares_divide_what_is_always_there_and_gather_all_weights_for_rollouts():
+    memory = found("qwen2.5-7b", "large", lora=None, parallelism="fsdp")
+    assert memory.trained == pytest.approx(LARGE * 4 * 4 / 8, rel=1e-3)
+    assert memory.reference == pytest.approx(LARGE * 4 / 8, rel=1e-3)
+    assert memory.generating > LARGE * 4 * 7 / 8
+    assert memory.total < 60e9
+    assert found("qwen2.5-7b", "large", lora=None, parallelism="data").total > 180e9
+
+
+def test_adapters_have_gradients_of_their_own_and_no_reference():
+    memory = found("qwen2.5-7b", "large", lora={"rank": 64, "alpha": 64}, parallelism="data")
+    # 161.5 million adapter weights in float32, four values each.
+    assert memory.trained == pytest.approx(LARGE * 2 + 161.5e6 * 16, rel=1e-3)
+    assert memory.reference == 0
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_would_help():
+    study = plan("qwen2.5-7b", lora=None, parallelism="data")
+    with pytest.raises(ConfigError, match=r"models\.large: training needs about 190 GB on each device, an A100 80 GB"):
+        memory_lines(study, "an A100 80 GB", 80, 150)
+    with pytest.raises(ConfigError, match=r"expected training\.parallelism: fsdp or training\.lora or a smaller"):
+        memory_lines(study, "an A100 80 GB", 80, 150)
+    assert memory_lines(study, "a device", 200, 150)[0].startswith("memory of a training device: large 190 GB of 200")
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--memory", "40"), 2), (("--memory", "192"), 0)])
+def test_the_command_refuses_a_study_that_cannot_fit(options, code):
+    done = CliRunner().invoke(app, ["check", "config/qwen2.5-1.5b.yaml", *options])
+    assert done.exit_code == code or isinstance(done.exception, ConfigError) == (code == 2)
+
+
+def test_a_study_on_a_cpu_has_no_line_on_memory():
+    assert "memory of" not in CliRunner().invoke(app, ["check", "config/smoke.yaml"]).stdout
