@@ -8,7 +8,7 @@ import yaml
 import yte
 from typer.testing import CliRunner
 
-from aqnpipe.cli.doctor import checks, command
+from aqnpipe.cli.doctor import checks, command, slurm
 from aqnpipe.cli.doctor.checks import version_checks
 from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
 from aqnpipe.cli.doctor.slurm import SlurmPartition, parse_partitions
@@ -35,11 +35,16 @@ def problems(found):
     return {check.name: f"{check.found} {check.advice}" for check in found if check.status == "problem"}
 
 
+def on_a_cluster(monkeypatch, partitions=CLUSTER):
+    """Let `sinfo` answer with these partitions."""
+    monkeypatch.setattr(slurm, "read_partitions", lambda: partitions)
+
+
 def profile(name, **site):
     """A profile's keys, after an edit of its site block."""
     keys = yaml.safe_load(Path("profiles", name, "config.yaml").read_text())
     keys["__variables__"].update(site)
-    return yte.process_yaml(yaml.safe_dump(keys), require_use_yte=True)
+    return yte.process_yaml(yaml.safe_dump(keys, sort_keys=False), require_use_yte=True)
 
 
 def test_partitions_are_read_as_sinfo_prints_them():
@@ -54,6 +59,7 @@ def test_partitions_are_read_as_sinfo_prints_them():
 
 @pytest.mark.parametrize("name", ["a100", "ascend"])
 def test_a_cluster_that_has_what_a_profile_asks_for(name, monkeypatch):
+    on_a_cluster(monkeypatch)
     monkeypatch.setattr(checks, "can_compute_on", lambda kind: True)
     found = profile_checks(read_profile(name), CLUSTER)
     assert not problems(found)
@@ -77,7 +83,8 @@ def test_a_cluster_that_has_what_a_profile_asks_for(name, monkeypatch):
         ),
     ],
 )
-def test_what_the_cluster_lacks_is_said(site, said):
+def test_what_the_cluster_lacks_is_said(site, said, monkeypatch):
+    on_a_cluster(monkeypatch)
     assert said in problems(profile_checks(profile("a100", **site), CLUSTER))["train"]
 
 
@@ -91,6 +98,7 @@ def test_every_worker_of_a_run_needs_a_device(devices, status):
 
 def test_jobs_on_gpus_need_a_torch_built_for_them(monkeypatch):
     """The login node has no GPU, so the devices cannot be looked at; the jobs would fail on the first node with one."""
+    on_a_cluster(monkeypatch)
     monkeypatch.setattr(checks, "can_compute_on", lambda kind: kind == "cpu")
     found = problems(profile_checks(read_profile("a100"), CLUSTER))
     assert found == {"torch": "built for a CPU only, the study needs cuda make setup DEVICE=cuda"}
@@ -111,8 +119,27 @@ def test_versions_are_those_for_the_devices_that_torch_was_built_for(kind, name,
 
 
 @pytest.mark.parametrize("partitions", [None, ()])
-def test_a_cluster_profile_needs_a_cluster(partitions):
-    assert "no cluster here" in problems(profile_checks(read_profile("a100"), partitions))["Slurm"]
+def test_a_profile_with_slurm_as_its_executor_needs_a_cluster(partitions):
+    own = {"executor": "slurm", "configfile": "config/smoke.yaml"}
+    assert "no cluster here" in problems(profile_checks(own, partitions))["Slurm"]
+
+
+@pytest.mark.parametrize("name", ["a100", "ascend"])
+def test_without_slurm_a_cluster_profile_leases_the_devices_of_the_machine(name, monkeypatch, capsys):
+    on_a_cluster(monkeypatch, None)
+    kind = {"a100": "cuda", "ascend": "npu"}[name]
+    monkeypatch.setattr(device_allocation, "_ids_in_dev", lambda wanted: tuple("01234567") if wanted == kind else ())
+    keys = read_profile(name)
+    assert "executor" not in keys
+    assert keys["resources"] == {"devices": 8}
+    assert keys["set-resources"]["train"] == {"devices": 8}
+    assert keys["set-resources"]["evaluate"] == {"devices": 1, "workers": 1}
+    assert (
+        capsys.readouterr().err
+        == "no Slurm here: jobs run on this machine and lease its devices, train_devices in all\n"
+    )
+    found = {check.name: check for check in profile_checks(keys, None)}
+    assert (found["leases"].status, found["leases"].found) == ("ok", f"8 devices of kind {kind}")
 
 
 def test_the_workstation_needs_as_many_devices_as_its_jobs_lease(monkeypatch):
@@ -154,6 +181,7 @@ def test_a_library_that_everybody_needs_is_a_problem_where_it_is_not(monkeypatch
 
 def test_on_the_command_line(monkeypatch):
     monkeypatch.setattr(command, "read_partitions", lambda: None)
+    on_a_cluster(monkeypatch)
     monkeypatch.setattr(command, "machine_checks", lambda results, partitions: [])
     done = CliRunner().invoke(app, ["doctor", "--profile", "a100", "--json"])
     assert done.exit_code == 2

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -15,12 +16,26 @@ SNAKEMAKE = Path(sys.executable).with_name("snakemake")
 DEVICE_RULES = ("train", "evaluate", "diagnose", "loss study")
 
 
-def dry_run(profile, *arguments):
+@pytest.fixture
+def cluster(tmp_path):
+    """A folder with an `sinfo` that answers as that of a cluster."""
+    rows = (
+        "gpu|gpu:a100:8|infinite|128|1000000|2",
+        "npu|npu:910c:8|infinite|128|1000000|2",
+        "cpu|(null)|infinite|64|1000|1",
+    )
+    for name, text in (("sinfo", "\n".join(f"echo '{row}'" for row in rows)), ("sbatch", "exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def dry_run(profile, *arguments, path=()):
     """Messages of the jobs that compute on a device, as (rule, what the profile gives), with their number."""
     done = subprocess.run(
         [SNAKEMAKE, "--profile", profile, "--dry-run", "--forceall", "--nolock", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": os.pathsep.join([*map(str, path), os.environ["PATH"]])},
         capture_output=True,
         text=True,
         check=False,
@@ -39,8 +54,8 @@ def dry_run(profile, *arguments):
         ("ascend", (), "npu", "npu:910c"),
     ],
 )
-def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, partition, gres):
-    jobs = dry_run(profile, *arguments)
+def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, partition, gres, cluster):
+    jobs = dry_run(profile, *arguments, path=[cluster])
     requested = {
         "train": f"slurm_partition {partition}, nodes 1, gres {gres}:8, runtime 2880",
         "evaluate": f"slurm_partition {partition}, nodes 1, gres {gres}:1, workers 1, runtime 240",
@@ -49,6 +64,14 @@ def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, part
     assert set(jobs) == set(requested.items())
     assert jobs["train", requested["train"]] >= 5
     assert jobs["evaluate", requested["evaluate"]] > jobs["train", requested["train"]]
+
+
+@pytest.mark.skipif(shutil.which("sinfo") is not None, reason="a Slurm is installed here")
+@pytest.mark.parametrize("profile", ["a100", "ascend"])
+def test_without_slurm_the_same_command_leases_the_devices_of_the_machine(profile):
+    """The hosts of the original runs were containers with eight devices and no scheduler."""
+    jobs = dry_run(profile)
+    assert {("train", "devices 8"), ("evaluate", "devices 1, workers 1"), ("diagnose", "devices 1")} == set(jobs)
 
 
 def test_jobs_on_a_workstation_lease_devices_and_others_need_none():

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 
 _TIMEOUT_SECONDS = 20
@@ -39,6 +40,17 @@ def read_partitions() -> tuple[SlurmPartition, ...] | None:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return ()
     return parse_partitions(completed.stdout)
+
+
+def slurm_answers() -> bool:
+    """Return whether jobs can be submitted to Slurm from here; if not, say where they will run.
+
+    The cluster profiles call this: the same command uses a cluster, or the devices of a machine without a scheduler.
+    """
+    answers = bool(read_partitions())
+    if not answers:
+        sys.stderr.write("no Slurm here: jobs run on this machine and lease its devices, train_devices in all\n")
+    return answers
 
 
 def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
