@@ -35,6 +35,8 @@ def test_a_study_begins_with_the_seeds_of_the_first_look():
     study = synthetic.study(seeds=RULE)
     assert study.seeds == (0, 1)
     assert len(StudyPlan(study).runs()) == 2 * len(study.arms)
+    assert StudyPlan(study).jobs()["look"] == 1
+    assert "look" not in StudyPlan(synthetic.study()).jobs()
 
 
 def test_arms_may_have_different_numbers_of_seeds():

@@ -58,7 +58,10 @@ class StudyPlan:
         return [(role, machine) for role in self.study.model_roles() for machine in self.study.config.machines]
 
     def jobs(self) -> dict[str, int]:
-        """Return the number of jobs per rule for an empty results folder, without `all` and rules that have no job."""
+        """Return the number of jobs per rule for an empty results folder, without `all` and rules that have no job.
+
+        Of a study that adds seeds, those up to the first look and the ones that end the study.
+        """
         losses = self.study.config.loss_studies
         counts = {
             "prepare_data": len(self.splits()),
@@ -67,6 +70,7 @@ class StudyPlan:
             "generate_layer_sigmas": len(self.all_sigmas_files()),
             "train": len(self.runs()),
             "evaluate": self.num_evaluations,
+            "look": int(self.study.adaptive_seeds is not None),
             "loss_study": len(losses),
             "compare_losses": len(losses),
             "compare": 1,

@@ -17,6 +17,7 @@ _CONTENTS = {
     "runs/MODEL/ARM/seedS/": "readme.runs",
     "eval/MODEL/ARM/seedS/": "readme.evaluations",
     "loss_study/MODEL/": "readme.loss_studies",
+    "looks/": "readme.looks",
     "logs/RULE/, benchmarks/RULE/": "readme.logs",
     "*.logs, scratch/": "readme.scratch",
 }
