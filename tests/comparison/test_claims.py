@@ -28,7 +28,7 @@ class Sentence:
     zh: str
 
 
-def judged_statements(treatment, control, kind="arms", p_holm=None, family_size=1, **test):
+def judged_statements(treatment, control, kind="arms", p_holm=None, family_size=1, by_scorer=None, **test):
     test = test or {"expected": "lower" if kind == "levels" else "higher"}
     if kind == "levels":
         comparison = LevelComparison(arm="E5b", noise_level=0.1, claim="noise hurts", **test)
@@ -38,7 +38,7 @@ def judged_statements(treatment, control, kind="arms", p_holm=None, family_size=
         level = 0.1 if kind == "degradation" else 0.0
         comparison = cls(treatment="E5b", control="E5", noise_level=level, claim="AQN helps", **test)
         sides = Side("base", "E5b", level), Side("base", "E5", level)
-    scores = Scores(treatment, control, float(treatment.mean()), float(control.mean()), None)
+    scores = Scores(treatment, control, float(treatment.mean()), float(control.mean()), None, by_scorer=by_scorer or {})
     contrast = Contrast("id", comparison, *sides, scores, None)
     estimate = estimate_difference(treatment, control)
     p_holm = p_value_of(comparison, estimate) if p_holm is None else p_holm
@@ -189,3 +189,31 @@ def test_every_refusal_has_a_text():
     assert len(
         {sentence_text(claim.model_copy(update={"invalid_kind": kind}), CHINESE) for kind in RefusalKind.__args__}
     ) == len(RefusalKind.__args__)
+
+
+def test_seeds_are_given_for_effects_of_1_2_and_5_points_and_not_for_an_estimate_that_points_the_wrong_way():
+    worse, better = answers(4, 0.60, 1), answers(4, 0.62, 2)
+    judgement, sentence = judged(worse, better, expected="higher")
+    assert judgement.verdict == "not_shown"
+    assert judgement.seeds_needed is None
+    one, two, five = judgement.seeds_for
+    assert five < (two or 1001) <= (one or 1001)
+    assert f"{five} for 5.0 points" in sentence.en
+    assert "more than 1,000 for 1.0 points" in sentence.en
+
+
+def test_a_degradation_shows_both_of_its_parts():
+    """At the level 70 % on both sides; the treatment lost 10 points less from a clean accuracy 10 points lower."""
+    _, sentence = judged(answers(3, 0.7, 1) * 0 + 0.1, answers(3, 0.7, 2) * 0, "degradation", expected="higher")
+    assert "points at 10" in sentence.en
+    assert "points without noise" in sentence.en
+
+
+def test_an_effect_that_other_scorers_hardly_see_says_so():
+    better, worse = answers(4, 0.8, 1), answers(4, 0.6, 2)
+    _, sentence = judged(better, worse, by_scorer={"last_number": 0.05, "harness_strict": 0.19})
+    assert "By the scorer last_number, the difference is +5.0 points" in sentence.en
+    assert "harness_strict" not in sentence.en
+    assert "按评分器 last_number" in sentence.zh
+    _, sentence = judged(better, worse, by_scorer={"last_number": -0.02})
+    assert "By the scorer last_number, the difference is −2.0 points" in sentence.en

@@ -2,16 +2,24 @@
 
 from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.comparison.contrasts import Contrast, Scores
-from aqnpipe.comparison.judgement import Judgement, is_decidable
+from aqnpipe.comparison.judgement import EFFECTS, Judgement, is_decidable
 from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.statistics.crossed_effects import MAX_SEEDS_SEARCHED, Estimate
+
+_NOTABLE = 0.01
+"""Differences below a point are not compared between scorers."""
 
 
 def statements_of(
     contrast: Contrast, scores: Scores, estimate: Estimate, judgement: Judgement, settings: StatisticsConfig
 ) -> tuple[Statement, ...]:
     """Return the statements of a tested comparison; the first has the numbers."""
-    found = [_numbers(contrast, scores, estimate, judgement), *_conclusion(contrast, judgement)]
+    found = [
+        _numbers(contrast, scores, estimate, judgement),
+        *_parts_of_degradation(contrast, scores, estimate),
+        *_other_scorers(scores, estimate),
+        *_conclusion(contrast, judgement),
+    ]
     if judgement.verdict == "not_shown":
         found += _why_not_shown(contrast, estimate, judgement, settings)
     return tuple(found)
@@ -77,6 +85,40 @@ def _conclusion(contrast: Contrast, judgement: Judgement) -> list[Statement]:
     return [statement("claim.no_worse", treatment=treatment, control=control, margin=claim.margin)]
 
 
+def _seeds_for(effect: float, seeds: int | None) -> Statement:
+    if seeds is None:
+        return statement("detail.no_seeds_for", effect=effect, seeds=MAX_SEEDS_SEARCHED)
+    return statement("detail.seeds_for", effect=effect, seeds=seeds)
+
+
+def _parts_of_degradation(contrast: Contrast, scores: Scores, estimate: Estimate) -> list[Statement]:
+    """Return what a degradation is made of, because a model that is worse without noise has less to lose."""
+    if contrast.comparison.kind != "degradation":
+        return []
+    at_level = scores.treatment_accuracy - scores.control_accuracy
+    return [
+        statement(
+            "claim.parts_of_degradation",
+            level=contrast.treatment.noise_level,
+            at_level=at_level,
+            clean=at_level - estimate.difference,
+        )
+    ]
+
+
+def _other_scorers(scores: Scores, estimate: Estimate) -> list[Statement]:
+    """Return the differences by other scorers where they have the other sign, or less than half of the size.
+
+    An effect that one scorer hardly sees is on the format of answers, not on whether they are right.
+    """
+    return [
+        statement("claim.other_scorer", scorer=scorer, difference=difference)
+        for scorer, difference in scores.by_scorer.items()
+        if max(abs(difference), abs(estimate.difference)) >= _NOTABLE
+        and (difference * estimate.difference < 0 or abs(difference) < abs(estimate.difference) / 2)
+    ]
+
+
 def _why_not_shown(
     contrast: Contrast, estimate: Estimate, judgement: Judgement, settings: StatisticsConfig
 ) -> list[Statement]:
@@ -89,10 +131,9 @@ def _why_not_shown(
         found.append(statement(f"claim.detectable.{key}", limit=limit, power=settings.power))
     if has_margin or estimate.difference == 0:
         return found
-    if judgement.seeds_needed is not None:
-        found.append(statement("claim.seeds_needed", seeds=judgement.seeds_needed))
-    elif estimate.num_seeds > 1 and estimate.spread is not None:
-        found.append(statement("claim.more_seeds_do_not_help", seeds=MAX_SEEDS_SEARCHED))
+    if judgement.seeds_for:
+        effects = tuple(_seeds_for(*pair) for pair in zip(EFFECTS, judgement.seeds_for, strict=True))
+        found.append(statement("claim.seeds_for", power=settings.power, effects=effects))
     elif judgement.questions_needed is not None:
         found.append(statement("claim.questions_needed", questions=judgement.questions_needed))
     return found

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +13,7 @@ from aqnpipe.artifacts.comparisons import RefusalKind, SeedComparison
 from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
+from aqnpipe.data.scoring import SCORERS
 from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts
 from aqnpipe.statistics.resampling import Resampler
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
@@ -48,7 +49,7 @@ class Scores:
     Correctness in [0, 1]; in a degradation comparison the change due to the noise level, in [-1, 1]. A control of one
     row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
-    model; None with a single seed.
+    model; None with a single seed. `by_scorer`: the same difference by every scorer but the primary one.
     """
 
     treatment: FloatArray
@@ -57,6 +58,7 @@ class Scores:
     control_accuracy: float
     seed_variance: SeedVariance | None
     seed_tables: tuple[SeedComparison, ...] = ()
+    by_scorer: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,13 @@ class Contrasts:
             control_accuracy=float(untreated.mean()),
             seed_variance=self._seed_variance(treatment, control, comparison),
             seed_tables=self._seed_tables(pairs, treatment, control),
+            by_scorer={
+                scorer: _difference_by(
+                    scorer, first, second, (treatment.noise_level, control.noise_level), is_degradation
+                )
+                for scorer in SCORERS
+                if scorer != self._study.config.evaluation.primary_scorer
+            },
         )
 
     def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
@@ -337,6 +346,21 @@ def _refuse_unlike_runs(runs: Sequence[LoadedEvaluation], *, of_tokenizers: bool
         difference = setting_difference(first, second, of_tokenizers=of_tokenizers)
         if difference:
             raise RefusedError("setting", f"evaluated differently: {difference}")
+
+
+def _difference_by(
+    scorer: str,
+    treatment: Sequence[LoadedEvaluation],
+    control: Sequence[LoadedEvaluation],
+    levels: tuple[float, float],
+    is_degradation: bool,
+) -> float:
+    def mean(runs: Sequence[LoadedEvaluation], level: float) -> float:
+        tables = [run.accuracy.filter(run.accuracy["noise_level"] == level) for run in runs]
+        return float(np.mean([table[f"accuracy_{scorer}"][0] for table in tables]))
+
+    difference = mean(treatment, levels[0]) - mean(control, levels[1])
+    return difference - (mean(treatment, 0.0) - mean(control, 0.0)) if is_degradation else difference
 
 
 def _correctness(runs: Sequence[LoadedEvaluation], noise_level: float) -> FloatArray:

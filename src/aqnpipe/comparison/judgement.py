@@ -8,10 +8,16 @@ from aqnpipe.config.analysis import StatisticsConfig, TestedClaim
 from aqnpipe.statistics.crossed_effects import Estimate, VarianceParts, questions_needed, seeds_needed
 from aqnpipe.statistics.multiple_testing import interval_level
 
+EFFECTS = (0.01, 0.02, 0.05)
+"""True differences, as fractions, for which the number of seeds is given."""
+
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a tested comparison with its numbers; the last three as in `artifacts.ComparisonTable`."""
+    """The verdict on a tested comparison with its numbers, the last ones as in `artifacts.ComparisonTable`.
+
+    `seeds_for`: seeds that find each of EFFECTS; None where no number would; empty where more seeds are no answer.
+    """
 
     p_value: float
     p_holm: float
@@ -22,6 +28,7 @@ class Judgement:
     minimum_detectable: float | None
     seeds_needed: int | None
     questions_needed: int | None
+    seeds_for: tuple[int | None, ...] = ()
 
 
 def p_value_of(claim: TestedClaim, estimate: Estimate) -> float:
@@ -77,6 +84,9 @@ def judge(
         minimum_detectable=estimate.spread.minimum_detectable(*sizes) if estimate.spread else None,
         seeds_needed=seeds_needed(parts, estimate.num_questions, distance, *sizes) if more_seeds else None,
         questions_needed=questions_needed(parts, estimate.num_seeds, distance, *sizes) if can_extrapolate else None,
+        seeds_for=tuple(seeds_needed(parts, estimate.num_questions, effect, *sizes) for effect in EFFECTS)
+        if more_seeds and claim.margin is None
+        else (),
     )
 
 
@@ -104,5 +114,5 @@ def verdict_of(contrast: Contrast, estimate: Estimate, p_holm: float, alpha: flo
 def _distance(claim: TestedClaim, difference: float) -> float:
     """Distance of the observed difference from the hypothesis, positive on the claim's side."""
     if claim.margin is None:
-        return abs(difference)
+        return {"higher": difference, "lower": -difference}.get(str(claim.direction), abs(difference))
     return difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
