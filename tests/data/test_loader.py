@@ -56,7 +56,7 @@ def one_more(question: str, answer: str) -> list[dict[str, str]]:
         (one_more("one?", "#### 7"), "question 'one\\?' has two answers, 1 and 7"),
         (one_more("Three?", "three"), "row 2: answer 'three' has no"),
         ([{"question": "q"}], "found columns question, expected question and answer"),
-        ([{"question": "q", "answer": 4}], "column answer is Int64, expected text"),
+        ([{"question": "q", "answer": 4}], "column answer is int, expected text"),
         ([{"question": None, "answer": "#### 1"}, *TEST], "column question is empty in 1 rows"),
     ],
 )
@@ -74,11 +74,11 @@ def test_missing_doubled_and_broken_files(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         load_problems(LocalDataset(source="local", path=str(tmp_path / "none")), "test")
     config = LocalDataset(source="local", path=str(tmp_path))
-    with pytest.raises(DataError, match=r"found neither of train\.jsonl and train\.parquet"):
+    with pytest.raises(DataError, match=r"found none of train\.jsonl, train\.csv, train\.parquet"):
         load_problems(config, "test")
     write_jsonl(tmp_path)
     pl.DataFrame(TRAIN).write_parquet(tmp_path / "train.parquet")
-    with pytest.raises(DataError, match="found both of"):
+    with pytest.raises(DataError, match=r"found train\.jsonl and train\.parquet of"):
         load_problems(config, "test")
     (tmp_path / "train.parquet").unlink()
     (tmp_path / "test.jsonl").write_text('{"question": ')
@@ -152,10 +152,10 @@ def test_bare_numbers_in_columns_of_other_names(tmp_path, value, gold):
         (
             {"question": "q", "answer": 12},
             {},
-            r"column answer is Int64, expected text \(for numbers set answer_format: number",
+            r"column answer is int, expected text \(for numbers set answer_format: number",
         ),
         ({"question": "q", "answer": "1"}, {"answer_column": "Answer"}, "expected question and Answer"),
-        ({"question": 7, "answer": "1"}, {"answer_format": "number"}, "column question is Int64, expected text"),
+        ({"question": 7, "answer": "1"}, {"answer_format": "number"}, "column question is int, expected text"),
     ],
 )
 def test_columns_that_are_not_as_declared_are_one_clear_error(tmp_path, row, columns, message):

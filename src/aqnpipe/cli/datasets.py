@@ -5,11 +5,23 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import DatasetConfig
+from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.errors import ConfigError
 
+
+class DatasetFile(FrozenModel):
+    """Content of a file that describes a data set: the section `dataset` of a study."""
+
+    dataset: DatasetConfig
+
+
 GENERATED = ("word_problems", "comparison")
-NAMES = "word_problems, comparison (generated), gsm8k, a folder with train and test as .jsonl or .parquet, or a hub id"
+NAMES = (
+    "word_problems, comparison (generated), gsm8k, a folder with train and test as .jsonl, .csv or .parquet, one such "
+    "file, a .yaml file with the section `dataset` of a study (columns, formats of answers), or a hub id"
+)
 
 
 def dataset_of(data: str, num_test: int | None) -> Any:
@@ -18,11 +30,14 @@ def dataset_of(data: str, num_test: int | None) -> Any:
     Raises ConfigError if it is neither a known name nor of the form of a folder or hub id.
     """
     settings: dict[str, Any]
+    if Path(data).suffix in (".yaml", ".yml"):
+        described: Any = load_yaml(Path(data), DatasetFile).dataset
+        return described if num_test is None else described.model_copy(update={"num_test": num_test})
     if data in GENERATED:
         settings = {"source": "generated", "task": data}
     elif data == "gsm8k":
         settings = {"source": "hub", "hub_id": "openai/gsm8k"}
-    elif Path(data).is_dir() or data.startswith((".", "/")):
+    elif Path(data).exists() or data.startswith((".", "/")):
         settings = {"source": "local", "path": data}
     else:
         settings = {"source": "hub", "hub_id": data}

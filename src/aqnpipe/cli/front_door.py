@@ -139,10 +139,10 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
     dataset = study.config.dataset
     if not isinstance(dataset, LocalDataset):
         return
-    from aqnpipe.data.loader import SPLITS, load_problems
+    from aqnpipe.data.loader import load_problems
 
     try:
-        for split in SPLITS:
+        for split in StudyPlan(study).splits():
             load_problems(dataset, split)
     except DataError as error:
         yield f"{source}: dataset: {error}"

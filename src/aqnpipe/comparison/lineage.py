@@ -20,9 +20,10 @@ from aqnpipe.artifacts.lineage import first_difference, record_problems
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
+from aqnpipe.config.evaluation import Scorer
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.data.scoring import SCORERS, grade
+from aqnpipe.data.scoring import grade, scorers_with
 from aqnpipe.models.loading import sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.models.untrained import is_untrained
@@ -31,8 +32,6 @@ from aqnpipe.noise.receipts.receipt import Receipt
 
 Checkpoint = tuple[str, str, int, int]
 """(model role, arm, seed, step), step 0 for the pretrained model."""
-
-_SCORED_COLUMNS = [f"{part}_{scorer}" for scorer in SCORERS for part in ("answer", "correct")]
 
 
 def lineage_problems(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
@@ -73,6 +72,14 @@ class _Lineage:
         limit = self._plan.study.config.evaluation.num_questions
         requested = problems if limit is None else problems.head(limit)
         return dict(zip(requested["question_id"], requested["gold_answer"], strict=True))
+
+    @property
+    def _scorers(self) -> tuple[Scorer, ...]:
+        return scorers_with(self._plan.study.config.evaluation.primary_scorer)
+
+    @property
+    def _scored_columns(self) -> list[str]:
+        return [f"{part}_{scorer}" for scorer in self._scorers for part in ("answer", "correct")]
 
     def _data(self, split: str) -> Path:
         return self._results / "data" / f"{split}.parquet"
@@ -187,7 +194,7 @@ class _Lineage:
     def _answer_problems(self, path: Path) -> list[str]:
         """Return the problems of an evaluation table: missing, unrequested, repeated and wrongly graded responses."""
         rows = read_unchecked_table(path)
-        needed = {"question_id", "response", *_SCORED_COLUMNS}
+        needed = {"question_id", "response", *self._scored_columns}
         if not self._data("test").is_file() or not needed <= {*rows.columns}:
             return []  # Other checks refuse the evaluation for this.
         config = self._plan.study.config.evaluation
@@ -210,12 +217,12 @@ class _Lineage:
     def _wrongly_scored(self, rows: pl.DataFrame) -> int:
         known: dict[tuple[str, str], tuple[str | bool | None, ...]] = {}
         wrong = 0
-        for question, response, *stored in rows.select("question_id", "response", *_SCORED_COLUMNS).iter_rows():
+        for question, response, *stored in rows.select("question_id", "response", *self._scored_columns).iter_rows():
             gold = self._golds.get(question)
             if gold is None:
                 continue
             if (response, gold) not in known:
-                grades = [grade(response, gold, scorer) for scorer in SCORERS]
+                grades = [grade(response, gold, scorer) for scorer in self._scorers]
                 known[response, gold] = tuple(part for graded in grades for part in (graded.answer, graded.correct))
             wrong += tuple(stored) != known[response, gold]
         return wrong

@@ -11,6 +11,7 @@ from aqnpipe.config.cross_references import (
     explore_problems,
     layer_problems,
     machine_problems,
+    scorer_problems,
     size_problems,
     vllm_attention_problems,
 )
@@ -25,6 +26,7 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
     if PRETRAINED in study.checkpoints:
         yield f"{source}: checkpoints.{PRETRAINED}: this name is reserved, expected another one"
     yield from size_problems(study, source)
+    yield from scorer_problems(study, source)
     yield from machine_problems(study, source)
     yield from layer_problems(study, arms, source)
     yield from vllm_attention_problems(study, study.checkpoints, "checkpoints", source)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.dataset import GeneratedDataset
+from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, OperatorNoise
@@ -23,6 +25,7 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
     """Yield the problems of `study` (read from `source`) with `arms`, the content of its arms file: one line each."""
     yield from _name_problems(study, arms, source)
     yield from size_problems(study, source)
+    yield from scorer_problems(study, source)
     yield from machine_problems(study, source)
     yield from layer_problems(study, arms, source)
     yield from _attention_problems(study, arms, source)
@@ -61,6 +64,19 @@ def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
         yield f"{source}: evaluation.num_questions: found {asked}, expected at most dataset.num_test {dataset.num_test}"
     if dataset.num_train is not None and shots >= dataset.num_train:
         yield f"{source}: prompt.num_examples: found {shots}, expected fewer than dataset.num_train {dataset.num_train}"
+
+
+def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
+    """Yield a scorer that cannot find the answers of the data set right."""
+    answers = "gsm8k" if isinstance(study.dataset, GeneratedDataset) else study.dataset.answer_format
+    problem = unfit_scorer(study.evaluation.primary_scorer, answers)
+    if problem is not None:
+        yield f"{source}: evaluation.primary_scorer: {problem}"
+    if study.training is not None and answers in ("text", "choice"):
+        yield (
+            f"{source}: dataset.answer_format: found {answers}, expected gsm8k, number or boxed: the reward of "
+            "training is for the number behind ####"
+        )
 
 
 def machine_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from aqnpipe.config.base import FrozenModel
 Split = Literal["train", "test"]
 SplitSize = Annotated[int, Field(ge=1, le=10_000_000)]
 GeneratedTask = Literal["word_problems", "comparison"]
-AnswerFormat = Literal["gsm8k", "number"]
+AnswerFormat = Literal["gsm8k", "number", "boxed", "text", "choice"]
 
 
 class GeneratedDataset(FrozenModel):
@@ -35,7 +35,7 @@ class GeneratedDataset(FrozenModel):
         return self
 
 
-class _StoredDataset(FrozenModel):
+class StoredDataset(FrozenModel):
     """Settings shared by data sets that are read, not generated. A limit of None takes every row."""
 
     task: str = Field(
@@ -43,23 +43,43 @@ class _StoredDataset(FrozenModel):
         min_length=1,
         description="name of the kind of question; an arm may be restricted to a task",
     )
-    question_column: str = Field(default="question", min_length=1)
-    answer_column: str = Field(default="answer", min_length=1)
+    question_column: str = Field(
+        default="question",
+        min_length=1,
+        description="text, or a list of messages with one of the user; a dot leads into a nested column",
+    )
+    answer_column: str = Field(
+        default="answer", min_length=1, description="text, number, or messages that end in the assistant's answer"
+    )
     answer_format: AnswerFormat = Field(
-        default="gsm8k", description="gsm8k: worked text that ends in `#### number`; number: the number alone"
+        default="gsm8k",
+        description="gsm8k: worked text that ends in `#### number`; number: the number alone; boxed: worked text with "
+        "\\boxed{answer}; text: the text itself; choice: letter, index or text of one of choices_column",
+    )
+    choices_column: str | None = Field(
+        default=None, min_length=1, description="for answer_format choice: a list of choices, put below the question"
+    )
+    system_messages: Literal["refuse", "drop"] = Field(
+        default="refuse", description="what happens with system messages in question_column"
     )
     num_train: SplitSize | None = None
     num_test: SplitSize | None = None
 
+    @model_validator(mode="after")
+    def _choices_fit(self) -> Self:
+        if (self.answer_format == "choice") != (self.choices_column is not None):
+            raise ValueError("answer_format choice and choices_column need each other")
+        return self
 
-class LocalDataset(_StoredDataset):
-    """A folder with the splits train and test as .jsonl or .parquet files."""
+
+class LocalDataset(StoredDataset):
+    """A folder with the splits train and test as .jsonl, .csv or .parquet files, or one file with test questions."""
 
     source: Literal["local"]
     path: str = Field(min_length=1)
 
 
-class HubDataset(_StoredDataset):
+class HubDataset(StoredDataset):
     """A data set on the Hugging Face hub with the splits train and test."""
 
     source: Literal["hub"]

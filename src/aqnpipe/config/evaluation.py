@@ -5,15 +5,29 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, settings_of
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 
-Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible"]
+Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
 """strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
+
+boxed: the content of the last \\boxed{}. letter: the letter of a choice. text: the whole response. They compare texts
+without regard to spaces, boxed also numbers and common ways to write the same.
 
 harness_strict, harness_flexible: the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k
 with its exact_match, which compares strings.
 """
+
+
+def unfit_scorer(scorer: Scorer, answers: AnswerFormat) -> str | None:
+    """Return why a scorer can never find answers of a format right; None if it can."""
+    fitting: dict[AnswerFormat, tuple[Scorer, ...]] = {"text": ("text", "boxed"), "choice": ("letter",)}
+    if answers in fitting and scorer not in fitting[answers]:
+        return f"found {scorer}, expected {' or '.join(fitting[answers])} for answers of format {answers}"
+    if answers not in fitting and scorer == "letter":
+        return f"found letter, which needs answers of format choice, not {answers}"
+    return None
 
 
 class EvaluationSampling(FrozenModel):

@@ -3,11 +3,14 @@
 import re
 from collections.abc import Sequence
 from decimal import Context, Decimal, InvalidOperation, Overflow
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from aqnpipe.config.evaluation import Scorer
 
-SCORERS: tuple[Scorer, ...] = get_args(Scorer)
+SCORERS: tuple[Scorer, ...] = ("strict", "last_number", "harness_strict", "harness_flexible")
+"""Scorers of numbers, which every evaluation applies. Others are applied where they are the primary one."""
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 # GSM8K writes thousands separators and currency signs; an answer after `####` may carry both.
 _NUMBER = r"-?\$?-?\d[\d,]*(?:\.\d+)?"
@@ -18,6 +21,15 @@ _ANY_NUMBER = re.compile(_NUMBER)
 _HARNESS_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _HARNESS_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 _HARNESS_IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
+
+
+# "the answer is (B)", "Answer: **B**": the last one counts; else a response that begins with a letter, "B." or "(B)".
+_NAMED_LETTER = re.compile(r"(?i:answer(?:\s+is)?)\s*:?\s*[*(\[]*([A-Z])(?![A-Za-z])")
+_FIRST_LETTER = re.compile(r"\s*[*(\[]*([A-Z])(?=[\s.):,\]*]|$)")
+
+# Ways to write the same in LaTeX that comparisons ignore.
+_LATEX_IGNORED = re.compile(r"\\left|\\right|\\!|\\,|\\;|\\ |\\\$|\$|\\%|%|\s+")
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 
 
 class Graded(NamedTuple):
@@ -38,7 +50,7 @@ def extract_answer(response: str, scorer: Scorer) -> str | None:
     """Return the answer that `scorer` finds in `response`, in the form in which it is compared; None if it finds none.
 
     strict and last_number return a canonical decimal; the two harness scorers return text without commas, dollar signs
-    and a final period.
+    and a final period; boxed returns the content of the box, letter a capital letter, text the response.
     """
     match scorer:
         case "strict":
@@ -53,6 +65,51 @@ def extract_answer(response: str, scorer: Scorer) -> str | None:
         case "harness_flexible":
             pairs = _HARNESS_FLEXIBLE.findall(response)
             return _harness_text(pairs[-1][0] or pairs[-1][1]) if pairs else None
+        case "boxed":
+            return boxed_answer(response)
+        case "letter":
+            return _letter_answer(response)
+        case "text":
+            return response.strip() or None
+
+
+def scorers_with(primary: Scorer) -> tuple[Scorer, ...]:
+    """Return the scorers that an evaluation applies: those of numbers, and its primary one."""
+    return SCORERS if primary in SCORERS else (*SCORERS, primary)
+
+
+def boxed_answer(text: str) -> str | None:
+    """Return the content of the last `\\boxed{...}` whose braces are balanced; None if there is none."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth, first = 0, start + len("\\boxed")
+        for place in range(first, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[first + 1 : place].strip()
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def _letter_answer(response: str) -> str | None:
+    boxed = boxed_answer(response)
+    named = [boxed] if boxed and boxed in LETTERS and len(boxed) == 1 else _NAMED_LETTER.findall(response)
+    if named:
+        return str(named[-1])
+    first = _FIRST_LETTER.match(response)
+    return first.group(1) if first else None
+
+
+def _same_formula(found: str, gold: str) -> bool:
+    """Whether two answers are the same number, or the same text but for spaces and common ways to write it."""
+    first, second = (_plain_formula(text) for text in (found, gold))
+    number = normalise_number(first)
+    return first == second or (number is not None and number == normalise_number(second))
+
+
+def _plain_formula(text: str) -> str:
+    plain = _LATEX_TEXT.sub(r"\1", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    return _LATEX_IGNORED.sub("", plain).removesuffix(".")
 
 
 def normalise_number(text: str) -> str | None:
@@ -72,9 +129,17 @@ def normalise_number(text: str) -> str | None:
 def grade(response: str, gold_answer: str, scorer: Scorer) -> Graded:
     """Return the answer that `scorer` finds in `response`, and whether it equals `gold_answer` for that scorer."""
     found = extract_answer(response, scorer)
+    if scorer in ("boxed", "letter", "text"):
+        return Graded(found, found is not None and _same(found, gold_answer, scorer))
     harness = scorer in ("harness_strict", "harness_flexible")
     gold = _harness_text(gold_answer) if harness else normalise_number(gold_answer)
     return Graded(found, found is not None and found == gold)
+
+
+def _same(found: str, gold_answer: str, scorer: Scorer) -> bool:
+    if scorer == "boxed":
+        return _same_formula(found, gold_answer)
+    return " ".join(found.split()) == " ".join(gold_answer.split())
 
 
 def is_correct(response: str, gold_answer: str, scorer: Scorer) -> bool:

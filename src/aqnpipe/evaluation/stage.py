@@ -19,7 +19,7 @@ from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
-from aqnpipe.data.scoring import SCORERS, grade
+from aqnpipe.data.scoring import SCORERS, grade, scorers_with
 from aqnpipe.device import resolve_device
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.judgement import Judge
@@ -69,14 +69,14 @@ def evaluate(
     check_context(prompts, config.max_response_tokens, read_model_config(model_dir).get("max_position_embeddings"))
     shards = shards_of(spec, prompts)
     expected = Expectation.of(spec, model_dir, test_problems, train_problems)
-    tables, passes = [], []
+    tables, passes, scorers = [], [], scorers_with(config.primary_scorer)
     max_tokens = max(map(len, prompts)) + config.max_response_tokens
     with open_runner(spec, model_dir, max_tokens) as runner:
         judge = Judge(expected, model_dir, str(runner.description["backend"]))
         for result in assembled_passes(spec, shards, runner.run(shards)):
             level, noise_seed = result.noise_level, result.noise_seed
             passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=result.receipt.check()))
-            tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text))
+            tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text, scorers))
             judge.judge(result, tables[-1])
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             name = config.noise_names().get(level, f"{level:.0%}")
@@ -114,6 +114,7 @@ def score(
     noise_level: float,
     noise_seed: int,
     stop_text: str | None = None,
+    scorers: tuple[Scorer, ...] = SCORERS,
 ) -> pl.DataFrame:
     """Return the rows of one pass, sample by sample, with the columns of `EvaluationTable`.
 
@@ -124,7 +125,7 @@ def score(
     texts = [end_of_response(text, stop_text) for text in decoded]
     golds = problems["gold_answer"].to_list() * len(samples)
     grades = {
-        scorer: [grade(text, gold, scorer) for text, gold in zip(texts, golds, strict=True)] for scorer in SCORERS
+        scorer: [grade(text, gold, scorer) for text, gold in zip(texts, golds, strict=True)] for scorer in scorers
     }
     return pl.DataFrame(
         {
@@ -141,14 +142,14 @@ def score(
                 for completion, text, full_text in zip(completions, texts, decoded, strict=True)
             ],
         },
-        schema_overrides={f"answer_{scorer}": pl.String for scorer in SCORERS},
+        schema_overrides={f"answer_{scorer}": pl.String for scorer in scorers},
     )
 
 
 def pass_summary(rows: pl.DataFrame, primary: Scorer) -> str:
     """Return a line about a pass: correct responses, truncated ones, and for each scorer those without an answer."""
     correct, truncated = int(rows[f"correct_{primary}"].sum()), int((rows["finish_reason"] == "length").sum())
-    missing = ", ".join(f"{scorer} {rows[f'answer_{scorer}'].null_count()}" for scorer in SCORERS)
+    missing = ", ".join(f"{scorer} {rows[f'answer_{scorer}'].null_count()}" for scorer in scorers_with(primary))
     return f"{correct}/{len(rows)} correct, {truncated} cut off; without an answer: {missing}"
 
 

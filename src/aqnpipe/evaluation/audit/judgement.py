@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digest
-from aqnpipe.data.scoring import SCORERS, grade
+from aqnpipe.data.scoring import grade, scorers_with
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.facts import BatchFacts, Finding, RowFacts
@@ -37,7 +37,8 @@ class Judge:
         self._weights: str | None = None
         self._passes: list[PassFacts] = []
         self._texts: dict[tuple[int, ...], str] = {}
-        self._graded = cache(_grades)
+        self._scorers = scorers_with(expectation.spec.evaluation.primary_scorer)
+        self._graded = cache(self._grades)
 
     def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
         """Raise ReceiptError if a pass, or the table of it, is not what the study requests."""
@@ -214,7 +215,9 @@ class Judge:
             text, num_tokens, reason = self._shown(samples[row["sample"]][question])
             if (row["response"], row["response_tokens"], row["finish_reason"]) != (text, num_tokens, reason):
                 yield f"question {row['question_id']}: the stored response is not the one that the model gave"
-            elif {name: row[name] for name in _GRADE_COLUMNS} != self._graded(text, self._expected.golds[question]):
+            elif {name: row[name] for name in self._grade_columns()} != self._graded(
+                text, self._expected.golds[question]
+            ):
                 yield (
                     f"question {row['question_id']}: the stored grade is not that of its response and gold answer "
                     f"{self._expected.golds[question]!r}"
@@ -250,17 +253,16 @@ class Judge:
             largest_difference=max((facts.largest_difference for facts in again), default=0.0),
         )
 
+    def _grade_columns(self) -> list[str]:
+        return [f"{part}_{scorer}" for scorer in self._scorers for part in ("answer", "correct")]
+
+    def _grades(self, text: str, gold: str) -> Mapping[str, str | bool | None]:
+        found: dict[str, str | bool | None] = {}
+        for scorer in self._scorers:
+            graded = grade(text, gold, scorer)
+            found |= {f"answer_{scorer}": graded.answer, f"correct_{scorer}": graded.correct}
+        return found
+
     def _name(self, question: int) -> str:
         names = self._expected.question_ids
         return names[question] if question < len(names) else f"number {question}"
-
-
-_GRADE_COLUMNS = tuple(f"{part}_{scorer}" for scorer in SCORERS for part in ("answer", "correct"))
-
-
-def _grades(text: str, gold: str) -> Mapping[str, str | bool | None]:
-    found: dict[str, str | bool | None] = {}
-    for scorer in SCORERS:
-        graded = grade(text, gold, scorer)
-        found |= {f"answer_{scorer}": graded.answer, f"correct_{scorer}": graded.correct}
-    return found
