@@ -15,7 +15,6 @@ from aqnpipe.models.loading import load_model
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.05, miss_probability=0.1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-WITHOUT_LINEARS = {"gpt2"}
 
 
 def found_in(model, **options):
@@ -26,7 +25,7 @@ def found_in(model, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", sorted(FAMILIES - WITHOUT_LINEARS))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_healthy_models_are_healthy(family, dtype, attention):
     model = tiny_model_of(family).to(dtype)
     model.set_attn_implementation(attention)
@@ -51,6 +50,16 @@ def test_the_ends_of_the_model(path, site, dtype):
     model = tiny_model_of("llama").to(dtype)
     change(model.get_submodule(path), some_channels)
     assert found_in(model) == {("model", (), site)}
+
+
+def test_gpt2_is_probed_in_part():
+    """Its linears have transposed weights and no known answer; norms, ends of the blocks and kernels have one."""
+    model = tiny_model_of("gpt2")
+    change(model.transformer.h[1].mlp, some_channels)
+    assert ("layer", (1,), "mlp_output") in found_in(model)
+    model = tiny_model_of("gpt2")
+    change(model.transformer.h[0].ln_2, some_channels)
+    assert found_in(model) == {("layer", (0,), "ln_2")}
 
 
 def test_a_table_of_silu_in_one_layer_and_in_all():
