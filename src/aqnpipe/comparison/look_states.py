@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from aqnpipe.artifacts.files import read_json, write_json
@@ -28,19 +27,26 @@ def look_file(results: str, look: int) -> Path:
 def read_looks(results: str, number: int | None = None) -> list[LookFile]:
     """Return the records of the first `number` looks, or of all that follow one another from the first.
 
-    Raises DataError if a file is damaged, missing (with `number`), or does not follow from the one before.
+    Without `number`, a record that does not follow from the one before ends the list: the workflow makes it again.
+    Raises DataError if a file is damaged and, with `number`, if one is missing or does not follow.
     """
     found: list[LookFile] = []
     while len(found) != number and (number is not None or look_file(results, len(found) + 1).is_file()):
-        found.append(read_json(look_file(results, len(found) + 1), LookFile))
-    for number, (before, after) in enumerate(pairwise(found), start=1):
-        path, next_path = look_file(results, number), look_file(results, number + 1)
-        if after.previous_sha256 != sha256_of_file(path) or after.design != before.design:
+        path = look_file(results, len(found) + 1)
+        record = read_json(path, LookFile)
+        if found and not _follows(record, found[-1], look_file(results, len(found))):
+            if number is None:
+                break
             raise DataError(
-                f"{next_path}: does not follow from {path} (another record or design); remove {next_path} and the "
-                "records of later looks, they are made again"
+                f"{path}: does not follow from {look_file(results, len(found))} (another record or design); remove "
+                f"{path} and the records of later looks, they are made again"
             )
+        found.append(record)
     return found
+
+
+def _follows(record: LookFile, before: LookFile, path_before: Path) -> bool:
+    return record.previous_sha256 == sha256_of_file(path_before) and record.design == before.design
 
 
 def planned_looks(design: LookDesign) -> Looks:
@@ -147,7 +153,7 @@ def register_design(results: str, design: LookDesign) -> None:
 def progress(study: Study) -> str:
     """Return in one line which look comes next and what it needs, or that there is none.
 
-    Raises DataError if a record is damaged or does not follow from the one before.
+    Raises DataError if a record is damaged.
     """
     rule, results = study.adaptive_seeds, study.config.results_dir
     if rule is None:
