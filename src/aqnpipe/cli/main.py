@@ -17,6 +17,7 @@ from aqnpipe.cli.lm_eval import lm_eval
 from aqnpipe.cli.measure_noise import measure_noise
 from aqnpipe.cli.parity.capture import capture
 from aqnpipe.cli.parity.command import parity
+from aqnpipe.cli.plan import plan
 from aqnpipe.cli.report import report
 from aqnpipe.cli.robustness.command import robustness
 from aqnpipe.cli.run import run
@@ -53,7 +54,7 @@ def _options(
 
 
 for command in (
-    *(capture, check, check_published, diagnose, doctor, export, measure_noise, parity, report),
+    *(capture, check, check_published, diagnose, doctor, export, measure_noise, parity, plan, report),
     *(robustness, schema, score, sensitivity, sigmas, view),
 ):
     app.command()(command)

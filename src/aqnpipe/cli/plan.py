@@ -1,0 +1,234 @@
+"""`aqnpipe plan`: which differences a study can find, what it costs, and the cheapest split for a wanted difference."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from pydantic import Field
+
+from aqnpipe.cli.cost_estimate import Assumptions, estimate_study
+from aqnpipe.cli.front_door import open_study
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.errors import DataError
+
+if TYPE_CHECKING:
+    from aqnpipe.statistics.planning import FloatArray, PairVariances
+
+_FAMILY = "Holm's strictest level"
+
+
+class PlannedLevel(FrozenModel):
+    """What a study finds between two arms at a noise level; differences as fractions, null: one seed shows none."""
+
+    noise_level: float
+    variances_from: str
+    seed_sd: float = Field(description="standard deviation of the difference between seeds")
+    detectable_alone: float | None = Field(description="as the only comparison")
+    detectable_in_family: float | None = Field(description="as one of its family, before Holm has rejected any other")
+    cheapest: dict[str, float] | None = Field(description="num_seeds, num_questions, num_draws and device_hours")
+
+
+class StudyPrognosis(FrozenModel):
+    """What `aqnpipe plan --json` prints."""
+
+    study: str
+    num_arms: int
+    num_seeds: int
+    num_questions: int
+    num_draws: int
+    power: float
+    alpha: float
+    largest_family: int
+    wanted: float
+    device_hours: float
+    levels: tuple[PlannedLevel, ...]
+
+
+def plan(
+    study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")],
+    results: Annotated[
+        Path | None,
+        typer.Option(help="results folder of a finished study or a pilot, for its variances; default: usual ones"),
+    ] = None,
+    points: Annotated[
+        float, typer.Option(min=0.1, max=50, help="wanted difference in points, for the cheapest split")
+    ] = 2.0,
+    prompt_tokens: Annotated[float | None, typer.Option(min=1, help="mean length of a prompt in tokens")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Say which differences between arms a study can find, what it costs, and the cheapest split for a wanted one."""
+    opened = open_study([study])
+    found = prognosis(opened, results, points / 100, Assumptions(prompt_tokens=prompt_tokens))
+    typer.echo(found.model_dump_json(indent=2) if json else "\n".join(_lines(found)))
+
+
+def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumptions: Assumptions) -> StudyPrognosis:
+    """Return what a study can find, with variances of `results`; DataError if no two arms with two seeds are there."""
+    from aqnpipe.statistics.planning import USUAL
+
+    config, families = opened.study.config, [claim.family for claim in opened.study.comparisons()]
+    measured = {} if results is None else _variances(results, config.evaluation.primary_scorer)
+    estimate = estimate_study(opened, assumptions)
+    evaluation = sum(phase.device_hours for phase in estimate.phases if phase.phase == "evaluation")
+    training = sum(phase.device_hours for phase in estimate.phases) - evaluation
+    largest = max((families.count(family) for family in families), default=1)
+    sizes = (len(opened.study.seeds), _num_questions(opened), len(config.evaluation.noise_seeds))
+    most_questions = config.dataset.num_test or sizes[1]
+    common = {"num_arms": len(opened.study.arms), "alpha": config.statistics.alpha, "power": config.statistics.power}
+    cost = _Cost(sizes, training, evaluation, sum(level > 0 for level in config.evaluation.noise_levels))
+    levels = [
+        _level(level, measured.get(level), USUAL, sizes, most_questions, largest, wanted, cost, common)
+        for level in sorted(config.evaluation.noise_levels)
+    ]
+    return StudyPrognosis(
+        study=config.study,
+        num_seeds=sizes[0],
+        num_questions=sizes[1],
+        num_draws=sizes[2],
+        largest_family=largest,
+        wanted=wanted,
+        device_hours=estimate.device_hours,
+        levels=tuple(levels),
+        num_arms=len(opened.study.arms),
+        alpha=config.statistics.alpha,
+        power=config.statistics.power,
+    )
+
+
+class _Cost:
+    """Device hours of a study with other numbers of seeds, questions and noise draws, in proportion to its estimate."""
+
+    def __init__(self, sizes: tuple[int, int, int], training: float, evaluation: float, noisy_levels: int) -> None:
+        self._noisy_levels = noisy_levels
+        self._per_seed = training / sizes[0]
+        self._per_answer = evaluation / (sizes[0] * sizes[1] * self._passes(sizes[2]))
+
+    def _passes(self, num_draws: int) -> int:
+        return 1 + self._noisy_levels * num_draws
+
+    def __call__(self, num_seeds: int, num_questions: int, num_draws: int) -> float:
+        return num_seeds * (self._per_seed + num_questions * self._passes(num_draws) * self._per_answer)
+
+
+def _level(
+    level: float,
+    measured: "PairVariances | None",
+    usual: "PairVariances",
+    sizes: tuple[int, int, int],
+    most_questions: int,
+    largest_family: int,
+    wanted: float,
+    cost: _Cost,
+    common: dict[str, float],
+) -> PlannedLevel:
+    from aqnpipe.statistics.planning import cheapest, detectable
+
+    variances, num_arms = measured or usual, int(common["num_arms"])
+    alpha, power = common["alpha"], common["power"]
+
+    def finds(*tried: int) -> bool:
+        limit = detectable(variances, (tried[0], tried[1], tried[2]), num_arms, alpha / largest_family, power)
+        return limit is not None and limit <= wanted
+
+    split = cheapest(finds, cost, most_questions, noisy=level > 0)
+    return PlannedLevel(
+        noise_level=level,
+        variances_from="results" if measured else "usual values",
+        seed_sd=variances.seed**0.5,
+        detectable_alone=detectable(variances, sizes, num_arms, alpha, power),
+        detectable_in_family=detectable(variances, sizes, num_arms, alpha / largest_family, power),
+        cheapest=None if split is None else {name: float(value) for name, value in vars(split).items()},
+    )
+
+
+def _num_questions(opened: StudyPlan) -> int:
+    config = opened.study.config
+    number = config.evaluation.num_questions or config.dataset.num_test
+    if number is None:
+        raise DataError("evaluation.num_questions: not set, expected a number: the test split has no known size")
+    return number
+
+
+def _variances(results: Path, scorer: str) -> "dict[float, PairVariances]":
+    """Return the variances of pairs of arms by noise level, after the last step, from a results folder."""
+    from aqnpipe.statistics.planning import pair_variances
+
+    scores = _scores(results, scorer)
+    found = {}
+    for level in sorted({key[2] for key in scores}):
+        arms = [(role, arm) for role, arm, at_level in scores if at_level == level]
+        pairs = [(first, second) for first, second in combinations(arms, 2) if first[0] == second[0]]
+        tables = [(scores[*first, level], scores[*second, level]) for first, second in pairs]
+        variances = pair_variances([pair for pair in tables if pair[0].shape == pair[1].shape])
+        if variances is not None:
+            found[level] = variances
+    if not found:
+        raise DataError(f"{results}: found no two arms with two common seeds, expected a finished study's results")
+    return found
+
+
+def _scores(results: Path, scorer: str) -> "dict[tuple[str, str, float], FloatArray]":
+    """Return scores[seed, noise draw, question] of every role, arm and level after its last step."""
+    import numpy as np
+
+    runs: dict[tuple[str, str, float], list[FloatArray]] = {}
+    for path in _last_tables(results):
+        role, arm = path.parts[-4:-2]
+        for level, scored in _by_level(path, scorer):
+            runs.setdefault((role, arm, level), []).append(scored)
+    return {key: np.stack(found) for key, found in runs.items() if len({scored.shape for scored in found}) == 1}
+
+
+def _last_tables(results: Path) -> Iterator[Path]:
+    for seed in sorted(results.glob("eval/*/*/seed*")):
+        steps = {int(path.stem.removeprefix("step")): path for path in seed.glob("step*.parquet")}
+        if steps:
+            yield steps[max(steps)]
+
+
+def _by_level(path: Path, scorer: str) -> "Iterator[tuple[float, FloatArray]]":
+    import polars as pl
+
+    from aqnpipe.artifacts.evaluations import EvaluationTable
+    from aqnpipe.artifacts.files import read_table
+
+    keys = ["noise_level", "noise_seed", "question_id"]
+    means = read_table(path, EvaluationTable).group_by(keys).agg(pl.col(f"correct_{scorer}").mean()).sort(keys)
+    for (level,), part in means.group_by("noise_level", maintain_order=True):
+        yield float(level), part[f"correct_{scorer}"].to_numpy().reshape(part["noise_seed"].n_unique(), -1)
+
+
+def _lines(found: StudyPrognosis) -> Iterator[str]:
+    yield (
+        f"{found.study}: {found.num_arms} arms, {found.num_seeds} seeds, {found.num_questions:,} questions, "
+        f"{found.num_draws} noise draws; about {found.device_hours:.3g} device hours"
+    )
+    yield (
+        f"Differences of two arms found with {found.power:.0%} power at alpha {found.alpha:g}, in points: as the only "
+        f"comparison, and as one of {found.largest_family} ({_FAMILY})."
+    )
+    wanted = f"cheapest for {100 * found.wanted:g} points in the family"
+    yield f"{'noise':>7}{'alone':>8}{'family':>8}  {'SD of seeds':<24}{wanted}"
+    for level in found.levels:
+        limits = "".join(_points(limit) for limit in (level.detectable_alone, level.detectable_in_family))
+        scatter = f"{100 * level.seed_sd:.1f} ({level.variances_from})"
+        yield f"{level.noise_level:>7.0%}{limits}  {scatter:<24}{_split(level)}"
+    if found.num_seeds < 2:
+        yield "With one seed per arm no difference of arms can be shown."
+
+
+def _points(limit: float | None) -> str:
+    return f"{'none' if limit is None else format(100 * limit, '.1f'):>8}"
+
+
+def _split(level: PlannedLevel) -> str:
+    if level.cheapest is None:
+        return "none of those tried (up to 64 seeds on these questions)"
+    split = level.cheapest
+    return (
+        f"{split['num_seeds']:.0f} seeds, {split['num_questions']:,.0f} questions, {split['num_draws']:.0f} draws: "
+        f"{split['device_hours']:.3g} h"
+    )

@@ -1,0 +1,98 @@
+"""What a study of arms can find before it runs, and the cheapest numbers of seeds, questions and noise draws."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from aqnpipe.statistics.crossed_effects import VarianceParts, expected_spread, interaction_variance
+
+FloatArray = npt.NDArray[np.float64]
+
+SEEDS_TRIED = (*range(2, 17), 20, 24, 32, 48, 64)
+QUESTIONS_TRIED = (100, 200, 300, 500, 750, 1000, 1319, 2000, 3000, 5000, 10_000)
+DRAWS_TRIED = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class PairVariances:
+    """Variances of the difference of two arms on one question, with one seed and one noise draw.
+
+    `seed`: between seeds. `question`: between questions. `answer`: what is left of a run on a question. `draw`: what
+    another noise draw changes.
+    """
+
+    seed: float
+    question: float
+    answer: float
+    draw: float = 0.0
+
+    def parts(self, num_draws: int, num_arms: int) -> VarianceParts:
+        """Return the components where outcomes are means over noise draws."""
+        return VarianceParts(
+            seed=self.seed, question=self.question, residual=self.answer + self.draw / num_draws, num_arms=num_arms
+        )
+
+
+USUAL = PairVariances(seed=2 * 0.015**2, question=0.02, answer=0.12, draw=0.10)
+"""For studies without a predecessor: a run SD of 1.5 points, and answers as of the tiny model at 10 % noise."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Numbers of seeds, questions and noise draws, with the cost in device hours."""
+
+    num_seeds: int
+    num_questions: int
+    num_draws: int
+    device_hours: float
+
+
+def pair_variances(pairs: Sequence[tuple[FloatArray, FloatArray]]) -> PairVariances | None:
+    """Return the mean variances over pairs of arms of scores[seed, noise draw, question]; None without two seeds."""
+    found = [_of_pair(first - second) for first, second in pairs if first.shape[0] > 1]
+    return PairVariances(*np.mean(found, axis=0)) if found else None
+
+
+def _of_pair(differences: FloatArray) -> tuple[float, float, float, float]:
+    num_seeds, num_draws, num_questions = differences.shape
+    means = differences.mean(axis=1)
+    residual = interaction_variance(means)
+    draw = float(differences.var(axis=1, ddof=1).mean()) if num_draws > 1 else 0.0
+    return (
+        max(float(means.mean(axis=1).var(ddof=1)) - residual / num_questions, 0.0),
+        max(float(means.mean(axis=0).var(ddof=1)) - residual / num_seeds, 0.0),
+        max(residual - draw / num_draws, 0.0),
+        draw,
+    )
+
+
+def detectable(
+    variances: PairVariances, sizes: tuple[int, int, int], num_arms: int, alpha: float, power: float
+) -> float | None:
+    """Return the difference that a two-sided test finds with `power`; None with one seed, which shows no arm effect.
+
+    sizes: numbers of seeds, questions and noise draws.
+    """
+    num_seeds, num_questions, num_draws = sizes
+    if num_seeds < 2:
+        return None
+    spread = expected_spread(variances.parts(num_draws, num_arms), num_seeds, num_questions)
+    return 0.0 if spread is None else spread.expected_detectable(alpha / 2, power)
+
+
+def cheapest(
+    finds: Callable[[int, int, int], bool], hours: Callable[[int, int, int], float], most_questions: int, noisy: bool
+) -> Split | None:
+    """Return the cheapest split of those tried that finds a difference; None if none does.
+
+    finds and hours: of seeds, questions and noise draws. noisy: whether noise draws make a difference.
+    """
+    questions = sorted({number for number in QUESTIONS_TRIED if number < most_questions} | {most_questions})
+    tried = product(SEEDS_TRIED, questions, DRAWS_TRIED if noisy else (1,))
+    for cost, sizes in sorted((hours(*sizes), sizes) for sizes in tried):
+        if finds(*sizes):
+            return Split(*sizes, device_hours=cost)
+    return None

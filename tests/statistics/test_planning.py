@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from aqnpipe.statistics.planning import PairVariances, Split, cheapest, detectable, pair_variances
+
+VARIANCES = PairVariances(seed=2e-4, question=0.02, answer=0.1, draw=0.2)
+
+
+def test_variances_of_pairs_are_those_that_were_put_in():
+    draws = np.random.default_rng(3)
+    true = np.array([0.01, 0.04, 0.09, 0.16])
+
+    def scores():
+        return (
+            draws.normal(0, 0.1, (6, 1, 1))
+            + draws.normal(0, 0.2, (1, 1, 300))
+            + draws.normal(0, 0.3, (6, 1, 300))
+            + draws.normal(0, 0.4, (6, 4, 300))
+        )
+
+    found = pair_variances([(scores(), np.zeros((6, 4, 300))) for _ in range(80)])
+    assert [found.seed, found.question, found.answer, found.draw] == pytest.approx(true, rel=0.15)
+
+
+def test_one_seed_has_no_variances_and_shows_no_arm_effect():
+    assert pair_variances([(np.zeros((1, 2, 5)), np.zeros((1, 2, 5)))]) is None
+    assert detectable(VARIANCES, (1, 1000, 1), 4, 0.05, 0.8) is None
+
+
+def test_more_of_anything_finds_smaller_differences():
+    base = detectable(VARIANCES, (3, 500, 1), 4, 0.05, 0.8)
+    for sizes, arms, alpha in (((6, 500, 1), 4, 0.05), ((3, 1000, 1), 4, 0.05), ((3, 500, 4), 4, 0.05)):
+        assert detectable(VARIANCES, sizes, arms, alpha, 0.8) < base
+    assert detectable(VARIANCES, (3, 500, 1), 12, 0.05, 0.8) < base
+    assert detectable(VARIANCES, (3, 500, 1), 4, 0.005, 0.8) > base
+
+
+def test_the_cheapest_split_by_hand():
+    """At 1 hour a seed and 1 per 1,000 answers, a study of at least 3 seeds and 400 questions: 3 * (1 + 0.5)."""
+    found = cheapest(
+        lambda seeds, questions, draws: seeds >= 3 and questions * draws >= 400,
+        lambda seeds, questions, draws: seeds * (1 + questions * draws / 1000),
+        most_questions=1319,
+        noisy=False,
+    )
+    assert found == Split(3, 500, 1, 4.5)
+    assert cheapest(lambda *_: False, lambda *_: 1.0, 100, noisy=True) is None
