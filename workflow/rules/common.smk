@@ -14,7 +14,7 @@ from aqnpipe.cli.report import PARTIAL
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DeviceError
-from aqnpipe.report.answer import answer_in
+from aqnpipe.report.closing import closing_lines
 from aqnpipe.runtime.run_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
 
@@ -87,10 +87,10 @@ def _is_reported() -> bool:
 
 
 def name_report() -> None:
-    """Print the answer of a finished study and name its report, behind what Snakemake prints after `onsuccess`."""
+    """Print answer and verdicts of a finished study and name its report, behind what Snakemake prints after `onsuccess`."""
     if workflow.scheduler is not None and _is_reported():
-        if answer := answer_in(Path(RESULTS), STUDY.config.report.language):
-            print(answer, file=sys.stderr)
+        for line in closing_lines(Path(RESULTS), STUDY.config.report.language):
+            print(line, file=sys.stderr)
         print(f"report: {RESULTS}/report.html", file=sys.stderr)
 
 

@@ -8,7 +8,7 @@ from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.runtime.jobs import logged_device_job
 
-with logged_device_job(Path(snakemake.log[0]), snakemake.params.device, snakemake.resources.get("devices", 0)):
+with logged_device_job(Path(snakemake.log[0]), snakemake.params.device, snakemake.resources.get("devices", 0)) as say:
     from aqnpipe.diagnosis.stage import diagnose
 
     model = ModelConfig.model_validate(snakemake.params.model)
@@ -23,4 +23,5 @@ with logged_device_job(Path(snakemake.log[0]), snakemake.params.device, snakemak
         attention=model.attention,
         device=snakemake.params.device,
         names=(snakemake.wildcards.model, snakemake.wildcards.machine),
+        say=say,
     )

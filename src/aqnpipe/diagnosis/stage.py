@@ -1,5 +1,7 @@
 """The stages srdd_diagnose and generate_layer_sigmas: they read and write the files of a diagnosis."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 LAYERS_FILE = "layers.parquet"
 VERDICT_FILE = "verdict.json"
+PACE_SECONDS = 10.0
 
 
 def diagnose(
@@ -44,11 +47,12 @@ def diagnose(
     attention: Attention = "eager",
     device: RequestedDevice = "auto",
     names: tuple[str, str] = ("", ""),
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Diagnose the model on `machine` and write layers.parquet and verdict.json, each atomically.
 
     The scans use the first num_prompts questions, the sensitivity at most the first sensitivity_texts. `names`: model
-    and machine in the study, recorded in the verdict.
+    and machine in the study, recorded in the verdict. `say` gets what is probed, every 10 seconds, and the verdict.
     Raises DataError if there are too few questions, ModelError if the layer or site of a fault does not exist or a
     layer outputs NaN or infinity, ReceiptError if a simulated fault changed no value.
     """
@@ -57,7 +61,10 @@ def diagnose(
     tokenizer = load_tokenizer(model_dir)
     prompt_ids = [ids.to(target) for ids in read_prompts(problems, prompt, tokenizer, config.num_prompts)]
     model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
-    diagnosed = diagnose_model(model, prompt_ids, config, faults=machine.faults, weights=model_dir)
+    progress = _paced(lambda line: say(f"{'/'.join(names)}: {line}"))
+    diagnosed = diagnose_model(
+        model, prompt_ids, config, faults=machine.faults, weights=model_dir, show_progress=progress
+    )
     if diagnosed.table is None:
         raise diagnosed.unscanned or ModelError("a diagnosis by all methods gave no table of layers; this is a bug")
     texts = read_texts(problems, prompt, tokenizer, config.sensitivity_texts)
@@ -70,6 +77,20 @@ def diagnose(
         layers_sha256=sha256_of_file(output_dir / LAYERS_FILE),
     )
     write_json(output_dir / VERDICT_FILE, diagnosed.verdict.model_copy(update={"origin": origin}))
+    say(f"{'/'.join(names)}: {diagnosed.verdict.verdict}")
+
+
+def _paced(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that passes the first line on, and then one every 10 seconds: a layer may take a second."""
+    last = -PACE_SECONDS
+
+    def paced(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PACE_SECONDS:
+            last = time.monotonic()
+            say(line)
+
+    return paced
 
 
 def generate_layer_sigmas(

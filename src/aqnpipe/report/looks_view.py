@@ -1,0 +1,31 @@
+"""The looks of a study that adds seeds until its claims are decided: which claims ended at which look."""
+
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.report.claims_view import claim_text
+from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.words import Words
+
+
+def look_table(claims: ClaimsFile, words: Words) -> Table | None:
+    """Return a row per look: its seeds, the claims that ended there, and how many stay open; None without looks."""
+    texts = {claim.comparison_id: claim_text(claim, words) for claim in claims.claims}
+    rows, states = [], dict[str, str]()
+    for look in claims.looks:
+        ended = [claim for claim in look.claims if claim.state not in ("open", states.get(claim.comparison_id))]
+        states = {claim.comparison_id: claim.state for claim in look.claims}
+        shown = [
+            words(
+                "looks.ended",
+                claim=texts.get(claim.comparison_id, claim.comparison_id),
+                state=words(f"looks.state.{claim.state}"),
+            )
+            for claim in ended
+        ]
+        num_open = sum(state == "open" for state in states.values())
+        cells = (
+            *(str(look.look), str(look.seeds)),
+            *(words("list.separator").join(shown) or words("looks.nothing"), str(num_open)),
+        )
+        rows.append(Row(cells))
+    headers = tuple(words(f"looks.column.{name}") for name in ("look", "seeds", "ended", "open"))
+    return Table("looks", words("looks.title"), headers, tuple(rows), 1) if rows else None

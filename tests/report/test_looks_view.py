@@ -1,0 +1,26 @@
+"""Looks of a study that adds seeds, as the page shows them."""
+
+from types import SimpleNamespace
+
+from aqnpipe.report.looks_view import look_table
+from aqnpipe.report.words import load_words
+
+
+def look(number, seeds, **states):
+    claims = [SimpleNamespace(comparison_id=name, state=state) for name, state in states.items()]
+    return SimpleNamespace(look=number, seeds=seeds, claims=claims)
+
+
+def test_a_claim_is_named_at_the_look_where_it_ended():
+    claims = [SimpleNamespace(comparison_id=name, claim=f"claim {name}", claim_zh=None) for name in "ab"]
+    looks = (look(1, 2, a="open", b="open"), look(2, 4, a="supported", b="open"), look(3, 6, a="supported", b="futile"))
+    table = look_table(SimpleNamespace(claims=claims, looks=looks), load_words("en"))
+    assert [row.cells for row in table.rows] == [
+        ("1", "2", "none", "2"),
+        ("2", "4", "claim a (supported)", "1"),
+        ("3", "6", "claim b (stopped, unlikely to be decided)", "0"),
+    ]
+
+
+def test_a_study_with_fixed_seeds_has_no_such_table():
+    assert look_table(SimpleNamespace(claims=(), looks=()), load_words("zh")) is None
