@@ -66,6 +66,9 @@ def test_decode_steps_of_transformers_take_the_host_by_hand(config):
     # The operations take longer than starting them.
     fast = GIVEN.model_copy(update={"rates": RATES.model_copy(update={"host_seconds": 1e-6})})
     assert costs(config, fast)["rollout"] == costs(config)["rollout"]
+    config["arms"] = ["baseline"]
+    del config["comparisons"]
+    config["models"]["base"]["attention"] = "sdpa"
     config["generation"] = {"backend": "vllm"}
     found = costs(config, GIVEN.model_copy(update={"rates": slow}))
     assert found["evaluation"] == costs(config)["evaluation"]
@@ -107,8 +110,8 @@ def test_what_is_not_given_is_counted_or_said_to_be_assumed(config):
     assert re.match(r"prompts of \d\d tokens, counted in the generated questions", estimate.assumed[0])
     assert "upper bound" in estimate.assumed[1]
     real = estimate_study(StudyPlan(load_study_file(Path("config/qwen2.5-7b.yaml"))), Assumptions())
-    # Three arms and three seeds with two checkpoints of adapters: 161 million values in float32.
-    assert real.checkpoint_gigabytes == pytest.approx(3 * 3 * 2 * 0.646, rel=1e-3)
+    # Three arms and three seeds with two checkpoints of 7,616 million weights in float32.
+    assert real.checkpoint_gigabytes == pytest.approx(3 * 3 * 2 * 30.46, rel=1e-3)
     assert real.rates == A100
     assert real.assumed[0] == "prompts of 150 tokens, assumed (--prompt-tokens)"
 
