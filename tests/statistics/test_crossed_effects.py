@@ -171,17 +171,15 @@ def test_more_seeds_are_needed_for_smaller_differences():
     assert None not in needed
     assert 2 <= needed[0] < needed[1] < needed[2] <= MAX_SEEDS_SEARCHED
     for number, distance in zip(needed, (0.1, 0.05, 0.02), strict=True):
-        assert expected_spread(parts, number, 1319).expected_detectable(0.025, 0.8) <= distance
-        assert (
-            expected_spread(parts, max(number - 1, 2), 1319).expected_detectable(0.025, 0.8) > distance or number == 2
-        )
+        assert expected_spread(parts, number, 1319).minimum_detectable(0.025, 0.8) <= distance
+        assert expected_spread(parts, max(number - 1, 2), 1319).minimum_detectable(0.025, 0.8) > distance or number == 2
 
 
 def test_questions_can_be_the_limit():
     parts = VarianceParts(seed=0.0, question=0.2, residual=0.1)
     assert seeds_needed(parts, 200, 0.01, 0.025, 0.8) is None
     number = questions_needed(parts, 3, 0.01, 0.025, 0.8)
-    assert expected_spread(parts, 3, number).expected_detectable(0.025, 0.8) <= 0.01
+    assert expected_spread(parts, 3, number).minimum_detectable(0.025, 0.8) <= 0.01
     assert seeds_needed(parts, number, 0.01, 0.025, 0.8) <= 3
 
 

@@ -80,7 +80,7 @@ def detectable(
     if num_seeds < 2:
         return None
     spread = expected_spread(variances.parts(num_draws, num_arms), num_seeds, num_questions)
-    return 0.0 if spread is None else spread.expected_detectable(alpha / 2, power)
+    return 0.0 if spread is None else spread.minimum_detectable(alpha / 2, power)
 
 
 def cheapest(

@@ -119,22 +119,12 @@ class Spread:
     def minimum_detectable(self, tail: float, power: float) -> float:
         """Smallest true distance from the hypothesis that a one-sided test at level `tail` detects with `power`.
 
-        From the noncentral t distribution, because the standard error is itself an estimate. The mean of an estimated
-        standard error is below the true one. Half of that is corrected, because the quantile, which grows with the
-        share of the rougher part, makes up for the rest: simulated power at the mean printed value, see
-        benchmarks/statistics_power.md.
+        From the noncentral t distribution, because the standard error is itself an estimate. Simulated power at the
+        mean printed value: benchmarks/statistics_power.md.
         """
-        return self._distance(tail, power) * self.standard_error / _mean_root(2 * self.sampling_freedom)
-
-    def expected_detectable(self, tail: float, power: float) -> float:
-        """`minimum_detectable` where the variances are the true ones and not estimates."""
-        return self._distance(tail, power) * self.standard_error
-
-    def _distance(self, tail: float, power: float) -> float:
-        """Return that distance in units of the true standard error."""
         critical, freedom = self.quantile(1 - tail), self.sampling_freedom
         if freedom > _KNOWN_FREEDOM:
-            return critical + float(stats.norm.ppf(power))
+            return (critical + float(stats.norm.ppf(power))) * self.standard_error
 
         def shortfall(distance: float) -> float:
             return power - float(stats.nct.sf(critical, freedom, distance))
@@ -142,7 +132,7 @@ class Spread:
         highest = critical + 1.0
         while shortfall(highest) > 0:
             highest *= 2
-        return float(optimize.brentq(shortfall, 0.0, highest))
+        return float(optimize.brentq(shortfall, 0.0, highest)) * self.standard_error
 
 
 @lru_cache(maxsize=1024)
@@ -163,10 +153,3 @@ def _variance_ratios(degrees_of_freedom: float, largest: float) -> tuple[FloatAr
     shares = weights * roots ** (power - 1)
     ratios = degrees_of_freedom / stats.chi2.ppf(roots**power, degrees_of_freedom)
     return ratios, shares / shares.sum()
-
-
-def _mean_root(freedom: float) -> float:
-    """Mean of the root of chi-squared(f)/f: the mean of an estimated standard error, relative to the true one."""
-    if freedom > _KNOWN_FREEDOM:
-        return 1.0
-    return math.sqrt(2 / freedom) * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
