@@ -4,8 +4,18 @@ import pytest
 import synthetic_study as synthetic
 from pydantic import ValidationError
 
+from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan, plan_of
-from aqnpipe.config.seeds import AdaptiveSeeds
+from aqnpipe.config.seeds import AdaptiveSeeds, Seeds
+from aqnpipe.config.yaml_file import validated
+from aqnpipe.errors import ConfigError
+
+
+class OnlySeeds(FrozenModel):
+    """A study file with nothing but seeds."""
+
+    seeds: Seeds
+
 
 RULE = {"start": 2, "step": 2, "max": 8}
 
@@ -78,3 +88,19 @@ def test_an_equivalence_margin_of_a_superiority_claim_needs_adaptive_seeds():
         synthetic.study(
             comparisons=[comparison(expected=None, test="equivalence", margin=0.1, equivalent_within=0.02)], seeds=RULE
         )
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words"),
+    [
+        (RULE | {"max": 7}, "seeds: max: found 7, expected start plus a multiple of step"),
+        ({"start": 2, "steps": 2, "max": 8}, r"seeds.steps: unknown key \(did you mean step"),
+        ({"start": 1, "max": 8}, "seeds.start: found 1, expected at least 2"),
+        (3, "seeds: found 3, expected a list"),
+        ([], "seeds: found \\[\\], expected at least 1 entries"),
+    ],
+)
+def test_mistakes_in_a_study_file_are_judged_by_the_form_that_was_meant(seeds, words):
+    content = {"seeds": seeds}
+    with pytest.raises(ConfigError, match=words):
+        validated(OnlySeeds, content, "study.yaml")

@@ -1,8 +1,9 @@
 """The training seeds of a study: a fixed list, or a rule by which a study adds seeds until its claims are decided."""
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from aqnpipe.config.base import FrozenModel
 
@@ -53,6 +54,17 @@ class AdaptiveSeeds(FrozenModel):
     def seeds_at(self, look: int) -> int:
         """Return the number of seeds at a look; the first look is 1."""
         return self.start + (look - 1) * self.step
+
+
+def _form(seeds: Any) -> str:
+    """Return the form in which seeds are given, so that mistakes in one are not judged as the other."""
+    return "AdaptiveSeeds" if isinstance(seeds, Mapping | AdaptiveSeeds) else "list"
+
+
+Seeds = Annotated[
+    Annotated[FixedSeeds, Tag("list")] | Annotated[AdaptiveSeeds, Tag("AdaptiveSeeds")], Discriminator(_form)
+]
+"""A list of seeds, or the rule by which they are added."""
 
 
 def seed_numbers(seeds: tuple[int, ...] | AdaptiveSeeds) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.config.noise_names import with_numbered_noises
-from aqnpipe.config.seeds import AdaptiveSeeds, FixedSeeds, seed_numbers
+from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, typed_scalars, validated
@@ -88,7 +88,7 @@ class StudyConfig(_SharedSettings):
     models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
     machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
     arms: tuple[Identifier, ...] = Field(min_length=1)
-    seeds: FixedSeeds | AdaptiveSeeds = Field(
+    seeds: Seeds = Field(
         description="training seeds of every arm, or a rule by which seeds are added until the claims are decided"
     )
     training: TrainingConfig
