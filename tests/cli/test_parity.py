@@ -88,6 +88,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, monkeypatch, capsys, tmp_
     assert not (tmp_path / "a.capture").exists()
 
 
+def test_noise_is_put_on_the_measured_scale(monkeypatch, capsys):
+    settings = ["--first", "dtype=float32,decode=0", "--second", "dtype=bfloat16,decode=0"]
+    assert run(monkeypatch, "parity", "--model", "tiny", *settings, "--sequences", "2", "--tokens", "8") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("noise of 5 %"))
+    # bfloat16 has a relative RMS of 0.2 to 0.3 % on products of a model of this size.
+    assert 15 < float(line.split(" times")[0].split()[-1]) < 30
+
+
 def test_token_ids_from_a_file(monkeypatch, capsys, tmp_path):
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([[5, 6, 7, 8, 9], [10, 11, 12, 13]]))

@@ -49,7 +49,18 @@ def test_the_size_bounds_the_recorded_tokens(captured, tmp_path):
     path = tmp_path / "small.capture"
     write_capture(path, small)
     assert 1 <= small.sample.num_rows < 48
-    assert 1_500_000 < path.stat().st_size <= 2_000_000
+    assert 1_200_000 < path.stat().st_size <= 2_000_000
+
+
+def test_a_replay_fits_into_the_same_size_and_one_in_a_larger_format_has_fewer_tokens(captured, tmp_path):
+    first = captured(max_bytes=2_000_000, max_rows=1000, dtype="bfloat16")
+    for dtype in ("bfloat16", "float32"):
+        second = captured(max_bytes=2_000_000, dtype=dtype, replay=first)
+        write_capture(tmp_path / "second.capture", second)
+        assert (tmp_path / "second.capture").stat().st_size <= 2_000_000
+        rows = second.sample.num_rows
+        assert rows == first.sample.num_rows if dtype == "bfloat16" else rows < first.sample.num_rows
+        assert parity_of(first, second).num_rows == rows
 
 
 def test_a_size_for_not_one_token_is_refused(captured):

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -35,13 +35,9 @@ Score = tuple[float, int]
 class Replay:
     """Puts the results of another capture in the place of every operator's, so that the next is fed those."""
 
-    def __init__(self, other: Capture) -> None:
-        kind = "replay" if other.identity.replay_of else "output"
-        self._values = {
-            name: other.tensor(kind, name)
-            for name, width in other.operators.select("name", "width").iter_rows()
-            if other.tensor(kind, name).shape[1] == width
-        }
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        """`values`: see `replay_values`."""
+        self._values = values
 
     def apply(self, name: str, rows: Tensor, values: Tensor) -> Tensor | None:
         """Return the other capture's rows of an operator."""
@@ -53,6 +49,16 @@ class Replay:
                 f"operator {name} has {found.shape[1]} channels in the replayed capture, {values.shape[1]} here"
             )
         return found[rows].to(values)
+
+
+def replay_values(other: Capture) -> dict[str, Tensor]:
+    """Return the results of a capture by operator, of those that have all their channels in it."""
+    kind = "replay" if other.identity.replay_of else "output"
+    return {
+        name: other.tensor(kind, name)
+        for name, width in other.operators.select("name", "width").iter_rows()
+        if other.tensor(kind, name).shape[1] == width
+    }
 
 
 @dataclass(frozen=True)
@@ -87,21 +93,32 @@ class Passes:
 def scores_of(batch: Batch, first_column: int, logits: Tensor) -> dict[tuple[int, int], Score]:
     """Return the scores of the tokens behind the columns of `logits` [batch, columns, vocabulary]."""
     found: dict[tuple[int, int], Score] = {}
-    for number, (offset, ids) in enumerate(zip(batch.offsets, batch.sequences, strict=True)):
-        columns = [
-            (column, position)
-            for column in range(logits.shape[1])
-            if 1 <= (position := first_column + column - offset + 1) < len(ids)
-        ]
-        if not columns:
-            continue
-        chosen = logits[number, [column for column, _ in columns]].double()
-        targets = torch.tensor([ids[position] for _, position in columns], device=chosen.device)
-        values = chosen.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
-        best = chosen.argmax(-1).tolist()
-        for (_, position), value, predicted in zip(columns, values, best, strict=True):
-            found[batch.first_sequence + number, position] = (value, predicted)
+    for number, offset in enumerate(batch.offsets):
+        sequence = batch.first_sequence + number
+        places = [(sequence, first_column + column - offset) for column in range(logits.shape[1])]
+        found |= score_rows(logits[number], places, {sequence: batch.sequences[number]})
     return found
+
+
+def score_rows(
+    logits: Tensor, places: Sequence[tuple[int, int]], sequences: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
+) -> dict[tuple[int, int], Score]:
+    """Return the scores of the tokens behind those at `places` (sequence, position), from logits [rows, vocabulary].
+
+    Places outside of a sequence are padding.
+    """
+    behind = [
+        (row, (sequence, position + 1))
+        for row, (sequence, position) in enumerate(places)
+        if 0 <= position < len(sequences[sequence]) - 1
+    ]
+    if not behind:
+        return {}
+    chosen = logits[[row for row, _ in behind]].double()
+    targets = torch.tensor([sequences[sequence][position] for _, (sequence, position) in behind], device=chosen.device)
+    values = chosen.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+    scores = zip(values, chosen.argmax(-1).tolist(), strict=True)
+    return {place: score for (_, place), score in zip(behind, scores, strict=True)}
 
 
 def capture(
@@ -119,14 +136,7 @@ def capture(
     check_sequences(sequences, config, int(model.config.vocab_size))
     compared, stale = compare_with_files(model.state_dict(), folder)
     mapped, proven = prove(model)
-    per_row = bytes_per_row(proven, len(mapped.layers), config, replayed=replay is not None)
-    rows = int(_SHARE_OF_LIMIT * config.max_bytes / per_row)
-    sample = (
-        choose_sample([len(ids) for ids in sequences], min(rows, config.max_rows)) if replay is None else replay.sample
-    )
-    if not rows or sample.num_rows > rows:
-        needed = per_row * max(1, sample.num_rows) / _SHARE_OF_LIMIT / 1e6
-        raise ConfigError(f"--max-megabytes {config.max_bytes / 1e6:g}: found too few, expected at least {needed:.0f}")
+    sample = sample_that_fits(proven, len(mapped.layers), config, sequences, replay)
     batches = batches_of(sequences, config.batch_size, config.padding)
     passes = Passes(model, mapped, config, int(getattr(model.config, "pad_token_id", None) or 0))
     started = time.monotonic()
@@ -134,7 +144,7 @@ def capture(
     scores = passes.run(batches, own)
     recorded, replayed, replay_scores = own.finish(), None, {}
     if replay is not None:
-        judged = Recorder(sample, edits=Replay(replay))
+        judged = Recorder(sample, edits=Replay(replay_values(replay)))
         with_rows = [batch for batch in batches if batch.first_sequence < len(sample.lengths)]
         replay_scores = passes.run(with_rows, judged)
         replayed = judged.finish()
@@ -195,16 +205,36 @@ def assemble(
     return Capture(identity, operators, tokens, tensors)
 
 
-def bytes_per_row(proven: dict[str, Recorded], num_layers: int, config: CaptureConfig, *, replayed: bool) -> int:
-    """Return the size of one recorded token, from the operators of a small model of the same kind."""
+def sample_that_fits(
+    proven: Mapping[str, Recorded],
+    num_layers: int,
+    config: CaptureConfig,
+    sequences: Sequence[Sequence[int]],
+    replay: Capture | None,
+) -> Sample:
+    """Return the tokens to record, of a replay the first of its own; ConfigError if not one fits into the file.
+
+    Room is left for a replay, which is larger, so that another site can use the same limit.
+    """
+    per_row = bytes_per_row(proven, num_layers, config)
+    rows = int(_SHARE_OF_LIMIT * config.max_bytes / per_row)
+    if not rows:
+        size = per_row / _SHARE_OF_LIMIT / 1e6
+        raise ConfigError(f"--max-megabytes {config.max_bytes / 1e6:g}: found too few, expected at least {size:.1f}")
+    lengths = [len(ids) for ids in sequences] if replay is None else list(replay.sample.lengths)
+    return choose_sample(lengths, min(rows, config.max_rows) if replay is None else rows)
+
+
+def bytes_per_row(proven: Mapping[str, Recorded], num_layers: int, config: CaptureConfig) -> int:
+    """Return the size of one recorded token in a replay, from the operators of a small model of the same kind."""
     item = 4 if config.dtype == "float32" else 2
     total = 0
     for found in proven.values():
         channels = found.exact.shape[1]
         kept = channels if found.operator.is_wide else found.width
-        own = item * (kept + channels if replayed else kept) + 12 * channels + 4
-        is_first_layer = found.operator.layer == 0
-        total += own * (num_layers if is_first_layer else found.operator.layer is None)
+        # Results of both passes, exact results (8 bytes) with bounds (4), and the size of the input (4).
+        size = item * (kept + channels) + 12 * channels + 4
+        total += size * (num_layers if found.operator.layer == 0 else found.operator.layer is None)
     return total
 
 

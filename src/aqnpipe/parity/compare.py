@@ -246,10 +246,12 @@ def _algorithms(first: dict[str, object], second: dict[str, object]) -> tuple[st
     """Return the algorithm that each side agrees with best; the same for both where that cannot be told apart."""
     shares = [json.loads(str(row["algorithms"])) for row in (first, second)]
     best = [max(found, key=found.get) if found else None for found in shares]
-    if None in best or best[0] == best[1] or shares[0].keys() != shares[1].keys():
+    if None in best or best[0] == best[1]:
         return best[0], best[1]
+    # Only an engine that fuses two operators has the algorithms that fuse them.
     is_clear = all(
-        found[own] - found[others] > _CLEARLY for found, own, others in zip(shares, best, reversed(best), strict=True)
+        found[own] - found.get(others, 0.0) > _CLEARLY
+        for found, own, others in zip(shares, best, reversed(best), strict=True)
     )
     return (best[0], best[1]) if is_clear else (best[0], best[0])
 

@@ -15,11 +15,14 @@ from aqnpipe.parity.capture_file import Capture
 from aqnpipe.parity.compare import Sides
 from aqnpipe.parity.proof import prove
 from aqnpipe.parity.recorder import Recorder
-from aqnpipe.parity.sample import Sample, batches_of
+from aqnpipe.parity.sample import Sample, batches_of, choose_sample
 
 _LM_HEAD = "lm_head"
 _MAX_TOGETHER = 5
 """Kinds of operators that are substituted cumulatively, before all of them."""
+
+_MIN_TOKENS = 32
+"""Tokens on which operators are substituted, at least."""
 
 Errors = Mapping[str, Tensor]
 
@@ -62,21 +65,24 @@ class Substitutions:
     def __init__(self, model: Any, sides: Sides, threads: int) -> None:
         """`model`: the model of the captures in the first side's dtype; `sides` must have the same inputs."""
         sequences = sides.first.sequences
-        self._sample = Sample(tuple(_shared_lengths(sides)))
+        self._errors = _operator_errors(sides)
+        self._kinds = dict(sides.first.operators.select("name", "kind").iter_rows())
+        passes = len(self._different_kinds()) + _MAX_TOGETHER + 1
+        # All passes together cost about as much as one over all tokens.
+        most = max(_MIN_TOKENS, sides.first.identity.num_tokens // passes)
+        self._sample = choose_sample(_shared_lengths(sides), most)
         cut = [sequences[number][:length] for number, length in enumerate(self._sample.lengths)]
         config = CaptureConfig(
             dtype=sides.first.identity.dtype, padding="right", num_decoded=0, threads=threads, batch_size=len(cut)
         )
         self._batches = batches_of(cut, len(cut), "right")
         self._passes = Passes(model, prove(model)[0], config, 0)
-        self._errors = _operator_errors(sides)
-        self._kinds = dict(sides.first.operators.select("name", "kind").iter_rows())
         self._places, self._target, self._head = _token_differences(sides, self._sample)
 
     def measured(self) -> Substitution:
         """Return the effect of every kind of operator alone, and of several together, those with the largest first."""
         clean = self._scores({})
-        kinds = list(dict.fromkeys(self._kinds[name] for name, error in self._errors.items() if bool(error.any())))
+        kinds = self._different_kinds()
         changes = {kind: self._scores(self._of_kinds([kind])) - clean for kind in kinds}
         if bool(self._head.any()):
             changes[_LM_HEAD] = self._head
@@ -86,6 +92,9 @@ class Substitutions:
         groups += [order] if len(order) > 1 else []
         together = tuple(self._row(group, self._together(group) - clean) for group in groups)
         return Substitution(num_tokens=len(self._target), rms=_rms(self._target), alone=alone, together=together)
+
+    def _different_kinds(self) -> list[str]:
+        return list(dict.fromkeys(self._kinds[name] for name, error in self._errors.items() if bool(error.any())))
 
     def _together(self, kinds: Sequence[str]) -> Tensor:
         return self._scores(self._of_kinds(kinds)) + (self._head if _LM_HEAD in kinds else 0.0)

@@ -181,6 +181,8 @@ class Recorder:
         """Return what was recorded, by operator; ModelError unless every sampled token was seen exactly once."""
         for name, (query, key, value, facts) in self._attention.items():
             self._judge_attention(self.operators[name], query, key, value, facts)
+        if not self.operators:
+            raise ModelError("no operator was seen: none of the passes was over the tokens of the capture")
         wanted = torch.arange(self.sample.num_rows)
         for name, found in self.operators.items():
             if not torch.equal(found.seen.sort()[0], wanted):

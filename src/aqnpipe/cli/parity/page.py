@@ -15,6 +15,7 @@ from aqnpipe.cli.parity.show import (
     kind_rows,
     log_probability_lines,
     reasons,
+    scale_lines,
     share_of,
 )
 from aqnpipe.report.svg import render_svg, series_colour
@@ -39,7 +40,7 @@ def page_of(file: ParityFile) -> str:
         rows=kind_rows(file),
         meanings=MEANINGS,
         reasons=reasons(file),
-        log_probabilities=log_probability_lines(file),
+        log_probabilities=[*log_probability_lines(file), *scale_lines(file)],
         pictures=[_verdicts(file), _errors(file)],
         substituted=[]
         if substitution is None

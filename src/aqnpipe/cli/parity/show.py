@@ -37,6 +37,7 @@ def table_of(file: ParityFile) -> list[str]:
         "",
         *reasons(file),
         *log_probability_lines(file),
+        *scale_lines(file),
     ]
     if file.substitution is not None:
         lines += ["", *substitution_lines(file.substitution)]
@@ -97,6 +98,22 @@ def log_probability_lines(file: ParityFile) -> list[str]:
         f"({', '.join(parts)}), 99th percentile {found.p99:.2g}, largest {found.largest:.2g}; "
         f"another token most likely in {100 * found.argmax_changes:.2g} %"
     ]
+
+
+def scale_lines(file: ParityFile) -> list[str]:
+    """Return relative noise of 5 % on matrix products as a multiple of the measured difference; empty if it is zero."""
+    products = [row.relative_rms for row in file.operators if _is_product(row.kind)]
+    typical = _median(products) if products else 0.0
+    if not typical:
+        return []
+    return [
+        f"noise of 5 % on matrix products is {0.05 / typical:.2g} times the difference of theirs here (median relative "
+        f"RMS {typical:.2g})"
+    ]
+
+
+def _is_product(kind: str) -> bool:
+    return kind == "lm_head" or kind.endswith(("_proj", "fc1", "fc2", "dense"))
 
 
 def substitution_lines(found: Substitution) -> list[str]:
