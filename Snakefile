@@ -40,6 +40,8 @@ rule all:
         rules.report.input,
         rules.compare.output,
         rules.compare.input,
+    message:
+        "all results are complete"
 
 
 # Not in the jobs themselves: Snakemake may delete their outputs until it has recorded that they are done.
