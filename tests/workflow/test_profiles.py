@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -66,11 +65,11 @@ def test_every_job_of_the_real_studies_gets_its_devices(profile, arguments, part
     assert jobs["evaluate", requested["evaluate"]] > jobs["train", requested["train"]]
 
 
-@pytest.mark.skipif(shutil.which("sinfo") is not None, reason="a Slurm is installed here")
 @pytest.mark.parametrize("profile", ["a100", "ascend"])
-def test_without_slurm_the_same_command_leases_the_devices_of_the_machine(profile):
+def test_without_slurm_the_same_command_leases_the_devices_of_the_machine(profile, cluster):
     """The hosts of the original runs were containers with eight devices and no scheduler."""
-    jobs = dry_run(profile)
+    (cluster / "sinfo").write_text("#!/bin/sh\nexit 1\n")
+    jobs = dry_run(profile, path=[cluster])
     assert {("train", "devices 8"), ("evaluate", "devices 1, workers 1"), ("diagnose", "devices 1")} == set(jobs)
 
 
