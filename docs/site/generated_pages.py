@@ -40,11 +40,11 @@ def study_keys(schema: Mapping[str, Any]) -> str:
 def examples(folder: Path) -> str:
     """Return a page with the Python files of a folder, each under the first line of its docstring."""
     sections = []
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.stem
         sections.append(
             f"\n## {path.name}\n\n{docstring.splitlines()[0]}\n\n"
-            f"```{{literalinclude}} ../../../examples/{path.name}\n:language: python\n```\n"
+            f"```{{literalinclude}} ../../../examples/{path.relative_to(folder)}\n:language: python\n```\n"
         )
     return _EXAMPLES + "".join(sections)
 

@@ -42,5 +42,5 @@ class _GatheringFirst(OrderedDict[int, Any]):
             super().move_to_end(gathering, last=False)
 
 
-def _gathering(hooks: OrderedDict[int, Any]) -> list[int]:
+def _gathering(hooks: dict[int, Any]) -> list[int]:
     return [key for key, hook in hooks.items() if (getattr(hook, "__module__", None) or "").startswith(_FULLY_SHARD)]

@@ -1,0 +1,70 @@
+"""Noise in a server that a user starts with `vllm serve`: a spec in a file, and a receipt to be fetched.
+
+AQNPIPE_VLLM_NOISE=noise.yaml vllm serve MODEL --enforce-eager --no-enable-prefix-caching \\
+    --worker-extension-cls aqnpipe.generation.vllm.serving.ServedNoise
+
+The plugin installs the noise in every worker when vLLM has warmed it up, before the server answers. A worker in which
+it cannot be installed fails, and the server does not start. `aqnpipe_receipt`, called through vLLM's endpoint
+`/collective_rpc` (VLLM_SERVER_DEV_MODE=1), returns what was measured since the start.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.noise import ErrorModel, LayerIndex, OperatorNoise, OperatorSet
+from aqnpipe.config.yaml_file import load_yaml, validated
+from aqnpipe.errors import ModelError
+from aqnpipe.generation.noisy_passes import PassNoise
+from aqnpipe.generation.vllm.plugin import NOISE_FILE
+from aqnpipe.generation.vllm.worker import NoiseExtension
+
+
+class ServedNoiseFile(FrozenModel):
+    """Content of the file that `AQNPIPE_VLLM_NOISE` names."""
+
+    error: ErrorModel = Field(discriminator="kind")
+    seed: int = Field(default=0, ge=0)
+    operators: OperatorSet = "matmul"
+    layers: tuple[LayerIndex, ...] | None = Field(default=None, description="decoder layers with noise; null: all")
+    include_lm_head: bool = True
+
+    def as_pass(self, source: str) -> PassNoise:
+        """Return the noise of the server as that of one evaluation pass; ConfigError if it is none."""
+        content = {**self.model_dump(mode="json", exclude={"seed"}), "phases": ["evaluation"], "attention": "fused"}
+        return PassNoise(operator_noise=validated(OperatorNoise, content, source), noise_seed=self.seed)
+
+
+class ServedNoise(NoiseExtension):
+    """Methods for the workers of a server (`--worker-extension-cls`); `self` is the worker."""
+
+    _aqnpipe_steps: int
+
+    def aqnpipe_serve(self: Any, path: str) -> None:
+        """Install the noise in the file at `path`. Raises ConfigError or ModelError in one line if it cannot be."""
+        if not self.model_config.enforce_eager:
+            raise ModelError(f"{NOISE_FILE}: compiled code would run without the noise, expected --enforce-eager")
+        if self.cache_config.enable_prefix_caching:
+            raise ModelError(
+                f"{NOISE_FILE}: requests would share the noise of a cached prefix, expected --no-enable-prefix-caching"
+            )
+        noise = load_yaml(Path(path), ServedNoiseFile).as_pass(path)
+        self._aqnpipe_steps = 0
+        _raise(self.aqnpipe_begin_pass(noise.model_dump(mode="json")))
+        _raise(self.aqnpipe_begin_batch({"seed": noise.noise_seed, "step": 0}))
+
+    def aqnpipe_receipt(self: Any) -> dict[str, Any]:
+        """Return the receipt since the start, and its problems; what is answered later has further noise."""
+        current = self._aqnpipe_pass
+        self.aqnpipe_end_batch()
+        receipt = current.recorder.receipt()
+        self._aqnpipe_steps += 1
+        _raise(self.aqnpipe_begin_batch({"seed": current.noise.noise_seed, "step": self._aqnpipe_steps}))
+        return {"rank": self.rank, "problems": receipt.problems(), "receipt": receipt.model_dump(mode="json")}
+
+
+def _raise(reply: dict[str, Any]) -> None:
+    if "model_error" in reply:
+        raise ModelError(reply["model_error"])
