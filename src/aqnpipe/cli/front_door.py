@@ -114,6 +114,7 @@ def _studies_of_profile(name: str) -> list[Path]:
 def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from _design_problems(study, source)
     yield from _dataset_problems(study, source)
+    yield from _reward_problems(study, source)
     yield from _chat_template_problems(study, source)
     yield from _checkpoint_problems(study, source)
     published = study.config.statistics.published
@@ -146,6 +147,20 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
             load_problems(dataset, split)
     except DataError as error:
         yield f"{source}: dataset: {error}"
+
+
+def _reward_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield rewards whose function cannot be imported."""
+    training = study.config.training
+    if training is None or not training.rewards:
+        return
+    from aqnpipe.data.rewards import refuse_unusable
+
+    for index, reward in enumerate(training.rewards):
+        try:
+            refuse_unusable(reward)
+        except ConfigError as error:
+            yield f"{source}: training.rewards.{index}.function: {error}"
 
 
 def _chat_template_problems(study: Study, source: str) -> Iterator[str]:

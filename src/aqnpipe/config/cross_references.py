@@ -72,10 +72,10 @@ def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
     problem = unfit_scorer(study.evaluation.primary_scorer, answers)
     if problem is not None:
         yield f"{source}: evaluation.primary_scorer: {problem}"
-    if study.training is not None and answers in ("text", "choice"):
+    if study.training is not None and not study.training.rewards and answers in ("text", "choice"):
         yield (
-            f"{source}: dataset.answer_format: found {answers}, expected gsm8k, number or boxed: the reward of "
-            "training is for the number behind ####"
+            f"{source}: dataset.answer_format: found {answers}, expected gsm8k, number or boxed, or "
+            "training.rewards: the usual reward is for the number behind ####"
         )
 
 

@@ -1,5 +1,6 @@
 """The jobs of a study: their files, steps and parameters, as the workflow needs them."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault
 from aqnpipe.config.run import EvaluationSpec, LossStudySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
+from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
 
 
@@ -182,6 +184,14 @@ class StudyPlan:
         stats = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).iterdir())
         return repr(stats)
 
+    @cached_property
+    def _planned_training(self) -> TrainingConfig:
+        """The settings of training, with the digests of rewards of the user's own."""
+        training = self.study.config.training
+        if training is None:
+            raise RuntimeError("a study of checkpoints has no training; this is a bug")
+        return training.model_copy(update={"rewards": tuple(reward.planned() for reward in training.rewards)})
+
     def training_spec(self, arm: str, seed: int) -> dict[str, Any]:
         """Return the parameters of a training job (`TrainingSpec` as plain data)."""
         config, role = self.study.config, self.study.arms[arm].model
@@ -197,7 +207,7 @@ class StudyPlan:
             attention=config.models[role].attention,
             prompt=config.prompt,
             generation=config.generation,
-            training=config.training,
+            training=self._planned_training,
         ).model_dump(mode="json")
 
     def evaluation_spec(self, *, model: str, arm: str, seed: str, step: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.evaluation import Scorer
+from aqnpipe.config.own_code import OwnFunction, source_digest
 
 ReportTo = Literal["tensorboard", "wandb"]
 
@@ -34,6 +36,34 @@ class LoraConfig(FrozenModel):
         return self
 
 
+class Reward(FrozenModel):
+    """One reward of a response: 1 where a scorer finds it right, or what a function of a user's own returns.
+
+    `source_sha256`: digest of the function's source, set when a run is planned.
+    """
+
+    scorer: Scorer | None = Field(default=None, description="1 if this scorer finds the response right, else 0")
+    function: OwnFunction | None = Field(
+        default=None, description="package.module:function of (response, gold_answer), which returns a number"
+    )
+    weight: float = Field(default=1.0, description="factor of this reward in the sum of all")
+    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
+
+    @model_validator(mode="after")
+    def _is_one_reward(self) -> Self:
+        if (self.scorer is None) == (self.function is None):
+            raise ValueError("expected either scorer or function")
+        if self.weight == 0:
+            raise ValueError("weight: found 0, expected a factor that has an effect")
+        return self
+
+    def planned(self) -> "Reward":
+        """Return this reward with the digest of its source; ConfigError if there is none."""
+        return (
+            self if self.function is None else self.model_copy(update={"source_sha256": source_digest(self.function)})
+        )
+
+
 class TrainingConfig(FrozenModel):
     """Hyper-parameters of GRPO with a token-mean loss and no entropy bonus."""
 
@@ -53,6 +83,9 @@ class TrainingConfig(FrozenModel):
         description="after warm-up: constant (as published), or linear decay to 0 at the last step",
     )
     warmup_steps: int = Field(default=0, ge=0, description="optimiser steps over which the learning rate rises from 0")
+    rewards: tuple[Reward, ...] = Field(
+        default=(), description="rewards of a response, added up; empty: 1 if the scorer strict finds it right, else 0"
+    )
     kl_coefficient: float = Field(default=0.001, ge=0, description="beta, the weight of the KL from the initial policy")
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)

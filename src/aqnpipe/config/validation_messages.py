@@ -16,7 +16,10 @@ _LISTED = ", expected one of "
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 FOLDER_PATTERN = r"^/?[A-Za-z0-9_]([\w ./+@-]*[\w./+@-])?$"
 
+FUNCTION_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+
 _PATTERNS = {
+    FUNCTION_PATTERN: "a function as package.module:function",
     IDENTIFIER_PATTERN: "a name of letters, digits, `_`, `.` and `-` that begins with a letter or digit",
     FOLDER_PATTERN: "a folder below this one or an absolute path, of letters, digits, spaces and `_.-+@/`",
     r"^[\w.-]+/[\w.-]+$": "an id of the form owner/name",

@@ -22,6 +22,7 @@ from aqnpipe.data.prompts import (
     prompt_token_ids,
     tokenize_prompts,
 )
+from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.device import local_device_index, resolve_device, torch_device
 from aqnpipe.errors import NoRewardError, ReceiptError, RunInterruptedError, WorkerError
@@ -140,6 +141,21 @@ def reward_correct(
     ]
 
 
+def reward_function(spec: TrainingSpec) -> Callable[..., list[float]]:
+    """Return the reward of a run, in the form that TRL calls."""
+    rewards = spec.training.rewards
+    if not rewards:
+        return reward_correct
+
+    def reward_weighted(
+        completions: list[str], gold_answer: list[str], stop_text: list[str | None], **_: Any
+    ) -> list[float]:
+        texts = [end_of_response(text, stop) for text, stop in zip(completions, stop_text, strict=True)]
+        return weighted_rewards(rewards, texts, gold_answer)
+
+    return reward_weighted
+
+
 def _build_trainer(
     spec: TrainingSpec,
     inputs: TrainingInputs,
@@ -172,7 +188,7 @@ def _build_trainer(
         rollouts=audit.engine(rollouts),
         prompt_format=spec.prompt,
         model=model,
-        reward_funcs=reward_correct,
+        reward_funcs=reward_function(spec),
         args=grpo_arguments(spec, workspace.folder, device),
         train_dataset=dataset,
         processing_class=tokenizer,

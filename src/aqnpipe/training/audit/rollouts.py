@@ -1,6 +1,7 @@
 """Audit of rollouts: prompts in the order of the run's seed, completions graded again, tokens drawn again."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from aqnpipe.artifacts.training_facts import DRAWS
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -67,6 +69,7 @@ class RolloutAudit:
         self.rollouts = 0
         self.completions = 0
         self.correct: list[int] = []
+        self.mean_reward = 0.0
         self.differing_groups = 0
         self.prompts_sha256 = ""
         self._spec = spec
@@ -119,12 +122,14 @@ class RolloutAudit:
             self._choices = None
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         golds = [self._questions.golds[question] for question in share]
-        rewards = grading.rewards(texts, golds, self._spec.prompt.stop_text)
+        rewards = self._rewards(texts, golds)
         size = self._spec.training.rollouts_per_prompt
         of_group = grading.advantages(rewards, size)
         differing = sum(len({*rewards[start : start + size]}) > 1 for start in range(0, len(rewards), size))
-        every = gathered((sum(map(len, responses)), round(sum(rewards)), len(rewards), differing))
+        rewarded = sum(reward > 0 for reward in rewards)
+        every = gathered((sum(map(len, responses)), rewarded, len(rewards), differing))
         tokens, correct, rows, groups = (sum(values) for values in zip(*every, strict=True))
+        self.mean_reward = math.fsum(gathered(math.fsum(rewards))) / rows
         self.rollouts += 1
         self.completions += rows
         self.correct.append(correct)
@@ -146,11 +151,13 @@ class RolloutAudit:
         ]
         return RolloutBook(completed, tokens / workers)
 
-    @property
-    def mean_reward(self) -> float:
-        """Mean reward of the last rollout, on all workers."""
-        rows = self._spec.training.sequences_per_step * self._spec.training.steps_per_rollout
-        return self.correct[-1] / rows if self.correct else 0.0
+    def _rewards(self, texts: Sequence[str], golds: Sequence[str]) -> list[float]:
+        """Return the rewards of completions again: by code of the audit's own, or by the study's own functions."""
+        stop, own = self._spec.prompt.stop_text, self._spec.training.rewards
+        if not own:
+            return grading.rewards(texts, golds, stop)
+        cut = [text if stop is None else text.partition(stop)[0] for text in texts]
+        return weighted_rewards(own, cut, golds)
 
     def _share(self, rank: int, workers: int) -> list[int]:
         whole = questions_of_rollout(len(self._questions.ids), self.rollouts, self._spec)

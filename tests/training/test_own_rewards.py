@@ -1,0 +1,58 @@
+"""A run with rewards of its own: trained with them, and graded again with the same function."""
+
+import json
+
+import pytest
+from tiny_training import run, training_spec, write_inputs
+
+from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
+from aqnpipe.config.own_code import source_digest
+from aqnpipe.errors import ReceiptError
+
+SOURCE = """
+import itertools
+
+calls = itertools.count()
+
+def length(response, gold_answer):
+    return len(response) / 100
+
+def moody(response, gold_answer):
+    return float(next(calls))
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, make_model):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_a_run.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
+    return "rewards_of_a_run"
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_its_own_rewards_and_records_their_source(inputs, tmp_path, module):
+    digest = source_digest(f"{module}:length")
+    rewards = [
+        {"function": f"{module}:length", "weight": 2.0, "source_sha256": digest},
+        {"scorer": "last_number", "weight": 0.5},
+    ]
+    folder = run(training_spec(rewards=rewards), inputs, tmp_path / "run")
+    record = read_json(folder / "run.json", RunRecord)
+    assert record.config["training"]["rewards"][0]["source_sha256"] == digest
+    metrics = read_table(folder / "metrics.parquet", TrainingMetrics)
+    # A length over 100, twice, is no multiple of the half that a right number gives.
+    assert any(reward % 0.5 for reward in metrics["reward_mean"].to_list())
+    assert json.loads((folder / "run.json").read_text())["config"]["training"]["rewards"][1]["scorer"] == "last_number"
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_not_the_same_when_graded_again_is_refused(inputs, tmp_path, module):
+    with pytest.raises(ReceiptError, match="graded again give"):
+        run(training_spec(rewards=[{"function": f"{module}:moody"}]), inputs, tmp_path / "run")
