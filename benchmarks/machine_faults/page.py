@@ -11,6 +11,7 @@ from machine_faults.limits import reason_for
 from machine_faults.observe import OBSERVABLE
 
 TARGETS = {"found": 0.95, "abstained": 0.02, "forwards": 25.0}
+LEAST_HEALTHY = 300
 _IDENTITY = ["group", "name", "architecture", "dtype", "seed", "layer"]
 _FLAGS = ("permanent", "observable", "layer_right", "operation_right", "device_wide", "restored")
 
@@ -61,18 +62,19 @@ def _head(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "16 decoded tokens with the cache, a batch of 576 rows, 5 tokens; gradients for backward faults) by more than "
         f"{OBSERVABLE:g} times the spread of healthy re-orderings. It is found if the report names its layer, or the "
         "device as a whole for faults that every layer shares, and its operation. No wide model and no accelerator "
-        f"was measured.{_unfinished(faults)}"
+        f"was measured.{_unfinished(faults, healthy)}"
     )
 
 
-def _unfinished(faults: pl.DataFrame) -> str:
+def _unfinished(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
     """Return which part of the catalogue has no row yet; empty if all has been measured."""
-    missing = len(FAULTS) - faults["name"].n_unique()
-    if not missing:
+    missing, runs = len(FAULTS) - faults["name"].n_unique(), healthy.height
+    if not missing and runs >= LEAST_HEALTHY:
         return ""
     return (
-        f" The run was interrupted: {missing} of {len(FAULTS)} faults were not diagnosed. Cases run in random order, "
-        "so that the rows are a sample of all groups; the same command runs the rest."
+        f" The run was interrupted: {missing} of {len(FAULTS)} faults were not diagnosed, and {runs} healthy runs were "
+        f"made, expected at least {LEAST_HEALTHY}. Cases run in random order, so that the rows are a sample of all "
+        "groups; the same command runs the rest."
     )
 
 
