@@ -15,7 +15,7 @@ from aqnpipe.config.model import Attention, Dtype
 CAPTURE_FORMAT = 1
 """Version of the files; a file of another version is refused."""
 
-Backend = Literal["transformers"]
+Backend = Literal["transformers", "vllm"]
 
 
 class CaptureIdentity(Artifact):

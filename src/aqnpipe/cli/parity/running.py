@@ -12,6 +12,7 @@ from aqnpipe.cli.diagnose.options import usable_device
 from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.errors import ConfigError
+from aqnpipe.generation.vllm.requirements import check_vllm
 
 if TYPE_CHECKING:
     from aqnpipe.parity.capture_file import Capture
@@ -89,6 +90,11 @@ def make_capture(
     config = config_of(side, bounds)
     device = usable_device(side.device)
     source = find_model(model, side.dtype, side.attention, random_weights=False)
+    if side.backend == "vllm":
+        check_vllm(kind := device.type)  # type: ignore[arg-type]
+        from aqnpipe.parity.vllm.capture import capture_vllm
+
+        return capture_vllm(source.folder, model, sequences, config, kind, replay)  # type: ignore[arg-type]
     before = torch.get_num_threads()
     torch.set_num_threads(side.threads)
     try:

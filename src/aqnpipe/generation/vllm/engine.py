@@ -274,6 +274,13 @@ class VllmEngine:
         has_ended = token_ids[-1] == self._end_token or (stop is not None and stop.is_complete(token_ids))
         return Completion(token_ids, "stop" if has_ended else "length", log_probabilities)
 
+    def call_workers(self, method: str, *args: object) -> list[Mapping[str, Any]]:
+        """Call a method of the worker extension on every worker; arguments and replies are plain data.
+
+        Raises ModelError or ReceiptError for a user's mistake that a worker reports.
+        """
+        return self._call(method, *args)
+
     def _call(self, method: str, *args: object) -> list[Mapping[str, Any]]:
         replies: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
         for reply in replies:

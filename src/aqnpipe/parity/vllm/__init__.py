@@ -1,0 +1,1 @@
+"""Captures of vLLM: its workers record the operators, by their names in transformers."""
