@@ -249,7 +249,7 @@ def test_kl_gets_decades_where_a_peak_would_hide_the_rest(peak, labels):
         validation_accuracy=pl.lit(None, pl.Float64),
     )
     kl = str(training_panels(runs, [SeriesKey("E5", 1)], load_words("en"))[1].svg)
-    assert (re.search(r">0\.01</text>.*>10</text>|>10</text>.*>0\.01</text>", kl) is not None) is labels
+    assert (re.search(r">0\.1</text>.*>100</text>|>100</text>.*>0\.1</text>", kl) is not None) is labels
 
 
 @pytest.mark.parametrize(
