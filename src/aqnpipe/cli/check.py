@@ -108,7 +108,7 @@ def _memory(plan: StudyPlan, gigabytes: float | None, prompt_tokens: float | Non
     if available is None:
         return []
     named = {"cuda": "an A100 80 GB", "npu": "an Ascend 910C"}
-    device = named[requested] if gigabytes is None else "a device with --memory"
+    device = named[requested] if gigabytes is None else "the given device"
     return memory_lines(plan, device, available, prompt_tokens or USUAL_PROMPT_TOKENS)
 
 
