@@ -2,8 +2,8 @@
 
 `OMP_NUM_THREADS=1 python benchmarks/statistics_power.py` writes statistics_power.csv and prints the tables of
 statistics_power.md. A simulated study has several arms and seeds. The probability of a correct answer depends on the
-question (the same for all arms), on the interaction of arm and question, and on the run, which shifts the accuracy of all
-its answers; a share of the variance between runs belongs to the seed and is the same in all arms. Arms that are not
+question (the same for all arms), on the interaction of arm and question, and on the run, which shifts the accuracy of
+all its answers; a share of the variance between runs belongs to the seed and is the same in all arms. Arms that are not
 compared enter by their means, drawn from the normal distribution that the means of their answers have.
 """
 
@@ -191,13 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--studies", type=int, default=500, help="simulated studies per design of the grid")
     parser.add_argument("--part", choices=("equal", "scatter", "power", "detectable"), action="append")
+    parser.add_argument("--seeds", type=int, action="append", help="only designs with this number of seeds")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     parts = arguments.part or ["power", "detectable", "scatter", "equal"]
     with arguments.csv.open("a", newline="") as stream:
         writer = csv.writer(stream)
         for part in parts:
-            for design, found in _simulated(part, arguments.studies):
+            for design, found in _simulated(part, arguments.studies, arguments.seeds or [2, 3, 5, 10]):
                 for name, value in found.items():
                     writer.writerow([part, *asdict(design).values(), name, f"{value:.4f}"])
                 stream.flush()
@@ -206,20 +207,21 @@ def main() -> None:
                 sys.stdout.flush()
 
 
-def _simulated(part: str, number: int) -> Iterator[tuple[Design, dict[str, float]]]:
+def _simulated(part: str, number: int, seeds: list[int]) -> Iterator[tuple[Design, dict[str, float]]]:
     if part == "power":
-        for design in power_designs():
+        for design in (design for design in power_designs() if design.num_seeds in seeds):
             yield design, rates(design, 2 * number, seed=7)
         return
     if part == "detectable":
-        for k in (2, 3, 5, 10):
+        for k in seeds:
             for n in (200, 1319):
                 design = Design(k, n, 2.0, 0.5)
                 printed = mean_detectable(design, number, seed=11)
                 at_printed = Design(k, n, 2.0, 0.5, effect=printed)
                 yield at_printed, {"printed": printed, "power": rates(at_printed, 2 * number, seed=12)["pair 0.05"]}
         return
-    for design in grid((4, 12, 34), 3.0) if part == "scatter" else grid((2, 4, 12, 34), 1.0):
+    designs = grid((4, 12, 34), 3.0) if part == "scatter" else grid((2, 4, 12, 34), 1.0)
+    for design in (design for design in designs if design.num_seeds in seeds):
         yield design, rates(design, number, seed=5)
 
 
