@@ -116,7 +116,7 @@ def test_split_sums_in_random_order_are_healthy_and_named(
 
 def test_a_site_without_a_known_answer_is_named_where_repeats_cannot_be_compared(on_device):
     """The probability of a miss was divided by the calls of such a site, of which there are none."""
-    model = tiny_model_of("starcoder2")
+    model = tiny_model_of("mixtral")
     on_device(linear=split_k(parts_in_float32=False, shuffle=True))
     result = run_exact(model, CONFIG)
     assert judge(result, None, CONFIG).verdict == "healthy"
