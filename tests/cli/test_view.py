@@ -11,6 +11,8 @@ import synthetic_study
 from checksum_files import write_parquet_with_checksum
 from typer.testing import CliRunner
 
+from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.cli.main import app
 from aqnpipe.cli.view import open_server
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
@@ -148,3 +150,18 @@ def test_mistakes_are_one_line(results, tmp_path, get):
     assert get("/question/none")[0] == get("/claim/none")[0] == 404
     runner = CliRunner()
     assert runner.invoke(app, ["view", str(results), "--language", "fr"]).exit_code == 2
+
+
+def test_the_study_s_scorer_and_the_names_of_its_noises_are_those_of_its_records(tmp_path):
+    settings = {"noises": {"fp4": {}, "bias": {}}, "primary_scorer": "boxed"}
+    study = synthetic_study.study(arms=["baseline"], comparisons=[])
+    source = synthetic_study.write_study(tmp_path / "made", study, 4).evaluations[0]
+    folder = tmp_path / "eval" / "base" / "baseline" / "seed0"
+    folder.mkdir(parents=True)
+    (folder / "step1.parquet").write_bytes(source.table.read_bytes())
+    assert (Responses(tmp_path).primary_scorer, Responses(tmp_path).noise_names()) == ("strict", {})
+    record = read_json(source.record, RunRecord)
+    write_json(folder / "step1.run.json", record.model_copy(update={"config": {"evaluation": settings}}))
+    responses = Responses(tmp_path)
+    assert responses.primary_scorer == "boxed"
+    assert responses.noise_names() == {1.0: "fp4", 2.0: "bias"}

@@ -89,7 +89,7 @@ def _is_reported() -> bool:
 def name_report() -> None:
     """Print answer and verdicts of a finished study and name its report, behind what Snakemake prints after `onsuccess`."""
     if workflow.scheduler is not None and _is_reported():
-        for line in closing_lines(Path(RESULTS), STUDY.config.report.language):
+        for line in closing_lines(Path(RESULTS), STUDY.config.report.language, STUDY.config.evaluation.noise_names()):
             print(line, file=sys.stderr)
         print(f"report: {RESULTS}/report.html", file=sys.stderr)
 

@@ -36,7 +36,7 @@ def export(
     folder = output or Path(plan.results) / PAPER
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output {folder}: found a file, expected a folder")
-    words = load_words(plan.study.config.report.language)
+    words = load_words(plan.study.config.report.language, plan.study.config.evaluation.noise_names())
     written = export_paper(plan.study, read_inputs(inputs), words, folder, *wanted)
     typer.echo(f"export: {len(written)} files in {folder}")
 

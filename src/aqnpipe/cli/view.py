@@ -48,7 +48,7 @@ def open_server(
     if not results.is_dir():
         raise ConfigError(f"{results}: no such folder, expected the results folder of a study")
     responses = Responses(results)
-    pages = ResponsePages(responses, load_words(language), scorer or responses.primary_scorer)
+    pages = ResponsePages(responses, load_words(language, responses.noise_names()), scorer or responses.primary_scorer)
     handler = type("Handler", (_Handler,), {"pages": pages, "report": results / "report.html"})
     try:
         return http.server.ThreadingHTTPServer((LOOPBACK, port), handler)

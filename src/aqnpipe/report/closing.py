@@ -1,6 +1,7 @@
 """What the terminal shows when a study is finished: its answer, and the verdicts with their differences."""
 
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
 
 from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
@@ -16,12 +17,15 @@ MAX_CLAIMS = 20
 """Verdicts shown; the decided ones come first, and the others are counted."""
 
 
-def closing_lines(results: Path, language: Language) -> list[str]:
-    """Return the lines for the terminal; none without claims. Raises DataError if the claims are damaged."""
+def closing_lines(results: Path, language: Language, noises: Mapping[float, str]) -> list[str]:
+    """Return the lines for the terminal; none without claims. Raises DataError if the claims are damaged.
+
+    `noises`: names of the study's named noises by level.
+    """
     path = results / "claims.json"
     if not path.is_file():
         return []
-    claims, words = read_json(path, ClaimsFile), load_words(language)
+    claims, words = read_json(path, ClaimsFile), load_words(language, noises)
     answer = answer_text(claims, words)
     return [
         *([] if answer is None else [visible(answer)]),

@@ -5,11 +5,11 @@ The files are read as they lie; the stages have verified them. Only the rows of 
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import polars as pl
 from markupsafe import Markup, escape
@@ -20,7 +20,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.evaluation import Scorer
-from aqnpipe.data.scoring import SCORERS
+from aqnpipe.data.scoring import scorers_with
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.report.text import visible
 
@@ -84,10 +84,20 @@ class Responses:
     @property
     def primary_scorer(self) -> Scorer:
         """The scorer of the study, from the record of an evaluation; `strict` if there is none."""
+        named = self._settings.get("primary_scorer")
+        return next((scorer for scorer in get_args(Scorer) if scorer == named), "strict")
+
+    def noise_names(self) -> dict[float, str]:
+        """Return the names of the named noises by level, from the record of an evaluation."""
+        names = self._settings.get("noises")
+        return {float(place): name for place, name in enumerate(names, 1)} if isinstance(names, dict) else {}
+
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        """The settings of the evaluations, from the record of one; empty without a record."""
         record = self.checkpoints[0].path.with_suffix(".run.json")
-        settings = read_json(record, RunRecord).config.get("evaluation", {}) if record.exists() else {}
-        named = settings.get("primary_scorer") if isinstance(settings, dict) else None
-        return next((scorer for scorer in SCORERS if scorer == named), "strict")
+        settings = read_json(record, RunRecord).config.get("evaluation") if record.exists() else None
+        return settings if isinstance(settings, dict) else {}
 
     @property
     def arms(self) -> list[str]:
@@ -188,9 +198,9 @@ def differing(text: str, reference: str) -> Markup:
     return Markup("").join(parts)
 
 
-def scorer_columns() -> Iterator[tuple[str, str, str]]:
-    """Yield (scorer, column of its answer, column of its verdict)."""
-    for scorer in SCORERS:
+def scorer_columns(primary: Scorer) -> Iterator[tuple[str, str, str]]:
+    """Yield (scorer, column of its answer, column of its verdict); `primary` is the study's."""
+    for scorer in scorers_with(primary):
         yield scorer, f"answer_{scorer}", f"correct_{scorer}"
 
 

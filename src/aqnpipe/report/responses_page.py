@@ -110,8 +110,8 @@ class ResponsePages:
         headers = (
             words("column.id"),
             words("column.question"),
-            words("view.only", side=_side(row, "treatment")),
-            words("view.only", side=_side(row, "control")),
+            words("view.only", side=self._side(row, "treatment")),
+            words("view.only", side=self._side(row, "control")),
         )
         rows = [
             self._row(one.question_id, one.question, [str(one.only_treatment), str(one.only_control)], sides)
@@ -157,13 +157,16 @@ class ResponsePages:
             "text": differing(row["response"], reference),
             "answers": [
                 {"scorer": scorer, "text": row[answer] or numbers.MISSING, "correct": row[correct]}
-                for scorer, answer, correct in scorer_columns()
+                for scorer, answer, correct in scorer_columns(self._responses.primary_scorer)
             ],
         }
 
     def _row(self, name: str, question: str, cells: list[str], arms: Sequence[str] = ()) -> dict[str, Any]:
         query = f"?{urlencode([('arm', arm) for arm in dict.fromkeys(arms)])}" if arms else ""
         return {"link": f"/question/{quote(name, safe='')}{query}", "name": name, "question": question, "cells": cells}
+
+    def _side(self, row: Mapping[str, Any] | None, side: str) -> str:
+        return f"{row[side]} {self._words.level(row[f'{side}_level'])}" if row else side
 
     def _render(self, title: str, **content: Any) -> str:
         empty: dict[str, Any] = {"message": "", "query": "", "claims": [], "listed": None, "asked": None}
@@ -184,7 +187,3 @@ def _first(query: Query, name: str) -> str:
 
 def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-
-
-def _side(row: Mapping[str, Any] | None, side: str) -> str:
-    return f"{row[side]} {numbers.level(row[f'{side}_level'])}" if row else side
