@@ -28,13 +28,14 @@ def test_the_table_names_every_claim_and_the_impossible_figure(check):
     assert (code, errors) == (0, "")
     assert "NO: between 89.46 and 89.54" in output
     assert "1 of 50 accuracies are impossible" in output
-    assert "26 claims: 1 supported" in output
+    assert "26 claims: 17 not shown, 9 invalid" in output
     assert max(map(len, output.splitlines())) <= 160
 
 
 def test_json_is_the_artifact(check):
     found = PublishedCheck.model_validate(json.loads(check(PUBLISHED, "--json")[1]))
-    assert found.claims[0].verdict == "supported"
+    assert found.claims[0].verdict == "not_shown"
+    assert found.claims[0].p_holm < 0.05 < found.claims[0].p_run_to_run_holm
     assert load_words("zh").all_of(found.claims[0].statements).startswith("E5 对 baseline：−8.72 个百分点")
 
 

@@ -33,7 +33,7 @@ def test_a_requested_backend_is_used(backend):
     assert choice.chosen_backend(GenerationConfig(backend=backend), "eager", CPU) == backend
 
 
-@pytest.mark.parametrize(("device", "command"), [(CPU, "make vllm"), (GPU, r"pip install 'aqnpipe\[vllm\]'")])
+@pytest.mark.parametrize(("device", "command"), [(CPU, "make vllm"), (GPU, "make setup DEVICE=cuda")])
 def test_vllm_requested_but_missing_is_one_line_with_the_remedy(monkeypatch, device, command):
     monkeypatch.setattr(requirements, "is_vllm_installed", lambda: False)
     with pytest.raises(ModelError, match=f"not installed here: {command}") as refused:

@@ -20,8 +20,11 @@ from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 _MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm", "mantissa", "integer", "accumulator")
 """Probes in order of how much their mismatch reveals about the type: known answers over a wide range come first."""
 
-_LEAST_INFORMATIVE = ("repeat", "monomial")
+_LEAST_INFORMATIVE = ("chain", "repeat", "monomial")
 """Probes that compare the device with itself; those of neither list stand between."""
+
+_NOT_COUNTED = ("chain", "monomial")
+"""Probes whose elements say nothing of a rate: one compares an output with its next reading, one permutes rows."""
 
 _ROUNDINGS = 4.0
 """Tolerance of explanations in roundings: both the fault and its difference from the expected value are rounded."""
@@ -210,10 +213,10 @@ def _spike_rate(evidence: Sequence[Check], all_checks: Sequence[Check], num_chan
     changed = sum(
         int(differs(check.mismatch.expected, check.mismatch.observed).sum())
         for check in evidence
-        if check.probe != "monomial" and check.mismatch
+        if check.probe not in _NOT_COUNTED and check.mismatch
     )
     kept = min(num_channels, max((check.mismatch.expected.shape[1] for check in evidence if check.mismatch), default=1))
-    seen = kept * sum(check.elements_per_channel for check in all_checks if check.probe != "monomial")
+    seen = kept * sum(check.elements_per_channel for check in all_checks if check.probe not in _NOT_COUNTED)
     if not seen or changed > seen:
         return Mark("spike")
     interval = stats.binomtest(changed, seen).proportion_ci(0.95, "exact")
