@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "config", "benchmarks", "examples")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RUNNING.md", "docs", "config", "benchmarks", "examples")
 needs_sphinx = pytest.mark.skipif(
     importlib.util.find_spec("myst_parser") is None, reason="needs Sphinx: pip install 'aqnpipe[docs]'"
 )

@@ -281,8 +281,8 @@ def test_a_folder_may_have_a_space(tmp_path):
     folder = tmp_path / "my clone"
     checkout = new_checkout(folder)
     (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
-    (folder / "my study.yaml").write_text((folder / STUDY).read_text())
-    command = [folder / ".venv" / "bin" / "python", "-m", "snakemake", "--configfile", "my study.yaml"]
+    (folder / "config" / "my study.yaml").write_text((folder / STUDY).read_text())
+    command = [folder / ".venv" / "bin" / "python", "-m", "snakemake", "--configfile", "config/my study.yaml"]
     run = subprocess.run(
         [*command, "--until", "prepare_data"],
         cwd=folder,

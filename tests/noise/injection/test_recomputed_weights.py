@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, RelativeGaussian
+from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.injection.recomputed_weights import RecomputedWeights
@@ -90,5 +91,5 @@ def test_another_product_is_left_to_matmul(operands):
 def test_other_weights_in_the_backward_pass_than_in_the_forward_are_refused():
     weights, values = torch.rand(2, 3, 5, 5), torch.rand(2, 3, 5, 4, requires_grad=True)
     output = RecomputedWeights(weights, weights / 2, lambda clean: clean * 2.001).product(weights, values)
-    with pytest.raises(RuntimeError, match="computed again differ from those of the forward"):
+    with pytest.raises(ReceiptError, match="computed again is not the noise of the forward"):
         output.sum().backward()

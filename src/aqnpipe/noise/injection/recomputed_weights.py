@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.sampling import sample
 
 
@@ -62,6 +63,8 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             noised = _batched(ctx.recompute(clean))
             if not torch.equal(sample(noised), ctx.sample):
-                raise RuntimeError("attention weights computed again differ from those of the forward; this is a bug")
+                raise ReceiptError(
+                    "backward: the noise on attention weights that are computed again is not the noise of the forward"
+                )
             of_values = torch.bmm(noised.transpose(1, 2), gradients[0])
         return of_weights, of_values, None, None
