@@ -76,6 +76,8 @@ def gradients(operands: tuple[Tensor, Tensor, Tensor], setting: Setting, given: 
     off_da = (rounding + product) * (given.abs() @ own.values.abs().transpose(2, 3))
     mean = (p * da).sum(-1, keepdim=True)
     off_mean = (p * (of_p * da.abs() + off_da)).sum(-1, keepdim=True)
+    # Flash attention has the mean from its output, which is rounded: sum p da = sum of given times output.
+    off_mean += rounding * (given.abs() * (p @ own.values).abs()).sum(-1, keepdim=True)
     ds = p * (da - mean) * own.factor
     off_ds = (p * (of_p * (da - mean).abs() + off_da + off_mean) + 2 * rounding * p * (da.abs() + mean.abs())) * (
         own.factor.abs()
