@@ -155,6 +155,11 @@ def _anchors(identifiers: Sequence[str]) -> dict[str, str]:
     return anchors
 
 
+def answer_text(claims: ClaimsFile, words: Words) -> str | None:
+    """Return the sentence on the primary claim; None if the study declares none."""
+    return None if claims.answer is None else words.of(claims.answer)
+
+
 def claim_text(claim: Claim, words: Words) -> str:
     """Return the claim in the language of the study if the study gives it in that language."""
     return in_language(claim.claim, claim.claim_zh, words).text

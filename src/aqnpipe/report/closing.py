@@ -7,8 +7,7 @@ from pathlib import Path
 from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.report import numbers
-from aqnpipe.report.answer import answer_text
-from aqnpipe.report.claims_view import claim_text
+from aqnpipe.report.claims_view import answer_text, claim_text
 from aqnpipe.report.text import visible
 from aqnpipe.report.verdicts import VERDICT_SYMBOLS, summary_line
 from aqnpipe.report.words import Language, Words, load_words

@@ -26,7 +26,6 @@ from aqnpipe.report import (
     translation,
 )
 from aqnpipe.report import overview as overview_view
-from aqnpipe.report.answer import answer_text
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.readme import readme
 from aqnpipe.report.summary import render_summary
@@ -112,7 +111,7 @@ def _render(
         power=study.config.statistics.power,
         missing=_missing(data),
         overview=overview,
-        answer=answer_text(data.claims, words),
+        answer=claims_view.answer_text(data.claims, words),
         looks=looks_view.look_table(data.claims, words),
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=[page.model_section(study, data, model, words, run_link) for model in models],

@@ -8,8 +8,7 @@ import polars as pl
 from aqnpipe.config.analysis import ClaimRole
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.answer import answer_text
-from aqnpipe.report.claims_view import ClaimsOverview, claim_text
+from aqnpipe.report.claims_view import ClaimsOverview, answer_text, claim_text
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.overview import arm_table
 from aqnpipe.report.provenance_view import SHORT_DIGEST
