@@ -160,7 +160,11 @@ def _other_means() -> tuple[Behaviour, ...]:
 
 
 def _flash(block: int) -> tuple[Behaviour, ...]:
-    """Return flash attention: blocks of keys with a running maximum, probabilities in the model's dtype."""
+    """Return flash attention: blocks of keys with a running maximum, probabilities in the model's dtype.
+
+    The maximum is a constant of the backward pass, as in every kernel: the result does not depend on it. Differentiated
+    all the same, the roundings of a whole block would add up in the gradient of its maximum.
+    """
 
     def run(call: Call) -> Tensor:
         scores, value = attention_scores(call)
@@ -169,7 +173,7 @@ def _flash(block: int) -> tuple[Behaviour, ...]:
         total, result = torch.zeros_like(top), torch.zeros(1)
         for start in range(0, scores.shape[-1], block):
             part = scores[..., start : start + block]
-            new = torch.maximum(top, part.amax(-1, keepdim=True))
+            new = torch.maximum(top, part.amax(-1, keepdim=True)).detach()
             shrink, e = torch.exp(top - new), torch.exp(part - new)
             total = total * shrink + e.sum(-1, keepdim=True)
             result = result * shrink + e.to(dtype).float() @ value[..., start : start + block, :]
