@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from aqnpipe.report.looks_view import look_table
+from aqnpipe.report.summary import _look_lines
 from aqnpipe.report.words import load_words
 
 
@@ -11,14 +12,28 @@ def look(number, seeds, **states):
     return SimpleNamespace(look=number, seeds=seeds, claims=claims)
 
 
+CLAIMS = SimpleNamespace(
+    claims=[SimpleNamespace(comparison_id=name, claim=f"claim {name}", claim_zh=None) for name in "ab"],
+    looks=(look(1, 2, a="open", b="open"), look(2, 4, a="supported", b="open"), look(3, 6, a="supported", b="futile")),
+)
+
+
 def test_a_claim_is_named_at_the_look_where_it_ended():
-    claims = [SimpleNamespace(comparison_id=name, claim=f"claim {name}", claim_zh=None) for name in "ab"]
-    looks = (look(1, 2, a="open", b="open"), look(2, 4, a="supported", b="open"), look(3, 6, a="supported", b="futile"))
-    table = look_table(SimpleNamespace(claims=claims, looks=looks), load_words("en"))
+    table = look_table(CLAIMS, load_words("en"))
     assert [row.cells for row in table.rows] == [
         ("1", "2", "none", "2"),
         ("2", "4", "claim a (supported)", "1"),
         ("3", "6", "claim b (stopped, unlikely to be decided)", "0"),
+    ]
+
+
+def test_the_summary_has_the_same_looks_as_the_page():
+    lines = _look_lines(SimpleNamespace(claims=CLAIMS), load_words("en"))
+    assert lines[2:4] == ["| look | seeds | ended | open |", "| --- | --- | --- | --- |"]
+    assert lines[4:7] == [
+        "| 1 | 2 | none | 2 |",
+        "| 2 | 4 | claim a (supported) | 1 |",
+        "| 3 | 6 | claim b (stopped, unlikely to be decided) | 0 |",
     ]
 
 

@@ -9,7 +9,8 @@ from aqnpipe.report.words import Words
 def look_table(claims: ClaimsFile, words: Words) -> Table | None:
     """Return a row per look: its seeds, the claims that ended there, and how many stay open; None without looks."""
     texts = {claim.comparison_id: claim_text(claim, words) for claim in claims.claims}
-    rows, states = [], dict[str, str]()
+    rows: list[Row] = []
+    states: dict[str, str] = {}
     for look in claims.looks:
         ended = [claim for claim in look.claims if claim.state not in ("open", states.get(claim.comparison_id))]
         states = {claim.comparison_id: claim.state for claim in look.claims}
@@ -22,10 +23,7 @@ def look_table(claims: ClaimsFile, words: Words) -> Table | None:
             for claim in ended
         ]
         num_open = sum(state == "open" for state in states.values())
-        cells = (
-            *(str(look.look), str(look.seeds)),
-            *(words("list.separator").join(shown) or words("looks.nothing"), str(num_open)),
-        )
-        rows.append(Row(cells))
+        ended_here = words("list.separator").join(shown) or words("looks.nothing")
+        rows.append(Row((str(look.look), str(look.seeds), ended_here, str(num_open))))
     headers = tuple(words(f"looks.column.{name}") for name in ("look", "seeds", "ended", "open"))
     return Table("looks", words("looks.title"), headers, tuple(rows), 1) if rows else None

@@ -8,8 +8,9 @@ import polars as pl
 from aqnpipe.config.analysis import ClaimRole
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.claims_view import ClaimsOverview, answer_text, claim_text
+from aqnpipe.report.claims_view import ClaimsOverview, answer_text
 from aqnpipe.report.inputs import ReportData
+from aqnpipe.report.looks_view import look_table
 from aqnpipe.report.overview import arm_table
 from aqnpipe.report.provenance_view import SHORT_DIGEST
 from aqnpipe.report.tables import mean_accuracy
@@ -75,26 +76,10 @@ def _with_role(claim: str, role: ClaimRole, words: Words) -> str:
 
 
 def _look_lines(data: ReportData, words: Words) -> list[str]:
-    """Return the looks of a study that adds seeds: seeds, claims that ended, and the number of open ones."""
-    looks = data.claims.looks
-    if not looks:
+    looks = look_table(data.claims, words)
+    if looks is None:
         return []
-    texts = {claim.comparison_id: claim_text(claim, words) for claim in data.claims.claims}
-    header = [words(f"looks.column.{name}") for name in ("look", "seeds", "ended", "open")]
-    rows = []
-    states: dict[str, str] = {}
-    for look in looks:
-        ended = [claim for claim in look.claims if claim.state not in ("open", states.get(claim.comparison_id))]
-        states = {claim.comparison_id: claim.state for claim in look.claims}
-        shown = [
-            words("looks.ended", claim=texts[claim.comparison_id], state=words(f"looks.state.{claim.state}"))
-            for claim in ended
-        ]
-        num_open = sum(state == "open" for state in states.values())
-        rows.append(
-            [str(look.look), str(look.seeds), markdown("; ".join(shown) or words("looks.nothing")), str(num_open)]
-        )
-    return [words("looks.title"), "", *_table(header, rows)]
+    return [looks.caption, "", *_table(looks.headers, [[markdown(cell) for cell in row.cells] for row in looks.rows])]
 
 
 def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]:
