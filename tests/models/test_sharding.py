@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from two_workers import logs, run_together
 
-from aqnpipe.models.sharding import _FirstStaysFirst, gathered_weights, split_groups, whole_state_dict
+from aqnpipe.models.sharding import GatheringFirst, gathered_weights, split_groups, whole_state_dict
 from aqnpipe.models.shares import element_of, own_share
 
 CASES = {
@@ -64,10 +64,15 @@ def test_noise_and_receipts_are_at_the_same_places(name, computed):
             assert not theirs["escaped"]
 
 
-def test_the_first_hook_stays_first_whatever_is_prepended():
+def test_the_hook_that_gathers_stays_first_whatever_is_prepended():
     module, called = nn.Linear(1, 1), []
-    module.register_forward_pre_hook(lambda *_: called.append("first"))
-    module._forward_pre_hooks = _FirstStaysFirst(module._forward_pre_hooks)
+
+    def gather(*_):
+        called.append("first")
+
+    gather.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    module.register_forward_pre_hook(gather)
+    module._forward_pre_hooks = GatheringFirst(module._forward_pre_hooks)
     for name in ("second", "third"):
         module.register_forward_pre_hook(lambda *_, name=name: called.append(name), prepend=True)
     module.register_forward_pre_hook(lambda *_: called.append("last"))

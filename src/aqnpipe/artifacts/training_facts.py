@@ -55,7 +55,9 @@ class TrainingFacts(Artifact):
     adapters: dict[str, int | float] = Field(default_factory=dict, description="rank and scale of low-rank adapters")
     rollouts: int
     completions: int
-    correct: tuple[int, ...] = Field(description="correct completions of each rollout, graded again from the texts")
+    correct: tuple[int, ...] = Field(
+        description="completions of each rollout whose reward, graded again from the texts, is above 0"
+    )
     prompts_sha256: tuple[str, ...] = Field(description="digest of the order of the questions, by worker")
     validated: dict[int, int] = Field(description="correct answers of each validation, graded again, by step")
     checkpoints: dict[int, dict[str, str]] = Field(

@@ -20,6 +20,8 @@ from torch import Tensor, distributed, nn
 from aqnpipe.models.layout import decoder_layers, is_rms_norm
 from aqnpipe.models.shares import WHOLE_WEIGHTS, is_sharded, is_share
 
+_FULLY_SHARD = "torch.distributed.fsdp."
+
 
 def shard_model(model: nn.Module, device: torch.device, *, is_trained: bool = True) -> None:
     """Divide the weights of `model` among all workers, in place, and move it to `device`.
@@ -42,7 +44,7 @@ def shard_model(model: nn.Module, device: torch.device, *, is_trained: bool = Tr
     for unit in units:
         # None: freed after the forward pass, except for the last unit.
         fully_shard(unit, mesh=mesh, ignored_params=whole, reshard_after_forward=None if is_trained else True)
-        unit._forward_pre_hooks = _FirstStaysFirst(unit._forward_pre_hooks)
+        unit._forward_pre_hooks = GatheringFirst(unit._forward_pre_hooks)
     setattr(model, WHOLE_WEIGHTS, frozenset(names[parameter] for parameter in whole))
 
 
@@ -119,12 +121,36 @@ def _units(model: nn.Module) -> list[Any]:
     return [*decoder_layers(model), model]
 
 
-class _FirstStaysFirst(OrderedDict[int, Any]):
-    """The hooks of a module, of which the first is FSDP's: it stays first, whatever is prepended later."""
+@contextmanager
+def gathered_first(model: nn.Module) -> Iterator[None]:
+    """Keep the hooks that gather weights before all other forward pre-hooks while the body runs.
+
+    The hooks of the noise and of its audit are prepended. Before the gathering, the audit would take the operations
+    that gather for operations of the layer, and would not know its gathered weights.
+    """
+    kept = [(module, module._forward_pre_hooks) for module in model.modules() if _gathering(module._forward_pre_hooks)]
+    for module, hooks in kept:
+        module._forward_pre_hooks = GatheringFirst(hooks)
+    try:
+        yield
+    finally:
+        for module, hooks in kept:
+            now = dict(module._forward_pre_hooks)
+            # The original object again, because handles of earlier hooks refer to it.
+            hooks.clear()
+            hooks.update(now)
+            module._forward_pre_hooks = hooks
+
+
+class GatheringFirst(OrderedDict[int, Any]):
+    """Hooks of a module; whatever is prepended comes behind FSDP's, which gather the weights."""
 
     def move_to_end(self, key: int, last: bool = True) -> None:
-        """Move a hook to an end, and the first hook back to the start."""
-        first = next(iter(self))
+        """Move a hook to an end, and then those that gather to the start."""
         super().move_to_end(key, last)
-        if not last:
-            super().move_to_end(first, last=False)
+        for gathering in reversed(_gathering(self)):
+            super().move_to_end(gathering, last=False)
+
+
+def _gathering(hooks: dict[int, Any]) -> list[int]:
+    return [key for key, hook in hooks.items() if (getattr(hook, "__module__", None) or "").startswith(_FULLY_SHARD)]

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from aqnpipe.config.noise import ErrorModel, NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
+from aqnpipe.models.sharding import gathered_first
 from aqnpipe.noise.audit.phase_audit import audited_backward
-from aqnpipe.noise.gathered_weights import gathered_first
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder

@@ -136,19 +136,19 @@ class VllmEngine:
         Later calls use nothing that was computed with other weights. Raises ReceiptError if any parameter of a worker's
         model differs in a bit from the file.
         """
-        replies = self._call("aqnpipe_load_weights", str(path), sha256)
+        replies = self.call_workers("aqnpipe_load_weights", str(path), sha256)
         if [reply.get("sha256") for reply in replies] != [sha256] * len(self._workers):
             raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers loaded the weights")
 
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`. Raises ModelError if vLLM's model does not support the noise."""
-        self._call("aqnpipe_begin_pass", noise.model_dump(mode="json"))
+        self.call_workers("aqnpipe_begin_pass", noise.model_dump(mode="json"))
         self._noise, self._min_forwards = noise, 0
         self._noises_operators = noise.operator_noise_in(noise.phase) is not None
 
     def begin_rollout(self, noise: RolloutNoise) -> None:
         """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model does not support it."""
-        self._call("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
+        self.call_workers("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
         # A failed pass may not have ended; the rollout is no part of it.
         self._noise, self._min_forwards = None, 0
         self._noises_operators = noise.operator_noise_in(noise.phase) is not None
@@ -162,11 +162,11 @@ class VllmEngine:
         if key is None:
             return self._generate(prompts, sampling, share_prefix=False)
         share_prefix = self._noise is not None and self._noise.is_clean
-        self._call("aqnpipe_begin_batch", asdict(key))
+        self.call_workers("aqnpipe_begin_batch", asdict(key))
         try:
             completions = self._generate(prompts, sampling, share_prefix)
         finally:
-            self._call("aqnpipe_end_batch")
+            self.call_workers("aqnpipe_end_batch")
         # Each token of a response takes one forward pass.
         self._min_forwards += max(len(completion.token_ids) for completion in completions)
         return completions
@@ -201,7 +201,7 @@ class VllmEngine:
 
     def _worker_measurements(self) -> tuple[list[WorkerMeasurements], tuple[ActiveFaultState, ...]]:
         """End the pass; return the measurements of each worker, by rank, and the fault states of the first worker."""
-        replies = self._call("aqnpipe_end_pass")
+        replies = self.call_workers("aqnpipe_end_pass")
         workers = checked_measurements(replies, len(self._workers), self._min_forwards, self._noises_operators)
         first = min(replies, key=lambda reply: int(reply["rank"]))
         return workers, tuple(ActiveFaultState(**state) for state in first["fault_states"])
@@ -279,9 +279,6 @@ class VllmEngine:
 
         Raises ModelError or ReceiptError for a user's mistake that a worker reports.
         """
-        return self._call(method, *args)
-
-    def _call(self, method: str, *args: object) -> list[Mapping[str, Any]]:
         replies: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
         for reply in replies:
             if "model_error" in reply:
@@ -292,7 +289,7 @@ class VllmEngine:
 
     def _checked_workers(self, num_layers: int) -> list[Mapping[str, Any]]:
         self._num_layers = num_layers
-        workers = _described(lambda: self._call("aqnpipe_describe"))
+        workers = _described(lambda: self.call_workers("aqnpipe_describe"))
         for worker in workers:
             label = f"vLLM's worker {worker['rank']} of {worker['num_workers']}"
             if worker["plugin"] != version("aqnpipe"):

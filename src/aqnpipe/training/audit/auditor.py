@@ -47,7 +47,7 @@ from aqnpipe.training.audit.settings import (
     trainable_problems,
 )
 from aqnpipe.training.audit.updates import Updates
-from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
+from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off, weights_digests
 from aqnpipe.training.ranks import gathered, rank_and_size
 
 _ONE_AUDITED_IN = 16
@@ -243,6 +243,11 @@ class TrainingAudit(TrainerCallback):
     def why_no_gradient(self) -> str:
         """Return what the rewards of a run were in which no group had different ones."""
         rollouts = self._rollouts
+        if self._spec.training.rewards:
+            return (
+                f"no reward that differs within a group: each of {rollouts.completions} responses has the reward of "
+                "its whole group; expected other training.rewards or questions, or a higher training.temperature"
+            )
         if any(rollouts.correct):
             return (
                 f"no reward that differs within a group: {sum(rollouts.correct)} of {rollouts.completions} responses "
@@ -404,11 +409,11 @@ class TrainingAudit(TrainerCallback):
             return
         if not folder.is_dir():
             return  # The stage refuses a run without its checkpoints.
-        digests = self._weights.check_checkpoint(self._model, folder, step)
+        are_those_in_memory = self._weights.check_checkpoint(self._model, folder, step)
         if not is_first:
             return
-        if digests:
-            self._checkpoints[step] = digests
+        if are_those_in_memory:
+            self._checkpoints[step] = weights_digests(folder)
         self._check_tokenizer(folder, step)
 
     def _check_tokenizer(self, folder: Path, step: int) -> None:

@@ -96,11 +96,13 @@ class WeightAudit:
         values = self._whole.read(lambda name: weights[name])
         return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
-    def check_checkpoint(self, model: nn.Module, folder: Path, step: int) -> dict[str, str]:
-        """Compare the weights of a checkpoint with those in memory; return the SHA-256 of its weights files."""
-        own, compared = {**dict(model.named_parameters()), **dict(model.named_buffers())}, 0
-        if not is_sharded(model):
-            own = model.state_dict()
+    def check_checkpoint(self, model: nn.Module, folder: Path, step: int) -> bool:
+        """Compare the weights of a checkpoint with those in memory; return whether they are the same."""
+        # The state dict of a sharded model would free gathered weights.
+        own = (
+            dict([*model.named_parameters(), *model.named_buffers()]) if is_sharded(model) else dict(model.state_dict())
+        )
+        compared = 0
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
@@ -114,12 +116,17 @@ class WeightAudit:
                         self._report(
                             f"{name} in the checkpoint of step {step} is not the weight in memory after step {step}"
                         )
-                        return {}
+                        return False
         expected = [name for name, weight in model.named_parameters() if weight.requires_grad]
         if not compared or (compared < len(expected) and not any("expert" in name for name in expected)):
             self._report(f"the checkpoint of step {step} has {compared} of {len(expected)} trained weights")
-            return {}
-        return {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
+            return False
+        return True
+
+
+def weights_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the weights files of a checkpoint."""
+    return {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def adapters_are_off(model: nn.Module) -> bool:
