@@ -11,6 +11,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.comparison.contrasts import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.seeds import AdaptiveSeeds
 from aqnpipe.config.study import Study
 from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.statistics.group_sequential import Looks
@@ -59,9 +60,7 @@ def seeds_after(study: Study, looks: Sequence[LookFile]) -> dict[str, int]:
 
     An A/A control has as many as the arm that it repeats. Arms without claims keep those of the first look.
     """
-    rule = study.adaptive_seeds
-    if rule is None:
-        raise ValueError("the seeds of the study are fixed")
+    rule = _rule(study)
     numbers = dict.fromkeys(study.arms, rule.start)
     states = {claim.comparison_id: claim for claim in looks[-1].claims} if looks else {}
     for name, comparison in comparison_ids(study.comparisons()).items():
@@ -97,9 +96,7 @@ def plan_after(study: Study, looks: Sequence[LookFile]) -> StudyPlan:
 
 def design_of(study: Study, planned: int) -> LookDesign:
     """Return the design of a study whose first look was planned with the maximum `planned`."""
-    rule = study.adaptive_seeds
-    if rule is None:
-        raise ValueError("the seeds of the study are fixed")
+    rule = _rule(study)
     return LookDesign(
         start=rule.start,
         step=rule.step,
@@ -118,9 +115,7 @@ def registered_design(study: Study) -> LookDesign:
 
     Raises ConfigError if the study was changed after that, so that the error rates of its looks would not hold.
     """
-    rule, results = study.adaptive_seeds, study.config.results_dir
-    if rule is None:
-        raise ValueError("the seeds of the study are fixed")
+    rule, results = _rule(study), study.config.results_dir
     recorded = list(_recorded_designs(results))
     if not recorded:
         return design_of(study, rule.max)
@@ -155,9 +150,7 @@ def progress(study: Study) -> str:
 
     Raises DataError if a record is damaged.
     """
-    rule, results = study.adaptive_seeds, study.config.results_dir
-    if rule is None:
-        raise ValueError("the seeds of the study are fixed")
+    rule, results = _rule(study), study.config.results_dir
     looks = read_looks(results)
     number = next_look(study, looks)
     claims = looks[-1].claims if looks else ()
@@ -171,6 +164,12 @@ def progress(study: Study) -> str:
         f"look {number} of at most {rule.num_looks} is next, at {rule.seeds_at(number)} seeds of "
         f"{', '.join(growing) or 'no arm'}; {num_open} of {len(study.comparisons())} claims open"
     )
+
+
+def _rule(study: Study) -> AdaptiveSeeds:
+    if study.adaptive_seeds is None:
+        raise ValueError("the seeds of the study are fixed")
+    return study.adaptive_seeds
 
 
 def _recorded_designs(results: str) -> Iterator[tuple[Path, LookDesign, int]]:
