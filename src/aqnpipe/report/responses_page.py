@@ -1,20 +1,16 @@
 """Pages of `aqnpipe view`: claims, questions that changed sides, and all responses to one question side by side."""
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import polars as pl
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from aqnpipe.errors import DataError
 from aqnpipe.report import numbers
+from aqnpipe.report.html import inline, page_template
 from aqnpipe.report.responses import Responses, differing, scorer_columns
-from aqnpipe.report.text import visible
 from aqnpipe.report.translation import in_language
 from aqnpipe.report.verdicts import VERDICT_SYMBOLS
 from aqnpipe.report.words import Words
@@ -39,21 +35,13 @@ class ResponsePages:
 
     def __init__(self, responses: Responses, words: Words, scorer: str) -> None:
         self._responses, self._words, self._scorer = responses, words, scorer
-        self._environment = Environment(
-            loader=PackageLoader("aqnpipe.report"),
-            autoescape=True,
-            finalize=lambda value: visible(value) if type(value) is str else value,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        loader = self._environment.loader
-        self._css = loader.get_source(self._environment, "report.css")[0].strip() if loader else ""
+        self._template = page_template("responses.html.jinja")
+        self._css = inline("report.css")
 
     @property
     def style_hash(self) -> str:
         """The hash by which a policy allows the style sheet of these pages."""
-        return base64.b64encode(hashlib.sha256(self._css.encode()).digest()).decode()
+        return self._css.sha256
 
     def page(self, path: str, query: Query) -> str:
         """Return the page at an address, which is decoded and begins with `/`; DataError if there is none."""
@@ -170,10 +158,10 @@ class ResponsePages:
 
     def _render(self, title: str, **content: Any) -> str:
         empty: dict[str, Any] = {"message": "", "query": "", "claims": [], "listed": None, "asked": None}
-        return self._environment.get_template("responses.html.jinja").render(
+        return self._template.render(
             **empty | content,
             w=self._words,
-            css=Markup(self._css),  # noqa: S704 - the package's own style sheet
+            css=self._css.code,
             title=title,
             folder=str(self._responses.results),
             symbols=VERDICT_SYMBOLS,

@@ -1,13 +1,8 @@
 """The report stage: one self-contained HTML page, a summary and a README in Markdown, and tables, from artifacts."""
 
-import base64
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from aqnpipe.artifacts.files import write_text
 from aqnpipe.config.study import Study
@@ -26,10 +21,10 @@ from aqnpipe.report import (
     translation,
 )
 from aqnpipe.report import overview as overview_view
+from aqnpipe.report.html import inline, page_template
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.readme import readme
 from aqnpipe.report.summary import render_summary
-from aqnpipe.report.text import visible
 from aqnpipe.report.verdicts import summary_line
 from aqnpipe.report.words import Words, load_words
 
@@ -83,26 +78,17 @@ def _render(
     explored: explorer.Explorer | None,
 ) -> str:
     """Return the page as HTML. All text is made visible and escaped; only the SVGs of `svg.py` stay markup."""
-    environment = Environment(
-        loader=PackageLoader("aqnpipe.report"),
-        autoescape=True,
-        finalize=_visible,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     run_link = provenance_view.run_links(data.runs)
-    script = (environment.loader.get_source(environment, "report.js")[0] if environment.loader else "").strip()
-    css = (environment.loader.get_source(environment, "report.css")[0] if environment.loader else "").strip()
+    css, script = inline("report.css"), inline("report.js")
     models = sorted(
         {*data.accuracy["model"], *(run.model for run in data.runs), *(diagnosis.model for diagnosis in data.diagnoses)}
     )
-    return environment.get_template("report.html.jinja").render(
+    return page_template("report.html.jinja").render(
         w=words,
-        css=Markup(css),  # noqa: S704 - the package's own style sheet
-        css_hash=_digest(css),
-        script=Markup(script),  # noqa: S704 - the package's own script
-        script_hash=_digest(script),
+        css=css.code,
+        css_hash=css.sha256,
+        script=script.code,
+        script_hash=script.sha256,
         study=study.config,
         title=translation.title(study, words),
         question=translation.question(study, words),
@@ -134,15 +120,6 @@ def _render(
         colour_of=svg.palette_position,
         dash_of=lambda index: " ".join(map(str, svg.series_dash(index))),
     )
-
-
-def _digest(text: str) -> str:
-    """Return the hash by which the policy of the page allows an inline style sheet or script."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _visible(value: Any) -> Any:
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _facts(study: Study, data: ReportData, words: Words) -> str:
