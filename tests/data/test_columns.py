@@ -81,6 +81,16 @@ def test_choices_with_labels_beside_them(tmp_path):
     row = {"question": "1+1?", "choices": {"text": ["one", "two"], "label": ["A", "B"]}, "answerKey": "A"}
     settings = {"answer_column": "answerKey", "answer_format": "choice", "choices_column": "choices"}
     assert problems(tmp_path, [row], **settings) == [("1+1?\nA. one\nB. two", "A", "A")]
+    numbered = row | {"choices": {"text": ["one", "two"], "label": ["1", "2"]}, "answerKey": "1"}
+    assert problems(tmp_path, [numbered], **settings) == [("1+1?\nA. one\nB. two", "A", "A")]
+    with pytest.raises(DataError, match="row 0: column answerKey: found 'B', expected a label, 1 or 2"):
+        problems(tmp_path, [numbered | {"answerKey": "B"}], **settings)
+
+
+def test_the_text_of_a_choice_may_consist_of_letters(tmp_path):
+    row = {"question": "Blood group?", "choices": ["A", "B", "AB", "O"], "answer": "AB"}
+    ((_, _, gold),) = problems(tmp_path, [row], answer_format="choice", choices_column="choices")
+    assert gold == "C"
 
 
 ROW = {"question": "q", "answer": "#### 1"}

@@ -36,8 +36,8 @@ def questions_and_answers(table: pl.DataFrame, config: StoredDataset, name: str)
         question = _question(values[config.question_column][row], where, config)
         answer = values[config.answer_column][row]
         if config.choices_column is not None:
-            choices = _choices(values[config.choices_column][row], where, config.choices_column)
-            letter = _letter(answer, choices, where, config.answer_column)
+            choices, labels = _choices(values[config.choices_column][row], where, config.choices_column)
+            letter = _letter(answer, choices, labels, where, config.answer_column)
             rows.append((_with_choices(question, choices), letter, letter))
         else:
             text = _answer_text(answer, where, config)
@@ -118,20 +118,28 @@ def _messages(value: Any, where: str, column: str) -> list[tuple[str, str]]:
     return found
 
 
-def _choices(value: Any, where: str, column: str) -> list[str]:
-    """Return the texts of choices; ARC and others have them as `text` beside their labels."""
+def _choices(value: Any, where: str, column: str) -> tuple[list[str], list[str]]:
+    """Return the texts of choices and their labels; no labels unless they are stored, as in ARC: `text` and `label`."""
+    labels: list[str] = []
     if isinstance(value, Mapping) and "text" in value:
-        value = value["text"]
+        labels, value = [str(label) for label in value.get("label") or ()], value["text"]
     if not isinstance(value, list) or not 2 <= len(value) <= len(LETTERS):
         raise DataError(
             f"{where}: column {column}: found {_shown(value)}, expected a list of 2 to {len(LETTERS)} choices"
         )
-    return [str(choice) for choice in value]
+    if labels and (len(labels) != len(value) or len(set(labels)) != len(labels)):
+        raise DataError(f"{where}: column {column}: found labels {_shown(labels)}, expected one of its own per choice")
+    return [str(choice) for choice in value], labels
 
 
-def _letter(answer: Any, choices: Sequence[str], where: str, column: str) -> str:
-    """Return the letter of the right choice, given as its letter, its index from 0, or its text."""
-    letters = LETTERS[: len(choices)]
+def _letter(answer: Any, choices: Sequence[str], labels: list[str], where: str, column: str) -> str:
+    """Return the letter of the right choice, given as its label, its letter, its index from 0, or its text."""
+    letters = list(LETTERS[: len(choices)])
+    if str(answer) in labels:
+        return letters[labels.index(str(answer))]
+    if labels and labels != letters:
+        # Labels may be numbers from 1, as in some questions of ARC; these are not indices.
+        raise DataError(f"{where}: column {column}: found {_shown(answer)}, expected a label, {' or '.join(labels)}")
     if (
         isinstance(answer, str)
         and answer in choices
@@ -142,7 +150,7 @@ def _letter(answer: Any, choices: Sequence[str], where: str, column: str) -> str
     elif isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().upper() in letters:
         return answer.strip().upper()
     elif isinstance(answer, str) and answer.strip().isdecimal() and int(answer) < len(choices):
-        return letters[int(answer)]  # of a CSV file, whose cells are texts
+        return letters[int(answer)]  # an index stored as text, as in HellaSwag
     elif isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return letters[answer]
     raise DataError(
