@@ -45,7 +45,7 @@ def test_scorers_and_functions_are_added_with_their_weights(own):
     rewards = [
         Reward(scorer="boxed"),
         Reward(scorer="strict", weight=2.0),
-        Reward(function=f"{own}:short", weight=-0.2),
+        Reward(function=f"{own}:short", weight=-0.2).planned(),
     ]
     responses = ["\\boxed{7} #### 7", "#### 7", "a long response that ends with \\boxed{7}"]
     assert weighted_rewards(rewards, responses, ["7"] * 3) == pytest.approx([1 + 2 - 0.1, 2 - 0.1, 1])
@@ -64,7 +64,7 @@ def test_scorers_and_functions_are_added_with_their_weights(own):
 )
 def test_a_function_that_does_not_do_its_work_is_one_line(own, name, message):
     with pytest.raises(ConfigError) as refused:
-        weighted_rewards([Reward(function=f"{own}:{name}")], ["a"], ["b"])
+        weighted_rewards([Reward(function=f"{own}:{name}").planned()], ["a"], ["b"])
     assert message in str(refused.value)
     assert str(refused.value).startswith(f"{own}:{name}: ")
 
@@ -105,6 +105,11 @@ def test_a_source_that_changed_after_planning_is_refused(own, tmp_path):
     (tmp_path / f"{own}_helper.py").write_text("bonus = 0.7\n")
     with pytest.raises(ConfigError, match="its source changed after the run was planned"):
         weighted_rewards([reward], ["a"], ["b"])
+
+
+def test_a_function_without_a_digest_is_not_run(own):
+    with pytest.raises(RuntimeError, match="without the digest"):
+        weighted_rewards([Reward(function=f"{own}:short")], ["a"], ["b"])
 
 
 @pytest.mark.parametrize(

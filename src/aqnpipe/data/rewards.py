@@ -59,15 +59,15 @@ def _function_of(reward: Reward) -> Callable[[str, str], float]:
     scorer, function = reward.scorer, reward.function
     if scorer is not None:
         return lambda response, gold: float(is_correct(response, gold, scorer))
-    if function is None:
-        raise RuntimeError("a reward without scorer and function; this is a bug")
+    if function is None or reward.source_sha256 is None:
+        raise RuntimeError("a reward without a scorer, or without the digest of its function; this is a bug")
     return _checked(function, reward.source_sha256)
 
 
 @cache
-def _checked(function: str, digest: str | None) -> Callable[[str, str], float]:
+def _checked(function: str, digest: str) -> Callable[[str, str], float]:
     """Return a function of a user's own with its result checked."""
-    if digest is not None and source_digest(function) != digest:
+    if source_digest(function) != digest:
         raise ConfigError(f"{function}: its source changed after the run was planned, start the workflow again")
     call = load_function(function)
 
