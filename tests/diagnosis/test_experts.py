@@ -33,6 +33,15 @@ def test_healthy_mixtures_give_every_answer(family, dtype):
     assert {check.site for check in checks} == {"router", *(f"experts.{expert}" for expert in range(4))}
 
 
+def test_logits_are_not_taken_for_shares_where_every_expert_is_chosen():
+    model = random_mixture_of("mixtral")
+    router = router_of(decoder_layers(model)[0])
+    router.top_k = router.num_experts
+    checks = probe_router(router, 0, torch.Generator().manual_seed(0))
+    assert len(checks) == 3
+    assert not [check for check in checks if check.mismatch]
+
+
 def linear_wrong_for(weights, change):
     """F.linear with a wrong result for one slice of the experts' weights, found by its address."""
     own = torch.nn.functional.linear

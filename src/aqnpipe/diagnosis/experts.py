@@ -106,7 +106,7 @@ def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> l
     """Return the checks of a router: its logits, the experts that it chooses for them, and their shares.
 
     Row e of the weight copies channel e, so a token has the logits that it carries, distinct and with full mantissas.
-    The shares are compared with those of a copy of the router in float64 on the host.
+    The shares are compared with softmax and sigmoid of the logits in float64.
     """
     weight = module.weight
     if not isinstance(weight, Tensor) or weight.shape[0] > weight.shape[1]:
@@ -123,11 +123,11 @@ def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> l
             replaced.append((extra, torch.zeros_like(extra)))
     with substituted(replaced):
         output = module(x.to(weight.device, weight.dtype))
-    seen = output if isinstance(output, tuple) else (output,)
+    seen = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
     checks = []
-    if isinstance(seen[0], Tensor) and seen[0].shape == logits.shape:
-        checks.append(compare("router", layer, ROUTER_SITE, logits.to(weight.dtype), seen[0].cpu()))
-    chosen = [part for part in seen if isinstance(part, Tensor) and not part.is_floating_point()]
+    if seen and seen[0].shape == logits.shape:  # shares have the same shape where every expert is chosen
+        checks.append(compare("router", layer, ROUTER_SITE, logits.to(weight.dtype), seen.pop(0).cpu()))
+    chosen = [part for part in seen if not part.is_floating_point()]
     if chosen and not getattr(module, "num_group", 1) > 1:
         found = torch.zeros_like(logits).scatter_(1, chosen[0].cpu().reshape(_ROUTER_TOKENS, -1).long(), 1.0)
         wanted = (ranks >= count - chosen[0].shape[-1]).double()
