@@ -5,7 +5,7 @@ share cannot widen it. There are three classes:
 
 - exact: every bit agrees (the default), because every operation of the probe is exact in the dtype.
 - ulps: a fixed number of units in the last place, for roots and exponentials, which devices round differently.
-- bounded: a forward error bound of each element, for sums whose order is the device's choice (see bounds.py).
+- bounded: a forward error bound of each element, for sums whose order is the device's choice (see error_bounds.py).
 """
 
 from dataclasses import dataclass
