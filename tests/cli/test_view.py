@@ -1,7 +1,9 @@
 """`aqnpipe view`: pages on this machine alone, with every response, and nothing of a response is markup."""
 
 import http.client
+import re
 import threading
+from html import unescape
 from html.parser import HTMLParser
 from urllib.parse import quote
 
@@ -17,6 +19,7 @@ from aqnpipe.cli.main import app
 from aqnpipe.cli.view import open_server
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.errors import ConfigError, DataError
+from aqnpipe.report import responses_page
 from aqnpipe.report.responses import Responses, differing
 
 HOSTILE = "<script>alert(1)</script>\u202e needle"
@@ -135,6 +138,19 @@ def test_search_finds_questions_and_responses(get):
     assert "Nothing found." in get(f"/search?q={quote('<b>')}")[2]
 
 
+def test_every_question_found_can_be_reached(get, monkeypatch):
+    monkeypatch.setattr(responses_page, "QUESTIONS_PER_PAGE", 15)
+    address, parts = "/search?q=what+is", []
+    while address:
+        body = get(address)[2]
+        assert "40 questions with" in body
+        parts.append(set(re.findall(r'"/question/(\w+)"', body)))
+        following = re.search(r'"(/search\?[^"]*from=\d+)"', body)
+        address = following and unescape(following[1])
+    assert [len(part) for part in parts] == [15, 15, 10]
+    assert len(set.union(*parts)) == 40
+
+
 def test_what_differs_is_marked_and_escaped():
     assert differing("a b <c>", "a x <c>") == "a <mark>b</mark> &lt;c&gt;"
     assert differing("same", "same") == "same"
@@ -147,6 +163,8 @@ def test_mistakes_are_one_line(results, tmp_path, get):
         open_server(tmp_path, 0, None, "en")
     with pytest.raises(ConfigError, match=r"--port: .* cannot be used"):
         open_server(results, get.address[1], None, "en")
+    with pytest.raises(ConfigError, match=r"--scorer: the evaluations have no boxed, expected strict, last_number"):
+        open_server(results, 0, "boxed", "en")
     assert get("/question/none")[0] == get("/claim/none")[0] == 404
     runner = CliRunner()
     assert runner.invoke(app, ["view", str(results), "--language", "fr"]).exit_code == 2

@@ -48,7 +48,10 @@ def open_server(
     if not results.is_dir():
         raise ConfigError(f"{results}: no such folder, expected the results folder of a study")
     responses = Responses(results)
-    pages = ResponsePages(responses, load_words(language, responses.noise_names()), scorer or responses.primary_scorer)
+    chosen = scorer or responses.primary_scorer
+    if chosen not in responses.scorers:
+        raise ConfigError(f"--scorer: the evaluations have no {chosen}, expected {', '.join(responses.scorers)}")
+    pages = ResponsePages(responses, load_words(language, responses.noise_names()), chosen)
     handler = type("Handler", (_Handler,), {"pages": pages, "report": results / "report.html"})
     try:
         return http.server.ThreadingHTTPServer((LOOPBACK, port), handler)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import polars as pl
 from markupsafe import Markup, escape
@@ -20,13 +20,13 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.evaluation import Scorer
-from aqnpipe.data.scoring import scorers_with
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.report.text import visible
 
-MAX_FOUND = 200
 _PLACE = re.compile(r"eval/([^/]+)/([^/]+)/seed(\d+)/step(\d+)\.parquet$")
 _WORDS = re.compile(r"\s+|[^\s]+")
+
+Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,12 @@ class Responses:
         named = self._settings.get("primary_scorer")
         return next((scorer for scorer in get_args(Scorer) if scorer == named), "strict")
 
+    @cached_property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The scorers whose answers and verdicts the evaluations have."""
+        columns = _collect(pl.scan_parquet(self.checkpoints[0].path).head(0)).columns
+        return tuple(scorer for scorer in get_args(Scorer) if f"correct_{scorer}" in columns)
+
     def noise_names(self) -> dict[float, str]:
         """Return the names of the named noises by level, from the record of an evaluation."""
         names = self._settings.get("noises")
@@ -126,10 +132,7 @@ class Responses:
         return found
 
     def changed_by(self, comparison_id: str, scorer: str) -> list[Changed]:
-        """Return the questions on which the sides of a claim differ, those that change in most seeds first.
-
-        Of the first sample and, at noisy levels, the first noise seed, as in the paired tables of the report.
-        """
+        """Return the questions on which the first passes of a claim's sides differ, most seeds first."""
         row = self.comparisons.get(comparison_id)
         if row is None:
             raise DataError(f"found no comparison {comparison_id!r} in {self.results / 'comparisons.parquet'}")
@@ -152,7 +155,7 @@ class Responses:
 
     def search(self, text: str) -> list[tuple[str, str, int]]:
         """Return questions that contain `text` in any case, in question or responses: (id, question, responses)."""
-        wanted = text.casefold()
+        wanted = text.lower()
         in_question = self.questions.filter(
             pl.col("question").str.to_lowercase().str.contains(wanted, literal=True)
             | (pl.col("question_id").str.to_lowercase() == wanted)
@@ -166,26 +169,31 @@ class Responses:
         counts = dict(hits.iter_rows())
         texts = dict(self.questions.select("question_id", "question").iter_rows())
         both = sorted({*in_question["question_id"], *counts})
-        return [(name, texts.get(name, ""), counts.get(name, 0)) for name in both][:MAX_FOUND]
+        return [(name, texts.get(name, ""), counts.get(name, 0)) for name in both]
 
     def _outcomes(self, model: str, arm: str, level: float, scorer: str) -> pl.DataFrame:
-        rows = self._rows([arm]).filter((pl.col("model") == model) & (pl.col("noise_level") == level))
-        found = _collect(rows.filter(pl.col("sample") == 0))
-        first = found.filter(pl.col("noise_seed") == pl.col("noise_seed").min().over("seed"))
-        return first.select("question_id", "seed", pl.col(f"correct_{scorer}").alias("correct"))
+        rows = pl.concat([first_pass(one, level) for one in self._scans([arm])]).filter(pl.col("model") == model)
+        return _collect(rows).select("question_id", "seed", pl.col(f"correct_{scorer}").alias("correct"))
 
     def _rows(self, arms: Sequence[str] = ()) -> pl.LazyFrame:
+        return pl.concat(self._scans(arms))
+
+    def _scans(self, arms: Sequence[str] = ()) -> list[pl.LazyFrame]:
         chosen = [checkpoint for checkpoint in self.checkpoints if not arms or checkpoint.arm in arms]
         if not chosen:
             raise DataError(f"found no evaluation of {', '.join(arms)}, expected {', '.join(self.arms)}")
-        return pl.concat(
-            [
-                pl.scan_parquet(one.path).with_columns(
-                    model=pl.lit(one.model), arm=pl.lit(one.arm), seed=pl.lit(one.seed), step=pl.lit(one.step)
-                )
-                for one in chosen
-            ]
-        )
+        return [
+            pl.scan_parquet(one.path).with_columns(
+                model=pl.lit(one.model), arm=pl.lit(one.arm), seed=pl.lit(one.seed), step=pl.lit(one.step)
+            )
+            for one in chosen
+        ]
+
+
+def first_pass(evaluation: Frame, noise_level: float) -> Frame:
+    """Return the rows at a level of the first sample and the first noise seed, as in the paired tables of claims."""
+    rows = evaluation.filter(pl.col("noise_level") == noise_level)
+    return rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min(), pl.col("sample") == 0)
 
 
 def differing(text: str, reference: str) -> Markup:
@@ -196,12 +204,6 @@ def differing(text: str, reference: str) -> Markup:
         part = escape("".join(shown[start:end]))
         parts.append(part if kind == "equal" or not part.strip() else Markup("<mark>{}</mark>").format(part))
     return Markup("").join(parts)
-
-
-def scorer_columns(primary: Scorer) -> Iterator[tuple[str, str, str]]:
-    """Yield (scorer, column of its answer, column of its verdict); `primary` is the study's."""
-    for scorer in scorers_with(primary):
-        yield scorer, f"answer_{scorer}", f"correct_{scorer}"
 
 
 def _last_checkpoints(results: Path) -> Iterator[Checkpoint]:

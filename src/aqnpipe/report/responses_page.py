@@ -9,9 +9,9 @@ import polars as pl
 
 from aqnpipe.errors import DataError
 from aqnpipe.report import numbers
+from aqnpipe.report.claims_view import claim_text
 from aqnpipe.report.html import inline, page_template
-from aqnpipe.report.responses import Responses, differing, scorer_columns
-from aqnpipe.report.translation import in_language
+from aqnpipe.report.responses import Responses, differing
 from aqnpipe.report.verdicts import VERDICT_SYMBOLS
 from aqnpipe.report.words import Words
 
@@ -49,7 +49,7 @@ class ResponsePages:
         if head == "" and not rest:
             return self._start(query)
         if head == "search" and not rest:
-            return self._found(_first(query, "q"))
+            return self._found(_first(query, "q"), _number(_first(query, "from")))
         if head == "claim" and rest:
             return self._claim(rest)
         if head == "question" and rest:
@@ -65,7 +65,7 @@ class ResponsePages:
         table = self._responses.questions
         part = table.slice(start, QUESTIONS_PER_PAGE)
         rows = [self._row(name, text, []) for name, text in part.select("question_id", "question").iter_rows()]
-        more = f"/?from={start + QUESTIONS_PER_PAGE}" if start + QUESTIONS_PER_PAGE < len(table) else ""
+        more = _more("/", start, len(table))
         heading = words("view.questions", count=len(table))
         listed = Listed(heading, (words("column.id"), words("column.question")), rows, more)
         return self._render(words("view.title"), listed=listed, claims=self._claims() if start == 0 else [])
@@ -74,26 +74,28 @@ class ResponsePages:
         return [
             {
                 "verdict": claim.verdict,
-                "text": in_language(claim.claim, claim.claim_zh, self._words).text,
+                "text": claim_text(claim, self._words),
                 "link": f"/claim/{quote(claim.comparison_id, safe='')}" if claim.seeds else "",
             }
             for claim in self._responses.claims
         ]
 
-    def _found(self, text: str) -> str:
+    def _found(self, text: str, start: int) -> str:
         words = self._words
         found = self._responses.search(text) if text.strip() else []
+        part = found[start : start + QUESTIONS_PER_PAGE]
         headers = (words("column.id"), words("column.question"), words("column.responses"))
-        rows = [self._row(name, question, [numbers.count(count)]) for name, question, count in found]
+        rows = [self._row(name, question, [numbers.count(count)]) for name, question, count in part]
         heading = words("view.found", count=len(found), text=text)
-        return self._render(heading, query=text, listed=Listed(heading, headers, rows))
+        more = _more("/search", start, len(found), q=text)
+        return self._render(heading, query=text, listed=Listed(heading, headers, rows, more))
 
     def _claim(self, comparison_id: str) -> str:
         words, row = self._words, self._responses.comparisons.get(comparison_id)
         changed = self._responses.changed_by(comparison_id, self._scorer)
         claims = {claim.comparison_id: claim for claim in self._responses.claims}
         claim = claims.get(comparison_id)
-        title = in_language(claim.claim, claim.claim_zh, words).text if claim else comparison_id
+        title = claim_text(claim, words) if claim else comparison_id
         sides = [row["treatment"], row["control"]] if row else []
         headers = (
             words("column.id"),
@@ -144,8 +146,12 @@ class ResponsePages:
             "cut": row["finish_reason"] == "length",
             "text": differing(row["response"], reference),
             "answers": [
-                {"scorer": scorer, "text": row[answer] or numbers.MISSING, "correct": row[correct]}
-                for scorer, answer, correct in scorer_columns(self._responses.primary_scorer)
+                {
+                    "scorer": scorer,
+                    "text": row[f"answer_{scorer}"] or numbers.MISSING,
+                    "correct": row[f"correct_{scorer}"],
+                }
+                for scorer in self._responses.scorers
             ],
         }
 
@@ -167,6 +173,12 @@ class ResponsePages:
             symbols=VERDICT_SYMBOLS,
             has_report=(self._responses.results / "report.html").is_file(),
         )
+
+
+def _more(address: str, start: int, total: int, **query: str) -> str:
+    """Return the address of the part of a list behind the one that begins at `start`; empty if there is none."""
+    following = start + QUESTIONS_PER_PAGE
+    return f"{address}?{urlencode({**query, 'from': following})}" if following < total else ""
 
 
 def _first(query: Query, name: str) -> str:
