@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from aqnpipe.diagnosis.attention_kernel import SITE, Observation, replaced_operands
 from aqnpipe.diagnosis.attention_operands import KINDS
@@ -130,63 +131,10 @@ def _observed(
     model: nn.Module, layers: Sequence[LayerSites], observation: Observation, untested: dict[str, str]
 ) -> Iterator[None]:
     """Compare residual sums, the inputs of layers, and the input of every output projection of attention."""
-    calls: dict[int, _LayerCall] = {}
-    previous: dict[int, Tensor] = {}
-    known = is_known(model) and not observation.only_records
     if not is_known(model):
         untested["residual sums and KV cache"] = f"not tried on model type {model_type(model)}"
-
-    def enter(index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        calls[index] = _LayerCall(hidden)
-        table = kwargs.get("position_embeddings")
-        if isinstance(table, tuple) and len(table) == 2:
-            observation.tables[index, observation.seen] = (table[0][0].cpu(), table[1][0].cpu())
-        if index and known:
-            observation.checks.append(compare("chain", index - 1, "layer_output", previous[index - 1].cpu(), hidden))
-
-    def leave(index: int, output: Any) -> None:
-        previous[index] = first_tensor(output)
-        if known:
-            found = _residual_check(index, calls[index], previous[index])
-            if found is None:
-                untested["residual sums"] = "the branches of a layer were not seen"
-            else:
-                observation.checks.append(found)
-
-    def fed(index: int, args: tuple[Any, ...]) -> None:
-        result = observation.results.pop(index, None)
-        if result is not None and known:
-            wanted = result.reshape(args[0].shape).cpu()
-            observation.checks.append(compare("attention_feed", index, SITE, wanted, args[0]))
-
-    def ended(index: int, site: str, end: nn.Module, result: Tensor) -> None:
-        if end in ends:
-            wanted = ends.pop(end).reshape(result.shape)
-            observation.checks.append(compare("output", index, site, wanted.cpu(), result))
-
-    handles = []
-    ends: dict[nn.Module, Tensor] = {}
-    for index, sites in enumerate(layers):
-        layer = sites.layer
-        for site, block, end in _blocks_with_end(sites) if known else ():
-            handles += [
-                end.register_forward_hook(lambda m, a, out: ends.__setitem__(m, out)),
-                block.register_forward_hook(
-                    lambda m, a, out, i=index, s=site, e=end: ended(i, s, e, first_tensor(out))
-                ),
-            ]
-        handles += [
-            layer.register_forward_pre_hook(lambda m, a, kw, i=index: enter(i, a, kw), with_kwargs=True),
-            layer.register_forward_hook(lambda m, a, out, i=index: leave(i, out)),
-        ]
-        for end in sites.branch_ends:
-            handles.append(
-                end.register_forward_hook(lambda m, a, out, i=index: calls[i].branches.append(first_tensor(out)))
-            )
-        for name, module in sites.attention.named_children():
-            if name in _ENDS_OF_ATTENTION:
-                handles.append(module.register_forward_pre_hook(lambda m, a, i=index: fed(i, a)))
+    observer = _Observer(observation, untested, is_known=is_known(model) and not observation.only_records)
+    handles = [handle for index, sites in enumerate(layers) for handle in observer.hooks_of_layer(index, sites)]
     head = output_projection(model)
     handles.append(head.register_forward_hook(lambda m, a, out: observation.results.__setitem__(OUTSIDE_LAYERS, out)))
     try:
@@ -194,6 +142,77 @@ def _observed(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@dataclass
+class _Observer:
+    """Hooks that compare what the layers of a model read and write; without `is_known` they only keep the tables.
+
+    `calls`: the current call of each layer. `outputs`: of the last call of each layer. `ends`: outputs of the last
+    linears of blocks whose own output has not come yet.
+    """
+
+    observation: Observation
+    untested: dict[str, str]
+    is_known: bool
+    calls: dict[int, _LayerCall] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    ends: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+    def hooks_of_layer(self, index: int, sites: LayerSites) -> list[RemovableHandle]:
+        """Register the hooks of a layer, its blocks and their ends."""
+        layer = sites.layer
+        handles = [
+            layer.register_forward_pre_hook(lambda m, a, kw: self._enter(index, a, kw), with_kwargs=True),
+            layer.register_forward_hook(lambda m, a, out: self._leave(index, first_tensor(out))),
+        ]
+        for end in sites.branch_ends:
+            handles.append(
+                end.register_forward_hook(lambda m, a, out: self.calls[index].branches.append(first_tensor(out)))
+            )
+        if not self.is_known:
+            return handles
+        for site, block, end in _blocks_with_end(sites):
+            handles += [
+                end.register_forward_hook(lambda m, a, out: self.ends.__setitem__(m, out)),
+                block.register_forward_hook(
+                    lambda m, a, out, s=site, e=end: self._compare_end(index, s, e, first_tensor(out))
+                ),
+            ]
+            if site == "attention_output":
+                handles.append(end.register_forward_pre_hook(lambda m, a: self._compare_feed(index, a[0])))
+        return handles
+
+    def _enter(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.calls[index] = _LayerCall(hidden)
+        table = kwargs.get("position_embeddings")
+        if isinstance(table, tuple) and len(table) == 2:
+            self.observation.tables[index, self.observation.seen] = (table[0][0].cpu(), table[1][0].cpu())
+        if index and self.is_known:
+            self._compare("chain", index - 1, "layer_output", self.outputs[index - 1], hidden)
+
+    def _leave(self, index: int, output: Tensor) -> None:
+        self.outputs[index] = output
+        if not self.is_known:
+            return
+        found = _residual_check(index, self.calls[index], output)
+        if found is None:
+            self.untested["residual sums"] = "the branches of a layer were not seen"
+        else:
+            self.observation.checks.append(found)
+
+    def _compare_feed(self, index: int, fed: Tensor) -> None:
+        result = self.observation.results.pop(index, None)
+        if result is not None:
+            self._compare("attention_feed", index, SITE, result.reshape(fed.shape), fed)
+
+    def _compare_end(self, index: int, site: str, end: nn.Module, result: Tensor) -> None:
+        if end in self.ends:
+            self._compare("output", index, site, self.ends.pop(end).reshape(result.shape), result)
+
+    def _compare(self, probe: str, index: int, site: str, wanted: Tensor, seen: Tensor) -> None:
+        self.observation.checks.append(compare(probe, index, site, wanted.cpu(), seen))
 
 
 def _blocks_with_end(sites: LayerSites) -> list[tuple[str, nn.Module, nn.Module]]:
