@@ -10,7 +10,6 @@ from aqnpipe.artifacts.comparisons import AAControlRate
 from aqnpipe.comparison.contrasts import Contrast, Contrasts
 from aqnpipe.config.analysis import ArmComparison
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.crossed_effects import estimate_difference
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate,
             single += [_IDENTICAL] * len(study.seeds_of(contrast.treatment.arm))
             continue
         if len(scores.seed_tables) > 1:
-            estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance)
+            estimate = scores.estimate(study.config.statistics.seed)
             across.append(_Outcome(estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
         single += [
             _Outcome(table.mcnemar_p, table.only_treatment + table.only_control == 0) for table in scores.seed_tables

@@ -14,6 +14,7 @@ from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
+from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts
 from aqnpipe.statistics.resampling import Resampler
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
@@ -59,6 +60,10 @@ class Scores:
     seed_variance: SeedVariance | None
     seed_tables: tuple[SeedComparison, ...] = ()
     by_scorer: Mapping[str, float] = field(default_factory=dict)
+
+    def estimate(self, seed: int) -> Estimate:
+        """Return the mean difference and what its tests need; `seed` of the permutations."""
+        return estimate_difference(self.treatment, self.control, self.seed_variance, seed)
 
 
 @dataclass(frozen=True)

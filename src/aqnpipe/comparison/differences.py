@@ -8,7 +8,6 @@ from aqnpipe.comparison.evaluations import LoadedEvaluation
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.resampling import Resampler
 
 
@@ -43,8 +42,7 @@ def _rows_of_model(study: Study, role: str, contrasts: Contrasts) -> Iterator[di
 def _estimated(contrast: Contrast, alpha: float, seed: int) -> dict[str, Any]:
     if contrast.scores is None:
         return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
-    scores = contrast.scores
-    estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance, seed)
+    estimate = contrast.scores.estimate(seed)
     low, high = estimate.interval(1 - alpha)
     return {
         "num_seeds": estimate.num_seeds,

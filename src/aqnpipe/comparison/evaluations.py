@@ -1,7 +1,7 @@
 """Evaluations prepared for comparison: correctness per noise level, and every reason not to use an evaluation."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,16 @@ class LoadedEvaluation:
     weights: str | None
     setting: Mapping[str, str]
     accuracy: pl.DataFrame
+
+
+def load_evaluations(
+    sources: Iterable[EvaluationInput], scorer: Scorer, alpha: float
+) -> dict[tuple[str, str, int, int], LoadedEvaluation]:
+    """Read evaluations by (model role, arm, seed, step); DataError where a file is missing or malformed."""
+    return {
+        (source.model, source.arm, source.seed, source.step): load_evaluation(source, scorer, alpha)
+        for source in sources
+    }
 
 
 def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> LoadedEvaluation:

@@ -15,11 +15,11 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.looks import ClaimAtLook, ClaimState, LookDesign, LookFile
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, comparison_ids
-from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
 from aqnpipe.comparison.judgement import is_decidable, p_value_of
 from aqnpipe.comparison.look_states import look_file, planned_looks, seeds_after
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
+from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.group_sequential import Looks, look_adjusted_p, nominal_tails
 from aqnpipe.statistics.multiple_testing import holm_within_families
 from aqnpipe.statistics.resampling import Resampler
@@ -45,11 +45,8 @@ def take_look(
 
     Raises DataError if a file is malformed.
     """
-    settings, scorer = study.config.statistics, study.config.evaluation.primary_scorer
-    loaded = {
-        (source.model, source.arm, source.seed, source.step): load_evaluation(source, scorer, settings.alpha)
-        for source in evaluations
-    }
+    alpha, scorer = study.config.statistics.alpha, study.config.evaluation.primary_scorer
+    loaded = load_evaluations(evaluations, scorer, alpha)
     number = len(earlier) + 1
     path = look_file(study.config.results_dir, number)
     before = look_file(study.config.results_dir, number - 1)
@@ -93,13 +90,12 @@ def _claims_at(
             reason = contrast.refusal.reason if contrast.refusal else None
             claims[name] = start.model_copy(update={"state": "invalid", "reason": reason})
             continue
-        found[name] = _evidence(contrast, looks, number, study.config.statistics.seed)
+        found[name] = _evidence(contrast, contrast.scores.estimate(study.config.statistics.seed), looks, number)
         claims[name] = start.model_copy(update=_numbers(found[name], looks, number, design.alpha))
     return tuple(_with_states(claims, found, study, design, looks, number).values())
 
 
-def _evidence(contrast: Contrast, looks: Looks, number: int, seed: int) -> _Evidence:
-    estimate = estimate_of(contrast, seed)
+def _evidence(contrast: Contrast, estimate: Estimate, looks: Looks, number: int) -> _Evidence:
     claim = contrast.comparison
 
     def adjusted(p_value: float, *, one_sided: bool) -> float:
@@ -115,14 +111,6 @@ def _evidence(contrast: Contrast, looks: Looks, number: int, seed: int) -> _Evid
         p_equivalence=None if inside is None else adjusted(min(inside, 1.0), one_sided=False),
         p_beyond=None if beyond is None else adjusted(beyond, one_sided=claim.test != "equivalence"),
     )
-
-
-def estimate_of(contrast: Contrast, seed: int) -> Estimate:
-    """Return the estimate of a contrast that has scores."""
-    if contrast.scores is None:
-        raise ValueError(f"{contrast.comparison_id} was refused and has no scores")
-    scores = contrast.scores
-    return estimate_difference(scores.treatment, scores.control, scores.seed_variance, seed)
 
 
 def _beyond_margin(contrast: Contrast, estimate: Estimate) -> float | None:

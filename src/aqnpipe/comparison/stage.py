@@ -38,14 +38,14 @@ from aqnpipe.comparison.contrasts import (
     refuse_bad_evaluation,
 )
 from aqnpipe.comparison.differences import difference_rows
-from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
 from aqnpipe.comparison.judgement import Judgement, judge, p_value_of
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_at_look, last_looks, look_statement
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference, variance_parts
+from aqnpipe.statistics.crossed_effects import Estimate, variance_parts
 from aqnpipe.statistics.multiple_testing import holm_within_families, interval_level
 from aqnpipe.statistics.resampling import Resampler
 from aqnpipe.statistics.robustness import JOINT_METHOD, mean_slopes, robustness_row
@@ -115,11 +115,7 @@ def compare(
     reason. Raises DataError if a file is malformed.
     """
     settings = study.config.statistics
-    scorer = study.config.evaluation.primary_scorer
-    loaded = {
-        (source.model, source.arm, source.seed, source.step): load_evaluation(source, scorer, settings.alpha)
-        for source in evaluations
-    }
+    loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha)
     resampler = Resampler(settings.seed, settings.bootstrap_samples)
     contrasts = Contrasts(study, loaded, resampler)
     decided = last_looks(study, looks)
@@ -211,9 +207,8 @@ def judge_all(
 def _tested(contrast: Contrast, seed: int) -> _Tested | None:
     if contrast.scores is None:
         return None
-    scores = contrast.scores
-    estimate = estimate_difference(scores.treatment, scores.control, scores.seed_variance, seed)
-    return _Tested(contrast, scores, estimate, p_value_of(contrast.comparison, estimate))
+    estimate = contrast.scores.estimate(seed)
+    return _Tested(contrast, contrast.scores, estimate, p_value_of(contrast.comparison, estimate))
 
 
 def _judged(
