@@ -44,15 +44,16 @@ class Sides:
     second_rows: Tensor
     same_inputs: bool
 
-    def results(self, name: str) -> tuple[Tensor, Tensor, bool]:
-        """Return both results of an operator [rows, channels] on the inputs that were judged, and if all channels."""
-        one = self.first.tensor("output", name)
-        other = self.second.tensor("replay" if self.same_inputs else "output", name)
-        return *_aligned(one[self.first_rows], other[self.second_rows]), one.shape[1] == other.shape[1]
+    def results(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return both results of an operator on the inputs that were judged, on the same rows and channels."""
+        return self._pair(name, "replay" if self.same_inputs else "output")
 
     def own_results(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return both results of an operator in the sides' own passes, on the same channels."""
-        one, other = self.first.tensor("output", name), self.second.tensor("output", name)
+        """Return both results of an operator in the sides' own passes, on the same rows and channels."""
+        return self._pair(name, "output")
+
+    def _pair(self, name: str, second_kind: str) -> tuple[Tensor, Tensor]:
+        one, other = self.first.tensor("output", name), self.second.tensor(second_kind, name)
         return _aligned(one[self.first_rows], other[self.second_rows])
 
 
@@ -139,21 +140,17 @@ def compare_operators(sides: Sides) -> tuple[OperatorParity, ...]:
 
 
 def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[str, object]) -> OperatorParity:
-    one, other, is_full = sides.results(name)
+    one, other = sides.results(name)
     dtype = _coarser(one.dtype, other.dtype)
-    channels = (
-        torch.arange(one.shape[1]) if is_full and one.shape[1] != first["width"] else sampled_channels(one.shape[1])
-    )
+    channels = sampled_channels(one.shape[1])
     exact, bound, drift = _exact_results(sides, name)
     if sides.same_inputs:
-        error, scale = other.double() - one.double(), one.double()
+        error = other.double() - one.double()
+        at_channels = error[:, channels]
     else:
-        one, other = (
-            one[:, channels] if one.shape[1] > len(channels) else one,
-            other[:, channels] if other.shape[1] > len(channels) else other,
-        )
-        error, scale = (other.double() - exact[1]) - (one.double() - exact[0]), one.double()
-    at_channels = error if error.shape[1] == bound.shape[1] else error[:, channels]
+        one, other = one[:, channels], other[:, channels]
+        at_channels = error = (other.double() - exact[1]) - (one.double() - exact[0])
+    scale = one.double()
     algorithms = _algorithms(first, second)
     rms = float(scale.square().mean().sqrt()) or 1.0
     gain = _finite((error * scale).mean() / rms**2)

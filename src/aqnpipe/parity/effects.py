@@ -120,7 +120,7 @@ def _shared_lengths(sides: Sides) -> list[int]:
 def _operator_errors(sides: Sides) -> dict[str, Tensor]:
     errors = {}
     for name, width in sides.first.operators.select("name", "width").iter_rows():
-        one, other, _ = sides.results(name)
+        one, other = sides.results(name)
         if one.shape[1] == width and name != _LM_HEAD:
             errors[name] = other.double() - one.double()
     return errors
