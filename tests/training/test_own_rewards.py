@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from tiny_training import run, training_spec, write_inputs
+from tiny_training import NOISE, run, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_json, read_table
-from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
+from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord
 from aqnpipe.config.own_code import source_digest
-from aqnpipe.errors import ReceiptError
+from aqnpipe.errors import NoRewardError, ReceiptError
 
 SOURCE = """
 import itertools
@@ -17,6 +17,9 @@ calls = itertools.count()
 
 def length(response, gold_answer):
     return len(response) / 100
+
+def same(response, gold_answer):
+    return -1.0
 
 def moody(response, gold_answer):
     return float(next(calls))
@@ -36,23 +39,31 @@ def module(tmp_path, monkeypatch):
     return "rewards_of_a_run"
 
 
+def own(module, name):
+    return {"function": f"{module}:{name}", "source_sha256": source_digest(f"{module}:{name}")}
+
+
 @pytest.mark.slow
 def test_a_run_learns_from_its_own_rewards_and_records_their_source(inputs, tmp_path, module):
-    digest = source_digest(f"{module}:length")
-    rewards = [
-        {"function": f"{module}:length", "weight": 2.0, "source_sha256": digest},
-        {"scorer": "last_number", "weight": 0.5},
-    ]
+    rewards = [own(module, "length") | {"weight": -2.0}, {"scorer": "last_number", "weight": 0.5}]
+    digest = rewards[0]["source_sha256"]
     folder = run(training_spec(rewards=rewards), inputs, tmp_path / "run")
     record = read_json(folder / "run.json", RunRecord)
     assert record.config["training"]["rewards"][0]["source_sha256"] == digest
-    metrics = read_table(folder / "metrics.parquet", TrainingMetrics)
-    # A length over 100, twice, is no multiple of the half that a right number gives.
+    metrics = read_table(folder / "metrics.parquet", OwnRewardMetrics)
+    # A length over 100, twice, is no multiple of the half that a right number gives; rewards may be below 0.
     assert any(reward % 0.5 for reward in metrics["reward_mean"].to_list())
+    assert metrics["reward_mean"].min() < 0
     assert json.loads((folder / "run.json").read_text())["config"]["training"]["rewards"][1]["scorer"] == "last_number"
 
 
 @pytest.mark.slow
 def test_a_reward_that_is_not_the_same_when_graded_again_is_refused(inputs, tmp_path, module):
     with pytest.raises(ReceiptError, match="graded again give"):
-        run(training_spec(rewards=[{"function": f"{module}:moody"}]), inputs, tmp_path / "run")
+        run(training_spec(rewards=[own(module, "moody")]), inputs, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_rewards_that_never_differ_are_not_said_to_be_0_or_1(inputs, tmp_path, module):
+    with pytest.raises(NoRewardError, match="each of 16 responses has the reward of its whole group"):
+        run(training_spec(NOISE, kl_coefficient=0.0, rewards=[own(module, "same")]), inputs, tmp_path / "run")

@@ -1,5 +1,7 @@
 """The metrics of a training run, and the record that every training run, evaluation and loss study writes."""
 
+import sys
+
 import pandera.polars as pa
 from pydantic import Field
 
@@ -38,6 +40,12 @@ class TrainingMetrics(pa.DataFrameModel):
         """No other columns are allowed."""
 
         strict = True
+
+
+class OwnRewardMetrics(TrainingMetrics):
+    """metrics.parquet of a run with `training.rewards`, whose sum may be any finite number."""
+
+    reward_mean: float = pa.Field(ge=-sys.float_info.max, le=sys.float_info.max)
 
 
 class RunRecord(Artifact):

@@ -18,7 +18,7 @@ from aqnpipe.artifacts.lineage import has_digest, record_problems
 from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.published import PublishedCheck
-from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
+from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord, TrainingMetrics
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
@@ -228,7 +228,9 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     runs = [
         (files, read([files.metrics, files.receipt, files.record], partial(_read_run, files))) for files in inputs.runs
     ]
-    validate_tables({files.metrics: run.metrics for files, run in runs if run}, TrainingMetrics)
+    for schema in (TrainingMetrics, OwnRewardMetrics):
+        metrics = {files.metrics: run.metrics for files, run in runs if run and _schema_of(run.record) is schema}
+        validate_tables(metrics, schema)
     evaluations = [
         (files, read([files.table, files.receipt, files.record], partial(_read_evaluated, files)))
         for files in inputs.evaluations
@@ -276,6 +278,11 @@ def _refuse_other_verdicts(path: Path, claims: ClaimsFile, compared: pl.DataFram
 
 def _empty(schema: type[pa.DataFrameModel]) -> pl.DataFrame:
     return pl.DataFrame(schema={name: column.dtype.type for name, column in schema.to_schema().columns.items()})
+
+
+def _schema_of(record: RunRecord) -> type[TrainingMetrics]:
+    training = record.config.get("training")
+    return OwnRewardMetrics if isinstance(training, dict) and training.get("rewards") else TrainingMetrics
 
 
 def _read_run(run: RunInput) -> Run:

@@ -12,7 +12,7 @@ from transformers import PrinterCallback
 
 from aqnpipe.artifacts.files import read_table, write_json, write_table
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.runs import TrainingMetrics
+from aqnpipe.artifacts.runs import OwnRewardMetrics, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
 from aqnpipe.data.prompts import (
@@ -100,7 +100,8 @@ def run_worker(
     write_json(workspace.facts, facts)
     write_json(workspace.run / "receipt.json", receipt)
     table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
-    write_table(workspace.run / "metrics.parquet", table, TrainingMetrics)
+    schema = OwnRewardMetrics if spec.training.rewards else TrainingMetrics
+    write_table(workspace.run / "metrics.parquet", table, schema)
 
 
 def _train(spec: TrainingSpec, trainer: NoisyGRPOTrainer, resume_from: Path | None) -> None:
