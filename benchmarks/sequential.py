@@ -118,10 +118,13 @@ def _tests(means: FloatArray, at_questions: FloatArray, questions: int) -> tuple
     if rest_freedom > 0:
         pool = 2 * np.maximum(squares[:, None] - own * freedom / 2, 0) / rest_freedom
         prior = prior_freedom(rest_freedom)
-        guarded = own > stats.f.isf(GUARD_LEVEL, freedom, rest_freedom) * pool
+        # With two seeds there is no guard, as in `statistics.seed_blocks`.
+        guarded = (freedom > 1) & (own > stats.f.isf(GUARD_LEVEL, freedom, rest_freedom) * pool)
         variance = np.where(guarded, own, (freedom * own + prior * pool) / (freedom + prior))
         test_freedom = np.where(guarded, freedom, freedom + prior)
-    by_seed = variance / seeds
+    # A variance that no other arms moderate is at least that of the answers, as in `statistics.crossed_effects`.
+    by_answers = 2e4 * ANSWERS / questions
+    by_seed = np.where(test_freedom == freedom, np.maximum(variance, by_answers), variance) / seeds
     by_question = 1e4 * ARM_BY_QUESTION / questions
     difference = differences.mean(axis=2) + at_questions[:, 1:] - at_questions[:, :1]
     tail = np.empty_like(by_seed)
