@@ -1,5 +1,6 @@
 """Memory of a training device, compared with hand calculations for Qwen2.5's published shapes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,10 +73,35 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_help():
     assert memory_lines(study, "a device", 200, 150)[0].startswith("memory of a training device: large 190 GB of 200")
 
 
-@pytest.mark.parametrize(("options", "code"), [((), 0), (("--memory", "40"), 2), (("--memory", "192"), 0)])
-def test_the_command_refuses_a_study_that_cannot_fit(options, code):
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [((), True), (("--memory", "40"), False), (("--memory", "192"), True), (("--prompt-tokens", "60000"), False)],
+)
+def test_the_command_refuses_a_study_that_cannot_fit(options, fits):
     done = CliRunner().invoke(app, ["check", "config/qwen2.5-1.5b.yaml", *options])
-    assert done.exit_code == code or isinstance(done.exception, ConfigError) == (code == 2)
+    assert (done.exit_code == 0) is fits
+    assert isinstance(done.exception, ConfigError) is not fits
+
+
+def test_examples_in_the_prompt_count(tmp_path):
+    study = yaml.safe_load(Path("config/qwen2.5-1.5b.yaml").read_text())
+    study.update(arms_file=str(ROOT / "config" / "arms.yaml"), generation={"backend": "transformers"})
+    rollouts = []
+    for shots in (0, 8):
+        study["prompt"] |= {"num_examples": shots}
+        (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+        shown = CliRunner().invoke(app, ["check", str(tmp_path / "study.yaml")]).stdout
+        rollouts.append(float(re.search(r"rollouts ([\d.]+) GB", shown)[1]))
+    # 8 examples of 180 tokens beside a prompt of 150 and 1,024 tokens of the response.
+    assert rollouts[1] / rollouts[0] == pytest.approx((1174 + 8 * 180) / 1174, rel=0.01)
+
+
+def test_a_model_of_unknown_shape_is_named():
+    study = plan("qwen2.5-1.5b")
+    models = {"base": study.study.config.models["base"].model_copy(update={"source": "owner/unknown"})}
+    config = study.study.config.model_copy(update={"models": models})
+    (line,) = memory_lines(StudyPlan(study.study.model_copy(update={"config": config})), "a device", 80, 150)
+    assert "not estimated, the shape of base is unknown" in line
 
 
 def test_a_study_on_a_cpu_has_no_line_on_memory():

@@ -7,12 +7,12 @@ import typer
 
 from aqnpipe.cli.cost_estimate import (
     A100,
-    USUAL_PROMPT_TOKENS,
     Assumptions,
     Estimate,
     Rates,
     default_rates,
     estimate_study,
+    mean_prompt_tokens,
 )
 from aqnpipe.cli.front_door import device_problem, open_study
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, memory_lines
@@ -72,7 +72,7 @@ def check(
         rates=_rates(plan, tflops, training_utilization, generation_utilization),
     )
     checked = check_study(plan, given)
-    memory_needed = _memory(plan, memory, prompt_tokens)
+    memory_needed = _memory(plan, memory, given)
     if json:
         typer.echo(checked.model_dump_json(indent=2))
         return
@@ -101,7 +101,7 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
     )
 
 
-def _memory(plan: StudyPlan, gigabytes: float | None, prompt_tokens: float | None) -> list[str]:
+def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) -> list[str]:
     """Return lines on the memory of a training device, none for a CPU; ConfigError if a model does not fit."""
     requested = plan.study.config.device
     available = gigabytes or DEVICE_GIGABYTES.get(requested)
@@ -109,7 +109,7 @@ def _memory(plan: StudyPlan, gigabytes: float | None, prompt_tokens: float | Non
         return []
     named = {"cuda": "an A100 80 GB", "npu": "an Ascend 910C"}
     device = named[requested] if gigabytes is None else "the given device"
-    return memory_lines(plan, device, available, prompt_tokens or USUAL_PROMPT_TOKENS)
+    return memory_lines(plan, device, available, mean_prompt_tokens(plan, assumptions)[0])
 
 
 def announcement(plan: StudyPlan) -> str | None:

@@ -30,13 +30,13 @@ StudyPhase = Literal["rollout", "old_policy", "reference", "actor_forward", "bac
 Size = ModelShape | ParameterCount
 
 _GENERATING: frozenset[StudyPhase] = frozenset({"rollout", "validation", "evaluation"})
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SECONDS_PER_HOUR = 3600.0
 _ADAM_MOMENTS = 2
 # A run keeps two resume points while it writes the next one.
 _RESUME_POINTS = 3
 # A GSM8K question with a chat template and an instruction. The estimate states it, and --prompt-tokens changes it.
-USUAL_PROMPT_TOKENS = 150.0
+_USUAL_PROMPT_TOKENS = 150.0
 # A GSM8K question and its worked answer, with 235 and 287 characters on average.
 _USUAL_EXAMPLE_TOKENS = 180.0
 
@@ -148,7 +148,7 @@ class _Work(FrozenModel):
 
 def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     """Estimate the cost of training and evaluation; ConfigError naming the option or key that is missing."""
-    prompt, prompt_source = _prompt_tokens(plan, assumptions)
+    prompt, prompt_source = mean_prompt_tokens(plan, assumptions)
     rates = assumptions.rates or default_rates(plan)
     sizes = {name: _size_of(plan, name, assumptions) for name in plan.study.models()}
     work = [*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)]
@@ -191,7 +191,7 @@ def _size_of(plan: StudyPlan, role: str, assumptions: Assumptions) -> Size:
     return shape
 
 
-def _prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, str]:
+def mean_prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, str]:
     """Return the mean length of a prompt and the source of this number."""
     if assumptions.prompt_tokens is not None:
         return assumptions.prompt_tokens, f"prompts of {assumptions.prompt_tokens:g} tokens, as given"
@@ -203,7 +203,7 @@ def _prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, st
         length = fmean(_count_words(problem.question) for problem in problems)
         length += examples * fmean(_count_words(f"{problem.question} {problem.answer}") for problem in problems)
         return length, f"prompts of {length:.0f} tokens, counted in the generated questions"
-    length = USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
+    length = _USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
     return length, f"prompts of {length:g} tokens, assumed (--prompt-tokens)"
 
 
@@ -322,7 +322,7 @@ def _checkpoint_bytes(plan: StudyPlan, sizes: Mapping[str, Size]) -> float:
         return 0.0
     kept, lora = len(plan.checkpoint_steps), training.lora
     stored = {
-        role: size.num_parameters * _BYTES[training.weights_dtype] if lora is None else _adapter_bytes(size, lora)
+        role: size.num_parameters * BYTES[training.weights_dtype] if lora is None else _adapter_bytes(size, lora)
         for role, size in sizes.items()
     }
     return sum(kept * stored[role] for role, _, _ in plan.runs())
@@ -332,7 +332,7 @@ def _adapter_bytes(size: Size, lora: LoraConfig) -> float:
     """Return the bytes of the adapters of a model; 0 if its shape is not known."""
     if not isinstance(size, ModelShape):
         return 0.0
-    return _BYTES["float32"] * size.adapter_parameters(lora.rank, lora.target_modules)
+    return BYTES["float32"] * size.adapter_parameters(lora.rank, lora.target_modules)
 
 
 def _working_bytes(plan: StudyPlan, size: Size) -> float:
@@ -340,4 +340,4 @@ def _working_bytes(plan: StudyPlan, size: Size) -> float:
     training = plan.study.config.training
     if training is None or training.lora:
         return 0.0
-    return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * _BYTES[training.weights_dtype]
+    return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * BYTES[training.weights_dtype]

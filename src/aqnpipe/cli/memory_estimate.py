@@ -9,7 +9,7 @@ from math import ceil
 
 from pydantic import Field
 
-from aqnpipe.cli.cost_estimate import uses_vllm_for_rollouts
+from aqnpipe.cli.cost_estimate import BYTES, uses_vllm_for_rollouts
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.plan import StudyPlan
@@ -20,8 +20,7 @@ from aqnpipe.models.shapes import ModelShape, shape_of
 DEVICE_GIGABYTES = {"cuda": 80.0, "npu": 64.0}
 """Memory of the devices of the published studies: A100-SXM4-80GB and Ascend 910C."""
 
-_FLOAT32 = 4
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOAT32 = BYTES["float32"]
 # Gradients and both moments of Adam have the format of the trained weights.
 _COPIES_OF_A_TRAINED_WEIGHT = 4
 # Data parallelism keeps the gradients a second time, in its buckets.
@@ -62,7 +61,7 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
     if shape is None or training is None:
         return None
     shares = training.num_workers if training.parallelism == "fsdp" else 1
-    stored, computed = _BYTES[training.weights_dtype], _BYTES[model.dtype]
+    stored, computed = BYTES[training.weights_dtype], BYTES[model.dtype]
     arms = [arm for arm in plan.study.arms.values() if arm.model == role]
     vllm = any(uses_vllm_for_rollouts(plan, arm) for arm in arms)
     if training.lora is None:
@@ -90,7 +89,7 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
 
 def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tokens: float, base: int) -> float:
     """Return the bytes of a forward and backward pass; `base`: bytes of a weight that is gathered."""
-    computed, rows = _BYTES[model.dtype], training.micro_batch_size
+    computed, rows = BYTES[model.dtype], training.micro_batch_size
     logits = rows * (training.max_response_tokens + 1) * shape.vocab_size
     logit_bytes = logits * (_FLOAT32_LOGITS * _FLOAT32 + _COMPUTED_LOGITS * computed)
     layer = rows * tokens * (_MLP_VALUES * shape.intermediate_size + _HIDDEN_VALUES * shape.hidden_size) * computed
@@ -117,6 +116,9 @@ def memory_lines(plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: 
     for role in plan.study.model_roles():
         found = memory_per_device(plan, role, gigabytes * 1e9, prompt_tokens)
         if found is None:
+            lines.append(
+                f"memory of a training device: not estimated, the shape of {role} is unknown before the download"
+            )
             continue
         parts = {
             "trained weights, gradients, moments": found.trained,
