@@ -41,19 +41,21 @@ def leaps(runs: Sequence[Run]) -> list[Leap]:
     return sorted(found, key=lambda leap: (-abs(leap.value - leap.usual), leap.arm, leap.seed, leap.step))
 
 
+def leap_sentence(leap: Leap, words: Words) -> str:
+    """Return what leapt where, from which value to which."""
+    return words(
+        "training.leap",
+        metric=words(f"metric.{leap.metric}"),
+        run=words("run.name", arm=leap.arm, seed=leap.seed),
+        step=leap.step,
+        value=numbers.metric(leap.value),
+        usual=numbers.metric(leap.usual),
+    )
+
+
 def leap_sentences(found: Sequence[Leap], words: Words) -> list[str]:
     """Return a sentence for each of the farthest leaps, and how many more there are."""
-    sentences = [
-        words(
-            "training.leap",
-            metric=words(f"metric.{leap.metric}"),
-            run=words("run.name", arm=leap.arm, seed=leap.seed),
-            step=leap.step,
-            value=numbers.metric(leap.value),
-            usual=numbers.metric(leap.usual),
-        )
-        for leap in found[:MAX_SHOWN]
-    ]
+    sentences = [leap_sentence(leap, words) for leap in found[:MAX_SHOWN]]
     return sentences + ([words("training.more_leaps", count=len(found) - MAX_SHOWN)] if len(found) > MAX_SHOWN else [])
 
 

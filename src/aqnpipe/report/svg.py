@@ -61,13 +61,7 @@ def small_dot(series: str) -> str:
 
 def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
     """Render `chart` as an inline SVG element labelled `label`; the same chart gives the same bytes."""
-    # The renderer aborts on some characters (NUL), so invisible characters are replaced before rendering.
-    # Altair's validation against its schema would take a fifth of the time; the renderer rejects a wrong chart as well.
-    # Altair's limit of 5,000 rows is meant for notebooks.
-    with alt.data_transformers.disable_max_rows():
-        spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
-    spec["config"] = _config()
-    return _fit_for_page(vl_convert.vegalite_to_svg(spec), label)
+    return _fit_for_page(vl_convert.vegalite_to_svg(_spec(chart, _config())), label)
 
 
 def light_spec(chart: alt.TopLevelMixin, *, legend: bool) -> dict[str, Any]:
@@ -75,11 +69,17 @@ def light_spec(chart: alt.TopLevelMixin, *, legend: bool) -> dict[str, Any]:
 
     legend: show the names of the colours, which on the page stand above a group of pictures.
     """
+    found: dict[str, Any] = _coloured(_spec(chart, _config() | {"background": "white"}), _light_colours(), legend)
+    return found
+
+
+def _spec(chart: alt.TopLevelMixin, config: dict[str, Any]) -> dict[str, Any]:
+    # The renderer aborts on some characters (NUL), so invisible characters are replaced before rendering.
+    # Altair's validation against its schema would take a fifth of the time; the renderer rejects a wrong chart as well.
+    # Altair's limit of 5,000 rows is meant for notebooks.
     with alt.data_transformers.disable_max_rows():
         spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
-    spec["config"] = _config() | {"background": "white"}
-    found: dict[str, Any] = _coloured(spec, _light_colours(), legend)
-    return found
+    return spec | {"config": config}
 
 
 def _light_colours() -> dict[str, str]:

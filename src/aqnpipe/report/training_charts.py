@@ -9,7 +9,7 @@ import polars as pl
 from aqnpipe.report import numbers
 from aqnpipe.report.charts import Panel, SeriesKey, base_chart, colour_scale, dash_scale, panel
 from aqnpipe.report.leaps import METRICS as LEAPING
-from aqnpipe.report.leaps import Leap
+from aqnpipe.report.leaps import Leap, leap_sentence
 from aqnpipe.report.svg import INK, described, small_dot
 from aqnpipe.report.words import Words
 
@@ -176,17 +176,7 @@ def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words
                 "arm": leap.arm,
                 "step": leap.step,
                 "mean": leap.value,
-                "about": described(
-                    leap.arm,
-                    words(
-                        "training.leap",
-                        metric=words(f"metric.{leap.metric}"),
-                        run=words("run.name", arm=leap.arm, seed=leap.seed),
-                        step=leap.step,
-                        value=numbers.metric(leap.value),
-                        usual=numbers.metric(leap.usual),
-                    ),
-                ),
+                "about": described(leap.arm, leap_sentence(leap, words)),
             }
             for leap in own
         ]
