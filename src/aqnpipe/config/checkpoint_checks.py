@@ -13,7 +13,7 @@ from aqnpipe.config.cross_references import (
     machine_problems,
     scorer_problems,
     size_problems,
-    vllm_attention_problems,
+    vllm_evaluation_problems,
 )
 from aqnpipe.config.model import source_kind
 
@@ -29,7 +29,7 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
     yield from scorer_problems(study, source)
     yield from machine_problems(study, source)
     yield from layer_problems(study, arms, source)
-    yield from vllm_attention_problems(study, study.checkpoints, "checkpoints", source)
+    yield from vllm_evaluation_problems(study, study.checkpoints, "checkpoints", source)
     yield from comparison_problems(study, study.arms, source)
     yield from explore_problems(study, arms, study.arms, source)
     yield from _incomparable(study, source)

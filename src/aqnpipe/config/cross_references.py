@@ -67,7 +67,7 @@ def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
 
 
 def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield a scorer that cannot find the answers of the data set right."""
+    """Yield scorers and rewards that cannot grade answers in the format of the data set."""
     answers = "gsm8k" if isinstance(study.dataset, GeneratedDataset) else study.dataset.answer_format
     problem = unfit_scorer(study.evaluation.primary_scorer, answers)
     if problem is not None:
@@ -80,7 +80,7 @@ def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
 
 
 def machine_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield unknown machines, and loss studies of models and machines that they cannot be made of."""
+    """Yield unknown machines, and loss studies whose model or machine does not allow one."""
     machine = study.evaluation.pretrained_machine
     if machine is not None and machine not in study.machines:
         yield f"{source}: evaluation.pretrained_machine: {unknown('machine', machine, study.machines)}"
@@ -102,7 +102,7 @@ def machine_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
 
 
 def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """Yield models that are not there, and faults and noise in layers that a model does not have."""
+    """Yield missing models, and faults and noise in layers beyond those of the model."""
     for role, model in study.models.items():
         try:
             num_layers = num_layers_of(model.source)
@@ -122,7 +122,7 @@ def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str
             operators = settings_of(named).operator_noise
             if operators is not None:
                 where = f"{source}: evaluation.noises.{name}"
-                yield from _noised_layer_problems(operators, num_layers, where, f"{role} ({model.source})")
+                yield from noised_layer_problems(operators, num_layers, where, f"{role} ({model.source})")
         if study.training is None:
             continue
         for arm_name in study.arms:
@@ -130,10 +130,11 @@ def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str
             if noise is None or arms[arm_name].model != role:
                 continue
             where = f"{study.arms_file}: arms.{arm_name}"
-            yield from _noised_layer_problems(noise, num_layers, where, f"{role} ({model.source})")
+            yield from noised_layer_problems(noise, num_layers, where, f"{role} ({model.source})")
 
 
-def _noised_layer_problems(noise: OperatorNoise, num_layers: int, where: str, model: str) -> Iterator[str]:
+def noised_layer_problems(noise: OperatorNoise, num_layers: int, where: str, model: str) -> Iterator[str]:
+    """Yield the keys of a noise that name layers beyond those of `model`."""
     for key, layers in (("layers", noise.layers or ()), ("layer_scales", noise.layer_scales)):
         if max(layers, default=-1) >= num_layers:
             yield (f"{where}.operator_noise.{key}: found {max(layers)}, model {model} has layers 0 to {num_layers - 1}")
@@ -156,7 +157,7 @@ def _attention_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: s
 def _vllm_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     """vLLM computes attention as one operator and supports only some kinds of noise."""
     used: dict[str, ModelConfig] = {arms[name].model: study.models[arms[name].model] for name in study.arms}
-    yield from vllm_attention_problems(study, used, "models", source)
+    yield from vllm_evaluation_problems(study, used, "models", source)
     for name in study.arms if study.generation.requested_for_rollouts == "vllm" else ():
         reason = why_vllm_cannot_roll_out(arms[name])
         if reason is not None:
@@ -166,10 +167,10 @@ def _vllm_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -
             )
 
 
-def vllm_attention_problems(
+def vllm_evaluation_problems(
     study: "AnyStudyConfig", models: Mapping[str, ModelConfig], section: str, source: str
 ) -> Iterator[str]:
-    """Yield the models of a section whose attention vLLM cannot compute under noise."""
+    """Yield the evaluation noises, and the models of `section`, that vLLM does not support."""
     on_vllm = study.generation.backend == "vllm" and any(study.evaluation.all_levels())
     for name, named in study.evaluation.noises.items() if study.generation.backend == "vllm" else ():
         operators = settings_of(named).operator_noise
@@ -197,45 +198,50 @@ def _schedule_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterato
 
 
 def comparison_problems(study: "AnyStudyConfig", known: Collection[str], source: str) -> Iterator[str]:
-    """Yield comparisons of what is not in `known`, or at levels that are not evaluated."""
-    what = "checkpoint" if study.training is None else "arm"
+    """Yield comparisons that name an unknown arm or checkpoint, or a noise level that is not evaluated.
+
+    `known`: names that a comparison may use.
+    """
     for index, comparison in enumerate(study.comparisons):
         where = f"{source}: comparisons.{index}"
         names = [comparison.arm] if comparison.kind == "levels" else [comparison.treatment, comparison.control]
         for name in names:
             if name not in known:
-                yield f"{where}: {unknown(what, name, known)}"
+                yield f"{where}: {unknown(_compared(study), name, known)}"
         if comparison.kind != "arms" and 0.0 not in study.evaluation.noise_levels:
             yield f"{where}: compares with noise level 0, evaluation.noise_levels does not contain 0.0"
-        if comparison.noise_level not in study.evaluation.all_levels():
-            yield (
-                f"{where}.noise_level: found {comparison.noise_level}, "
-                f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
-            )
+        yield from _level_problems(study, comparison.noise_level, where)
 
 
 def explore_problems(
     study: "AnyStudyConfig", arms: Mapping[str, Arm], known: Collection[str], source: str
 ) -> Iterator[str]:
-    """Yield why the pair that the report should explore is none."""
+    """Yield problems of `report.explore`, the pair whose flipped questions the report shows."""
     pair, where = study.report.explore, f"{source}: report.explore"
     if pair is None:
         return
     names = (pair.treatment, pair.control)
     for name in names:
         if name not in known:
-            yield f"{where}: {unknown('arm', name, known)}"
+            yield f"{where}: {unknown(_compared(study), name, known)}"
             return
     if pair.treatment == pair.control:
         yield f"{where}: treatment and control are both {pair.control!r}, expected two arms"
     roles = {arms[name].model for name in names if name != PRETRAINED}
     if len(roles) > 1:
         yield f"{where}: {' and '.join(names)} train different models ({', '.join(sorted(roles))})"
-    if pair.noise_level not in study.evaluation.all_levels():
-        yield (
-            f"{where}.noise_level: found {pair.noise_level}, "
-            f"the study evaluates {', '.join(map(str, study.evaluation.noise_levels))}"
-        )
+    yield from _level_problems(study, pair.noise_level, where)
+
+
+def _level_problems(study: "AnyStudyConfig", level: float, where: str) -> Iterator[str]:
+    if level not in study.evaluation.all_levels():
+        evaluated = ", ".join([*map(str, study.evaluation.noise_levels), *study.evaluation.noises])
+        yield f"{where}.noise_level: found {level}, the study evaluates {evaluated}"
+
+
+def _compared(study: "AnyStudyConfig") -> str:
+    """Return the kind of things that comparisons of the study name."""
+    return "checkpoint" if study.training is None else "arm"
 
 
 def _aa_control_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:
