@@ -73,13 +73,18 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
         (["--noises", "gone.yaml"], "gone.yaml: no such file"),
         (["--noises", "empty.yaml"], "empty.yaml: (top level): found null, expected a mapping"),
         (["--noises", "twice.yaml", "--noise", "w4a16_nvfp4"], "w4a16_nvfp4 is also given as --noise"),
+        (["--noises", "far.yaml"], "--noises: far.operator_noise.layers: found 99, model tiny has layers 0 to 5"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "far.yaml").write_text(
+        "far: {operator_noise: {layers: [99], error: {kind: relative_gaussian, scale: 0.1}}}\n"
+    )
     (tmp_path / "twice.yaml").write_text("w4a16_nvfp4: w4a16_nvfp4\n")
     error = CliRunner().invoke(app, ["robustness", "tiny", *arguments]).exception
     assert isinstance(error, AqnpipeError)
     assert message in str(error)
     assert "\n" not in str(error)
+    assert not (tmp_path / "robustness").exists()

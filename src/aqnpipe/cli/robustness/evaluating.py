@@ -11,11 +11,15 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.robustness.show import csv_of, markdown_of, table_of
 from aqnpipe.comparison.checkpoints import report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
+from aqnpipe.config.cross_references import noised_layer_problems
 from aqnpipe.config.dataset import Split
-from aqnpipe.config.model import ModelConfig
+from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.model import ModelConfig, read_model_config
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.device import resolve_device
+from aqnpipe.errors import ConfigError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
 from aqnpipe.models.loading import checked_folder
 
@@ -34,13 +38,14 @@ def evaluate_checkpoints(
 
     `data` is the name of `dataset` in the report.
 
-    Raises DeviceError or ModelError, before anything is written, if the device is not there or a checkpoint is no safe
-    and complete model folder; DataError if
-    the data set is malformed; ReceiptError if a pass did not have its noise.
+    Raises DeviceError, ModelError or ConfigError, before anything is written, if the device is not there, a checkpoint
+    is no safe and complete model folder, or a noise is in layers that a checkpoint does not have; DataError if the data
+    set is malformed; ReceiptError if a pass did not have its noise.
     """
     first = next(iter(specs.values()))
     resolve_device(first.device)
     folders = {name: checked_folder(ModelConfig(source=source)) for name, source in sources.items()}
+    _refuse_missing_layers(first.evaluation, folders)
     problems = {
         split: output / "data" / f"{split}.parquet" for split in _SPLITS[: 2 if first.prompt.num_examples else 1]
     }
@@ -52,6 +57,16 @@ def evaluate_checkpoints(
     (output / "robustness.csv").write_text(csv_of(report), encoding="utf-8")
     (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")
     return table_of(report)
+
+
+def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, Path]) -> None:
+    for name, folder in folders.items():
+        num_layers = read_model_config(folder)["num_hidden_layers"]
+        for noise, named in evaluation.noises.items():
+            operators = settings_of(named).operator_noise
+            if operators is not None:
+                for problem in noised_layer_problems(operators, num_layers, f"--noises: {noise}", name):
+                    raise ConfigError(problem)
 
 
 def _evaluated(
