@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from transformers.models.qwen2 import modeling_qwen2
 
+from aqnpipe.artifacts.parities import ParityFile
 from aqnpipe.models.layout import is_rms_norm
 from aqnpipe.parity.parity import parity_of
+from aqnpipe.parity.recorder import sampled_channels
 
 LAYERS = 6
 
@@ -98,6 +100,40 @@ def test_a_wrong_layer_is_found_without_a_replay_too(captured, full):
     assert not parity.same_inputs
     assert verdicts_of(parity, "fault") == {"up_proj": 1}
     assert parity.operators[0].equal_share is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_channel_that_is_not_finite_is_a_fault_and_a_file_can_hold_it(captured, full, value):
+    channel = next(number for number in range(320) if number not in sampled_channels(320))
+
+    def plant(model):
+        def overflow(module, args, output):
+            return output.index_fill(-1, torch.tensor([channel]), value)
+
+        model.model.layers[3].mlp.up_proj.register_forward_hook(overflow)
+
+    parity = parity_of(full, captured(change=plant, replay=full))
+    assert verdicts_of(parity, "fault") == {"up_proj": 1}
+    assert "the second side has values that are not finite" in parity.summary
+    again = ParityFile.model_validate_json(parity.model_dump_json())
+    assert again.log_probabilities.rms == 1e308
+
+
+def test_tokens_whose_results_are_zero_hide_no_other_token(captured):
+    def blank(model):
+        with torch.no_grad():
+            model.model.embed_tokens.weight[3] = 0
+
+    sequences = [[3, 5, 6, 7], [8, 3, 9, 10]]
+    first = captured(change=blank, sequences=sequences)
+
+    def other_settings(model):
+        blank(model)
+        model.model.layers[0].input_layernorm.variance_epsilon *= 10
+
+    parity = parity_of(first, captured(change=other_settings, replay=first))
+    assert verdicts_of(parity, "fault") == {"input_layernorm": 1}
+    assert all(row.bound_share < 1 for row in parity.operators if row.verdict != "fault")
 
 
 def test_what_computes_between_two_operators_is_a_fault_of_the_second(captured, full):

@@ -153,7 +153,7 @@ def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[st
     scale = one.double()
     algorithms = _algorithms(first, second)
     rms = float(scale.square().mean().sqrt()) or 1.0
-    gain = _finite((error * scale).mean() / rms**2)
+    gain = finite((error * scale).mean() / rms**2)
     verdict, reason = _judged(sides, first, second, one, other, drift, algorithms, gain)
     units = ulps(error, scale, dtype)
     own_one, own_other = (part.double() for part in sides.own_results(name))
@@ -164,19 +164,19 @@ def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[st
         layer=first["layer"],
         verdict=verdict,
         reason=reason,
-        relative_rms=_finite(error.square().mean().sqrt() / rms),
-        bias=_finite(error.mean() / rms),
-        ulps_p99=_finite(_quantile(units, 0.99)),
-        ulps_largest=_finite(units.max()),
+        relative_rms=finite(error.square().mean().sqrt() / rms),
+        bias=finite(error.mean() / rms),
+        ulps_p99=finite(_quantile(units, 0.99)),
+        ulps_largest=finite(units.max()),
         gain=gain,
         input_correlation=_correlation(
             error.square().mean(-1).sqrt(), sides.first.tensor("input_rms", name)[sides.first_rows].double()
         ),
         equal_share=float((one.to(dtype) == other.to(dtype)).double().mean()) if sides.same_inputs else None,
-        bound_share=_finite((at_channels.abs() / bound).max()),
+        bound_share=finite(_largest_share(at_channels, bound)),
         first_algorithm=algorithms[0],
         second_algorithm=algorithms[1],
-        accumulated_relative_rms=_finite((own_other - own_one).square().mean().sqrt() / own_rms),
+        accumulated_relative_rms=finite((own_other - own_one).square().mean().sqrt() / own_rms),
         accumulated_correlation=_correlation(own_one.flatten(), own_other.flatten()),
     )
 
@@ -193,7 +193,7 @@ def _exact_results(sides: Sides, name: str) -> tuple[tuple[Tensor, Tensor], Tens
     is_same_dtype = sides.first.identity.dtype == sides.second.identity.dtype
     # Weights and inputs of another dtype are themselves rounded.
     allowed = bound * (_SAME_EXACT if is_same_dtype else 2)
-    drift = float(((exact[1] - exact[0]).abs() / allowed).max()) if sides.same_inputs else 0.0
+    drift = float(_largest_share(exact[1] - exact[0], allowed)) if sides.same_inputs else 0.0
     return exact, bound, drift
 
 
@@ -210,7 +210,10 @@ def _judged(
     is_same_dtype = sides.first.identity.dtype == sides.second.identity.dtype
     if sides.same_inputs and one.dtype == other.dtype and torch.equal(one, other):
         return "equal", "every element has the same bits"
-    for side, row in (("first", first), ("second", second)):
+    for side, row, values in (("first", first, one), ("second", second, other)):
+        # On all channels: exact results are known on the sampled ones only.
+        if not bool(values.isfinite().all()):
+            return "fault", f"the {side} side has values that are not finite"
         if not row["is_linked"]:
             return "fault", f"on the {side} side its input is not what the operator before it returned"
         is_reduced = _may_be_reduced(getattr(sides, side).identity, row) and abs(gain) < _LARGEST_GAIN_OF_ROUNDING
@@ -257,6 +260,12 @@ def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return one if torch.finfo(one).eps > torch.finfo(other).eps else other
 
 
+def _largest_share(differences: Tensor, bounds: Tensor) -> Tensor:
+    """Return the largest |difference| over its bound. Both are zero where float32 cannot hold a bound of zero."""
+    # max() of a NaN is NaN, which no comparison finds.
+    return (differences.abs() / bounds).where(differences != 0, 0.0).nan_to_num(torch.inf, posinf=torch.inf).max()
+
+
 def _quantile(values: Tensor, share: float) -> Tensor:
     """Return a quantile without interpolation; torch.quantile refuses large tensors."""
     flat = values.flatten()
@@ -269,7 +278,7 @@ def _correlation(one: Tensor, other: Tensor) -> float | None:
     return float(one @ other) / size if size > 0 and math.isfinite(size) else None
 
 
-def _finite(value: Tensor) -> float:
+def finite(value: Tensor) -> float:
     """Return a number that JSON can hold; a result that is not finite has the largest error."""
     number = float(value)
     return number if math.isfinite(number) else 1e308

@@ -12,7 +12,7 @@ from aqnpipe.artifacts.captures import CaptureConfig
 from aqnpipe.artifacts.parities import LogProbabilities, SubstitutedKind, Substitution
 from aqnpipe.parity.capture import Passes
 from aqnpipe.parity.capture_file import Capture
-from aqnpipe.parity.compare import Sides
+from aqnpipe.parity.compare import Sides, finite
 from aqnpipe.parity.proof import prove
 from aqnpipe.parity.recorder import Recorder
 from aqnpipe.parity.sample import Sample, batches_of, choose_sample
@@ -37,10 +37,10 @@ def log_probability_differences(first: Capture, second: Capture) -> LogProbabili
     decoded = (both["is_decoded"] | both["is_decoded_second"]).to_torch()
     return LogProbabilities(
         num_tokens=both.height,
-        mean=float(difference.mean()),
+        mean=finite(difference.mean()),
         rms=_rms(difference),
-        p99=float(difference.abs().sort()[0][math.ceil(0.99 * len(difference)) - 1]),
-        largest=float(difference.abs().max()),
+        p99=finite(difference.abs().sort()[0][math.ceil(0.99 * len(difference)) - 1]),
+        largest=finite(difference.abs().max()),
         argmax_changes=float(changed or 0.0),  # type: ignore[arg-type]
         prefill_rms=_rms(difference[~decoded]) if bool((~decoded).any()) else None,
         decode_rms=_rms(difference[decoded]) if bool(decoded.any()) else None,
@@ -143,4 +143,4 @@ def _token_differences(sides: Sides, sample: Sample) -> tuple[list[tuple[int, in
 
 
 def _rms(values: Tensor) -> float:
-    return float(values.double().square().mean().sqrt()) if len(values) else 0.0
+    return finite(values.double().square().mean().sqrt()) if len(values) else 0.0
