@@ -101,11 +101,9 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
     about = [small_dot(row["arm"]) if many else _about_seed(row, words) for row in rows.iter_rows(named=True)]
     told = rows.with_columns(about=pl.Series(about, dtype=pl.String))
     base = alt.Chart(told, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
-    means = rows.group_by("arm").agg(
-        pl.col("accuracy").mean(), pl.col("accuracy").min().alias("low"), pl.col("accuracy").max().alias("high")
-    )
-    means = means.sort("arm").with_columns(
-        about=pl.Series([_about_mean(row, words) for row in means.sort("arm").iter_rows(named=True)], dtype=pl.String)
+    means = mean_and_range(rows, "arm")
+    means = means.with_columns(
+        about=pl.Series([about_mean(row, row["arm"], words) for row in means.iter_rows(named=True)], dtype=pl.String)
     )
     intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(
         alt.X("ci_low:Q").title(title).scale(domain=bounds, nice=True, zero=False),
@@ -124,22 +122,28 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
 
 
 def _about_seed(row: Mapping[str, Any], words: Words) -> str:
-    return described(
-        row["arm"],
-        words(
-            "mark.accuracy",
-            who=row["arm"] if row["seed"] < 0 else words("run.name", arm=row["arm"], seed=row["seed"]),
-            accuracy=f"{row['accuracy']:.1f}",
-            interval=words("span", low=f"{row['ci_low']:.1f}", high=f"{row['ci_high']:.1f}"),
-        ),
-    )
+    who = row["arm"] if row["seed"] < 0 else words("run.name", arm=row["arm"], seed=row["seed"])
+    return about_seed(row, who, words)
 
 
-def _about_mean(row: Mapping[str, Any], words: Words) -> str:
+def about_seed(row: Mapping[str, Any], who: str, words: Words) -> str:
+    """Return the description of the accuracy of one seed with its interval, in percent."""
+    interval = words("span", low=f"{row['ci_low']:.1f}", high=f"{row['ci_high']:.1f}")
+    accuracy = f"{row['accuracy']:.1f}"
+    return described(row["arm"], words("mark.accuracy", who=who, accuracy=accuracy, interval=interval))
+
+
+def mean_and_range(rows: pl.DataFrame, *by: str) -> pl.DataFrame:
+    """Return the mean accuracy over the seeds, with the lowest and the highest; columns `by`, accuracy, low, high."""
+    accuracy = pl.col("accuracy")
+    return rows.group_by(*by).agg(accuracy.mean(), accuracy.min().alias("low"), accuracy.max().alias("high")).sort(*by)
+
+
+def about_mean(row: Mapping[str, Any], name: str, words: Words) -> str:
+    """Return the description of a row of `mean_and_range`."""
     interval = words("span", low=f"{row['low']:.1f}", high=f"{row['high']:.1f}")
-    return described(
-        row["arm"], words("mark.mean_accuracy", arm=row["arm"], accuracy=f"{row['accuracy']:.1f}", interval=interval)
-    )
+    accuracy = f"{row['accuracy']:.1f}"
+    return described(row["arm"], words("mark.mean_accuracy", arm=name, accuracy=accuracy, interval=interval))
 
 
 def row_height(names: Sequence[str]) -> int:

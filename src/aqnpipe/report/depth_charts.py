@@ -5,17 +5,8 @@ from collections.abc import Sequence
 import altair as alt
 import polars as pl
 
-from aqnpipe.report import numbers
-from aqnpipe.report.charts import (
-    PANEL_HEIGHT,
-    PANEL_WIDTH,
-    Panel,
-    SeriesKey,
-    base_chart,
-    colour_scale,
-    dash_scale,
-    panel,
-)
+from aqnpipe.report import charts, numbers
+from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.svg import MUTED, described
 from aqnpipe.report.words import Words
 
@@ -40,10 +31,12 @@ def diagnosis_panels(
     for column in DEPTH_COLUMNS:
         title, values = words(f"depth.{column}"), layers[column].drop_nulls().unique()
         if len(values) > 1:
-            draw = _line_chart if column != "sigma" else _bar_chart
             told = _told(layers, column, "machine", title, words)
-            chart, wide = draw(told, column, keys, fault_layers, words)
-            panels.append(panel(title, chart, words("alt.depth", what=title), wide=wide))
+            if column == "sigma":
+                panels.append(_bars(told, "machine", keys, title, words))
+            else:
+                chart = _lines(told, column, keys, fault_layers, words)
+                panels.append(charts.panel(title, chart, words("alt.depth", what=title)))
         elif len(values) == 1:
             constant.append(f"{title}: {values[0]:.4g}")
     return panels, constant
@@ -51,19 +44,17 @@ def diagnosis_panels(
 
 def sigma_bars(table: pl.DataFrame, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
     """Return the sigmas of several strategies as bars over the layers; columns strategy, layer and sigma."""
-    told = _told(table, "sigma", "strategy", words("depth.sigma"), words)
-    chart, wide = _bars(told, "strategy", keys, words)
-    return panel(title, chart, words("alt.depth", what=words("depth.sigma")), wide=wide)
+    return _bars(_told(table, "sigma", "strategy", words("depth.sigma"), words), "strategy", keys, title, words)
 
 
-def _line_chart(
+def _lines(
     layers: pl.DataFrame, column: str, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
-) -> tuple[alt.TopLevelMixin, bool]:
+) -> alt.TopLevelMixin:
     x = alt.X("layer:Q").title(words("axis.layer")).axis(grid=False, tickMinStep=1, format="d")
     y = alt.Y(f"{column}:Q").title(words(f"axis.{column}")).scale(zero=False)
-    colour = colour_scale("machine", keys)
-    base = base_chart(layers)
-    lines = base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=dash_scale("machine", keys))
+    colour = charts.colour_scale("machine", keys)
+    base = charts.base_chart(layers)
+    lines = base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=charts.dash_scale("machine", keys))
     dots = base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour, description="about:N")
     parts: list[alt.Chart] = [lines, dots]
     if fault_layers:
@@ -71,31 +62,25 @@ def _line_chart(
             color=MUTED, strokeDash=[3, 3], strokeWidth=1.2
         )
         parts.insert(0, rule.encode(x="layer:Q"))
-    return alt.layer(*parts), False
+    return alt.layer(*parts)
 
 
-def _bar_chart(
-    layers: pl.DataFrame, column: str, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
-) -> tuple[alt.TopLevelMixin, bool]:
-    return _bars(layers, "machine", keys, words)
-
-
-def _bars(table: pl.DataFrame, by: str, keys: Sequence[SeriesKey], words: Words) -> tuple[alt.TopLevelMixin, bool]:
+def _bars(table: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
     wide = len(table) > _BARS_IN_A_SMALL_PANEL
-    width = min(_PIXELS_PER_BAR * len(table) + 60, _MAX_WIDTH) if wide else PANEL_WIDTH
+    width = min(_PIXELS_PER_BAR * len(table) + 60, _MAX_WIDTH) if wide else charts.PANEL_WIDTH
     x = alt.X("layer:O").title(words("axis.layer")).axis(grid=False, labelAngle=0, ticks=False)
     chart = (
-        alt.Chart(table, width=width, height=PANEL_HEIGHT)
+        alt.Chart(table, width=width, height=charts.PANEL_HEIGHT)
         .mark_bar()
         .encode(
             x,
             alt.Y("sigma:Q").title(words("axis.sigma")).scale(zero=True),
             xOffset=alt.XOffset(f"{by}:N").sort([key.name for key in keys]),
-            color=colour_scale(by, keys),
+            color=charts.colour_scale(by, keys),
             description="about:N",
         )
     )
-    return chart, wide
+    return charts.panel(title, chart, words("alt.depth", what=words("depth.sigma")), wide=wide)
 
 
 def _told(table: pl.DataFrame, column: str, by: str, title: str, words: Words) -> pl.DataFrame:

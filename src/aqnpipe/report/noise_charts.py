@@ -6,18 +6,8 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from aqnpipe.report import numbers
-from aqnpipe.report.charts import (
-    PANEL_HEIGHT,
-    PANEL_WIDTH,
-    Panel,
-    SeriesKey,
-    base_chart,
-    colour_scale,
-    dash_scale,
-    in_percent,
-    panel,
-)
+from aqnpipe.report import charts, numbers
+from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.svg import INK, described, small_dot
 from aqnpipe.report.words import Words
 
@@ -40,11 +30,11 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
     )
     levels = [numbers.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = len(rows) > _INTERVALS_IN_A_SMALL_PANEL
-    base = alt.Chart(rows, width=_WIDE if wide else PANEL_WIDTH, height=PANEL_HEIGHT + 30 * wide)
+    base = alt.Chart(rows, width=_WIDE if wide else charts.PANEL_WIDTH, height=charts.PANEL_HEIGHT + 30 * wide)
     x = alt.X("level:N").sort(levels).title(words("axis.noise")).axis(grid=False, labelAngle=0, ticks=False)
     offset = alt.XOffset("arm:N").sort([key.name for key in keys]).scale(paddingOuter=0.6)
     title = words("axis.difference")
-    colour = colour_scale("arm", keys)
+    colour = charts.colour_scale("arm", keys)
     common = {"xOffset": offset, "color": colour, "description": "about:N"}
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
     chart = alt.layer(
@@ -55,7 +45,7 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
         base.mark_point(filled=True, size=44, opacity=1).encode(x, alt.Y("difference:Q").title(title), **common),
     )
     reference = rows["reference"][0]
-    return panel(
+    return charts.panel(
         words("robustness.differences", reference=reference),
         chart,
         words("alt.differences", reference=reference),
@@ -70,12 +60,8 @@ def accuracy_over_noise(
 
     many: the page has so many arms that the dots of seeds have no values of their own.
     """
-    rows = in_percent(accuracy).with_columns(pl.col("noise_level") * 100)
-    means = (
-        rows.group_by("arm", "noise_level")
-        .agg(pl.col("accuracy").mean(), pl.col("accuracy").min().alias("low"), pl.col("accuracy").max().alias("high"))
-        .sort("arm", "noise_level")
-    )
+    rows = charts.in_percent(accuracy).with_columns(pl.col("noise_level") * 100)
+    means = charts.mean_and_range(rows, "arm", "noise_level")
     means = means.with_columns(
         plain=pl.Series([described(arm, "") for arm in means["arm"]], dtype=pl.String),
         about=pl.Series([_about_mean(row, words) for row in means.iter_rows(named=True)], dtype=pl.String),
@@ -83,16 +69,16 @@ def accuracy_over_noise(
     levels = sorted(rows["noise_level"].unique().to_list())
     x = alt.X("noise_level:Q").title(words("axis.noise")).axis(grid=False, values=levels)
     y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
-    colour = colour_scale("arm", keys)
-    lines = base_chart(means).mark_line(strokeWidth=2)
-    points = base_chart(means).mark_point(filled=True, size=30, opacity=1)
-    seeds = base_chart(rows.with_columns(about=_about_seeds(rows, words, many)))
+    colour = charts.colour_scale("arm", keys)
+    lines = charts.base_chart(means).mark_line(strokeWidth=2)
+    points = charts.base_chart(means).mark_point(filled=True, size=30, opacity=1)
+    seeds = charts.base_chart(rows.with_columns(about=_about_seeds(rows, words, many)))
     chart = alt.layer(
         seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, color=colour, description="about:N"),
-        lines.encode(x, y, color=colour, strokeDash=dash_scale("arm", keys), description="plain:N"),
+        lines.encode(x, y, color=colour, strokeDash=charts.dash_scale("arm", keys), description="plain:N"),
         points.encode(x, y, color=colour, description="about:N"),
     )
-    return panel(words("robustness.accuracy"), chart, words("alt.robustness"))
+    return charts.panel(words("robustness.accuracy"), chart, words("alt.robustness"))
 
 
 def _about_difference(row: Mapping[str, Any], words: Words) -> str:
@@ -110,11 +96,7 @@ def _about_difference(row: Mapping[str, Any], words: Words) -> str:
 
 
 def _about_mean(row: Mapping[str, Any], words: Words) -> str:
-    interval = words("span", low=f"{row['low']:.1f}", high=f"{row['high']:.1f}")
-    name = f"{row['arm']}, {numbers.level(row['noise_level'] / 100)}"
-    return described(
-        row["arm"], words("mark.mean_accuracy", arm=name, accuracy=f"{row['accuracy']:.1f}", interval=interval)
-    )
+    return charts.about_mean(row, f"{row['arm']}, {numbers.level(row['noise_level'] / 100)}", words)
 
 
 def _about_seeds(rows: pl.DataFrame, words: Words, many: bool) -> pl.Series:
@@ -123,8 +105,5 @@ def _about_seeds(rows: pl.DataFrame, words: Words, many: bool) -> pl.Series:
     texts = []
     for row in rows.iter_rows(named=True):
         who = f"{words('run.name', arm=row['arm'], seed=row['seed'])}, {numbers.level(row['noise_level'] / 100)}"
-        interval = words("span", low=f"{row['ci_low']:.1f}", high=f"{row['ci_high']:.1f}")
-        texts.append(
-            described(row["arm"], words("mark.accuracy", who=who, accuracy=f"{row['accuracy']:.1f}", interval=interval))
-        )
+        texts.append(charts.about_seed(row, who, words))
     return pl.Series(texts, dtype=pl.String)
