@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.model import ModelConfig, num_layers_of
@@ -68,7 +67,7 @@ def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
 
 def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
     """Yield scorers and rewards that cannot grade answers in the format of the data set."""
-    answers = "gsm8k" if isinstance(study.dataset, GeneratedDataset) else study.dataset.answer_format
+    answers = study.dataset.answer_format
     problem = unfit_scorer(study.evaluation.primary_scorer, answers)
     if problem is not None:
         yield f"{source}: evaluation.primary_scorer: {problem}"

@@ -28,6 +28,11 @@ class GeneratedDataset(FrozenModel):
     max_number: int = Field(default=20, ge=4, le=9999)
     distractor_probability: float = Field(default=0.3, ge=0.0, le=1.0)
 
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """The format of generated answers: worked text that ends in `#### number`."""
+        return "gsm8k"
+
     @model_validator(mode="after")
     def _steps_are_ordered(self) -> Self:
         if self.min_steps > self.max_steps:

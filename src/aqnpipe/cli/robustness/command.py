@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from aqnpipe.cli.datasets import NAMES, dataset_of
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
+from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer, unfit_scorer
 from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
@@ -67,7 +67,7 @@ def robustness(
     sources = named_sources(checkpoints)
     _refuse_file(output)
     dataset = dataset_of(data, questions)
-    unfit = unfit_scorer(scorer, "gsm8k" if isinstance(dataset, GeneratedDataset) else dataset.answer_format)
+    unfit = unfit_scorer(scorer, dataset.answer_format)
     if unfit is not None:
         raise ConfigError(f"--scorer: {unfit}")
     prompt = _validated(
