@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.dataset import AnswerFormat
-from aqnpipe.config.evaluation_noise import NamedNoise, settings_of
+from aqnpipe.config.evaluation_noise import NamedNoise, numbered_levels, settings_of
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 
 Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
@@ -84,20 +84,16 @@ class EvaluationConfig(FrozenModel):
     def passes(self) -> list[tuple[float, int]]:
         """Return (noise level, noise seed) of every pass; levels that are not random use only the first noise seed."""
         random = {level: level > 0 for level in self.noise_levels}
-        random |= {self.level_of(name): settings_of(noise).is_random for name, noise in self.noises.items()}
+        random |= {level: settings_of(self.noises[name]).is_random for level, name in self.noise_names().items()}
         return [(level, seed) for level in random for seed in self.noise_seeds[: None if random[level] else 1]]
 
     def all_levels(self) -> tuple[float, ...]:
         """Return the noise levels and, behind them, the levels of the named noises."""
-        return (*self.noise_levels, *(self.level_of(name) for name in self.noises))
-
-    def level_of(self, name: str) -> float:
-        """Return the level that stands for a named noise: 1 for the first, 2 for the second; KeyError for another."""
-        return float(1 + {known: place for place, known in enumerate(self.noises)}[name])
+        return (*self.noise_levels, *self.noise_names())
 
     def noise_names(self) -> dict[float, str]:
         """Return the names of the named noises by level."""
-        return {self.level_of(name): name for name in self.noises}
+        return {level: name for name, level in numbered_levels(self.noises).items()}
 
     def noise_at(self, level: float, attention: str) -> tuple[OperatorNoise | None, ModuleNoise | None]:
         """Return the noise on operators and on modules at a level, for a model with that attention."""

@@ -5,6 +5,7 @@ scale in common (a 4-bit format has none at all), so each has a name. In tables,
 the n-th named noise is the number n; scales of noise are below 1, so the two cannot be confused.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
@@ -93,6 +94,11 @@ NamedNoise = Annotated[
     Annotated[EvaluationNoise, Tag("settings")] | Annotated[Preset, Tag("preset")], Discriminator(_kind_of)
 ]
 """Settings of a noise, or the name of a preset."""
+
+
+def numbered_levels(names: Iterable[str]) -> dict[str, float]:
+    """Return the level that stands for each named noise: 1 for the first, 2 for the second."""
+    return {name: float(number) for number, name in enumerate(names, start=1)}
 
 
 def settings_of(noise: NamedNoise) -> EvaluationNoise:

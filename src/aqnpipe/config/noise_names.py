@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from aqnpipe.config.evaluation_noise import numbered_levels
 from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 
@@ -15,25 +16,25 @@ def with_numbered_noises(config: Mapping[str, Any], source: str) -> Mapping[str,
     """
     evaluation = config.get("evaluation")
     noises = evaluation.get("noises") if isinstance(evaluation, Mapping) else None
-    names = list(noises) if isinstance(noises, Mapping) else []
+    levels = numbered_levels(noises) if isinstance(noises, Mapping) else {}
     changed = dict(config)
     comparisons = config.get("comparisons")
     if isinstance(comparisons, list | tuple):
         changed["comparisons"] = [
-            _numbered(content, names, f"{source}: comparisons.{index}") for index, content in enumerate(comparisons)
+            _numbered(content, levels, f"{source}: comparisons.{index}") for index, content in enumerate(comparisons)
         ]
     report = config.get("report")
     if isinstance(report, Mapping) and "explore" in report:
-        changed["report"] = {**report, "explore": _numbered(report["explore"], names, f"{source}: report.explore")}
+        changed["report"] = {**report, "explore": _numbered(report["explore"], levels, f"{source}: report.explore")}
     return changed
 
 
-def _numbered(content: Any, names: list[str], where: str) -> Any:
+def _numbered(content: Any, levels: Mapping[str, float], where: str) -> Any:
     level = content.get("noise_level") if isinstance(content, Mapping) else None
-    if isinstance(level, str) and level in names:
-        return {**content, "noise_level": 1 + names.index(level)}
+    if isinstance(level, str) and level in levels:
+        return {**content, "noise_level": levels[level]}
     if isinstance(level, str):
-        near = did_you_mean(level, names) or (f", or one of {', '.join(names)}" if names else "")
+        near = did_you_mean(level, levels) or (f", or one of {', '.join(levels)}" if levels else "")
         raise ConfigError(f"{where}.noise_level: found {level!r}, expected a number{near}")
     if isinstance(level, int | float) and level >= 1:
         raise ConfigError(
