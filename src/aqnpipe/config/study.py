@@ -34,8 +34,6 @@ _ARMS_FILE = "arms.yaml"
 CHECKPOINTS: Literal["checkpoints"] = "checkpoints"
 """The role of given checkpoints: the folder of their evaluations, and the heading of their results."""
 
-_OF_TRAINING = ("training", "arms", "arms_file", "models", "seeds", "diagnosis", "sigma_rule", "loss_studies")
-
 _MOST_STEPS = 10_000_000
 _MOST_EVALUATIONS = 1_000_000
 
@@ -297,8 +295,8 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
 
 
 def _load_checkpoint_study(config: Mapping[str, Any], source: str) -> Study:
-    for key in _OF_TRAINING:
-        if key in config:
+    for key in config:
+        if key in StudyConfig.model_fields and key not in CheckpointStudyConfig.model_fields:
             raise ConfigError(
                 f"{source}: {key}: not in a study with checkpoints, which trains nothing (remove {key} or checkpoints)"
             )
