@@ -7,7 +7,6 @@ import polars as pl
 from scipy import stats
 
 from machine_faults.catalogue import FAULTS
-from machine_faults.limits import reason_for
 from machine_faults.observe import OBSERVABLE
 
 TARGETS = {"found": 0.95, "abstained": 0.02, "forwards": 25.0}
@@ -168,8 +167,8 @@ def _limits(counted: pl.DataFrame) -> str:
         runs = counted.filter(pl.col("name") == name).height
         answers = ", ".join(sorted({_answer(row) for row in mine.iter_rows(named=True)}))
         models = ", ".join(f"{row['architecture']} {row['dtype']}" for row in mine.iter_rows(named=True))
-        rows.append((FAULTS[name].group, name, f"{mine.height} of {runs}", models, answers, reason_for(FAULTS[name])))
-    header = ("group", "fault", "missed", "models", "answer", "reason")
+        rows.append((FAULTS[name].group, name, f"{mine.height} of {runs}", models, answers))
+    header = ("group", "fault", "missed", "models", "answer")
     return "## What is not found\n\n" + (_table(header, rows) if rows else "Every observable fault is found.")
 
 
