@@ -48,19 +48,22 @@ def further_checks(
     untested += [
         Untested(part=part, layers=tuple(found), reason=reason) for (part, reason), found in sorted(gaps.items())
     ]
-    limits = _limits(model, len(layers))
-    if not any(check.probe == "shapes" for check in checks):
-        limits = limits[1:]
-    return checks, (*untested, *limits)
+    if any(check.probe == "shapes" for check in checks):
+        untested.append(_other_shapes(len(layers)))
+    return checks, (*untested, *_limits(model))
 
 
-def _limits(model: nn.Module, num_layers: int) -> list[Untested]:
-    """Return what no diagnosis of this size tests: other shapes, longer sequences, other kernels of attention."""
-    used = getattr(model.config, "_attn_implementation", None)
+def _other_shapes(num_layers: int) -> Untested:
+    """Return the gap that the probes of shapes leave."""
     places = {rows: min(count, num_layers) for rows, count in LAYERS_OF_LARGE.items()}
     shown = " and ".join(f"{rows} in {count} of {num_layers} layers" for rows, count in places.items())
+    return Untested(part="linears with other numbers of rows", reason=f"1 and 8 in every layer, {shown} (by the seed)")
+
+
+def _limits(model: nn.Module) -> list[Untested]:
+    """Return what no diagnosis of this size tests: longer sequences and other kernels of attention."""
+    used = getattr(model.config, "_attn_implementation", None)
     return [
-        Untested(part="linears with other numbers of rows", reason=f"1 and 8 in every layer, {shown} (by the seed)"),
         Untested(part="longer sequences", reason=f"the longest had {longest_sequence(model)} tokens"),
         Untested(part="other attention kernels", reason=f"the model ran with {used}"),
     ]
