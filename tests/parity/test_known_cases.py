@@ -119,6 +119,24 @@ def test_one_channel_that_is_not_finite_is_a_fault_and_a_file_can_hold_it(captur
     assert again.log_probabilities.rms == 1e308
 
 
+@pytest.mark.parametrize(
+    ("path", "width", "dtype"),
+    [("mlp.up_proj", 320, "float32"), ("mlp.up_proj", 320, "bfloat16"), ("post_attention_layernorm", 128, "float32")],
+)
+def test_a_dead_channel_that_is_not_sampled_is_a_fault(captured, full, low, path, width, dtype):
+    first = full if dtype == "float32" else low
+    channel = next(number for number in range(width) if number not in sampled_channels(width))
+
+    def plant(model):
+        def die(module, args, output):
+            return output.index_fill(-1, torch.tensor([channel]), 0.0)
+
+        model.model.layers[3].get_submodule(path).register_forward_hook(die)
+
+    parity = parity_of(first, captured(change=plant, replay=first, dtype=dtype))
+    assert verdicts_of(parity, "fault") == {path.rsplit(".")[-1]: 1}
+
+
 def test_tokens_whose_results_are_zero_hide_no_other_token(captured):
     def blank(model):
         with torch.no_grad():

@@ -30,6 +30,11 @@ class Expected:
     loose: Tensor
     reduced: Tensor | None = None
 
+    def at(self, channels: Tensor) -> "Expected":
+        """Return the results and bounds of some channels."""
+        reduced = None if self.reduced is None else self.reduced[:, channels]
+        return Expected(self.exact[:, channels], self.strict[:, channels], self.loose[:, channels], reduced)
+
 
 def half_ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return half the spacing of numbers of `dtype` at `values` (float64)."""

@@ -18,7 +18,7 @@ class Form(Protocol):
     """What an operator computes. Inputs are rows [rows, width]; `positions` [rows] are those of their tokens."""
 
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
-        """Return the exact result of the sampled output channels, with bounds for results of `dtype`."""
+        """Return the exact result of some output channels, with bounds for results of `dtype`."""
 
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """Return the algorithms that an operator of 16 bits may use; empty if they cannot be told apart by bits."""
@@ -100,7 +100,7 @@ class NormForm:
             found = expected.layer_norm(x, self.gain, bias, self.epsilon, dtype)
         else:
             found = expected.rms_norm(x, self.gain, self.epsilon, dtype)
-        return Expected(*(part.flatten(1)[:, channels] for part in (found.exact, found.strict, found.loose)))
+        return Expected(*(part.flatten(1) for part in (found.exact, found.strict, found.loose))).at(channels)
 
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """See `Form`."""
@@ -125,7 +125,7 @@ class RotaryForm:
         found = expected.rotary(
             inputs[0].cpu(), positions, frequencies, self.scaling, self.head_dim, dtype, interleaved=self.interleaved
         )
-        return Expected(found.exact[:, channels], found.strict[:, channels], found.loose[:, channels])
+        return found.at(channels)
 
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """See `Form`."""

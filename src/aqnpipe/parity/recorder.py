@@ -48,7 +48,7 @@ class Tally:
     equal: dict[str, int] = field(default_factory=dict)
 
     def add(self, output: Tensor, found: Expected) -> None:
-        """Take in the sampled channels of some rows."""
+        """Take in results of some rows and channels."""
         error = (output.double() - found.exact).abs()
         self.strict = max(self.strict, _largest(error / found.strict))
         self.loose = max(self.loose, _largest(error / found.loose))
@@ -130,8 +130,8 @@ class Recorder:
             return None
         numbers, columns, rows = self._places(output)
         values = output.detach()[numbers, columns].flatten(1)
-        self._record(operator, tuple(inputs), values)
         edited = None if self._edits is None else self._edits.apply(operator.name, rows.cpu(), values)
+        self._record(operator, tuple(inputs), values, edited)
         self._last[operator.name] = values if edited is None else edited
         if edited is None:
             return None
@@ -208,7 +208,9 @@ class Recorder:
         numbers, columns, rows = (place.to(tensor.device) for place in self._running.places)
         return numbers, columns, rows
 
-    def _record(self, operator: Operator, inputs: tuple[Tensor, ...], values: Tensor) -> None:
+    def _record(
+        self, operator: Operator, inputs: tuple[Tensor, ...], values: Tensor, other: Tensor | None = None
+    ) -> None:
         numbers, columns, rows = self._running.places
         width, channels = values.shape[1], sampled_channels(values.shape[1])
         kept = values if self._keeps_full and not operator.is_wide else values[:, channels.to(values.device)]
@@ -224,12 +226,28 @@ class Recorder:
         if operator.form is None:
             return
         positions = self._running.positions[numbers, columns]
-        judged = operator.form.expected(inputs, positions, channels, values.dtype)
-        found.exact[rows], found.bound[rows] = judged.exact, judged.loose.float()
-        found.tally.add(values.cpu()[:, channels], judged)
+        judged = self._judged_channels(operator, channels, values, other)
+        whole = operator.form.expected(inputs, positions, judged, values.dtype)
+        found.tally.add(values.cpu()[:, judged], whole)
+        kept_results = whole.at(torch.isin(judged, channels))
+        found.exact[rows], found.bound[rows] = kept_results.exact, kept_results.loose.float()
         if values.dtype in (torch.bfloat16, torch.float16):
             candidates = operator.form.candidates(inputs, positions, values.dtype)
             found.tally.count(equal_shares(values.cpu(), candidates), values.numel())
+
+    def _judged_channels(self, operator: Operator, sampled: Tensor, values: Tensor, other: Tensor | None) -> Tensor:
+        """Return the channels to compare with exact results, in order: all, of a linear the sampled ones.
+
+        The exact result of a linear costs as much as the operator. In a replay it is computed also for the channels
+        that differ most from those of the other side, so that a fault of one channel does not escape the sample.
+        """
+        if not isinstance(operator.form, LinearForm):
+            return torch.arange(values.shape[1])
+        if other is None:
+            return sampled
+        apart, size = (values.double() - other.double()).abs().amax(0), other.double().square().mean(0).sqrt()
+        share = (apart / (size + size.mean())).nan_to_num(torch.inf, posinf=torch.inf)
+        return torch.cat((sampled, share.topk(min(MAX_CHANNELS, len(share))).indices.cpu())).unique()
 
     def _are_linked(self, operator: Operator, inputs: tuple[Tensor, ...]) -> bool:
         """Return whether the inputs are results seen in this call. Those of other forms are taken from them anyway."""
@@ -249,11 +267,9 @@ class Recorder:
             rows = slice(start, start := start + length)
             dtype = found.output.dtype
             whole = expected.attention(query[rows], key[rows], value[rows], facts, dtype)
-            parts = (whole.exact, whole.strict, whole.loose, whole.reduced)
-            judged = Expected(*(None if part is None else part[:, channels] for part in parts))  # type: ignore[arg-type]
-            output = found.output[rows]
+            judged, output = whole.at(channels), found.output[rows]
             found.exact[rows], found.bound[rows] = judged.exact, judged.loose.float()
-            found.tally.add(output[:, channels] if is_full else output, judged)
+            found.tally.add(output, whole if is_full else judged)
             plain = facts.window is None and facts.soft_cap is None
             if is_full and plain and dtype in (torch.bfloat16, torch.float16):
                 candidates = attentions(query[rows], key[rows], value[rows], facts.scaling, dtype)
