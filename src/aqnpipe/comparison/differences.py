@@ -5,6 +5,7 @@ from typing import Any
 
 from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts
 from aqnpipe.comparison.evaluations import LoadedEvaluation
+from aqnpipe.comparison.judgement import possible_interval
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
@@ -43,11 +44,11 @@ def _estimated(contrast: Contrast, alpha: float, seed: int) -> dict[str, Any]:
     if contrast.scores is None:
         return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
     estimate = contrast.scores.estimate(seed)
-    low, high = estimate.interval(1 - alpha)
+    low, high = possible_interval(contrast.comparison, estimate, 1 - alpha)
     return {
         "num_seeds": estimate.num_seeds,
         "num_questions": estimate.num_questions,
         "difference": estimate.difference,
-        "ci_low": max(low, -1.0),
-        "ci_high": min(high, 1.0),
+        "ci_low": low,
+        "ci_high": high,
     }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.comparison.contrasts import Contrast
-from aqnpipe.config.analysis import StatisticsConfig, TestedClaim
+from aqnpipe.config.analysis import Comparison, StatisticsConfig, TestedClaim
 from aqnpipe.statistics.crossed_effects import Estimate, VarianceParts, questions_needed, seeds_needed
 from aqnpipe.statistics.multiple_testing import interval_level
 
@@ -45,6 +45,24 @@ def p_value_of(claim: TestedClaim, estimate: Estimate) -> float:
     return max(estimate.upper_p(-margin), estimate.lower_p(margin))
 
 
+def beyond_margin_p(claim: TestedClaim, estimate: Estimate) -> float | None:
+    """Return the p-value of the test that the difference lies beyond the margin; None for a claim without one.
+
+    non_inferiority: one-sided, below -margin. equivalence: two-sided, on either side.
+    """
+    if claim.margin is None:
+        return None
+    below = estimate.lower_p(-claim.margin)
+    return below if claim.test == "non_inferiority" else min(1.0, 2 * min(below, estimate.upper_p(claim.margin)))
+
+
+def possible_interval(claim: Comparison, estimate: Estimate, level: float) -> tuple[float, float]:
+    """Return the interval of an estimate at confidence `level`, within the values that a difference can have."""
+    low, high = estimate.interval(level)
+    bound = 2.0 if claim.kind == "degradation" else 1.0
+    return max(low, -bound), min(high, bound)
+
+
 def needs_several_seeds(contrast: Contrast) -> bool:
     """Whether the claim is about arms, which a single run cannot support. Others are about given weights."""
     return not contrast.of_weights and contrast.treatment.arm != contrast.control.arm
@@ -68,8 +86,7 @@ def judge(
     strictest = settings.alpha / family_size
     tail = strictest / 2 if claim.test == "superiority" else strictest
     level = interval_level(settings.alpha, one_sided=claim.margin is not None)
-    low, high = estimate.interval(level)
-    bound = 2.0 if claim.kind == "degradation" else 1.0
+    low, high = possible_interval(claim, estimate, level)
     distance = _distance(claim, estimate.difference)
     sizes = (tail, settings.power)
     can_extrapolate = estimate.spread is not None and is_decidable(contrast, estimate)
@@ -78,8 +95,8 @@ def judge(
         p_value=p_value_of(claim, estimate),
         p_holm=p_holm,
         interval_level=level,
-        ci_low=max(low, -bound),
-        ci_high=min(high, bound),
+        ci_low=low,
+        ci_high=high,
         verdict=verdict_of(contrast, estimate, p_holm, settings.alpha, strictest),
         minimum_detectable=estimate.spread.minimum_detectable(*sizes) if estimate.spread else None,
         seeds_needed=seeds_needed(parts, estimate.num_questions, distance, *sizes) if more_seeds else None,
@@ -98,16 +115,14 @@ def verdict_of(contrast: Contrast, estimate: Estimate, p_holm: float, alpha: flo
     claim = contrast.comparison
     if not is_decidable(contrast, estimate):
         return "not_shown"
-    if claim.margin is None:
+    beyond = beyond_margin_p(claim, estimate)
+    if beyond is None:
         if p_holm >= alpha:
             return "not_shown"
         found = "higher" if estimate.difference > 0 else "lower"
         return "supported" if claim.direction in (found, "different") else "refuted"
     if p_holm < alpha:
         return "supported"
-    beyond = estimate.lower_p(-claim.margin)
-    if claim.test == "equivalence":
-        beyond = min(1.0, 2 * min(beyond, estimate.upper_p(claim.margin)))
     return "refuted" if beyond < strictest else "not_shown"
 
 

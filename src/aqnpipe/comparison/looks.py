@@ -1,11 +1,12 @@
 """One look of a study that adds seeds: test the open claims on the seeds so far, and decide which of them end.
 
-The p-value of a claim is adjusted
-for all looks (`statistics.group_sequential`), then by Holm's method over all claims of its family, decided or not. A
-claim with `equivalent_within` has two tests, of a difference and of equivalence; only one of the two hypotheses can be
-true, and each is tested so that its error stays below the claim's level, so they share the level without a correction.
+The p-value of a claim is adjusted for all looks (`statistics.group_sequential`), then by Holm's method over all claims
+of its family, decided or not. A claim with `equivalent_within` has two tests, of a difference and of equivalence; only
+one of the two hypotheses can be true, and each is tested so that its error stays below the claim's level, so they share
+the level without a correction.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from aqnpipe.artifacts.looks import ClaimAtLook, ClaimState, LookDesign, LookFil
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, comparison_ids
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
-from aqnpipe.comparison.judgement import is_decidable, p_value_of
+from aqnpipe.comparison.judgement import beyond_margin_p, is_decidable, p_value_of, possible_interval
 from aqnpipe.comparison.look_states import look_file, planned_looks, seeds_after
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.crossed_effects import Estimate
@@ -83,9 +84,7 @@ def _claims_at(
             claims[name] = known[name]
             continue
         contrast = contrasts.of(comparison, name)
-        start = ClaimAtLook(
-            comparison_id=name, family=comparison.family, state="open", look=number, seeds=seeds, difference=None
-        )
+        start = ClaimAtLook(comparison_id=name, family=comparison.family, state="open", look=number, seeds=seeds)
         if contrast.scores is None:
             reason = contrast.refusal.reason if contrast.refusal else None
             claims[name] = start.model_copy(update={"state": "invalid", "reason": reason})
@@ -103,7 +102,7 @@ def _evidence(contrast: Contrast, estimate: Estimate, looks: Looks, number: int)
 
     within = claim.equivalent_within
     inside = 2 * max(estimate.upper_p(-within), estimate.lower_p(within)) if within is not None else None
-    beyond = _beyond_margin(contrast, estimate)
+    beyond = beyond_margin_p(claim, estimate)
     return _Evidence(
         contrast=contrast,
         estimate=estimate,
@@ -113,25 +112,15 @@ def _evidence(contrast: Contrast, estimate: Estimate, looks: Looks, number: int)
     )
 
 
-def _beyond_margin(contrast: Contrast, estimate: Estimate) -> float | None:
-    """Return the p-value of the test that the difference lies beyond the margin; None for a claim without one."""
-    claim = contrast.comparison
-    if claim.margin is None:
-        return None
-    below = estimate.lower_p(-claim.margin)
-    return below if claim.test == "non_inferiority" else min(1.0, 2 * min(below, estimate.upper_p(claim.margin)))
-
-
 def _numbers(evidence: _Evidence, looks: Looks, number: int, alpha: float) -> dict[str, object]:
     claim, estimate = evidence.contrast.comparison, evidence.estimate
     one_sided = claim.margin is not None
-    tail = nominal_tails(looks, alpha if one_sided else alpha / 2, number)[-1]
-    low, high = estimate.interval(1 - 2 * tail)
-    bound = 2.0 if claim.kind == "degradation" else 1.0
+    tail = nominal_tails(looks, _tail(alpha, one_sided), number)[-1]
+    low, high = possible_interval(claim, estimate, 1 - 2 * tail)
     return {
         "difference": estimate.difference,
-        "ci_low": max(low, -bound),
-        "ci_high": min(high, bound),
+        "ci_low": low,
+        "ci_high": high,
         "p_value": p_value_of(claim, estimate),
         "level": tail if one_sided else 2 * tail,
         "p_looks": evidence.p_looks,
@@ -149,7 +138,7 @@ def _with_states(
 ) -> dict[str, ClaimAtLook]:
     """Return the claims with p-values adjusted over their families, and with their states after this look."""
     named = comparison_ids(study.comparisons())
-    sizes = {family: sum(other.family == family for other in claims.values()) for family in _families(claims)}
+    sizes = Counter(claim.family for claim in claims.values())
     adjusted = holm_within_families(
         [claim.family for claim in claims.values()], [_p(claim) for claim in claims.values()]
     )
@@ -174,10 +163,6 @@ def _with_states(
                 state = "futile" if chance < design.futility else "open"
                 after[name] = after[name].model_copy(update={"chance": chance, "state": state})
     return after
-
-
-def _families(claims: Mapping[str, ClaimAtLook]) -> list[str]:
-    return list(dict.fromkeys(claim.family for claim in claims.values()))
 
 
 def _p(claim: ClaimAtLook) -> float:
