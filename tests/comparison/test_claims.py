@@ -28,7 +28,9 @@ class Sentence:
     zh: str
 
 
-def judged_statements(treatment, control, kind="arms", p_holm=None, family_size=1, by_scorer=None, **test):
+def judged_statements(
+    treatment, control, kind="arms", p_holm=None, family_size=1, by_scorer=None, accuracies=None, **test
+):
     test = test or {"expected": "lower" if kind == "levels" else "higher"}
     if kind == "levels":
         comparison = LevelComparison(arm="E5b", noise_level=0.1, claim="noise hurts", **test)
@@ -38,7 +40,8 @@ def judged_statements(treatment, control, kind="arms", p_holm=None, family_size=
         level = 0.1 if kind == "degradation" else 0.0
         comparison = cls(treatment="E5b", control="E5", noise_level=level, claim="AQN helps", **test)
         sides = Side("base", "E5b", level), Side("base", "E5", level)
-    scores = Scores(treatment, control, float(treatment.mean()), float(control.mean()), None, by_scorer=by_scorer or {})
+    accuracies = accuracies or (float(treatment.mean()), float(control.mean()))
+    scores = Scores(treatment, control, *accuracies, None, by_scorer=by_scorer or {})
     contrast = Contrast("id", comparison, *sides, scores, None)
     estimate = estimate_difference(treatment, control)
     p_holm = p_value_of(comparison, estimate) if p_holm is None else p_holm
@@ -204,9 +207,9 @@ def test_seeds_are_given_for_effects_of_1_2_and_5_points_and_not_for_an_estimate
 
 def test_a_degradation_shows_both_of_its_parts():
     """At the level 70 % on both sides; the treatment lost 10 points less from a clean accuracy 10 points lower."""
-    _, sentence = judged(answers(3, 0.7, 1) * 0 + 0.1, answers(3, 0.7, 2) * 0, "degradation", expected="higher")
-    assert "points at 10" in sentence.en
-    assert "points without noise" in sentence.en
+    changes = np.full((3, 300), -0.1), np.full((3, 300), -0.2)
+    _, sentence = judged(*changes, "degradation", accuracies=(0.7, 0.7), expected="higher")
+    assert "This is +0.0 points at 10\xa0% noise less −10.0 points without noise." in sentence.en
 
 
 def test_an_effect_that_other_scorers_hardly_see_says_so():
