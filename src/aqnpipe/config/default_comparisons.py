@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
+from typing import Literal
 
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, DegradationComparison, LevelComparison
 from aqnpipe.config.arm import Arm
@@ -46,7 +47,7 @@ def default_comparisons(
     if clean:
         found += [_level(name, level, names) for level in noisy for name in usual]
         found += [
-            _degradation(name, control, level, names)
+            _degradation(name, control, level, names, "higher")
             for level in noisy
             for name, control in pairs
             if control != PRETRAINED
@@ -71,7 +72,7 @@ def all_pairs(
     return (
         *(_difference(*pair, level, names) for pair in pairs for level in levels),
         *(_level(name, level, names) for name in checkpoints for level in noisy),
-        *(_other_degradation(*pair, level, names) for level in last for pair in pairs),
+        *(_degradation(*pair, level, names, "different") for level in last for pair in pairs),
     )
 
 
@@ -85,19 +86,6 @@ def _difference(first: str, second: str, level: float, names: Mapping[float, str
         family="arms",
         claim=f"{first} and {second} differ in accuracy{where}",
         claim_zh=f"{where_zh}{first} 与 {second} 的准确率不同",
-    )
-
-
-def _other_degradation(first: str, second: str, level: float, names: Mapping[float, str]) -> DegradationComparison:
-    noise, noise_zh = _noise_in_words(level, names)
-    return DegradationComparison(
-        treatment=first,
-        control=second,
-        noise_level=level,
-        expected="different",
-        family="degradation",
-        claim=f"{first} and {second} differ in what {noise} costs them",
-        claim_zh=f"{noise_zh}对 {first} 与 {second} 的影响不同",
     )
 
 
@@ -183,16 +171,24 @@ def _level(name: str, level: float, names: Mapping[float, str]) -> LevelComparis
     )
 
 
-def _degradation(name: str, counterpart: str, level: float, names: Mapping[float, str]) -> DegradationComparison:
+def _degradation(
+    name: str, counterpart: str, level: float, names: Mapping[float, str], expected: Literal["higher", "different"]
+) -> DegradationComparison:
     noise, noise_zh = _noise_in_words(level, names)
+    if expected == "higher":
+        claim = f"{name} loses less to {noise} than {counterpart}"
+        claim_zh = f"{noise_zh}下 {name} 的损失小于 {counterpart}"
+    else:
+        claim = f"{name} and {counterpart} differ in what {noise} costs them"
+        claim_zh = f"{noise_zh}对 {name} 与 {counterpart} 的影响不同"
     return DegradationComparison(
         treatment=name,
         control=counterpart,
         noise_level=level,
-        expected="higher",
+        expected=expected,
         family="degradation",
-        claim=f"{name} loses less to {noise} than {counterpart}",
-        claim_zh=f"{noise_zh}下 {name} 的损失小于 {counterpart}",
+        claim=claim,
+        claim_zh=claim_zh,
     )
 
 
