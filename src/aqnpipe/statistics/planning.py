@@ -37,7 +37,7 @@ class PairVariances:
 
 
 USUAL = PairVariances(seed=2 * 0.015**2, question=0.02, answer=0.12, draw=0.10)
-"""For studies without a predecessor: a run SD of 1.5 points, and answers as of the tiny model at 10 % noise."""
+"""Assumed for studies without results, not measured; the variance between seeds is that of a run SD of 1.5 points."""
 
 
 @dataclass(frozen=True)
