@@ -177,11 +177,8 @@ def _tested_losses(claim: LossClaim, published: PublishedFile, losses: Mapping[s
         for name in (claim.treatment, claim.control)
         if losses[name].above_uniform and (uniform := losses[name].uniform) is not None
     )
-    result, notes = (
-        _loss_result(claim, published, published.alpha),
-        statements.loss_notes(claim, *_summaries(claim, published)),
-    )
-    return _Tested(claim, result, above, tuple(notes), p_run_to_run=None)
+    notes = tuple(statements.loss_notes(claim, *_summaries(claim, published)))
+    return _Tested(claim, _loss_result(claim, published, published.alpha), above, notes, p_run_to_run=None)
 
 
 def _summaries(claim: LossClaim, published: PublishedFile) -> tuple[Summary, Summary]:

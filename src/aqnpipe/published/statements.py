@@ -71,7 +71,7 @@ def run_to_run(scatter: RunScatter, p_value: float, p_holm: float) -> Statement:
 
 def assumes_equal_runs(claim: PublishedClaim) -> bool:
     """Whether a claim about training runs is tested over questions alone, as if identical runs did not differ."""
-    return not isinstance(claim, LossClaim) and not (isinstance(claim, AccuracyClaim) and not claim.between_runs)
+    return claim.between_runs if isinstance(claim, AccuracyClaim) else not isinstance(claim, LossClaim)
 
 
 def loss_notes(claim: LossClaim, treatment: Summary, control: Summary) -> list[Statement]:

@@ -44,11 +44,7 @@ class Looks:
     @property
     def num_planned(self) -> int:
         """Number of looks up to `planned` seeds."""
-        return self.number_with(self.planned)
-
-    def number_with(self, seeds: int) -> int:
-        """Return the number of looks up to a number of seeds."""
-        return 0 if seeds < self.start else 1 + (seeds - self.start) // self.step
+        return 1 + (self.planned - self.start) // self.step
 
     def seeds_at(self, look: int) -> int:
         """Return the number of seeds at a look; the first look is 1."""

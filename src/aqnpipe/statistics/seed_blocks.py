@@ -25,7 +25,6 @@ PRIOR_FREEDOM = 4.0
 GUARD_LEVEL = 0.25
 """Level of the F-test by which a pair that scatters more than the other arms keeps its own variance."""
 
-
 LARGEST_SEED_SD = 0.15
 """Standard deviation between runs, as a fraction, above which an arm's own seeds are not held to vary.
 
