@@ -9,8 +9,10 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, CheckedLoss, CheckedSeries, PublishedCheck
 from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.report.inputs import inputs_of
+from aqnpipe.report.inputs import inputs_of, read_inputs
+from aqnpipe.report.paper import export_paper
 from aqnpipe.report.published import side_by_side
+from aqnpipe.report.words import load_words
 
 
 def accuracy(name, printed, low, high, **changes):
@@ -163,3 +165,15 @@ def test_without_a_check_there_is_no_such_section(built):
 def test_published_figures_are_an_input_if_the_study_names_a_file(synthetic, tmp_path):
     study = synthetic.study(statistics={"published": "config/published.yaml"})
     assert inputs_of(StudyPlan(study), tmp_path).published == tmp_path / "results" / "published.json"
+
+
+def test_a_paper_gets_the_published_figures_too(built, tmp_path):
+    data = replace(read_inputs(built.made.report_inputs(built.folder)), published=CHECK)
+    written = export_paper(built.study, data, load_words("en"), tmp_path, ["svg"], ["csv"])
+    names = {path.stem for path in written if path.stem.startswith("published")}
+    assert names == {
+        "published-1-published-each-at-its-noise-level",
+        "published-2-measured-here-at-the-same-noise-level",
+        *("published-published-claims", "published-published-sentences", "published-published-accuracies"),
+        *("published-published-series", "published-published-losses"),
+    }

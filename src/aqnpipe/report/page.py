@@ -73,6 +73,11 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
     )
 
 
+def model_roles(data: ReportData) -> list[str]:
+    """Return the models that there is anything to show of."""
+    return sorted({*data.accuracy["model"], *(run.model for run in data.runs), *(one.model for one in data.diagnoses)})
+
+
 def last_steps(accuracy: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of the last step of every run."""
     return accuracy.filter(pl.col("step") == pl.col("step").max().over("model", "arm", "seed"))

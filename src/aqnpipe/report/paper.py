@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from aqnpipe.artifacts.files import atomic_path, write_text
 from aqnpipe.config.study import Study
-from aqnpipe.report import claims_view, faults_view, page, provenance_view, tables
+from aqnpipe.report import claims_view, faults_view, looks_view, page, provenance_view, tables
 from aqnpipe.report.charts import Panel
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.overview import arm_table
@@ -47,7 +47,10 @@ def export_paper(
     figures: Sequence[FigureFormat],
     formats: Sequence[TableFormat],
 ) -> list[Path]:
-    """Write every figure and table of the report below `folder`; return the paths, in the order of the report."""
+    """Write the figures and tables of the report below `folder`; return the paths.
+
+    Receipts, provenance and the paired tables of claims, which a paper does not print, are in the report alone.
+    """
     written = []
     contents = list(_sections(study, data, words))
     for name, figure, own in contents:
@@ -62,10 +65,9 @@ def export_paper(
 def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[str, Figure | None, list[Table]]]:
     run_link = provenance_view.run_links(data.runs)
     overview = claims_view.claims_overview(study, data, words)
-    yield "claims", None, [_claim_table(overview, words), _arm_table(study, data, words)]
-    models = sorted(
-        {*data.accuracy["model"], *(run.model for run in data.runs), *(one.model for one in data.diagnoses)}
-    )
+    looks = looks_view.look_table(data.claims, words)
+    yield "claims", None, [_claim_table(overview, words), _arm_table(study, data, words), *([looks] if looks else [])]
+    models = page.model_roles(data)
     for model in models:
         section = page.model_section(study, data, model, words, run_link)
         suffix = f"-{model}" if len(models) > 1 else ""
@@ -75,20 +77,19 @@ def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[st
                 yield f"{name}{suffix}", figure, list(figure.tables)
         if section.diagnosis_verdicts is not None:
             yield f"diagnosis{suffix}", None, [section.diagnosis_verdicts]
-    yield (
-        "comparisons",
-        None,
-        [
-            tables.comparison_table(data.comparisons, words),
-            tables.comparison_checks(data.comparisons, words),
-        ],
-    )
+    checks = tables.comparison_checks(data.comparisons, words)
+    yield "comparisons", None, [tables.comparison_table(data.comparisons, words), checks]
     faults = faults_view.fault_section(data, words)
+    if faults is not None and faults.training is not None:
+        yield "faults", None, [faults.training]
     for number, losses in enumerate(faults.losses if faults else (), start=1):
         yield f"loss-{number}", losses.figure, list(losses.figure.tables)
     costs = page.cost_figure(study, data, words)
     if costs is not None:
         yield "costs", costs, list(costs.tables)
+    if data.published is not None:
+        published = page.published_section(study, data.published, data.accuracy, words)
+        yield "published", published.figure, [published.claims, published.sentences, *published.figure.tables]
 
 
 def _claim_table(overview: claims_view.ClaimsOverview, words: Words) -> Table:

@@ -80,9 +80,6 @@ def _render(
     """Return the page as HTML. All text is made visible and escaped; only the SVGs of `svg.py` stay markup."""
     run_link = provenance_view.run_links(data.runs)
     css, script = inline("report.css"), inline("report.js")
-    models = sorted(
-        {*data.accuracy["model"], *(run.model for run in data.runs), *(diagnosis.model for diagnosis in data.diagnoses)}
-    )
     return page_template("report.html.jinja").render(
         w=words,
         css=css.code,
@@ -100,7 +97,7 @@ def _render(
         answer=claims_view.answer_text(data.claims, words),
         looks=looks_view.look_table(data.claims, words),
         summary=summary_line((row.verdict for row in overview.rows), words),
-        sections=[page.model_section(study, data, model, words, run_link) for model in models],
+        sections=[page.model_section(study, data, model, words, run_link) for model in page.model_roles(data)],
         published=page.published_section(study, data.published, data.accuracy, words) if data.published else None,
         faults=faults_view.fault_section(data, words),
         costs=page.cost_figure(study, data, words),
