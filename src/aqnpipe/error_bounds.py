@@ -14,6 +14,9 @@ from torch import Tensor
 FLOAT32_ROUNDOFF = 2.0**-24
 """Unit roundoff of the accumulators."""
 
+TWO_ROUNDINGS = 1.0625
+"""Two roundings to a dtype, half an epsilon each, and 1/16 for the terms of second order."""
+
 
 def gamma(num_terms: int, roundoff: float = FLOAT32_ROUNDOFF) -> float:
     """Return n*u / (1 - n*u), the relative error bound of a sum of `num_terms` terms in any order."""
@@ -48,5 +51,5 @@ def few_roundings(expected: Tensor, dtype: torch.dtype) -> Tensor:
     the normalised value and its product with the gain are rounded too: one epsilon of the dtype, and 1/16 for the terms
     of second order.
     """
-    own = 0.0 if dtype not in (torch.bfloat16, torch.float16) else 1.0625 * torch.finfo(dtype).eps
+    own = 0.0 if dtype not in (torch.bfloat16, torch.float16) else TWO_ROUNDINGS * torch.finfo(dtype).eps
     return expected.detach().cpu().double().abs() * (4 * 2.0**-23 + own) + torch.finfo(dtype).tiny

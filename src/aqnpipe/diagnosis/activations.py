@@ -16,6 +16,7 @@ from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
+from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.sites import LayerSites
 
 SITE = "mlp_core"
@@ -26,9 +27,9 @@ _NUM_FACTORS = 8
 """Channels of the MLP's input with full mantissas, which the rows of the up projection copy."""
 _WIDTH = 256
 _GRADIENT_RANGE = (2.0**-8, 16.0)
-_ROUNDINGS = {"exact": 0.0, "one kernel": 1.0625, "composed": 4.0}
-"""Roundings of a result to the dtype, in epsilon, each half of one: the sigmoid and the product with it, and 1/16 for
-terms of second order; up to eight where every operation rounds."""
+_ROUNDINGS = {"exact": 0.0, "one kernel": TWO_ROUNDINGS, "composed": 4.0}
+"""Roundings of a result to the dtype, in epsilon: of the sigmoid and the product with it; up to eight, half an epsilon
+each, where every operation rounds."""
 _FLOAT32_ULPS = 4.0
 _SMALLEST = {torch.float16: 2.0**-14}
 _WIDE_SMALLEST = 2.0**-100
@@ -111,7 +112,8 @@ def activation_gradient(
         allowed = torch.zeros_like(expected)
     else:
         inner = torch.finfo(dtype).eps if accuracy == "composed" else FLOAT32_EPS
-        allowed = 1.0625 * torch.finfo(dtype).eps * expected.abs() + 4 * _FLOAT32_ULPS * inner * (1 + x.double().abs())
+        allowed = TWO_ROUNDINGS * torch.finfo(dtype).eps * expected.abs()
+        allowed += 4 * _FLOAT32_ULPS * inner * (1 + x.double().abs())
     allowed = allowed * gradient.double().abs() + _smallest(dtype)
     flat = [tensor.reshape(-1, 1) for tensor in (expected * gradient.double(), observed, allowed)]
     return [compare("backward", layer, f"{MODULE_SITE}.input_gradient", flat[0], flat[1], allowed=flat[2])]
@@ -160,7 +162,7 @@ def gated_sweep(
     gates, ups = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
     activated, allowed = _reference(name, gates.squeeze(1).cpu())
     times = ups.squeeze(1).cpu().double()
-    bound = (allowed + 0.53125 * torch.finfo(dtype).eps * activated.abs()) * times.abs() + _smallest(dtype)
+    bound = (allowed + TWO_ROUNDINGS / 2 * torch.finfo(dtype).eps * activated.abs()) * times.abs() + _smallest(dtype)
     return [compare("activation", layer, SITE, activated * times, fed[-1].squeeze(1), allowed=bound)]
 
 

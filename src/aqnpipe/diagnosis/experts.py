@@ -14,7 +14,7 @@ from aqnpipe.diagnosis.checks import Check, compare, num_wrong
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
-from aqnpipe.error_bounds import few_roundings
+from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings
 
 EXPERT_SITE = "experts"
 ROUTER_SITE = "router"
@@ -154,7 +154,8 @@ def _shares_check(layer: int, logits: Tensor, chosen: Tensor, shares: Tensor, fa
 
     The one that fits most values is that of the architecture.
     """
-    allowed_share = 16 * FLOAT32_EPS + 1.0625 * (torch.finfo(shares.dtype).eps if shares.dtype != torch.float32 else 0)
+    eps = 0.0 if shares.dtype == torch.float32 else torch.finfo(shares.dtype).eps
+    allowed_share = 16 * FLOAT32_EPS + TWO_ROUNDINGS * eps
     wanted = []
     for values in (logits.softmax(-1), logits.sigmoid()):
         own = values.gather(1, chosen)

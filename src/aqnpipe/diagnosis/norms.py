@@ -12,15 +12,12 @@ from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
 from aqnpipe.diagnosis.reference import FLOAT32_EPS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import weight_of
 
 _EXPONENTS = {torch.float16: (-12, 10)}
 _WIDE_EXPONENTS = (-12, 48)
 """Exponents of the inputs: sums of squares stay finite in float32 with up to 2^28 channels."""
-
-_ROUNDINGS = 1.0625
-"""Roundings to the dtype of the model, half an epsilon each: of the normalised value and of its product with the gain.
-1/16 is for terms of second order."""
 
 _LEAST_ROWS = 513
 """More rows than a large tile has."""
@@ -56,7 +53,8 @@ def norm_sweep(
         observed = module(x.to(device, dtype))
     factors = gain.double().cpu() + unit
     normal, magnitude = _normalised(x, epsilon, subtracts_mean(module))
-    share = _ROUNDINGS * torch.finfo(dtype).eps + (8 + x.shape[-1] ** 0.5 / 4) * FLOAT32_EPS
+    # The normalised value and its product with the gain are rounded to the dtype.
+    share = TWO_ROUNDINGS * torch.finfo(dtype).eps + (8 + x.shape[-1] ** 0.5 / 4) * FLOAT32_EPS
     shift = offset.double().cpu()
     allowed = share * (magnitude * factors.abs() + shift.abs()) + torch.finfo(dtype).tiny
     return [compare("norm_range", layer, site, normal * factors + shift, observed, allowed=allowed)]
@@ -93,7 +91,7 @@ def norm_gradient(
     if centred:
         expected = expected - root * through.mean(-1, keepdim=True)
         terms = terms + through.abs().mean(-1, keepdim=True)
-    share = 2 * _ROUNDINGS * torch.finfo(dtype).eps + (16 + x.shape[-1] ** 0.5 / 4) * FLOAT32_EPS
+    share = 2 * TWO_ROUNDINGS * torch.finfo(dtype).eps + (16 + x.shape[-1] ** 0.5 / 4) * FLOAT32_EPS
     allowed = share * root * terms + torch.finfo(dtype).tiny
     return [compare("backward", layer, f"{site}.input_gradient", expected, observed, allowed=allowed)]
 
