@@ -1,7 +1,9 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import synthetic_evaluations
 from typer.testing import CliRunner
 
 from aqnpipe.cli.main import app
@@ -39,3 +41,23 @@ def test_a_folder_without_results_is_refused(tmp_path):
 @pytest.mark.parametrize("points", ["0", "-1", "1000"])
 def test_a_difference_that_makes_no_sense_is_refused(points):
     assert planned(CONFIG / "tiny-full.yaml", "--points", points).exit_code == 2
+
+
+def test_a_study_that_adds_seeds_is_planned_with_its_maximum():
+    result = planned(CONFIG / "decide.yaml", "--json")
+    found = json.loads(result.stdout)
+    assert (found["adds_seeds"], found["num_seeds"]) == (True, 16)
+    assert "adds seeds up to 16" in planned(CONFIG / "decide.yaml").stdout
+
+
+def test_results_give_variances_on_the_seeds_that_two_arms_share(tmp_path):
+    """E5 has three seeds and baseline the first two of them, as where another claim about E5 stayed open."""
+    claims = [synthetic_evaluations.arms("E5", "baseline")]
+    study = synthetic_evaluations.study(seeds=[0, 1, 2], arms=["baseline", "E5"], comparisons=claims)
+    synthetic_evaluations.write_evaluations(tmp_path, study)
+    results = tmp_path / "results"
+    shutil.rmtree(results / "eval" / "base" / "baseline" / "seed2")
+    found = json.loads(planned(CONFIG / "tiny-full.yaml", "--json", "--results", results).stdout)
+    assert {level["variances_from"] for level in found["levels"]} == {"results"}
+    shutil.rmtree(results / "eval" / "base" / "E5" / "seed0")
+    assert isinstance(planned(CONFIG / "tiny-full.yaml", "--results", results).exception, DataError)

@@ -1,6 +1,6 @@
 """`aqnpipe plan`: which differences a study can find, what it costs, and the cheapest split for a wanted difference."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +17,6 @@ from aqnpipe.errors import DataError
 if TYPE_CHECKING:
     from aqnpipe.statistics.planning import FloatArray, PairVariances
 
-_FAMILY = "Holm's strictest level"
-
 
 class PlannedLevel(FrozenModel):
     """What a study finds between two arms at a noise level; differences as fractions, null: one seed shows none."""
@@ -32,11 +30,16 @@ class PlannedLevel(FrozenModel):
 
 
 class StudyPrognosis(FrozenModel):
-    """What `aqnpipe plan --json` prints."""
+    """What `aqnpipe plan --json` prints.
+
+    `adds_seeds`: whether the study adds seeds until its claims are decided; `num_seeds` is then its maximum, and
+    everything is of a single test of all of them.
+    """
 
     study: str
     num_arms: int
     num_seeds: int
+    adds_seeds: bool
     num_questions: int
     num_draws: int
     power: float
@@ -67,9 +70,12 @@ def plan(
 
 def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumptions: Assumptions) -> StudyPrognosis:
     """Return what a study can find, with variances of `results`; DataError if no two arms with two seeds are there."""
-    from aqnpipe.statistics.planning import USUAL
+    from aqnpipe.statistics.planning import USUAL, cheapest, detectable
 
     config, families = opened.study.config, [claim.family for claim in opened.study.comparisons()]
+    rule = opened.study.adaptive_seeds
+    if rule is not None:
+        opened = StudyPlan(opened.study.with_seeds(rule.max))
     measured = {} if results is None else _variances(results, config.evaluation.primary_scorer)
     estimate = estimate_study(opened, assumptions)
     evaluation = sum(phase.device_hours for phase in estimate.phases if phase.phase == "evaluation")
@@ -77,21 +83,39 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     largest = max((families.count(family) for family in families), default=1)
     sizes = (len(opened.study.seeds), _num_questions(opened), len(config.evaluation.noise_seeds))
     most_questions = config.dataset.num_test or sizes[1]
-    common = {"num_arms": len(opened.study.arms), "alpha": config.statistics.alpha, "power": config.statistics.power}
-    cost = _Cost(sizes, training, evaluation, sum(level > 0 for level in config.evaluation.noise_levels))
-    levels = [
-        _level(level, measured.get(level), USUAL, sizes, most_questions, largest, wanted, cost, common)
-        for level in sorted(config.evaluation.noise_levels)
-    ]
+    cost = _Cost(sizes, training, evaluation, config.evaluation.noise_levels)
+
+    def level_found(level: float) -> PlannedLevel:
+        variances, num_arms = measured.get(level, USUAL), len(opened.study.arms)
+
+        def limit(tried: tuple[int, int, int], comparisons: int) -> float | None:
+            alpha = config.statistics.alpha / comparisons
+            return detectable(variances, tried, num_arms, alpha, config.statistics.power)
+
+        def finds(num_seeds: int, num_questions: int, num_draws: int) -> bool:
+            found = limit((num_seeds, num_questions, num_draws), largest)
+            return found is not None and found <= wanted
+
+        split = cheapest(finds, cost, most_questions, noisy=level > 0)
+        return PlannedLevel(
+            noise_level=level,
+            variances_from="results" if level in measured else "usual values",
+            seed_sd=variances.seed**0.5,
+            detectable_alone=limit(sizes, 1),
+            detectable_in_family=limit(sizes, largest),
+            cheapest=None if split is None else {name: float(value) for name, value in vars(split).items()},
+        )
+
     return StudyPrognosis(
         study=config.study,
         num_seeds=sizes[0],
+        adds_seeds=rule is not None,
         num_questions=sizes[1],
         num_draws=sizes[2],
         largest_family=largest,
         wanted=wanted,
         device_hours=estimate.device_hours,
-        levels=tuple(levels),
+        levels=tuple(level_found(level) for level in sorted(config.evaluation.noise_levels)),
         num_arms=len(opened.study.arms),
         alpha=config.statistics.alpha,
         power=config.statistics.power,
@@ -101,47 +125,19 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
 class _Cost:
     """Device hours of a study with other numbers of seeds, questions and noise draws, in proportion to its estimate."""
 
-    def __init__(self, sizes: tuple[int, int, int], training: float, evaluation: float, noisy_levels: int) -> None:
-        self._noisy_levels = noisy_levels
+    def __init__(
+        self, sizes: tuple[int, int, int], training: float, evaluation: float, noise_levels: Sequence[float]
+    ) -> None:
+        self._noisy_levels = sum(level > 0 for level in noise_levels)
+        self._clean_levels = len(noise_levels) - self._noisy_levels
         self._per_seed = training / sizes[0]
         self._per_answer = evaluation / (sizes[0] * sizes[1] * self._passes(sizes[2]))
 
     def _passes(self, num_draws: int) -> int:
-        return 1 + self._noisy_levels * num_draws
+        return self._clean_levels + self._noisy_levels * num_draws
 
     def __call__(self, num_seeds: int, num_questions: int, num_draws: int) -> float:
         return num_seeds * (self._per_seed + num_questions * self._passes(num_draws) * self._per_answer)
-
-
-def _level(
-    level: float,
-    measured: "PairVariances | None",
-    usual: "PairVariances",
-    sizes: tuple[int, int, int],
-    most_questions: int,
-    largest_family: int,
-    wanted: float,
-    cost: _Cost,
-    common: dict[str, float],
-) -> PlannedLevel:
-    from aqnpipe.statistics.planning import cheapest, detectable
-
-    variances, num_arms = measured or usual, int(common["num_arms"])
-    alpha, power = common["alpha"], common["power"]
-
-    def finds(*tried: int) -> bool:
-        limit = detectable(variances, (tried[0], tried[1], tried[2]), num_arms, alpha / largest_family, power)
-        return limit is not None and limit <= wanted
-
-    split = cheapest(finds, cost, most_questions, noisy=level > 0)
-    return PlannedLevel(
-        noise_level=level,
-        variances_from="results" if measured else "usual values",
-        seed_sd=variances.seed**0.5,
-        detectable_alone=detectable(variances, sizes, num_arms, alpha, power),
-        detectable_in_family=detectable(variances, sizes, num_arms, alpha / largest_family, power),
-        cheapest=None if split is None else {name: float(value) for name, value in vars(split).items()},
-    )
 
 
 def _num_questions(opened: StudyPlan) -> int:
@@ -161,8 +157,8 @@ def _variances(results: Path, scorer: str) -> "dict[float, PairVariances]":
     for level in sorted({key[2] for key in scores}):
         arms = [(role, arm) for role, arm, at_level in scores if at_level == level]
         pairs = [(first, second) for first, second in combinations(arms, 2) if first[0] == second[0]]
-        tables = [(scores[*first, level], scores[*second, level]) for first, second in pairs]
-        variances = pair_variances([pair for pair in tables if pair[0].shape == pair[1].shape])
+        tables = [_on_common_seeds(scores[*first, level], scores[*second, level]) for first, second in pairs]
+        variances = pair_variances([pair for pair in tables if pair is not None])
         if variances is not None:
             found[level] = variances
     if not found:
@@ -170,16 +166,29 @@ def _variances(results: Path, scorer: str) -> "dict[float, PairVariances]":
     return found
 
 
-def _scores(results: Path, scorer: str) -> "dict[tuple[str, str, float], FloatArray]":
-    """Return scores[seed, noise draw, question] of every role, arm and level after its last step."""
+def _on_common_seeds(
+    first: "Mapping[str, FloatArray]", second: "Mapping[str, FloatArray]"
+) -> "tuple[FloatArray, FloatArray] | None":
+    """Return scores[seed, noise draw, question] on the seeds that two arms share; None below two, or of unlike shape.
+
+    In a study that adds seeds, arms have different numbers of them.
+    """
     import numpy as np
 
-    runs: dict[tuple[str, str, float], list[FloatArray]] = {}
+    seeds = [seed for seed in first if seed in second]
+    if len(seeds) < 2 or len({arm[seed].shape for arm in (first, second) for seed in seeds}) > 1:
+        return None
+    return np.stack([first[seed] for seed in seeds]), np.stack([second[seed] for seed in seeds])
+
+
+def _scores(results: Path, scorer: str) -> "dict[tuple[str, str, float], dict[str, FloatArray]]":
+    """Return scores[noise draw, question] of every role, arm and level after its last step, by name of the seed."""
+    runs: dict[tuple[str, str, float], dict[str, FloatArray]] = {}
     for path in _last_tables(results):
-        role, arm = path.parts[-4:-2]
+        role, arm, seed = path.parts[-4:-1]
         for level, scored in _by_level(path, scorer):
-            runs.setdefault((role, arm, level), []).append(scored)
-    return {key: np.stack(found) for key, found in runs.items() if len({scored.shape for scored in found}) == 1}
+            runs.setdefault((role, arm, level), {})[seed] = scored
+    return runs
 
 
 def _last_tables(results: Path) -> Iterator[Path]:
@@ -206,9 +215,14 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
         f"{found.study}: {found.num_arms} arms, {found.num_seeds} seeds, {found.num_questions:,} questions, "
         f"{found.num_draws} noise draws; about {found.device_hours:.3g} device hours"
     )
+    if found.adds_seeds:
+        yield (
+            f"The study adds seeds up to {found.num_seeds}: below is what all of them find in one test, at their full "
+            "cost. Looks at the claims find a little less and cost less."
+        )
     yield (
         f"Differences of two arms found with {found.power:.0%} power at alpha {found.alpha:g}, in points: as the only "
-        f"comparison, and as one of {found.largest_family} ({_FAMILY})."
+        f"comparison, and as one of {found.largest_family} (Holm's strictest level)."
     )
     wanted = f"cheapest for {100 * found.wanted:g} points in the family"
     yield f"{'noise':>7}{'alone':>8}{'family':>8}  {'SD of seeds':<24}{wanted}"
