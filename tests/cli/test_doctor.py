@@ -171,6 +171,15 @@ def test_versions_are_held_against_requirements_and_tested_ones(monkeypatch, tmp
     assert found["vllm"][0] == "missing"
 
 
+def test_a_folder_without_pinned_versions_is_named(tmp_path):
+    found = {check.name: check for check in version_checks(tmp_path / "constraints.txt")}
+    assert (found["versions"].status, found["versions"].found) == (
+        "untested",
+        f"no {tmp_path}/constraints.txt here",
+    )
+    assert "versions" not in {check.name for check in version_checks(ROOT / "constraints.txt")}
+
+
 def test_a_library_that_everybody_needs_is_a_problem_where_it_is_not(monkeypatch):
     monkeypatch.setattr(checks, "_version", lambda name: None if name == "polars" else "1")
     monkeypatch.setattr(checks, "_demands", lambda names: {})

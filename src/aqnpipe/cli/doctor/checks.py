@@ -82,6 +82,9 @@ def version_checks(constraints: Path | None = None) -> list[Check]:
     names = {canonicalize_name(name) for name in _requirements("aqnpipe")} | set(OPTIONAL)
     demands, tested = _demands(names), _tested_versions(constraints)
     checks = [Check(name="python", status="ok", found=platform.python_version())]
+    if not tested:
+        advice = "versions are not compared with those that the tests ran with"
+        checks.append(Check(name="versions", status="untested", found=f"no {constraints} here", advice=advice))
     return checks + [
         _version_check(name, demands.get(name, []), tested.get(name), constraints) for name in sorted(names)
     ]
