@@ -105,6 +105,8 @@ def test_a_source_that_changed_after_planning_is_refused(own, tmp_path):
     (tmp_path / f"{own}_helper.py").write_text("bonus = 0.7\n")
     with pytest.raises(ConfigError, match="its source changed after the run was planned"):
         weighted_rewards([reward], ["a"], ["b"])
+    with pytest.raises(ConfigError, match=r"source_sha256 is .*, its source has"):
+        reward.planned()
 
 
 def test_a_function_without_a_digest_is_not_run(own):

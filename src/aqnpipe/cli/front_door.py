@@ -150,7 +150,7 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
 
 
 def _reward_problems(study: Study, source: str) -> Iterator[str]:
-    """Yield rewards whose function cannot be imported."""
+    """Yield rewards whose function cannot be imported, or has another source than its digest says."""
     training = study.config.training
     if training is None or not training.rewards:
         return

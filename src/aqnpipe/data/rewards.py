@@ -32,8 +32,9 @@ def weighted_rewards(rewards: Sequence[Reward], responses: Sequence[str], gold_a
 
 
 def refuse_unusable(reward: Reward) -> None:
-    """Raise ConfigError if a reward's function cannot be imported."""
+    """Raise ConfigError if a reward's function cannot be imported, or its source has another digest than is given."""
     if reward.function is not None:
+        reward.planned()
         load_function(reward.function)
 
 
