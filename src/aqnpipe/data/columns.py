@@ -113,7 +113,7 @@ def _messages(value: Any, where: str, column: str) -> list[tuple[str, str]]:
     for message in value:
         pair = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         if not (isinstance(pair[0], str) and isinstance(pair[1], str)):
-            raise DataError(f"{where}: column {column}: found {_shown(message)}, expected role and content, both text")
+            raise DataError(f"{where}: column {column}: found {shown(message)}, expected role and content, both text")
         found.append((str(pair[0]), str(pair[1])))
     return found
 
@@ -125,10 +125,10 @@ def _choices(value: Any, where: str, column: str) -> tuple[list[str], list[str]]
         labels, value = [str(label) for label in value.get("label") or ()], value["text"]
     if not isinstance(value, list) or not 2 <= len(value) <= len(LETTERS):
         raise DataError(
-            f"{where}: column {column}: found {_shown(value)}, expected a list of 2 to {len(LETTERS)} choices"
+            f"{where}: column {column}: found {shown(value)}, expected a list of 2 to {len(LETTERS)} choices"
         )
     if labels and (len(labels) != len(value) or len(set(labels)) != len(labels)):
-        raise DataError(f"{where}: column {column}: found labels {_shown(labels)}, expected one of its own per choice")
+        raise DataError(f"{where}: column {column}: found labels {shown(labels)}, expected one of its own per choice")
     return [str(choice) for choice in value], labels
 
 
@@ -139,7 +139,7 @@ def _letter(answer: Any, choices: Sequence[str], labels: list[str], where: str, 
         return letters[labels.index(str(answer))]
     if labels and labels != letters:
         # Labels may be numbers from 1, as in some questions of ARC; these are not indices.
-        raise DataError(f"{where}: column {column}: found {_shown(answer)}, expected a label, {' or '.join(labels)}")
+        raise DataError(f"{where}: column {column}: found {shown(answer)}, expected a label, {' or '.join(labels)}")
     if (
         isinstance(answer, str)
         and answer in choices
@@ -154,7 +154,7 @@ def _letter(answer: Any, choices: Sequence[str], labels: list[str], where: str, 
     elif isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return letters[answer]
     raise DataError(
-        f"{where}: column {column}: found {_shown(answer)}, expected the letter (A to {letters[-1]}), the index (0 to "
+        f"{where}: column {column}: found {shown(answer)}, expected the letter (A to {letters[-1]}), the index (0 to "
         f"{len(choices) - 1}) or the text of one choice"
     )
 
@@ -166,21 +166,21 @@ def _with_choices(question: str, choices: Sequence[str]) -> str:
 def _gsm8k(text: str, where: str) -> tuple[str, str]:
     gold = extract_answer(text, "strict")
     if gold is None:
-        raise DataError(f"{where}: answer {_shown(text)} has no `#### number`")
+        raise DataError(f"{where}: answer {shown(text)} has no `#### number`")
     return text, gold
 
 
 def _number(text: str, where: str) -> tuple[str, str]:
     number = normalise_number(text)
     if number is None:
-        raise DataError(f"{where}: answer {_shown(text)} is not a number (answer_format: number)")
+        raise DataError(f"{where}: answer {shown(text)} is not a number (answer_format: number)")
     return f"#### {number}", number
 
 
 def _boxed(text: str, where: str) -> tuple[str, str]:
     gold = boxed_answer(text)
     if not gold:
-        raise DataError(f"{where}: answer {_shown(text)} has no \\boxed{{...}}")
+        raise DataError(f"{where}: answer {shown(text)} has no \\boxed{{...}}")
     return text, gold
 
 
@@ -199,6 +199,7 @@ _GOLD: Mapping[AnswerFormat, Callable[[str, str], tuple[str, str]]] = {
 """For each format of answers, worked answer and gold answer of a text."""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as messages show it: in quotes if it is text, and cut if it is long."""
     text = "a missing number" if isinstance(value, float) and math.isnan(value) else repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

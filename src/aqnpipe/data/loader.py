@@ -6,7 +6,7 @@ from pathlib import Path
 import polars as pl
 
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset, Split
-from aqnpipe.data.columns import questions_and_answers
+from aqnpipe.data.columns import questions_and_answers, shown
 from aqnpipe.data.generated import generate_problems, normalise_question
 from aqnpipe.data.scoring import extract_answer
 from aqnpipe.errors import DataError, first_line
@@ -100,7 +100,7 @@ def _read_file(path: Path, config: LocalDataset) -> pl.DataFrame:
 
 _READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {
     ".jsonl": lambda path: pl.read_ndjson(path, infer_schema_length=None),
-    # Numbers stay as they are written: 007 is no 7, and a letter column of one row is no number.
+    # Cells stay text: inferred types would turn 007 into 7.
     ".csv": lambda path: pl.read_csv(path, infer_schema=False),
     ".parquet": pl.read_parquet,
 }
@@ -127,7 +127,7 @@ def _refuse_two_answers(table: pl.DataFrame, name: str) -> None:
     for question, gold in zip(table["question"], table["gold_answer"], strict=True):
         if first_gold.setdefault(normalise_question(question), gold) != gold:
             known = first_gold[normalise_question(question)]
-            raise DataError(f"{name}: question {_shorten(question)!r} has two answers, {known} and {gold}")
+            raise DataError(f"{name}: question {shown(question)} has two answers, {known} and {gold}")
 
 
 def _refuse_shared_questions(splits: dict[Split, pl.DataFrame], name: str) -> None:
@@ -136,7 +136,7 @@ def _refuse_shared_questions(splits: dict[Split, pl.DataFrame], name: str) -> No
     shared = [question for question in splits["test"]["question"] if normalise_question(question) in train]
     if shared:
         raise DataError(
-            f"{name}: {len(shared)} test question(s) are also in train, expected none; first {_shorten(shared[0])!r}"
+            f"{name}: {len(shared)} test question(s) are also in train, expected none; first {shown(shared[0])}"
         )
 
 
@@ -148,7 +148,3 @@ def _limit(table: pl.DataFrame, config: DatasetConfig, split: Split) -> pl.DataF
     if limit > table.height:
         raise DataError(f"{_name_of(config)}: num_{split} is {limit}, but the split has {table.height} rows")
     return table.head(limit)
-
-
-def _shorten(text: str, length: int = 80) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
