@@ -13,7 +13,7 @@ RUN apt-get update \
 
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
-# The CPU builds of torch: a tenth of the size of the CUDA builds on the package index.
+# The CPU builds of torch, without the CUDA libraries that the builds on the package index need.
 RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt '.[slurm]'
 
 WORKDIR /work

@@ -12,8 +12,8 @@ from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, Relati
 Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
 """strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
 
-boxed: the content of the last \\boxed{}. letter: the letter of a choice. text: the whole response. They compare texts
-without regard to spaces, boxed also numbers and common ways to write the same.
+boxed: the content of the last \\boxed{}, compared as a number, or as a formula without spaces. letter: the letter of a
+choice. text: the whole response, in which runs of spaces count as one.
 
 harness_strict, harness_flexible: the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k
 with its exact_match, which compares strings.
