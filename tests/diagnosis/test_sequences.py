@@ -63,6 +63,21 @@ def test_a_layer_whose_branches_are_not_seen_has_no_check_of_its_sum():
     assert checks is None
 
 
+def test_a_kernel_without_a_gradient_is_named():
+    model = model_of()
+    file = sys.modules[type(model).__module__]
+    kernel = file.eager_attention_forward
+
+    def without_graph(*args, **kwargs):
+        with torch.no_grad():
+            return kernel(*args, **kwargs)
+
+    with patched(file, "eager_attention_forward", without_graph):
+        checks, untested = probed(model)
+    assert untested["attention_core.gradient"] == "its kernel has no gradient"
+    assert not [check for check in checks if check.mismatch]
+
+
 def of_layer(kernel, change):
     """A kernel of which `change` alters the arguments or the result in one layer only."""
 

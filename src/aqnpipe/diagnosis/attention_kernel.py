@@ -22,6 +22,7 @@ from aqnpipe.error_bounds import few_roundings
 from aqnpipe.seeding import keyed_generator
 
 SITE = "attention_core"
+GRADIENT_SITE = f"{SITE}.gradient"
 CACHE_SITE = "kv_cache"
 
 _NUM_OPERANDS = 4
@@ -117,9 +118,10 @@ def _checked_call(
     with on_host():
         observation.checks += _kernel_checks(layer, test, setting, output)
     if observation.with_gradients and observation.seen == 0:
-        observation.checks += _gradient_checks(
-            layer, lambda *own: kernel(module, *own, mask, **kwargs), test, setting, generator
-        )
+        found = _gradient_checks(layer, lambda *own: kernel(module, *own, mask, **kwargs), test, setting, generator)
+        observation.checks += found
+        if not found:
+            observation.unknown[GRADIENT_SITE] = "its kernel has no gradient"
     return result
 
 
@@ -172,7 +174,7 @@ def _gradient_checks(
         checks = []
         for (wanted, bound), seen in zip(expected, observed, strict=True):
             flat = [tensor.transpose(1, 2).flatten(2) for tensor in (wanted, seen, bound)]
-            checks.append(compare("backward", layer, f"{SITE}.gradient", flat[0], flat[1], allowed=flat[2]))
+            checks.append(compare("backward", layer, GRADIENT_SITE, flat[0], flat[1], allowed=flat[2]))
     return checks
 
 
