@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.qwen2 import modeling_qwen2
 
 from aqnpipe.artifacts.parities import ParityFile
@@ -162,6 +163,18 @@ def test_what_computes_between_two_operators_is_a_fault_of_the_second(captured, 
     parity = parity_of(full, captured(change=plant))
     assert verdicts_of(parity, "fault") == {"attention_residual": 1}
     assert "not what the operator before it returned" in parity.summary
+
+
+def test_a_cache_that_changes_values_is_a_fault_without_a_replay_too(captured, full, monkeypatch):
+    original = DynamicCache.update
+
+    def scaled(self, keys, values, layer_idx, *args, **kwargs):
+        return original(self, keys, 1.5 * values if layer_idx == 2 else values, layer_idx, *args, **kwargs)
+
+    monkeypatch.setattr(DynamicCache, "update", scaled)
+    parity = parity_of(full, captured())
+    assert verdicts_of(parity, "fault") == {"attention": 1}
+    assert parity.first_beyond_rounding == "layers.2.attention"
 
 
 def test_stale_weights_are_said_as_such(captured, full):

@@ -12,7 +12,7 @@ from aqnpipe.errors import ModelError
 from aqnpipe.parity import expected
 from aqnpipe.parity.algorithms import attentions, equal_shares
 from aqnpipe.parity.expected import AttentionFacts, Expected
-from aqnpipe.parity.forms import LinearForm, NormForm, Operator, SumForm
+from aqnpipe.parity.forms import ActivationForm, EmbeddingForm, LinearForm, Operator, RotaryForm
 from aqnpipe.parity.sample import Call, Sample
 from aqnpipe.seeding import keyed_generator
 
@@ -175,7 +175,7 @@ class Recorder:
                 self._attention[operator.name] = (*empty, facts)  # type: ignore[assignment]
             for kept, part in zip(self._attention[operator.name][:3], inputs, strict=True):
                 kept[rows] = part.cpu()
-        return self.see(operator, [inputs[0].flatten(1)], output)
+        return self.see(operator, [part.flatten(1) for part in inputs], output)
 
     def finish(self) -> dict[str, Recorded]:
         """Return what was recorded, by operator; ModelError unless every sampled token was seen exactly once."""
@@ -251,11 +251,18 @@ class Recorder:
 
     def _are_linked(self, operator: Operator, inputs: tuple[Tensor, ...]) -> bool:
         """Return whether the inputs are results seen in this call. Those of other forms are taken from them anyway."""
-        if not isinstance(operator.form, LinearForm | NormForm | SumForm):
+        if isinstance(operator.form, EmbeddingForm | RotaryForm | ActivationForm):
             return True
         latest = list(reversed(self._last.values()))
+        # The values of attention may be the last columns of a merged projection.
+        is_attention = operator.form is None
         return all(
-            any(torch.equal(part, seen.to(part)) for seen in latest if seen.shape == part.shape) for part in inputs
+            any(
+                torch.equal(part, seen[:, -part.shape[1] :].to(part))
+                for seen in latest
+                if seen.shape == part.shape or (is_attention and seen.shape[1] > part.shape[1])
+            )
+            for part in inputs
         )
 
     def _judge_attention(
