@@ -57,6 +57,18 @@ def test_other_families_are_refused_in_one_line(config, reason):
         prove(model_of(config))
 
 
+def test_a_family_with_attention_of_its_own_is_refused(monkeypatch):
+    from transformers.models.qwen2 import modeling_qwen2
+
+    class OwnAttention:
+        def get_interface(self, name, default):
+            return default
+
+    monkeypatch.setattr(modeling_qwen2, "ALL_ATTENTION_FUNCTIONS", OwnAttention())
+    with pytest.raises(ModelError, match=r"did not see layers.0.rotary_q, layers.0.rotary_k, layers.0.attention run"):
+        prove(random_model_of("qwen2"))
+
+
 def test_a_family_whose_operator_computes_something_else_is_refused(monkeypatch):
     from transformers.models.qwen2 import modeling_qwen2
 

@@ -43,6 +43,18 @@ class LayerMap:
         self.core = self._operator("attention", None)
         self.residuals = [self._operator(name, SumForm()) for name in RESIDUALS]
 
+    @property
+    def operators(self) -> list[Operator]:
+        """The operators of the layer; rotations only if the model has a table for them."""
+        return [
+            *self.linears.values(),
+            *self.norms.values(),
+            *(self.rotations if self.rotary is not None else ()),
+            self.core,
+            self.activation,
+            *self.residuals,
+        ]
+
     def projections(self) -> tuple[list[str], ...]:
         """Return the operators that may make queries and keys, the last one first."""
         return tuple(
@@ -84,6 +96,12 @@ class ModelMap:
             module: Operator("norm" if len(norms) == 1 else name, name.rsplit(".", 1)[-1], None, norm_form(module))
             for name, module in norms.items()
         }
+
+    @property
+    def operators(self) -> list[Operator]:
+        """All operators of the model."""
+        inside = [operator for layer in self.layers for operator in layer.operators]
+        return [self.embed, *inside, *self.norms.values(), self.lm_head]
 
 
 def _linear_form(module: Any) -> LinearForm:

@@ -2,7 +2,8 @@
 
 Two layers of the model's configuration get random weights, gains and biases, so that no two operators and no missing
 term can agree by chance. Every result must then be the one that its form gives, to the rounding of float32. A model
-whose layers scale, cap or reorder something that is not described here fails, and is refused.
+whose layers scale, cap or reorder something that is not described here fails, and is refused. So is one in which an
+operator runs where it is not seen: it would be missing from the comparison.
 """
 
 import copy
@@ -72,7 +73,8 @@ def _recorded(model: Any, *, interleaved: bool) -> dict[str, Recorded]:
     sequences[1] = sequences[1][1:]
     sample = choose_sample([len(ids) for ids in sequences], 2 * _TOKENS)
     recorder = Recorder(sample)
-    with torch.no_grad(), watch(ModelMap(model, interleaved=interleaved), recorder):
+    mapped = ModelMap(model, interleaved=interleaved)
+    with torch.no_grad(), watch(mapped, recorder):
         for batch in batches_of(sequences, 2, "left"):
             cache = DynamicCache(config=model.config)
             for call in batch.calls(sample, 2, 0):
@@ -84,4 +86,11 @@ def _recorded(model: Any, *, interleaved: bool) -> dict[str, Recorded]:
                     past_key_values=cache,
                     use_cache=True,
                 )
-    return recorder.finish()
+    recorded = recorder.finish()
+    unseen = [operator.name for operator in mapped.operators if operator.name not in recorded]
+    if unseen:
+        raise ModelError(
+            f"{type(model).__name__}: parity did not see {', '.join(unseen[:3])} run ({len(unseen)} operators in all), "
+            "so it could not compare them"
+        )
+    return recorded
