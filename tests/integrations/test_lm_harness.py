@@ -188,6 +188,21 @@ def test_a_wrong_setting_is_one_line(wrong, says):
     assert "\n" not in str(caught.value)
 
 
+def test_a_quantised_model_is_refused(monkeypatch):
+    """By its own config or by an option such as load_in_4bit: transformers keeps the settings in the config."""
+    from aqnpipe.integrations.lm_harness import HFLM, NoisyLM
+
+    create = HFLM._create_model
+
+    def quantised(model, *args, **kwargs):
+        create(model, *args, **kwargs)
+        model.model.config.quantization_config = {"load_in_4bit": True}
+
+    monkeypatch.setattr(HFLM, "_create_model", quantised)
+    with pytest.raises(ConfigError, match="found a quantised model"):
+        NoisyLM("tiny", device="cpu")
+
+
 def test_stored_answers_of_other_noise_are_not_taken(tmp_path):
     from lm_eval.api.model import CachingLM
 

@@ -25,12 +25,13 @@ from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.receipt import Receipt
 
+_PLAIN_LINEAR = "noise is defined on the products of plain linear modules"
 _REFUSED = {
     "trust_remote_code": "code that comes with a model is never executed",
     "parallelize": "noise is applied in one process on one device",
     "tp_plan": "noise is applied in one process on one device",
-    "autogptq": "noise is defined on the products of plain linear modules",
-    "gptqmodel": "noise is defined on the products of plain linear modules",
+    "autogptq": _PLAIN_LINEAR,
+    "gptqmodel": _PLAIN_LINEAR,
     "peft": "merge the adapter first",
     "delta": "merge the weights first",
     "gguf_file": "weights are read from safetensors only",
@@ -67,6 +68,8 @@ class NoisyLM(HFLM):
         if kwargs.get("backend", "default") not in ("default", "causal"):
             raise ConfigError(f"--model_args backend={kwargs['backend']}: expected causal, a decoder")
         super().__init__(pretrained=_folder_or_id(pretrained), batch_size=batch_size, use_safetensors=True, **kwargs)
+        if getattr(self.model.config, "quantization_config", None) is not None:
+            raise ConfigError(f"--model_args pretrained={pretrained}: found a quantised model; {_PLAIN_LINEAR}")
         if self.world_size != 1:
             raise ConfigError(f"found {self.world_size} processes, expected one: noise is applied in one process")
         self.noise = _requested(
