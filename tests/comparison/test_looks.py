@@ -211,16 +211,20 @@ def test_a_run_that_cannot_be_used_ends_its_claims_as_invalid(study, evaluations
     assert seeds_after(study(), [first])["E5b"] == 2
 
 
-def test_futility_stops_a_claim_whose_chance_is_too_small(study, evaluations):
-    claim = next(claim for claim in after(study(), evaluations, 1)[0].claims if claim.comparison_id == "E5b-vs-E5@0")
-    assert 0 < claim.chance < 1
-    look_file("results", 1).unlink()
-    if claim.chance < 0.49:
-        stopped = after(study(futility=claim.chance + 0.005), evaluations, 1)[0]
-        assert states(stopped)["E5b-vs-E5@0"] == "futile"
-        assert seeds_after(study(), [stopped])["E5b"] == 2
-    else:
-        assert states(after(study(futility=0.48), evaluations, 1)[0])["E5b-vs-E5@0"] == "open"
+def test_futility_stops_a_claim_whose_chance_is_too_small(synthetic, evaluations):
+    name, claims = "E5b-vs-E5@0.1", [synthetic.arms("E5b", "E5", 0.1)]
+
+    def first_look(futility):
+        study = synthetic.study(comparisons=claims, seeds=RULE | {"futility": futility})
+        look = after(study, evaluations, 1)[0]
+        look_file("results", 1).unlink()
+        return look.claims[0], seeds_after(study, [look])["E5b"]
+
+    chance = first_look(0.0)[0].chance
+    assert 0.005 < chance < 0.49
+    for futility, state, seeds in ((chance + 0.005, "futile", 2), (chance - 0.005, "open", 4)):
+        claim, seeds_next = first_look(futility)
+        assert (claim.comparison_id, claim.state, seeds_next) == (name, state, seeds)
 
 
 def test_the_chance_of_a_decision_is_that_of_all_final_estimates_that_decide():
