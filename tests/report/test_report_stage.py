@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report import numbers
 from aqnpipe.report.charts import SeriesKey
+from aqnpipe.report.inputs import read_inputs
+from aqnpipe.report.page import model_section
 from aqnpipe.report.svg import described, render_svg, series_colour, small_dot
 from aqnpipe.report.training_charts import MAX_DOTS, training_panels
 from aqnpipe.report.words import load_words
@@ -284,6 +287,19 @@ def test_arms_of_two_models_get_figures_each(built, tmp_path):
     page = Page(built.build(study=Study.model_validate(content), inputs=inputs, into=tmp_path).html)
     assert "Model large (other/model)" in page.whole_text
     assert "Model base (some/model)" in page.whole_text
+
+
+def test_the_caption_names_the_noises_that_the_curves_leave_out(built, synthetic):
+    evaluation = {"noise_seeds": [0], "noises": {"fp4": "w4a16_nvfp4"}, "max_response_tokens": 40, "batch_size": 250}
+    data = read_inputs(built.made.report_inputs(built.folder))
+    named = data.accuracy.filter(pl.col("noise_level") == 0).with_columns(noise_level=pl.lit(1.0))
+    more, words = replace(data, accuracy=pl.concat([data.accuracy, named])), load_words("en", {1.0: "fp4"})
+    figure = model_section(synthetic.study(evaluation=evaluation), more, "base", words, lambda *run: "").robustness
+    without = model_section(built.study, data, "base", words, lambda *run: "").robustness
+    assert "Not in the pictures: fp4, which" in figure.caption
+    assert "Not in the pictures" not in without.caption
+    assert [panel.svg for panel in figure.groups[0].panels] == [panel.svg for panel in without.groups[0].panels]
+    assert any(row.cells[:2] == ("baseline", "fp4") for row in figure.tables[-1].rows)
 
 
 def test_claims_are_shown_as_judged(page, built):

@@ -18,11 +18,9 @@ _INTERVALS_IN_A_SMALL_PANEL = 12
 def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
     """Return every arm minus the reference arm at every level, as a dot with its interval; `differences` in fractions.
 
-    Columns as in `artifacts.comparisons.DifferenceTable`; rows without a difference are left out.
+    Columns as in `artifacts.comparisons.DifferenceTable`, without rows that have no difference.
     """
-    rows = differences.filter(pl.col("difference").is_not_null()).with_columns(
-        pl.col("difference", "ci_low", "ci_high") * 100
-    )
+    rows = differences.with_columns(pl.col("difference", "ci_low", "ci_high") * 100)
     rows = rows.with_columns(
         level=pl.col("noise_level").map_elements(lambda level: numbers.level(level), return_dtype=pl.String),
         plain=pl.Series([described(arm, "") for arm in rows["arm"]], dtype=pl.String),

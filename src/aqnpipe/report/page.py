@@ -176,10 +176,13 @@ def _robustness_figure(
     words: Words,
 ) -> Figure:
     level = 1 - study.config.statistics.alpha
+    caption = [words("robustness.caption", level=level)]
+    if study.config.evaluation.noises:
+        caption.append(words("robustness.named_noises", names=", ".join(study.config.evaluation.noises)))
     slopes = () if robustness.is_empty() else (tables.robustness_table(robustness, level, words),)
     compared = () if differences.is_empty() else (tables.difference_table(differences, level, words),)
     return Figure(
-        caption=words("robustness.caption", level=level),
+        caption=words.paragraph(caption),
         groups=tuple(_noise_group(group, last, differences, words) for group in _pictures(keys)),
         tables=(*compared, *slopes, tables.robustness_means_table(last, words)),
     )
@@ -189,7 +192,7 @@ def _noise_group(group: Sequence[SeriesKey], last: pl.DataFrame, differences: pl
     names, many = [key.name for key in group], last["arm"].n_unique() > charts.MANY_ARMS
     own = differences.filter(pl.col("arm").is_in(names) & pl.col("difference").is_not_null())
     panels = [] if own.is_empty() else [noise_charts.difference_panel(own, group, words)]
-    # A named noise has no place on an axis of scales; the tables have it.
+    # A named noise has no place on an axis of scales; the caption says so.
     shown = last.filter(pl.col("arm").is_in(names) & (pl.col("noise_level") < 1))
     if not shown.is_empty() and shown["noise_level"].n_unique() > 1:
         panels.append(noise_charts.accuracy_over_noise(shown, group, words, many=many))
