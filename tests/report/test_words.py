@@ -182,6 +182,12 @@ def test_every_key_is_used(uses):
         assert used or (key in CONSTANTS and not placeholders(key)), key
 
 
+def test_every_text_for_the_script_is_read_by_it():
+    page, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.html.jinja", "report.js"))
+    given = set(re.findall(r'data-(\w+)="{{ w\("script\.', page))
+    assert given == set(re.findall(r"\bsay\.(\w+)", script)) != set()
+
+
 def test_texts_for_people_are_in_the_catalogue_alone():
     """Except for the default claims, which belong to the configuration like the claims of a study."""
     chinese = re.compile("[\u4e00-\u9fff]")

@@ -242,10 +242,11 @@ def _claim_row(
     claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, words: Words, anchor: str
 ) -> ClaimRow:
     compared = row.get("difference") is not None
+    text = in_language(claim.claim, claim.claim_zh, words)
     return ClaimRow(
         comparison_id=claim.comparison_id,
-        claim=claim_text(claim, words),
-        untranslated=in_language(claim.claim, claim.claim_zh, words).untranslated,
+        claim=text.text,
+        untranslated=text.untranslated,
         verdict=claim.verdict,
         symbol=VERDICT_SYMBOLS[claim.verdict],
         sentence=sentence_text(claim, words),
