@@ -93,6 +93,21 @@ def test_a_wrong_layer_on_one_side_is_a_fault_of_that_operator(captured, full):
     assert "second side" in row.reason
 
 
+def test_a_fault_of_decoding_that_no_recorded_token_has_is_named_as_not_compared(captured):
+    first = captured(max_rows=8)
+
+    def plant(model):
+        def in_decoding(module, args, output):
+            return 1.2 * output if output.shape[1] == 1 else output
+
+        model.model.layers[3].mlp.up_proj.register_forward_hook(in_decoding)
+
+    parity = parity_of(first, captured(change=plant, replay=first))
+    assert parity.verdict == "equal"
+    assert any("Log-probabilities differ although" in note for note in parity.notes)
+    assert any("No decoded token is among the recorded ones" in note for note in parity.notes)
+
+
 def test_a_wrong_layer_is_found_without_a_replay_too(captured, full):
     def plant(model):
         model.model.layers[3].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 1.001)

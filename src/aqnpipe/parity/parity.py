@@ -3,9 +3,12 @@
 from collections import Counter
 from collections.abc import Callable
 
+import polars as pl
+
 from aqnpipe.artifacts.parities import (
     SEVERITY,
     WITHIN_ROUNDING,
+    LogProbabilities,
     OperatorParity,
     ParityFile,
     ParityVerdict,
@@ -35,6 +38,8 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
     elif not sides.same_inputs:
         notes += ("Operators are put in each other's place only if the second capture was made with --replay.",)
         substitute = None
+    log_probabilities = log_probability_differences(sides.first, sides.second)
+    notes += _not_compared(sides, verdict, log_probabilities)
     return ParityFile(
         verdict=verdict,
         summary=_summary(verdict, sides, beyond),
@@ -44,11 +49,31 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
         num_rows=len(sides.first_rows),
         first_beyond_rounding=beyond[0].name if beyond else None,
         operators=operators,
-        log_probabilities=log_probability_differences(sides.first, sides.second),
+        log_probabilities=log_probabilities,
         substitution=None if substitute is None else substitute(sides),
         settings=setting_differences(sides.first.identity, sides.second.identity),
         notes=notes,
     )
+
+
+def _not_compared(sides: Sides, verdict: ParityVerdict, found: LogProbabilities) -> tuple[str, ...]:
+    """Return notes on what the verdict does not cover, because operators were recorded on some tokens only."""
+    notes = []
+    if verdict == "equal" and found.largest > 0:
+        notes.append(
+            "Log-probabilities differ although the recorded operators are equal: the cause is in tokens, batches or "
+            "channels that were not recorded. Capture again with more --rows."
+        )
+    decoded = sides.first.tokens.join(sides.second.tokens, on=["sequence", "position"], suffix="_second").filter(
+        pl.col("is_decoded") | pl.col("is_decoded_second")
+    )
+    samples = sides.first.sample, sides.second.sample
+    if decoded.height and not any(
+        all(sample.row(sequence, position) is not None for sample in samples)
+        for sequence, position in decoded.select("sequence", "position").iter_rows()
+    ):
+        notes.append("No decoded token is among the recorded ones: no operator was compared while decoding.")
+    return tuple(notes)
 
 
 def _summary(verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity]) -> str:
