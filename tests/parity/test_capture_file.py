@@ -3,6 +3,7 @@ import zipfile
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from aqnpipe.errors import ConfigError, DataError, ModelError
 from aqnpipe.parity.capture import check_sequences
@@ -144,8 +145,21 @@ def test_sequences_that_cannot_run_are_refused():
         check_sequences([[1, 2, 3]], CaptureConfig(), 10)
     with pytest.raises(ConfigError, match="found 10, expected 0 to 9"):
         check_sequences([[1, 2, 3, 4, 10]], CaptureConfig(), 10)
+    with pytest.raises(ConfigError, match="found -2, expected 0 to 9"):
+        check_sequences([[1, 2, 3, 4, -2]], CaptureConfig(), 10)
+    with pytest.raises(ConfigError, match="found sequences of one token"):
+        check_sequences([[1], [2]], CaptureConfig(num_decoded=0), 10)
     with pytest.raises(ConfigError, match="--padding right"):
         check_sequences([[1] * 5, [1] * 6], CaptureConfig(padding="right"), 10)
+
+
+def test_weights_that_cannot_be_compared_with_the_files_are_refused(captured, tiny_folder):
+    weights = tiny_folder / "model.safetensors"
+    # As a model without its output projection saves them; transformers loads them.
+    renamed = {name.removeprefix("model."): tensor for name, tensor in load_file(weights).items()}
+    save_file(renamed, weights, {"format": "pt"})
+    with pytest.raises(ModelError, match="no parameter has the name and shape"):
+        captured(folder=tiny_folder)
 
 
 def test_a_pass_that_was_not_asked_for_is_refused(captured):

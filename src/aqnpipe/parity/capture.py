@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from aqnpipe.artifacts.captures import CaptureConfig, CaptureIdentity
 from aqnpipe.artifacts.provenance import versions
-from aqnpipe.errors import ConfigError, DataError
+from aqnpipe.errors import ConfigError, DataError, ModelError
 from aqnpipe.parity.capture_file import OPERATOR_COLUMNS, TOKEN_COLUMNS, Capture
 from aqnpipe.parity.identity import compare_with_files, machine_facts, model_facts, tokens_sha256
 from aqnpipe.parity.mapping import ModelMap
@@ -175,7 +175,18 @@ def assemble(
     replayed: dict[str, Recorded] | None,
     replay_scores: dict[tuple[int, int], Score],
 ) -> Capture:
-    """Return a capture from what was recorded of its own pass and, if there was one, of the replay."""
+    """Return a capture from what was recorded of its own pass and, if there was one, of the replay.
+
+    Raises ModelError if tokens have no score, or if no parameter of the model was found in its files.
+    """
+    num_scored = sum(len(ids) - 1 for ids in sequences)
+    if len(scores) != num_scored:
+        raise ModelError(f"{len(scores)} tokens have a log-probability, expected {num_scored}: not every pass was seen")
+    if not facts["num_compared_parameters"]:
+        raise ModelError(
+            f"{facts['model_class']}: no parameter has the name and shape of one in the model's files, so its weights "
+            "cannot be compared with them; save it again with save_pretrained"
+        )
     identity = CaptureIdentity(
         aqnpipe=version("aqnpipe"),
         created=datetime.now(UTC),
@@ -254,9 +265,11 @@ def check_sequences(sequences: Sequence[Sequence[int]], config: CaptureConfig, v
         )
     if config.padding == "right" and config.num_decoded and len(set(map(len, sequences))) > 1:
         raise ConfigError("--padding right: sequences of several lengths cannot be decoded; expected --decode 0")
-    worst = max(max(ids) for ids in sequences)
-    if worst >= vocabulary or min(min(ids) for ids in sequences) < 0:
-        raise ConfigError(f"token ids: found {worst}, expected 0 to {vocabulary - 1}, the vocabulary of the model")
+    if max(map(len, sequences)) < 2:
+        raise ConfigError("token ids: found sequences of one token, expected two or more: the first has no score")
+    wrong = next((token for ids in sequences for token in ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ConfigError(f"token ids: found {wrong}, expected 0 to {vocabulary - 1}, the vocabulary of the model")
 
 
 def _operator_row(found: Recorded) -> dict[str, object]:
