@@ -130,6 +130,12 @@ def test_healthy_arithmetic_is_called_healthy(device):
     assert row["forwards"] <= 25
 
 
+def test_the_running_maximum_of_flash_attention_has_no_gradient():
+    """Differentiated, it collected the roundings of its block, and the gradient of its key was off by 18 %."""
+    case = Case("flash attention, blocks of 64, fast functions", "healthy", "qwen3", "bfloat16", 0, seed=1)
+    assert run_case(case)["verdict"] == "healthy"
+
+
 def test_healthy_arithmetic_differs_from_this_machine_by_rounding_alone():
     reference = clean("qwen2", "float32", "eager", False)
     model = subject("qwen2", "float32")
