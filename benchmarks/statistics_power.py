@@ -1,7 +1,9 @@
 """Error rates and power of the comparisons by simulation.
 
-`OMP_NUM_THREADS=1 python benchmarks/statistics_power.py` writes statistics_power.csv and prints the tables of
-statistics_power.md. A simulated study has several arms and seeds. The probability of a correct answer depends on the
+`OMP_NUM_THREADS=1 python benchmarks/statistics_power.py` appends a row per design and test to statistics_power.csv and
+prints each design. The tables of statistics_power.md are means and maxima of these rows.
+
+A simulated study has several arms and seeds. The probability of a correct answer depends on the
 question (the same for all arms), on the interaction of arm and question, and on the run, which shifts the accuracy of
 all its answers; a share of the variance between runs belongs to the seed and is the same in all arms. Arms that are not
 compared enter by their means, drawn from the normal distribution that the means of their answers have.
