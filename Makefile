@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The kind of device: cpu, cuda (with vLLM) or npu (Ascend, beside CANN). `make setup DEVICE=cuda`
-DEVICE ?= cpu
+# Later targets keep the kind that was installed; otherwise they would put the packages of another into the same environment.
+DEVICE ?= $(or $(patsubst $(VENV)/.installed-%,%,$(firstword $(wildcard $(VENV)/.installed-*))),cpu)
 CONSTRAINTS_cpu := constraints.txt
 CONSTRAINTS_cuda := constraints-cuda.txt
 CONSTRAINTS_npu := constraints-ascend.txt
@@ -47,6 +48,7 @@ tools:
 
 # Unpacking Python packages keeps one core busy, apt-get another.
 prepare-tests:
+	@test $(DEVICE) = cpu || { echo "tests need the CPU's environment, $(VENV) is for $(DEVICE): make test DEVICE=cpu VENV=.venv-cpu"; exit 2; }
 	@$(MAKE) --no-print-directory --jobs=2 setup tools
 
 # The fast tests; everything that is not marked `slow`.
