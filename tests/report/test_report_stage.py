@@ -18,7 +18,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.report import numbers
+from aqnpipe.report import numbers, tables
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.inputs import read_inputs
 from aqnpipe.report.page import model_section
@@ -300,6 +300,15 @@ def test_the_caption_names_the_noises_that_the_curves_leave_out(built, synthetic
     assert "Not in the pictures" not in without.caption
     assert [panel.svg for panel in figure.groups[0].panels] == [panel.svg for panel in without.groups[0].panels]
     assert any(row.cells[:2] == ("baseline", "fp4") for row in figure.tables[-1].rows)
+
+
+def test_tables_of_curves_are_left_out_with_a_note(built, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_CURVE_COLUMNS", 3)
+    data = read_inputs(built.made.report_inputs(built.folder))
+    figure = model_section(built.study, data, "base", load_words("en"), lambda *run: "").training
+    assert figure.caption.endswith("8 runs are too many for tables of the curves; training.csv has their values.")
+    assert not [table for table in figure.tables if table.name.startswith("curve-")]
+    assert "too many for tables" not in built.html
 
 
 def test_claims_are_shown_as_judged(page, built):

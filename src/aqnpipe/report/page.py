@@ -212,8 +212,11 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Word
     metrics = training_table(runs)
     trained = [key for key in keys if key.name in set(metrics["arm"])]
     found = leaps(runs)
+    curves = tables.curve_tables(runs, words)
+    caption = [words("training.caption")]
+    caption += [] if curves else [words("training.no_curve_tables", runs=len(runs))]
     return Figure(
-        caption=words("training.caption"),
+        caption=words.paragraph(caption),
         groups=tuple(
             PanelGroup(
                 training_charts.training_panels(
@@ -227,7 +230,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Word
             )
             for group in _pictures(trained)
         ),
-        tables=(*([leap_table(found, words)] if found else []), *tables.curve_tables(runs, words)),
+        tables=(*([leap_table(found, words)] if found else []), *curves),
         alerts=tuple(leap_sentences(found, words)),
     )
 
