@@ -74,6 +74,7 @@ def test_two_configurations_without_files(monkeypatch, capsys):
             ["capture", "tiny", "-o", "{1}", "--replay", "{0}/gpu.capture", "--seed", "1"],
             "--seed: found beside --replay",
         ),
+        (["capture", "tiny", "-o", "{1}", "--replay", "{0}/same.capture", "--decode", "2"], "is itself a replay"),
         (["capture", "tiny-large", "-o", "{1}", "--replay", "{0}/gpu.capture"], "expected the same model"),
         (["capture", "tiny", "-o", "{1}", "--decode", "40"], "--decode 40: the shortest sequence has 32 tokens"),
         (["capture", "none", "-o", "{1}"], "model source 'none' is unknown"),

@@ -52,12 +52,16 @@ class Replay:
 
 
 def replay_values(other: Capture) -> dict[str, Tensor]:
-    """Return the results of a capture by operator, of those that have all their channels in it."""
-    kind = "replay" if other.identity.replay_of else "output"
+    """Return the results of a capture by operator, of those that have all their channels in it.
+
+    Raises DataError if it is itself a replay: no comparison could take the new capture.
+    """
+    if other.identity.replay_of is not None:
+        raise DataError("--replay: the capture is itself a replay; expected one made without --replay")
     return {
-        name: other.tensor(kind, name)
+        name: other.tensor("output", name)
         for name, width in other.operators.select("name", "width").iter_rows()
-        if other.tensor(kind, name).shape[1] == width
+        if other.tensor("output", name).shape[1] == width
     }
 
 
@@ -134,6 +138,7 @@ def capture(
     Raises ModelError if its operators cannot be mapped, ConfigError if not one token fits into `config.max_bytes`.
     """
     check_sequences(sequences, config, int(model.config.vocab_size))
+    fed = None if replay is None else replay_values(replay)
     compared, stale = compare_with_files(model.state_dict(), folder)
     mapped, proven = prove(model)
     sample = sample_that_fits(proven, len(mapped.layers), config, sequences, replay)
@@ -143,8 +148,8 @@ def capture(
     own = Recorder(sample, judges=replay is None, keeps_full=replay is None)
     scores = passes.run(batches, own)
     recorded, replayed, replay_scores = own.finish(), None, {}
-    if replay is not None:
-        judged = Recorder(sample, edits=Replay(replay_values(replay)))
+    if fed is not None:
+        judged = Recorder(sample, edits=Replay(fed))
         with_rows = [batch for batch in batches if batch.first_sequence < len(sample.lengths)]
         replay_scores = passes.run(with_rows, judged)
         replayed = judged.finish()

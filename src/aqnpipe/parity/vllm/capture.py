@@ -107,6 +107,7 @@ def capture_vllm(
         )
     vocabulary = int(read_model_config(folder)["vocab_size"])
     check_sequences(sequences, config, vocabulary)
+    fed = None if replay is None else replay_values(replay)
     longest = max(map(len, sequences))
     if longest * config.batch_size > _TOKENS_PER_PASS:
         raise ConfigError(
@@ -136,9 +137,9 @@ def capture_vllm(
         recorded, scores = running.run(sequences, sample, None, judges=replay is None)
         replayed: dict[str, Recorded] | None = None
         replay_scores: dict[tuple[int, int], Score] = {}
-        if replay is not None:
+        if fed is not None:
             values = scratch / "replay.safetensors"
-            save_file({name: tensor.contiguous() for name, tensor in replay_values(replay).items()}, values)
+            save_file({name: tensor.contiguous() for name, tensor in fed.items()}, values)
             used = sequences[: -(-len(sample.lengths) // config.batch_size) * config.batch_size]
             replayed, replay_scores = running.run(used, sample, values, judges=True)
         description = engine.description

@@ -73,4 +73,4 @@ class CaptureExtension(NoiseExtension):
         attention = EngineModel(self.get_model()).layers[0].attentions[0]
         kernel = type(attention.impl).__name__
         scores = [[*place, *score] for place, score in self._aqnpipe_scores.items()]
-        return {"operators": facts, "scores": scores, "attention": kernel, "threads": torch.get_num_threads()}
+        return {"operators": facts, "scores": scores, "attention": kernel}
