@@ -64,6 +64,7 @@ def test_two_configurations_without_files(monkeypatch, capsys):
         (["parity", "{0}/gpu.capture"], "found 1 file, expected two captures"),
         (["parity", "{0}/gpu.capture", "{0}/none.capture"], "none.capture: found no such file"),
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--first", "x=1"], "found files and --first"),
+        (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--tokens", "8"], "found files and --tokens"),
         (["parity", "--model", "tiny", "--first", "dtype=float8", "--second", ""], "--first: dtype"),
         (["parity", "--model", "tiny", "--first", "colour=red", "--second", ""], "found colour, expected backend"),
         (["parity", "--model", "tiny", "--first", "dtype", "--second", ""], "expected key=value pairs"),

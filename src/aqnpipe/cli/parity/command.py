@@ -21,6 +21,7 @@ _LIVE = "Without files"
 
 
 def parity(
+    context: typer.Context,
     captures: Annotated[list[Path] | None, typer.Argument(help="two files of `aqnpipe capture`")] = None,
     model: Annotated[
         str | None,
@@ -57,7 +58,7 @@ def parity(
     from aqnpipe.cli.parity.show import table_of
     from aqnpipe.parity.parity import parity_of
 
-    _check_options(captures, first, second, data)
+    _check_options(context, captures)
     for option, path in (("--json", json), ("--html", html)):
         if path is not None:
             check_writable(option, path)
@@ -82,10 +83,11 @@ def parity(
     raise typer.Exit(0 if file.verdict in WITHIN_ROUNDING else EXIT_BEYOND_ROUNDING)
 
 
-def _check_options(captures: list[Path] | None, first: str | None, second: str | None, data: Path | None) -> None:
-    live = [name for name, given in (("--first", first), ("--second", second), ("--data", data)) if given is not None]
+def _check_options(context: typer.Context, captures: list[Path] | None) -> None:
+    sources = {name: context.get_parameter_source(name) for name in ("first", "second", "data", "sequences", "tokens")}
+    live = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if captures and live:
-        raise ConfigError(f"parity: found files and {live[0]}, expected two files, or --model, --first and --second")
+        raise ConfigError(f"parity: found files and --{live[0]}, expected two files, or --model, --first and --second")
     if captures and len(captures) != 2:
         raise ConfigError(
             f"parity: found {len(captures)} file{'s' if len(captures) > 1 else ''}, expected two captures"
