@@ -70,6 +70,14 @@ def test_two_configurations_without_files(monkeypatch, capsys):
         (["parity", "--model", "tiny", "--first", "dtype", "--second", ""], "expected key=value pairs"),
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--model", "tiny-large"], "its weights have SHA-256"),
         (["capture", "tiny", "-o", "{0}/none/a.capture"], "--output"),
+        (
+            ["capture", "tiny", "-o", "{1}", "--backend", "vllm", "--attention", "sdpa"],
+            "attention, which has no effect",
+        ),
+        (
+            ["parity", "--model", "tiny", "--first", "backend=vllm,padding=left", "--second", ""],
+            "padding, which has no",
+        ),
         (["capture", "tiny", "-o", "{1}", "--data", "{0}/none.txt"], "found no such file"),
         (
             ["capture", "tiny", "-o", "{1}", "--replay", "{0}/gpu.capture", "--seed", "1"],

@@ -1,6 +1,6 @@
 """A parity: how the operators of two captures differ, and what that does to log-probabilities."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -8,9 +8,9 @@ from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.captures import CaptureIdentity
 
 OperatorVerdict = Literal["equal", "rounding", "different algorithm", "fault"]
-ParityVerdict = Literal["equal", "rounding", "different algorithm", "fault", "stale weights"]
+ParityVerdict = Literal["equal", "rounding", "different algorithm", "fault", "not located", "stale weights"]
 
-SEVERITY: tuple[ParityVerdict, ...] = ("equal", "rounding", "different algorithm", "fault", "stale weights")
+SEVERITY: tuple[ParityVerdict, ...] = get_args(ParityVerdict)
 WITHIN_ROUNDING: tuple[ParityVerdict, ...] = ("equal", "rounding")
 
 

@@ -8,7 +8,6 @@ import polars as pl
 from aqnpipe.artifacts.parities import (
     SEVERITY,
     WITHIN_ROUNDING,
-    LogProbabilities,
     OperatorParity,
     ParityFile,
     ParityVerdict,
@@ -30,6 +29,10 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
     operators = compare_operators(sides)
     beyond = [operator for operator in operators if operator.verdict not in WITHIN_ROUNDING]
     verdict: ParityVerdict = max((operator.verdict for operator in operators), key=SEVERITY.index)
+    log_probabilities = log_probability_differences(sides.first, sides.second)
+    if verdict == "equal" and log_probabilities.largest > 0:
+        # Operators were recorded on some tokens only, so the cause is in others.
+        verdict = "not located"
     stale = [*sides.first.identity.stale_parameters, *sides.second.identity.stale_parameters]
     if stale:
         verdict = "stale weights"
@@ -38,8 +41,7 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
     elif not sides.same_inputs:
         notes += ("Operators are put in each other's place only if the second capture was made with --replay.",)
         substitute = None
-    log_probabilities = log_probability_differences(sides.first, sides.second)
-    notes += _not_compared(sides, verdict, log_probabilities)
+    notes += _not_compared(sides)
     return ParityFile(
         verdict=verdict,
         summary=_summary(verdict, sides, beyond),
@@ -56,14 +58,8 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
     )
 
 
-def _not_compared(sides: Sides, verdict: ParityVerdict, found: LogProbabilities) -> tuple[str, ...]:
-    """Return notes on what the verdict does not cover, because operators were recorded on some tokens only."""
-    notes = []
-    if verdict == "equal" and found.largest > 0:
-        notes.append(
-            "Log-probabilities differ although the recorded operators are equal: the cause is in tokens, batches or "
-            "channels that were not recorded. Capture again with more --rows."
-        )
+def _not_compared(sides: Sides) -> tuple[str, ...]:
+    """Return a note if no operator was compared while decoding, because operators were recorded on some tokens only."""
     decoded = sides.first.tokens.join(sides.second.tokens, on=["sequence", "position"], suffix="_second").filter(
         pl.col("is_decoded") | pl.col("is_decoded_second")
     )
@@ -72,8 +68,8 @@ def _not_compared(sides: Sides, verdict: ParityVerdict, found: LogProbabilities)
         all(sample.row(sequence, position) is not None for sample in samples)
         for sequence, position in decoded.select("sequence", "position").iter_rows()
     ):
-        notes.append("No decoded token is among the recorded ones: no operator was compared while decoding.")
-    return tuple(notes)
+        return ("No decoded token is among the recorded ones: no operator was compared while decoding.",)
+    return ()
 
 
 def _summary(verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity]) -> str:
@@ -86,6 +82,11 @@ def _summary(verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity])
         return f"{'; '.join(parts)}. What follows is not noise of a machine."
     if verdict == "equal":
         return "every operator gives the same bits on both sides."
+    if verdict == "not located":
+        return (
+            "log-probabilities differ although the recorded operators are equal: the cause is in tokens, batches or "
+            "channels that were not recorded. Capture again with more --rows."
+        )
     if verdict == "rounding":
         return "all operators differ by rounding at most."
     worst = [operator for operator in beyond if operator.verdict == verdict]

@@ -9,6 +9,7 @@ from aqnpipe.cli.diagnose.fleet import diagnose_node, read_report
 from aqnpipe.cli.diagnose.here import diagnose_here
 from aqnpipe.cli.diagnose.loading import find_model
 from aqnpipe.cli.diagnose.options import Outputs, parse_devices, parse_duration, usable_device
+from aqnpipe.cli.given import given_options
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Attention, Dtype
@@ -76,7 +77,7 @@ def diagnose(
 
     Of several devices the worst decides: a fault (3), then an error (2), then no verdict (4).
     """
-    given = _given(context)
+    given = set(given_options(context))
     if compare is not None:
         _compare(compare, given - {"compare"})
     if model is None:
@@ -101,12 +102,6 @@ def _leave(verdict: "Outcome") -> NoReturn:
     from aqnpipe.artifacts.node_reports import EXIT_CODES
 
     raise typer.Exit(EXIT_CODES[verdict])
-
-
-def _given(context: typer.Context) -> set[str]:
-    """Return the names of the arguments and options on the command line."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def _compare(paths: tuple[Path, Path], others: set[str]) -> NoReturn:

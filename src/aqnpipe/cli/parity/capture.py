@@ -1,5 +1,6 @@
 """`aqnpipe capture`: run fixed tokens through a model and write what every operator computed into one file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -7,7 +8,8 @@ import typer
 
 from aqnpipe.artifacts.captures import Backend, CaptureIdentity
 from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, validated
+from aqnpipe.cli.given import given_options
+from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, refuse_unused, validated
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.errors import ConfigError
 
@@ -46,7 +48,9 @@ def capture(
     from aqnpipe.cli.parity.tokens import token_ids
     from aqnpipe.parity.capture_file import read_capture, write_capture
 
+    given = given_options(context)
     check_writable("--output", output)
+    refuse_unused("--backend vllm", backend, given)
     side = validated(
         "capture",
         {"backend": backend, "dtype": dtype, "attention": attention, "device": device, "batch_size": batch_size}
@@ -57,7 +61,7 @@ def capture(
     if other is None:
         ids = token_ids(data, folder_of(model), sequences, tokens, seed)
     else:
-        _refuse_token_options(context)
+        _refuse_token_options(given)
         _refuse_other_model(model, other.identity)
         ids = other.sequences
     with console_of(stderr=True).status("capturing"):
@@ -73,10 +77,9 @@ def capture(
     typer.echo(f"written: {output} ({output.stat().st_size / 1e6:.1f} MB)")
 
 
-def _refuse_token_options(context: typer.Context) -> None:
-    for name in ("data", "sequences", "tokens", "seed", "rows"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+def _refuse_token_options(given: Sequence[str]) -> None:
+    for name in given:
+        if name in ("data", "sequences", "tokens", "seed", "rows"):
             raise ConfigError(
                 f"--{name}: found beside --replay, whose capture sets the token ids; expected one of the two"
             )

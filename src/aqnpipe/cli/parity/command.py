@@ -7,6 +7,7 @@ import typer
 
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING
 from aqnpipe.cli.diagnose.options import check_writable
+from aqnpipe.cli.given import given_options
 from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side
 from aqnpipe.config.model import Attention
 from aqnpipe.errors import ConfigError
@@ -50,7 +51,8 @@ def parity(
 ) -> None:
     """Compare what two machines or engines compute from the same weights and tokens, operator by operator.
 
-    Exit code 0: they differ by rounding at most; 3: beyond rounding; 2: the captures cannot be compared.
+    Exit code 0: they differ by rounding at most; 3: beyond rounding, or not shown to be within it; 2: the captures
+    cannot be compared.
     """
     from aqnpipe.artifacts.files import write_json, write_text
     from aqnpipe.cli.diagnose.show import console_of
@@ -84,8 +86,7 @@ def parity(
 
 
 def _check_options(context: typer.Context, captures: list[Path] | None) -> None:
-    sources = {name: context.get_parameter_source(name) for name in ("first", "second", "data", "sequences", "tokens")}
-    live = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    live = [name for name in given_options(context) if name in ("first", "second", "data", "sequences", "tokens")]
     if captures and live:
         raise ConfigError(f"parity: found files and --{live[0]}, expected two files, or --model, --first and --second")
     if captures and len(captures) != 2:

@@ -1,5 +1,6 @@
 """Makes captures from the options of the command line."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,10 +48,18 @@ def parse_side(option: str, text: str) -> Side:
         if not separator or key in settings:
             raise ConfigError(f"{option} {text!r}: found {part!r}, expected key=value pairs, each key once")
         settings[key] = value
+    refuse_unused(f"{option} {text!r}", settings.get("backend"), settings)
     unknown = sorted(settings.keys() - Side.model_fields.keys())
     if unknown:
         raise ConfigError(f"{option} {text!r}: found {unknown[0]}, expected {', '.join(Side.model_fields)}")
     return validated(option, settings)
+
+
+def refuse_unused(option: str, backend: str | None, given: Iterable[str]) -> None:
+    """Raise ConfigError for settings that a user gave and vLLM has no choice of."""
+    unused = [name for name in given if name in ("attention", "padding")]
+    if backend == "vllm" and unused:
+        raise ConfigError(f"{option}: found {unused[0]}, which has no effect on vLLM, expected none")
 
 
 def validated(option: str, settings: dict[str, Any]) -> Side:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile, Substitution
+from aqnpipe.cli.text_table import aligned
 
 HEADINGS = (
     "operator",
@@ -32,7 +33,7 @@ def table_of(file: ParityFile) -> list[str]:
         "",
         f"{file.verdict}: {file.summary}",
         "",
-        *_aligned([HEADINGS, *kind_rows(file)]),
+        *aligned([HEADINGS, *kind_rows(file)]),
         MEANINGS,
         "",
         *reasons(file),
@@ -130,7 +131,7 @@ def substitution_lines(found: Substitution) -> list[str]:
     ]
     return [
         *lines,
-        *_aligned(rows),
+        *aligned(rows),
         "Rounding errors do not repeat when their inputs change a little: they may have the whole size and explain "
         "nothing. What explains a large share is systematic.",
     ]
@@ -155,8 +156,3 @@ def _by_kind(rows: Sequence[OperatorParity]) -> dict[str, list[OperatorParity]]:
 def _median(values: Iterable[float]) -> float:
     ordered = sorted(values)
     return ordered[len(ordered) // 2]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterator
 
 from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
+from aqnpipe.cli.text_table import aligned
 
 TITLES = {
     "noise": "What noise costs each checkpoint",
@@ -27,9 +28,9 @@ def markdown_of(report: RobustnessReport) -> list[str]:
 def table_of(report: RobustnessReport) -> list[str]:
     """Return the report as lines for the terminal."""
     heading, *rows = _accuracies(report)
-    lines = [_setting(report), *_aligned([heading, *rows])]
+    lines = [_setting(report), *aligned([heading, *rows])]
     for title, cells in _comparisons(report):
-        lines += ["", title, *_aligned([_HEADINGS, *cells])]
+        lines += ["", title, *aligned([_HEADINGS, *cells])]
     return [*lines, "", *report.notes]
 
 
@@ -92,8 +93,3 @@ def _markdown_table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> li
 
 def _escaped(cell: str) -> str:
     return cell.replace("|", "\\|")
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
