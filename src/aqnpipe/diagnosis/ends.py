@@ -8,7 +8,7 @@ from aqnpipe.diagnosis.norms import norm_sweep
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
-from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.models.layout import decoder_layers, is_norm, output_projection
 from aqnpipe.seeding import keyed_generator
 
 _NUM_TOKENS = 32
@@ -39,13 +39,7 @@ def probe_ends(model: nn.Module, seed: int, *, is_known: bool = True) -> list[Ch
 def outer_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return the norms outside the decoder layers by site: `final_norm` if there is one, else their own names."""
     inside = set(decoder_layers(model).modules())
-    found = {
-        path: module
-        for path, module in model.named_modules()
-        if module not in inside
-        and "norm" in type(module).__name__.lower()
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
-    }
+    found = {path: module for path, module in model.named_modules() if module not in inside and is_norm(module)}
     return {"final_norm" if len(found) == 1 else path: module for path, module in found.items()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.experts import EXPERT_SITE
-from aqnpipe.models.layout import decoder_layers, layer_of
+from aqnpipe.models.layout import decoder_layers, is_norm, layer_of
 from aqnpipe.models.loading import load_model
 
 PROBE = "weights"
@@ -113,7 +113,7 @@ def _place(model: nn.Module, name: str) -> tuple[int, str]:
     if module is not None and module is model.get_input_embeddings():  # type: ignore[operator]
         return OUTSIDE_LAYERS, "embedding"
     outside = set(model.modules()) - set(decoder_layers(model).modules())
-    norms = [other for other in outside if "norm" in type(other).__name__.lower() and hasattr(other, "weight")]
+    norms = [other for other in outside if is_norm(other)]
     return OUTSIDE_LAYERS, "final_norm" if norms == [module] else parts[-1]
 
 

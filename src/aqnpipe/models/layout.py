@@ -128,6 +128,11 @@ def is_rms_norm(module: nn.Module) -> bool:
     return "rmsnorm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Return whether `module` is an RMSNorm, a LayerNorm or another norm with a weight, by class name."""
+    return "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
 def is_mixture_of_experts(model: nn.Module) -> bool:
     """Return whether any module of `model` belongs to a mixture of experts."""
     return any(mark in name for name, _ in model.named_modules() for mark in _EXPERT_MARKS)
@@ -171,11 +176,7 @@ def norms_sha256(model: nn.Module) -> str:
     digest = hashlib.sha256()
     norms = {name: module for name, module in model.named_modules() if is_rms_norm(module)}
     if not norms:
-        norms = {
-            name: module
-            for name, module in model.named_modules()
-            if "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
-        }
+        norms = {name: module for name, module in model.named_modules() if is_norm(module)}
     for name, norm in norms.items():
         digest.update(name.encode())
         digest.update(weight_of(norm).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

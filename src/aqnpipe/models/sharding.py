@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from aqnpipe.models.layout import decoder_layers, is_rms_norm
+from aqnpipe.models.layout import decoder_layers, is_norm
 from aqnpipe.models.shares import WHOLE_WEIGHTS, is_sharded, is_share
 
 _FULLY_SHARD = "torch.distributed.fsdp."
@@ -46,11 +46,6 @@ def shard_model(model: nn.Module, device: torch.device, *, is_trained: bool = Tr
         fully_shard(unit, mesh=mesh, ignored_params=whole, reshard_after_forward=None if is_trained else True)
         unit._forward_pre_hooks = GatheringFirst(unit._forward_pre_hooks)
     setattr(model, WHOLE_WEIGHTS, frozenset(names[parameter] for parameter in whole))
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return True for RMSNorms and LayerNorms."""
-    return is_rms_norm(module) or "norm" in type(module).__name__.lower()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.layout import decoder_layers, is_norm
 
 _ATTENTION_NAMES = ("self_attn", "attention", "attn")
 _MLP_NAMES = ("mlp", "feed_forward", "fc2")
@@ -56,7 +56,7 @@ def layer_sites(layer: nn.Module) -> LayerSites:
         repeated |= {name} & (linears.keys() | norms.keys())
         if isinstance(module, nn.Linear):
             linears[name] = module
-        elif "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter):
+        elif is_norm(module):
             norms[name] = module
     return LayerSites(
         layer=layer,

@@ -6,7 +6,13 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import decoder_layers, is_mixture_of_experts, matrices_outside, output_projection
+from aqnpipe.models.layout import (
+    decoder_layers,
+    is_mixture_of_experts,
+    is_norm,
+    matrices_outside,
+    output_projection,
+)
 from aqnpipe.models.sites import attention_of, layer_sites
 from aqnpipe.parity.forms import (
     ActivationForm,
@@ -91,7 +97,7 @@ class ModelMap:
         self.head = output_projection(model)
         self.lm_head = Operator("lm_head", "lm_head", None, _linear_form(self.head), is_wide=True)
         inside = {module for layer in self.layers for module in layer.layer.modules()}
-        norms = {name: module for name, module in model.named_modules() if _is_norm(module) and module not in inside}
+        norms = {name: module for name, module in model.named_modules() if is_norm(module) and module not in inside}
         self.norms = {
             module: Operator("norm" if len(norms) == 1 else name, name.rsplit(".", 1)[-1], None, norm_form(module))
             for name, module in norms.items()
@@ -133,10 +139,6 @@ def _rotary_form(model: Any, attention: nn.Module, index: int, *, interleaved: b
     head_dim = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
     return RotaryForm(frequencies, scaling, int(head_dim), interleaved)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def _refuse_unmapped(model: nn.Module, layers: list[LayerMap]) -> None:

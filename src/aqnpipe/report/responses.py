@@ -20,6 +20,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.evaluation import Scorer
+from aqnpipe.config.evaluation_noise import numbered_levels
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.report.text import visible
 
@@ -96,7 +97,7 @@ class Responses:
     def noise_names(self) -> dict[float, str]:
         """Return the names of the named noises by level, from the record of an evaluation."""
         names = self._settings.get("noises")
-        return {float(place): name for place, name in enumerate(names, 1)} if isinstance(names, dict) else {}
+        return {level: name for name, level in numbered_levels(names).items()} if isinstance(names, dict) else {}
 
     @cached_property
     def _settings(self) -> Mapping[str, Any]:
