@@ -131,6 +131,11 @@ def make_smaller(study: dict[str, Any], options: argparse.Namespace) -> dict[str
     if isinstance(study.get("statistics", {}).get("published"), str):
         study["statistics"]["published"] = str(ROOT / study["statistics"]["published"])
     changes = {}
+    for machine, settings in study.get("machines", {}).items():
+        for fault in settings.get("faults", []):
+            if fault["layer"] >= options.layers:
+                changes[f"machines.{machine}: layer of the fault"] = fault["layer"], options.layers - 1
+                fault["layer"] = options.layers - 1
     for key, value in smaller.items():
         section, _, name = key.rpartition(".")
         place = {"training": training, "evaluation": evaluation}.get(section, study)
