@@ -46,8 +46,8 @@ def test_a_difference_that_makes_no_sense_is_refused(points):
 def test_a_study_that_adds_seeds_is_planned_with_its_maximum():
     result = planned(CONFIG / "decide.yaml", "--json")
     found = json.loads(result.stdout)
-    assert (found["adds_seeds"], found["num_seeds"]) == (True, 16)
-    assert "adds seeds up to 16" in planned(CONFIG / "decide.yaml").stdout
+    assert (found["adds_seeds"], found["num_seeds"]) == (True, 10)
+    assert "adds seeds up to 10" in planned(CONFIG / "decide.yaml").stdout
 
 
 def test_results_give_variances_on_the_seeds_that_two_arms_share(tmp_path):
