@@ -4,9 +4,11 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
+from aqnpipe.diagnosis.ends import probe_ends
+from aqnpipe.diagnosis.further import further_checks
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.sites import layer_sites, site_module
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -73,3 +75,43 @@ def test_a_module_that_cuts_the_graph_has_no_check_of_its_gradients():
     assert [check.site for check in probe_gradients("up_proj", module, 0, generator)] == ["up_proj.weight_gradient"]
     module.register_forward_hook(lambda m, args, output: output.detach())
     assert probe_gradients("up_proj", module, 0, generator) == []
+
+
+def detached(module, args, output):
+    return output.detach()
+
+
+def gaps_of(model):
+    with torch.no_grad():
+        checks, untested = further_checks(model, [layer_sites(layer) for layer in decoder_layers(model)], 0)
+    return {check.site for check in checks if check.probe == "backward" and check.layer == 1}, untested
+
+
+def test_a_norm_and_an_activation_that_cut_the_graph_are_named_as_untested():
+    model = tiny_model_of("llama")
+    site_module(model, 1, "input_layernorm").register_forward_hook(detached)
+    decoder_layers(model)[1].mlp.act_fn.register_forward_hook(detached)
+    probed, untested = gaps_of(model)
+    missing = {gap.part: (gap.layers, gap.reason) for gap in untested if gap.layers}
+    reason = ((1,), "the module has no gradient")
+    assert missing == {"gradients of input_layernorm": reason, "gradients of activation": reason}
+    assert "post_attention_layernorm.input_gradient" in probed
+    assert not {"input_layernorm.input_gradient", "activation.input_gradient"} & probed
+
+
+@pytest.mark.parametrize(("family", "named"), [("llama", False), ("mixtral", True)])
+def test_gradients_that_no_probe_computes_are_named(family, named):
+    _, untested = gaps_of(tiny_model_of(family))
+    (part,) = (gap.part for gap in untested if gap.reason == "no probe differentiates them")
+    assert {"embedding", "lm_head"} <= set(part.removeprefix("gradients of ").split(", "))
+    assert ("experts" in part) == named
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_the_final_norm_is_probed(dtype):
+    model = tiny_model_of("llama").to(dtype)
+    with torch.no_grad():
+        assert not [check for check in probe_ends(model, 0) if check.mismatch]
+        model.model.norm.register_full_backward_hook(lambda module, gradients, given: (gradients[0] * 1.05,))
+        wrong = [check.site for check in probe_ends(model, 0) if check.mismatch]
+    assert wrong == ["final_norm.input_gradient"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
-from aqnpipe.diagnosis.norms import norm_sweep
+from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
@@ -30,6 +30,7 @@ def probe_ends(model: nn.Module, seed: int, *, is_known: bool = True) -> list[Ch
     for site, module in outer_norms(model).items():
         if is_known or type(module) is nn.LayerNorm:
             checks += norm_sweep(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
+            checks += norm_gradient(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
     head = output_projection(model)
     if isinstance(head, nn.Linear):
         checks += [_selecting(head, generator), _summing(head, generator)]

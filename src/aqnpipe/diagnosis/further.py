@@ -25,6 +25,7 @@ from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
+_NO_GRADIENT = "the module has no gradient"
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
@@ -43,14 +44,14 @@ def further_checks(
     checks += probe_sequences(model, layers, seed, unreached)
     if not is_known(model):
         reason = f"not tried on model type {model_type(model)}"
-        unreached["ranges of norms, experts, router"] = reason
+        unreached["ranges and gradients of norms, experts, router"] = reason
     untested = [Untested(part=part, reason=reason) for part, reason in sorted(unreached.items())]
     untested += [
         Untested(part=part, layers=tuple(found), reason=reason) for (part, reason), found in sorted(gaps.items())
     ]
     if any(check.probe == "shapes" for check in checks):
         untested.append(_other_shapes(len(layers)))
-    return checks, (*untested, *_limits(model))
+    return checks, (*untested, *_limits(model, layers))
 
 
 def _other_shapes(num_layers: int) -> Untested:
@@ -60,10 +61,14 @@ def _other_shapes(num_layers: int) -> Untested:
     return Untested(part="linears with other numbers of rows", reason=f"1 and 8 in every layer, {shown} (by the seed)")
 
 
-def _limits(model: nn.Module) -> list[Untested]:
-    """Return what no diagnosis of this size tests: longer sequences and other kernels of attention."""
+def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
+    """Return what no diagnosis tests: some gradients, longer sequences and other kernels of attention."""
     used = getattr(model.config, "_attn_implementation", None)
+    without_probe = ["embedding", "gains", "biases", "rotary embedding", "residual sums", "lm_head"]
+    if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
+        without_probe[1:1] = ["experts", "router"]
     return [
+        Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(part="longer sequences", reason=f"the longest had {longest_sequence(model)} tokens"),
         Untested(part="other attention kernels", reason=f"the model ran with {used}"),
     ]
@@ -82,9 +87,12 @@ def _checks_of_layer(
     checks: list[Check] = []
     for name, module in sites.norms.items() if is_known(model) else ():
         found = norm_sweep(module, index, name, like.dtype, like.device, generator)
-        checks += found + norm_gradient(module, index, name, like.dtype, like.device, generator)
+        backward = norm_gradient(module, index, name, like.dtype, like.device, generator)
+        checks += found + backward
         if not found:
             gaps.setdefault((name, "a norm without a known epsilon"), []).append(index)
+        elif not backward:
+            gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)
     checks += _core_checks(model, index, sites, like, generator, gaps)
     for name, linear in sites.linears.items():
         if type(linear).forward is not nn.Linear.forward:
@@ -93,7 +101,7 @@ def _checks_of_layer(
         gradients = probe_gradients(name, linear, index, generator)
         checks += gradients
         if len(gradients) < 2:
-            gaps.setdefault((f"gradients of {name}", "the module has no gradient"), []).append(index)
+            gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)
         for rows in rows_of_layer(index, num_layers, seed):
             checks.append(probe_shape(name, linear, index, rows, generator))
     return checks + (_mixture_checks(model, index, sites, generator) if is_known(model) else [])
@@ -112,8 +120,10 @@ def _core_checks(
         gaps.setdefault((f"{CORE_SITE}, activation", "no reference of its activation is known"), []).append(index)
         return []
     checks = activation_sweep(module, name, index, like.dtype, like.device, generator)
-    checks += activation_gradient(module, name, index, like.dtype, like.device, generator)
-    return checks + gated_sweep(sites, name, index, like.dtype, generator)
+    backward = activation_gradient(module, name, index, like.dtype, like.device, generator)
+    if not backward:
+        gaps.setdefault((f"gradients of {MODULE_SITE}", _NO_GRADIENT), []).append(index)
+    return checks + backward + gated_sweep(sites, name, index, like.dtype, generator)
 
 
 def _mixture_checks(model: nn.Module, index: int, sites: LayerSites, generator: torch.Generator) -> list[Check]:

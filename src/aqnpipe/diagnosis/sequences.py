@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from aqnpipe.diagnosis.attention_kernel import SITE, Observation, replaced_operands
+from aqnpipe.diagnosis.attention_kernel import GRADIENT_SITE, SITE, Observation, replaced_operands
 from aqnpipe.diagnosis.attention_operands import KINDS
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.reference import on_host
@@ -77,6 +77,8 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
         rotations += _table_checks(model, first, untested)
     if not any(check.site == SITE for check in first.checks):
         untested.setdefault(SITE, "its kernel is not looked up in the table of transformers")
+    if not any(check.site == GRADIENT_SITE for check in first.checks):
+        untested.setdefault(GRADIENT_SITE, untested.get(SITE, "its kernel has no gradient"))
     checks = first.checks + second.checks + rotations
     return checks if is_known(model) else [check for check in checks if check.probe != "cache"]
 
