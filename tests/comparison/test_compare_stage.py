@@ -284,6 +284,21 @@ def test_every_arm_is_set_against_the_one_without_noise(artifacts, run, tmp_path
     )
 
 
+def test_a_named_noise_is_a_level_of_its_own_in_the_differences(artifacts, run, tmp_path):
+    def under_a_name(rows):
+        return pl.concat([rows, rows.filter(pl.col("noise_level") == 0.1).with_columns(noise_level=pl.lit(1.0))])
+
+    content = artifacts.study.model_dump()
+    content["config"]["evaluation"]["noises"] = {"fp4": "w4a16_nvfp4"}
+    for source in artifacts.evaluations:
+        rewrite_rows(source, under_a_name)
+    run(type(artifacts.study).model_validate(content), artifacts.evaluations)
+    table = read_table(tmp_path / "differences.parquet", DifferenceTable).filter(pl.col("arm") == "E5")
+    assert table["noise_level"].to_list() == [0.0, 0.05, 0.1, 1.0]
+    compared = ("difference", "ci_low", "ci_high", "problem")
+    assert table.select(compared).row(3) == table.select(compared).row(2)
+
+
 def test_robustness_of_every_arm(artifacts, run, tmp_path):
     accuracy, _, _ = run(artifacts.study, artifacts.evaluations)
     table = read_table(tmp_path / "robustness.parquet", RobustnessTable)

@@ -289,16 +289,29 @@ def test_arms_of_two_models_get_figures_each(built, tmp_path):
     assert "Model base (some/model)" in page.whole_text
 
 
-def test_the_caption_names_the_noises_that_the_curves_leave_out(built, synthetic):
+def test_named_noises_are_categories_beside_the_curves(built, synthetic):
     evaluation = {"noise_seeds": [0], "noises": {"fp4": "w4a16_nvfp4"}, "max_response_tokens": 40, "batch_size": 250}
     data = read_inputs(built.made.report_inputs(built.folder))
-    named = data.accuracy.filter(pl.col("noise_level") == 0).with_columns(noise_level=pl.lit(1.0))
-    more, words = replace(data, accuracy=pl.concat([data.accuracy, named])), load_words("en", {1.0: "fp4"})
+    clean = data.accuracy.filter(pl.col("noise_level") == 0)
+    named = clean.with_columns(noise_level=pl.lit(1.0), accuracy=pl.lit(0.25), ci_low=pl.lit(0.2), ci_high=pl.lit(0.3))
+    at_name = data.differences.filter(pl.col("noise_level") == 0).with_columns(
+        noise_level=pl.lit(1.0), difference=pl.lit(-0.125), ci_low=pl.lit(-0.25), ci_high=pl.lit(0.0)
+    )
+    more = replace(data, accuracy=pl.concat([data.accuracy, named]), differences=pl.concat([data.differences, at_name]))
+    words = load_words("en", {1.0: "fp4"})
     figure = model_section(synthetic.study(evaluation=evaluation), more, "base", words, lambda *run: "").robustness
-    without = model_section(built.study, data, "base", words, lambda *run: "").robustness
-    assert "Not in the pictures: fp4, which" in figure.caption
-    assert "Not in the pictures" not in without.caption
-    assert [panel.svg for panel in figure.groups[0].panels] == [panel.svg for panel in without.groups[0].panels]
+    without = model_section(built.study, data, "base", load_words("en"), lambda *run: "").robustness
+    assert figure.caption.endswith("Named noises have no place on an axis of scales and stand apart, beside the accuracies "
+                                   "without noise: fp4.")  # fmt: skip
+    assert "axis of scales" not in without.caption
+    differences, curves, names = figure.groups[0].panels
+    assert curves.svg == without.groups[0].panels[1].svg, "a named noise has no place on the axis of scales"
+    assert "E5 minus baseline at fp4 noise: −12.5 points (−25.0 to +0.0)" in differences.svg
+    assert names.title == "Accuracy under named noises"
+    labels = re.findall(r"<text[^>]*>([^<]+)</text>", names.svg)
+    assert {"0\N{NO-BREAK SPACE}%", "fp4"} <= set(labels)
+    assert "100\N{NO-BREAK SPACE}%" not in labels
+    assert "E5, fp4: mean 25.0 %, seeds 25.0 to 25.0" in names.svg
     assert any(row.cells[:2] == ("baseline", "fp4") for row in figure.tables[-1].rows)
 
 

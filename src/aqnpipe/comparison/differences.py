@@ -32,7 +32,7 @@ def _is_plain(arm: Arm) -> bool:
 def _rows_of_model(study: Study, role: str, contrasts: Contrasts) -> Iterator[dict[str, Any]]:
     reference, alpha = reference_arm(study, role), study.config.statistics.alpha
     for name in (name for name, arm in study.arms.items() if arm.model == role and name != reference):
-        for level in sorted(study.config.evaluation.noise_levels):
+        for level in sorted(study.config.evaluation.all_levels()):
             comparison = ArmComparison(
                 kind="arms", treatment=name, control=reference, noise_level=level, expected="higher", claim=name
             )

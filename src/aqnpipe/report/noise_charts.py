@@ -12,7 +12,8 @@ from aqnpipe.report.svg import INK, described, small_dot
 from aqnpipe.report.words import Words
 
 _WIDE = 620
-_INTERVALS_IN_A_SMALL_PANEL = 12
+_MARKS_IN_A_SMALL_PANEL = 12
+_LETTERS_IN_A_SMALL_PANEL = 36
 
 
 def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
@@ -22,15 +23,14 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
     """
     rows = differences.with_columns(pl.col("difference", "ci_low", "ci_high") * 100)
     rows = rows.with_columns(
-        level=pl.col("noise_level").map_elements(lambda level: numbers.level(level), return_dtype=pl.String),
+        level=pl.Series([words.level(level) for level in rows["noise_level"]], dtype=pl.String),
         plain=pl.Series([described(arm, "") for arm in rows["arm"]], dtype=pl.String),
         about=pl.Series([_about_difference(row, words) for row in rows.iter_rows(named=True)], dtype=pl.String),
     )
-    levels = [numbers.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
-    wide = len(rows) > _INTERVALS_IN_A_SMALL_PANEL
+    levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
+    wide = _needs_width(len(rows), levels)
     base = alt.Chart(rows, width=_WIDE if wide else charts.PANEL_WIDTH, height=charts.PANEL_HEIGHT + 30 * wide)
-    x = alt.X("level:N").sort(levels).title(words("axis.noise")).axis(grid=False, labelAngle=0, ticks=False)
-    offset = alt.XOffset("arm:N").sort([key.name for key in keys]).scale(paddingOuter=0.6)
+    x, offset = _level_axis(levels, words), _arm_offset(keys)
     title = words("axis.difference")
     colour = charts.colour_scale("arm", keys)
     common = {"xOffset": offset, "color": colour, "description": "about:N"}
@@ -65,7 +65,7 @@ def accuracy_over_noise(
         about=pl.Series([_about_mean(row, words) for row in means.iter_rows(named=True)], dtype=pl.String),
     )
     levels = sorted(rows["noise_level"].unique().to_list())
-    x = alt.X("noise_level:Q").title(words("axis.noise")).axis(grid=False, values=levels)
+    x = alt.X("noise_level:Q").title(words("axis.noise_scale")).axis(grid=False, values=levels)
     y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
     colour = charts.colour_scale("arm", keys)
     lines = charts.base_chart(means).mark_line(strokeWidth=2)
@@ -77,6 +77,46 @@ def accuracy_over_noise(
         points.encode(x, y, color=colour, description="about:N"),
     )
     return charts.panel(words("robustness.accuracy"), chart, words("alt.robustness"))
+
+
+def accuracy_by_name(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words, *, many: bool = False) -> Panel:
+    """Return the accuracy of every arm under each named noise, beside that without noise, as dots over categories.
+
+    Named noises have no scale in common, so no line joins them. Columns and `many` as in `accuracy_over_noise`.
+    """
+    rows = charts.in_percent(accuracy).with_columns(
+        level=pl.Series([words.level(level) for level in accuracy["noise_level"]], dtype=pl.String)
+    )
+    # `_about_mean` expects levels in percent.
+    scaled = rows.with_columns(pl.col("noise_level") * 100)
+    means = charts.mean_and_range(scaled, "arm", "noise_level", "level")
+    means = means.with_columns(
+        about=pl.Series([_about_mean(row, words) for row in means.iter_rows(named=True)], dtype=pl.String)
+    )
+    levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
+    wide = _needs_width(len(means), levels)
+    size = {"width": _WIDE if wide else charts.PANEL_WIDTH, "height": charts.PANEL_HEIGHT + 30 * wide}
+    x = _level_axis(levels, words)
+    y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
+    common = {"xOffset": _arm_offset(keys), "color": charts.colour_scale("arm", keys), "description": "about:N"}
+    seeds = alt.Chart(scaled.with_columns(about=_about_seeds(scaled, words, many)), **size)
+    chart = alt.layer(
+        seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, **common),
+        alt.Chart(means, **size).mark_point(filled=True, size=44, opacity=1).encode(x, y, **common),
+    )
+    return charts.panel(words("robustness.named"), chart, words("alt.named"), wide=wide)
+
+
+def _needs_width(num_marks: int, levels: Sequence[str]) -> bool:
+    return num_marks > _MARKS_IN_A_SMALL_PANEL or sum(map(len, levels)) > _LETTERS_IN_A_SMALL_PANEL
+
+
+def _level_axis(levels: Sequence[str], words: Words) -> alt.X:
+    return alt.X("level:N").sort(list(levels)).title(words("axis.noise")).axis(grid=False, labelAngle=0, ticks=False)
+
+
+def _arm_offset(keys: Sequence[SeriesKey]) -> alt.XOffset:
+    return alt.XOffset("arm:N").sort([key.name for key in keys]).scale(paddingOuter=0.6)
 
 
 def _about_difference(row: Mapping[str, Any], words: Words) -> str:
@@ -94,7 +134,7 @@ def _about_difference(row: Mapping[str, Any], words: Words) -> str:
 
 
 def _about_mean(row: Mapping[str, Any], words: Words) -> str:
-    return charts.about_mean(row, f"{row['arm']}, {numbers.level(row['noise_level'] / 100)}", words)
+    return charts.about_mean(row, f"{row['arm']}, {words.level(row['noise_level'] / 100)}", words)
 
 
 def _about_seeds(rows: pl.DataFrame, words: Words, many: bool) -> pl.Series:
@@ -102,6 +142,6 @@ def _about_seeds(rows: pl.DataFrame, words: Words, many: bool) -> pl.Series:
         return pl.Series([small_dot(arm) for arm in rows["arm"]], dtype=pl.String)
     texts = []
     for row in rows.iter_rows(named=True):
-        who = f"{words('run.name', arm=row['arm'], seed=row['seed'])}, {numbers.level(row['noise_level'] / 100)}"
+        who = f"{words('run.name', arm=row['arm'], seed=row['seed'])}, {words.level(row['noise_level'] / 100)}"
         texts.append(charts.about_seed(row, who, words))
     return pl.Series(texts, dtype=pl.String)

@@ -163,7 +163,7 @@ def _accuracy_figure(
             questions=int(last["num_questions"].max()),  # type: ignore[arg-type]
         ),
         groups=(PanelGroup(charts.accuracy_panels(last, keys, words)),),
-        tables=(tables.accuracy_table(accuracy, words, run_link),),
+        tables=(tables.accuracy_table(accuracy, study.config.evaluation.primary_scorer, words, run_link),),
     )
 
 
@@ -192,10 +192,14 @@ def _noise_group(group: Sequence[SeriesKey], last: pl.DataFrame, differences: pl
     names, many = [key.name for key in group], last["arm"].n_unique() > charts.MANY_ARMS
     own = differences.filter(pl.col("arm").is_in(names) & pl.col("difference").is_not_null())
     panels = [] if own.is_empty() else [noise_charts.difference_panel(own, group, words)]
-    # A named noise has no place on an axis of scales; the caption says so.
-    shown = last.filter(pl.col("arm").is_in(names) & (pl.col("noise_level") < 1))
-    if not shown.is_empty() and shown["noise_level"].n_unique() > 1:
-        panels.append(noise_charts.accuracy_over_noise(shown, group, words, many=many))
+    shown = last.filter(pl.col("arm").is_in(names))
+    scales = shown.filter(pl.col("noise_level") < 1)
+    if scales["noise_level"].n_unique() > 1:
+        panels.append(noise_charts.accuracy_over_noise(scales, group, words, many=many))
+    # A named noise has no place on an axis of scales.
+    named = shown.filter((pl.col("noise_level") >= 1) | (pl.col("noise_level") == 0))
+    if named["noise_level"].max() not in (None, 0.0):
+        panels.append(noise_charts.accuracy_by_name(named, group, words, many=many))
     return PanelGroup(panels, legend=group)
 
 
