@@ -106,6 +106,6 @@ class DeviceError(AqnpipeError):
     advice = "`aqnpipe doctor` lists the devices of this machine; the study (`device`) and the profile request them"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()

@@ -13,7 +13,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.cli.main import app
 from aqnpipe.cli.score import read_evaluation, read_transcripts, score_transcripts
 from aqnpipe.data.scoring import SCORERS
-from aqnpipe.errors import DataError
+from aqnpipe.errors import ConfigError, DataError
 
 LINES = [
     {"question_id": "a", "response": "#### 7", "gold_answer": 7, "finish_reason": "stop"},
@@ -169,3 +169,29 @@ def test_questions_that_are_missing_are_named(evaluation, tmp_path, transcripts)
         read_evaluation(evaluation, moved)
     with pytest.raises(DataError, match="contains its own gold answers"):
         run(transcripts, "--problems", Path(moved))
+
+
+def test_scorers_of_texts_and_functions_are_applied_beside_those_of_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
+    Path("scorers_of_a_file.py").write_text("def starts(response, gold):\n    return response.startswith(gold)\n")
+    lines = [{"response": "rose red", "gold_answer": "rose"}, {"response": "red rose", "gold_answer": "red rose"}]
+    Path("t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(DataError, match="gold answer 'rose' is not a number; other answers need --scorer"):
+        run("t.jsonl")
+    scored = json.loads(run("t.jsonl", "--scorer", "scorers_of_a_file:starts", "--scorer", "text", "--json").stdout)
+    counts = {result["scorer"]: result["correct"] for result in scored["groups"][0]["scorers"]}
+    assert (counts["scorers_of_a_file:starts"], counts["text"], counts["strict"]) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        ("strickt", "--scorer: found 'strickt', expected 'strict'"),
+        ("gone_for_good:f", "gone_for_good:f: no module gone_for_good in the working directory"),
+    ],
+)
+def test_a_scorer_that_is_not_there_is_one_line(transcripts, scorer, message):
+    with pytest.raises(ConfigError) as refused:
+        run(transcripts, "--scorer", scorer)
+    assert str(refused.value).startswith(message)

@@ -5,7 +5,8 @@ from pydantic import ValidationError
 
 from aqnpipe.config.own_code import source_digest, source_of
 from aqnpipe.config.training import Reward
-from aqnpipe.data.rewards import load_function, weighted_rewards
+from aqnpipe.data.own_functions import load_function
+from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.errors import ConfigError
 
 SOURCE = """
@@ -19,6 +20,9 @@ def broken(response, gold_answer):
 
 def nothing(response, gold_answer):
     return None
+
+def leaves(response, gold_answer):
+    raise SystemExit(0)
 
 def nan(response, gold_answer):
     return float("nan")
@@ -55,6 +59,7 @@ def test_scorers_and_functions_are_added_with_their_weights(own):
     ("name", "message"),
     [
         ("broken", "raised KeyError: 'no such key', for the response 'a' and the gold answer 'b'"),
+        ("leaves", "raised SystemExit: 0, for the response 'a' and the gold answer 'b'"),
         ("nothing", "returned 'None' (NoneType) for the response 'a', expected a finite number"),
         ("nan", "returned 'nan' (float) for the response 'a', expected a finite number"),
         ("text", "returned '1' (str) for the response 'a', expected a finite number"),
@@ -79,6 +84,9 @@ def test_modules_that_cannot_be_imported_are_one_line(own, tmp_path):
     (tmp_path / f"{own}_raises.py").write_text("raise OSError('no license')\n")
     with pytest.raises(ConfigError, match=r"cannot be imported \(OSError: no license\)"):
         load_function(f"{own}_raises:f")
+    (tmp_path / f"{own}_leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"cannot be imported \(SystemExit: 0\)"):
+        load_function(f"{own}_leaves:f")
 
 
 def test_the_digest_follows_the_module_and_what_it_imports_beside_it(own, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from aqnpipe.config.evaluation import unfit_scorer
-from aqnpipe.data.scoring import SCORERS, extract_answer, grade, scorers_with
+from aqnpipe.data.scoring import extract_answer, grade
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,6 @@ def test_texts_are_compared_without_regard_to_spaces():
     assert grade("  new\n york ", "new york", "text").correct
     assert not grade("New York", "new york", "text").correct
     assert grade(" ", "x", "text").answer is None
-
-
-def test_an_evaluation_applies_the_scorers_of_numbers_and_its_primary_one():
-    assert scorers_with("strict") == SCORERS
-    assert scorers_with("boxed") == (*SCORERS, "boxed")
 
 
 def test_scorers_that_cannot_fit_the_answers_are_named():

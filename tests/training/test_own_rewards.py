@@ -15,11 +15,17 @@ import itertools
 
 calls = itertools.count()
 
+def changing(response, gold_answer):
+    return next(calls) < 8
+
 def length(response, gold_answer):
     return len(response) / 100
 
 def same(response, gold_answer):
     return -1.0
+
+def everything(response, gold_answer):
+    return True
 
 def moody(response, gold_answer):
     return float(next(calls))
@@ -36,6 +42,7 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "rewards_of_a_run.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", __import__("sys").path.copy())
+    monkeypatch.delitem(__import__("sys").modules, "rewards_of_a_run", raising=False)
     return "rewards_of_a_run"
 
 
@@ -67,3 +74,22 @@ def test_a_reward_that_is_not_the_same_when_graded_again_is_refused(inputs, tmp_
 def test_rewards_that_never_differ_are_not_said_to_be_0_or_1(inputs, tmp_path, module):
     with pytest.raises(NoRewardError, match="each of 16 responses has the reward of its whole group"):
         run(training_spec(NOISE, kl_coefficient=0.0, rewards=[own(module, "same")]), inputs, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_validations_use_the_scorer_of_the_study(inputs, tmp_path, module):
+    scorer = f"{module}:everything"
+    graded = {"scorer": scorer, "scorer_sha256": source_digest(scorer)}
+    spec = training_spec(rewards=[own(module, "length")]).model_copy(update=graded)
+    metrics = read_table(run(spec, inputs, tmp_path / "run") / "metrics.parquet", OwnRewardMetrics)
+    # A random model finds no number: by the scorer strict, no answer is right.
+    assert metrics["validation_accuracy"].drop_nulls().to_list() == [1.0]
+
+
+@pytest.mark.slow
+def test_a_validation_that_is_graded_otherwise_a_second_time_is_refused(inputs, tmp_path, module):
+    scorer = f"{module}:changing"
+    graded = {"scorer": scorer, "scorer_sha256": source_digest(scorer)}
+    spec = training_spec(rewards=[own(module, "length")]).model_copy(update=graded)
+    with pytest.raises(ReceiptError, match="graded again it is"):
+        run(spec, inputs, tmp_path / "run")

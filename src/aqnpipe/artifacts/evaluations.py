@@ -55,7 +55,7 @@ class EvaluationTable(pa.DataFrameModel):
     `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
     the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers that do not compare numbers have
-    columns only in evaluations of which they are the primary one.
+    columns only in evaluations of which they are the primary one; `own` is a function of the user's own.
     """
 
     question_id: str
@@ -74,9 +74,11 @@ class EvaluationTable(pa.DataFrameModel):
     answer_boxed: Optional[str] = pa.Field(nullable=True)  # noqa: UP045 - pandera's form of a column that may be absent
     answer_letter: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_text: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
+    answer_own: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     correct_boxed: Optional[bool]  # noqa: UP045
     correct_letter: Optional[bool]  # noqa: UP045
     correct_text: Optional[bool]  # noqa: UP045
+    correct_own: Optional[bool]  # noqa: UP045
     response_tokens: int = pa.Field(ge=0)
     finish_reason: str = pa.Field(isin=["stop", "length"])
 

@@ -115,6 +115,7 @@ def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from _design_problems(study, source)
     yield from _dataset_problems(study, source)
     yield from _reward_problems(study, source)
+    yield from _scorer_problems(study, source)
     yield from _chat_template_problems(study, source)
     yield from _checkpoint_problems(study, source)
     published = study.config.statistics.published
@@ -161,6 +162,18 @@ def _reward_problems(study: Study, source: str) -> Iterator[str]:
             refuse_unusable(reward)
         except ConfigError as error:
             yield f"{source}: training.rewards.{index}.function: {error}"
+
+
+def _scorer_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield a scorer of the user's own that cannot be imported, or has another source than its digest says."""
+    if ":" not in study.config.evaluation.primary_scorer:
+        return
+    from aqnpipe.data.graders import refuse_unusable_scorer
+
+    try:
+        refuse_unusable_scorer(study.config.evaluation)
+    except ConfigError as error:
+        yield f"{source}: evaluation.primary_scorer: {error}"
 
 
 def _chat_template_problems(study: Study, source: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pydantic import Field
 from aqnpipe.cli.cost_estimate import Assumptions, estimate_study
 from aqnpipe.cli.front_door import open_study
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 
@@ -76,7 +77,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     rule = opened.study.adaptive_seeds
     if rule is not None:
         opened = StudyPlan(opened.study.with_seeds(rule.max))
-    measured = {} if results is None else _variances(results, config.evaluation.primary_scorer)
+    measured = {} if results is None else _variances(results, scorer_column(config.evaluation.primary_scorer))
     estimate = estimate_study(opened, assumptions)
     evaluation = sum(phase.device_hours for phase in estimate.phases if phase.phase == "evaluation")
     training = sum(phase.device_hours for phase in estimate.phases) - evaluation

@@ -4,15 +4,18 @@ import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 import typer
-from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 
 from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.evaluation import Scorer
-from aqnpipe.data.scoring import SCORERS, Graded, grade, normalise_number, tally
-from aqnpipe.errors import DataError
+from aqnpipe.config.own_code import OwnFunction, source_digest
+from aqnpipe.data.graders import Grader, grader
+from aqnpipe.data.scoring import SCORERS, Graded, normalise_number, tally
+from aqnpipe.errors import ConfigError, DataError
 
 MAX_SHOWN = 20
 """Number of disagreements that are printed; `--json` prints all."""
@@ -50,7 +53,7 @@ class TranscriptLine(BaseModel):
 class ScorerResult(FrozenModel):
     """Number of responses that a scorer finds correct, and number in which it finds no answer."""
 
-    scorer: Scorer
+    scorer: str
     correct: int
     accuracy: float
     parse_failures: int
@@ -78,7 +81,7 @@ class Disagreement(FrozenModel):
     place: str
     question_id: str | None
     gold_answer: str
-    found: dict[Scorer, FoundAnswer]
+    found: dict[str, FoundAnswer]
 
 
 class Agreement(FrozenModel):
@@ -111,9 +114,14 @@ def score(
         Path | None,
         typer.Option(help="questions of an evaluation; default: data/test.parquet in its results folder"),
     ] = None,
+    scorer: Annotated[
+        list[str] | None,
+        typer.Option(help="a further scorer: boxed, letter, text, or module:function of your own; may be repeated"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Score stored responses with every scorer and list the responses on which scorers disagree."""
+    further = further_graders(scorer or ())
     if transcripts.suffix == ".parquet":
         rows = read_evaluation(transcripts, problems)
     elif problems is not None:
@@ -121,19 +129,34 @@ def score(
             f"--problems {problems}: {transcripts} is not a .parquet file and contains its own gold answers"
         )
     else:
-        rows = read_transcripts(transcripts)
-    scored = score_transcripts(str(transcripts), rows)
+        rows = read_transcripts(transcripts, numbers_only=not further)
+    scored = score_transcripts(str(transcripts), rows, further)
     typer.echo(scored.model_dump_json(indent=2) if json else "\n".join(_lines(scored)))
 
 
-def read_transcripts(path: Path) -> list[Transcript]:
-    """Read a JSON Lines file; DataError naming the file and the first invalid line."""
+def further_graders(scorers: Sequence[str]) -> dict[str, Grader]:
+    """Return the graders of scorers and functions by name; ConfigError for one that is unknown or cannot be used."""
+    found: dict[str, Grader] = {}
+    for name in scorers:
+        try:
+            TypeAdapter(Scorer | OwnFunction).validate_python(name)
+        except ValidationError as error:
+            raise ConfigError(f"--scorer: {describe_validation_error(error)}".replace("(top level): ", "")) from error
+        found[name] = grader(name, source_digest(name) if ":" in name else None)
+    return found
+
+
+def read_transcripts(path: Path, *, numbers_only: bool = True) -> list[Transcript]:
+    """Read a JSON Lines file; DataError naming the file and the first invalid line.
+
+    numbers_only: refuse gold answers that are no numbers, which the scorers of numbers never find right.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     found = [
-        _transcript(line, f"{path}:{number}", number)
+        _transcript(line, f"{path}:{number}", number, numbers_only)
         for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
         if line.strip()
     ]
@@ -175,10 +198,16 @@ def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
     ]
 
 
-def score_transcripts(name: str, transcripts: Sequence[Transcript]) -> ScoredFile:
-    """Return the results of every scorer on `transcripts`, in which the members of a group are consecutive."""
+def score_transcripts(
+    name: str, transcripts: Sequence[Transcript], further: Mapping[str, Grader] = MappingProxyType({})
+) -> ScoredFile:
+    """Return the results of every scorer on `transcripts`, in which the members of a group are consecutive.
+
+    further: graders by name, applied beside the scorers of numbers.
+    """
+    graders = {scorer: grader(scorer) for scorer in SCORERS} | dict(further)
     graded = [
-        {scorer: grade(transcript.response, transcript.gold_answer, scorer) for scorer in SCORERS}
+        {scorer: grade(transcript.response, transcript.gold_answer) for scorer, grade in graders.items()}
         for transcript in transcripts
     ]
     groups = []
@@ -199,7 +228,7 @@ def score_transcripts(name: str, transcripts: Sequence[Transcript]) -> ScoredFil
     )
 
 
-def _transcript(line: bytes, where: str, number: int) -> Transcript:
+def _transcript(line: bytes, where: str, number: int, numbers_only: bool) -> Transcript:
     try:
         parsed = json_format.loads(line)
     except json_format.JSONDecodeError as error:
@@ -221,8 +250,8 @@ def _transcript(line: bytes, where: str, number: int) -> Transcript:
         raise DataError(f"{where}: found {state} of gold_answer and answer, expected one of them")
     text = str(content.gold_answer if content.answer is None else content.answer)
     gold = text.rsplit("####", 1)[-1].strip()
-    if normalise_number(gold) is None:
-        raise DataError(f"{where}: gold answer {gold[:40]!r} is not a number")
+    if numbers_only and normalise_number(gold) is None:
+        raise DataError(f"{where}: gold answer {gold[:40]!r} is not a number; other answers need --scorer")
     return Transcript(
         place=f"line {number}",
         group="",
@@ -236,9 +265,9 @@ def _transcript(line: bytes, where: str, number: int) -> Transcript:
     )
 
 
-def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Mapping[Scorer, Graded]]) -> GroupResult:
+def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Mapping[str, Graded]]) -> GroupResult:
     cut = [transcript.truncated for transcript in members if transcript.truncated is not None]
-    counts = {scorer: tally([row[scorer] for row in graded]) for scorer in SCORERS}
+    counts = {scorer: tally([row[scorer] for row in graded]) for scorer in graded[0]}
     return GroupResult(
         name=name,
         responses=len(members),
@@ -255,9 +284,7 @@ def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Map
     )
 
 
-def _disagreements(
-    transcripts: Sequence[Transcript], graded: Sequence[Mapping[Scorer, Graded]]
-) -> Iterator[Disagreement]:
+def _disagreements(transcripts: Sequence[Transcript], graded: Sequence[Mapping[str, Graded]]) -> Iterator[Disagreement]:
     for transcript, row in zip(transcripts, graded, strict=True):
         if len({grading.correct for grading in row.values()}) > 1:
             yield Disagreement(
@@ -272,13 +299,15 @@ def _disagreements(
 
 
 def _lines(scored: ScoredFile) -> Iterator[str]:
+    width = max(18, *(len(result.scorer) + 1 for group in scored.groups for result in group.scorers))
     for group in scored.groups:
         cut = "unknown" if group.truncated is None else str(group.truncated)
         name = f", {group.name}" if group.name else ""
         yield f"{scored.file}{name}: {group.responses} responses, cut off: {cut}"
-        yield f"  {'scorer':<18}{'correct':>8}{'%':>8}{'no answer':>12}"
+        yield f"  {'scorer':<{width}}{'correct':>8}{'%':>8}{'no answer':>12}"
         for result in group.scorers:
-            yield f"  {result.scorer:<18}{result.correct:>8}{100 * result.accuracy:>8.1f}{result.parse_failures:>12}"
+            counts = f"{result.correct:>8}{100 * result.accuracy:>8.1f}{result.parse_failures:>12}"
+            yield f"  {result.scorer:<{width}}{counts}"
     for pair in scored.agreement:
         yield f"{pair.scorer} and {pair.harness} agree on {pair.same} of {scored.responses}"
     yield f"responses on which scorers disagree: {len(scored.disagreements)}"

@@ -7,7 +7,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import typer
 
-from aqnpipe.config.evaluation import Scorer
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError
 
 LOOPBACK = "127.0.0.1"
@@ -18,7 +17,10 @@ def view(
     results: Annotated[Path, typer.Argument(help="results folder of a study")] = Path("results"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on 127.0.0.1; 0: any free one")] = 8719,
     scorer: Annotated[
-        Scorer | None, typer.Option(help="scorer that decides which responses are right; default: the study's")
+        str | None,
+        typer.Option(
+            help="scorer that decides which responses are right; own: the study's own function; default: the study's"
+        ),
     ] = None,
     language: Annotated[Literal["en", "zh"], typer.Option(help="language of the pages")] = "en",
 ) -> None:
@@ -38,7 +40,7 @@ def view(
 
 
 def open_server(
-    results: Path, port: int, scorer: Scorer | None, language: Literal["en", "zh"]
+    results: Path, port: int, scorer: str | None, language: Literal["en", "zh"]
 ) -> http.server.ThreadingHTTPServer:
     """Return a server of the pages of `results`, not yet serving; ConfigError or DataError for a user's mistake."""
     from aqnpipe.report.responses import Responses

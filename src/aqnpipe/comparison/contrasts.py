@@ -50,7 +50,8 @@ class Scores:
     Correctness in [0, 1]; in a degradation comparison the change due to the noise level, in [-1, 1]. A control of one
     row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
-    model; None with a single seed. `by_scorer`: the same difference by every scorer but the primary one.
+    model; None with a single seed. `by_scorer`: the same difference by the other scorers of numbers,
+    if the primary one is of numbers.
     """
 
     treatment: FloatArray
@@ -184,6 +185,7 @@ class Contrasts:
         second = [pair[1] for pair in (pairs[:1] if has_single_control else pairs)]
         treated, untreated = _correctness(first, treatment.noise_level), _correctness(second, control.noise_level)
         is_degradation = comparison.kind == "degradation"
+        primary = self._study.config.evaluation.primary_scorer
         return Scores(
             treatment=treated - _correctness(first, 0.0) if is_degradation else treated,
             control=untreated - _correctness(second, 0.0) if is_degradation else untreated,
@@ -195,8 +197,8 @@ class Contrasts:
                 scorer: _difference_by(
                     scorer, first, second, (treatment.noise_level, control.noise_level), is_degradation
                 )
-                for scorer in SCORERS
-                if scorer != self._study.config.evaluation.primary_scorer
+                for scorer in (SCORERS if primary in SCORERS else ())
+                if scorer != primary
             },
         )
 

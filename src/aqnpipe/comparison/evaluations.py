@@ -18,7 +18,7 @@ from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.lineage import record_problems
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.config.evaluation import Scorer
+from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
@@ -76,7 +76,7 @@ class LoadedEvaluation:
 
 
 def load_evaluations(
-    sources: Iterable[EvaluationInput], scorer: Scorer, alpha: float
+    sources: Iterable[EvaluationInput], scorer: str, alpha: float
 ) -> dict[tuple[str, str, int, int], LoadedEvaluation]:
     """Read evaluations by (model role, arm, seed, step); DataError where a file is missing or malformed."""
     return {
@@ -85,8 +85,12 @@ def load_evaluations(
     }
 
 
-def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> LoadedEvaluation:
-    """Read one evaluation, its receipts and its record; DataError where a file is missing or malformed."""
+def load_evaluation(source: EvaluationInput, scorer: str, alpha: float) -> LoadedEvaluation:
+    """Read one evaluation, its receipts and its record; DataError where a file is missing or malformed.
+
+    `scorer` decides which responses are right: one of this package, or a function of the user's own.
+    """
+    scorer = scorer_column(scorer)
     rows, problems = _read_rows(source.table)
     receipts = read_json(source.receipt, EvaluationReceipts)
     record = read_json(source.record, RunRecord)
@@ -109,7 +113,7 @@ def load_evaluation(source: EvaluationInput, scorer: Scorer, alpha: float) -> Lo
     )
 
 
-def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: Scorer, alpha: float) -> pl.DataFrame:
+def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: str, alpha: float) -> pl.DataFrame:
     """Return the rows of `artifacts.AccuracyTable` for one evaluation, one per noise level."""
     table = (
         rows.group_by("noise_level")
@@ -173,7 +177,7 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
     return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
 
 
-def _levels(rows: pl.DataFrame, scorer: Scorer) -> dict[float, LevelScores]:
+def _levels(rows: pl.DataFrame, scorer: str) -> dict[float, LevelScores]:
     """Split the rows by noise level.
 
     A level is left empty if its passes have different questions, or if its questions have different samples. The

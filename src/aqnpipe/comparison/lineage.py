@@ -23,7 +23,7 @@ from aqnpipe.artifacts.training_facts import recorded_fact_problems
 from aqnpipe.config.evaluation import Scorer
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.data.scoring import grade, scorers_with
+from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
 from aqnpipe.models.loading import sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.models.untrained import is_untrained
@@ -73,13 +73,14 @@ class _Lineage:
         requested = problems if limit is None else problems.head(limit)
         return dict(zip(requested["question_id"], requested["gold_answer"], strict=True))
 
-    @property
-    def _scorers(self) -> tuple[Scorer, ...]:
-        return scorers_with(self._plan.study.config.evaluation.primary_scorer)
+    @cached_property
+    def _graders(self) -> dict[str, Grader]:
+        settings = self._plan.evaluation_settings
+        return graders_of(settings.primary_scorer, settings.scorer_sha256)
 
     @property
     def _scored_columns(self) -> list[str]:
-        return [f"{part}_{scorer}" for scorer in self._scorers for part in ("answer", "correct")]
+        return columns_of(self._graders)
 
     def _data(self, split: str) -> Path:
         return self._results / "data" / f"{split}.parquet"
@@ -222,8 +223,8 @@ class _Lineage:
             if gold is None:
                 continue
             if (response, gold) not in known:
-                grades = [grade(response, gold, scorer) for scorer in self._scorers]
-                known[response, gold] = tuple(part for graded in grades for part in (graded.answer, graded.correct))
+                grades = pairs({name: grade(response, gold) for name, grade in self._graders.items()})
+                known[response, gold] = tuple(grades.values())
             wrong += tuple(stored) != known[response, gold]
         return wrong
 

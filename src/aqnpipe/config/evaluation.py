@@ -8,6 +8,7 @@ from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, numbered_levels, settings_of
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
+from aqnpipe.config.own_code import OwnFunction, planned_digest
 
 Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
 """strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
@@ -19,9 +20,19 @@ harness_strict, harness_flexible: the filters strict-match and flexible-extract 
 with its exact_match, which compares strings.
 """
 
+OWN_SCORER = "own"
+"""Name of a scorer of a user's own in columns of tables."""
 
-def unfit_scorer(scorer: Scorer, answers: AnswerFormat) -> str | None:
-    """Return why a scorer can never find answers of a format right; None if it can."""
+
+def scorer_column(scorer: str) -> str:
+    """Return the name of a scorer in columns: its own, or `own` for a function."""
+    return OWN_SCORER if ":" in scorer else scorer
+
+
+def unfit_scorer(scorer: Scorer | OwnFunction, answers: AnswerFormat) -> str | None:
+    """Return why a scorer can never find answers of a format right; None if it can, or if it is a function."""
+    if ":" in scorer:
+        return None
     fitting: dict[AnswerFormat, tuple[Scorer, ...]] = {"text": ("text", "boxed"), "choice": ("letter",)}
     if answers in fitting and scorer not in fitting[answers]:
         return f"found {scorer}, expected {' or '.join(fitting[answers])} for answers of format {answers}"
@@ -62,7 +73,12 @@ class EvaluationConfig(FrozenModel):
         description="machine of the study on which the model before training is evaluated; null: the device without "
         "simulated faults. Checkpoints are evaluated on the machine of their arm",
     )
-    primary_scorer: Scorer = "strict"
+    primary_scorer: Scorer | OwnFunction = Field(
+        default="strict",
+        description="decides which responses are right: a scorer, or package.module:function of (response, "
+        "gold_answer), which returns True or False, or a pair of the answer found and that",
+    )
+    scorer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
     sampling: EvaluationSampling | None = Field(
         default=None, description="null: greedy decoding, one response per question and pass"
     )
@@ -75,6 +91,19 @@ class EvaluationConfig(FrozenModel):
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must not repeat a value")
         return self
+
+    @model_validator(mode="after")
+    def _only_functions_have_a_source(self) -> Self:
+        if self.scorer_sha256 is not None and ":" not in self.primary_scorer:
+            raise ValueError(f"scorer_sha256: {self.primary_scorer} has no source of yours, remove scorer_sha256")
+        return self
+
+    def planned(self) -> "EvaluationConfig":
+        """Return these settings with the digest of the scorer's source; ConfigError if there is none, or another."""
+        if ":" not in self.primary_scorer:
+            return self
+        digest = planned_digest(self.primary_scorer, self.scorer_sha256, "scorer_sha256")
+        return self.model_copy(update={"scorer_sha256": digest})
 
     @property
     def num_samples(self) -> int:

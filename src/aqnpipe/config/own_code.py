@@ -1,11 +1,14 @@
 """Functions of a user's own, named as `package.module:function`: where their source is, and its digest.
 
 The source is found without importing it, so that a workflow can tell quickly whether it changed. It is looked for
-where Python looks, and in the working directory.
+where Python looks, in the working directory, and in the folder of the study file. The loader of studies writes the last
+as `folder/package.module:function`, so that jobs need nothing but the name.
 """
 
 import ast
 import hashlib
+import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -18,35 +21,68 @@ from aqnpipe.config.validation_messages import FUNCTION_PATTERN
 from aqnpipe.errors import ConfigError
 
 OwnFunction = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
-"""A function as `package.module:function`."""
+"""A function as `package.module:function`, behind the folder of its module if that is no usual place."""
 
 
-def search_path() -> list[str]:
-    """Return where modules are looked for: Python's own places, then the working directory."""
-    return [*sys.path, str(Path.cwd())]
+def module_of(function: str) -> str:
+    """Return the name of a function's module, without its folder."""
+    return function.partition(":")[0].rpartition("/")[2]
+
+
+def search_path(function: str) -> list[str]:
+    """Return where a function's module is looked for: in its folder, else in Python's places and the working one."""
+    folder = function.partition(":")[0].rpartition("/")[0]
+    return [str(Path(folder).absolute())] if folder else [*sys.path, str(Path.cwd())]
+
+
+def located(function: str, study_folder: Path) -> str:
+    """Return a function that a study in `study_folder` names, with the folder of its module if that is no usual place.
+
+    A folder in the name is relative to the study. A module that is nowhere, and text that names no function, stay as
+    they are and are refused later.
+    """
+    if not re.match(FUNCTION_PATTERN, function):
+        return function
+    if "/" in function.partition(":")[0]:
+        return os.path.normpath(study_folder / function)
+    beside = os.path.normpath(study_folder / function)
+    return beside if "/" in beside and not _has_source(function) and _has_source(beside) else function
 
 
 def source_of(function: str) -> Path:
     """Return the file with the source of a function's module; ConfigError if there is none."""
-    module = function.partition(":")[0]
-    places, name = search_path(), ""
+    module = module_of(function)
+    places, name = search_path(function), ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
         found = PathFinder.find_spec(name, places)
         if found is None:
-            raise ConfigError(
-                f"{function}: no module {name} in the working directory or where Python looks (PYTHONPATH)"
-            )
+            raise ConfigError(f"{function}: no module {name} {_places(function)}")
         places = list(found.submodule_search_locations or ())
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         raise ConfigError(f"{function}: {module} has no Python source, expected a module of your own")
     return Path(found.origin)
 
 
+def _has_source(function: str) -> bool:
+    try:
+        source_of(function)
+    except ConfigError:
+        return False
+    return True
+
+
+def _places(function: str) -> str:
+    folder = function.partition(":")[0].rpartition("/")[0]
+    if folder:
+        return f"in {folder}"
+    return "in the working directory, beside the study file or where Python looks (PYTHONPATH)"
+
+
 def source_digest(function: str) -> str:
     """Return a digest of a function's source: of its whole package, or of its module and those it imports beside it."""
     source = source_of(function)
-    depth = function.partition(":")[0].count(".") + (source.name == "__init__.py")
+    depth = module_of(function).count(".") + (source.name == "__init__.py")
     if depth:
         root = source.parents[depth - 1]
         files = sorted(root.rglob("*.py"))
@@ -56,6 +92,14 @@ def source_digest(function: str) -> str:
     for path in files:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def planned_digest(function: str, given: str | None, key: str) -> str:
+    """Return the digest of a function's source; ConfigError if there is no source, or `given`, at `key`, is another."""
+    digest = source_digest(function)
+    if given not in (None, digest):
+        raise ConfigError(f"{function}: {key} is {given}, its source has {digest}")
+    return digest
 
 
 def _beside(source: Path, seen: set[Path]) -> set[Path]:

@@ -7,6 +7,7 @@ from typing import Any
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.dataset import Split
 from aqnpipe.config.diagnosis import SigmaStrategy
+from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault
@@ -198,6 +199,11 @@ class StudyPlan:
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
+    @cached_property
+    def evaluation_settings(self) -> EvaluationConfig:
+        """The settings of evaluations, with the digest of a scorer of the user's own."""
+        return self.study.config.evaluation.planned()
+
             arm=self.study.arms[arm].as_trained(),
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
@@ -214,6 +220,8 @@ class StudyPlan:
         """Return the parameters of an evaluation job (`EvaluationSpec` as plain data)."""
         config = self.study.config
         prepared = self.prepared_model(model, arm)
+            scorer=self.evaluation_settings.primary_scorer,
+            scorer_sha256=self.evaluation_settings.scorer_sha256,
         computed = config.models[prepared or model]
         return EvaluationSpec(
             model_role=model,
@@ -228,7 +236,7 @@ class StudyPlan:
             attention=computed.attention,
             prompt=config.prompt,
             generation=config.generation,
-            evaluation=config.evaluation,
+            evaluation=self.evaluation_settings,
         ).model_dump(mode="json")
 
     def loss_study_spec(self, model: str, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A job's spec contains only the settings that the job uses, so an edit elsewhere 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.evaluation import EvaluationConfig, Scorer
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import Attention, Dtype
@@ -18,7 +18,8 @@ from aqnpipe.device import RequestedDevice
 class TrainingSpec(FrozenModel):
     """One training run: an arm, a seed and the shared settings. `faults` are those of the arm's machine.
 
-    `seed` identifies the run; `random_seed` keys all its random numbers.
+    `seed` identifies the run; `random_seed` keys all its random numbers. `scorer`: grades validations; `scorer_sha256`:
+    digest of its source if it is a function of the user's own.
     """
 
     model_role: str
@@ -34,6 +35,8 @@ class TrainingSpec(FrozenModel):
     generation: GenerationConfig = GenerationConfig()
     training: TrainingConfig
 
+    scorer: Scorer | OwnFunction = "strict"
+    scorer_sha256: str | None = None
     @property
     def random_seed(self) -> int:
         """Seed of the run's prompts, sampling and noise."""

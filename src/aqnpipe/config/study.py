@@ -22,6 +22,7 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import Machine
 from aqnpipe.config.noise_names import with_numbered_noises
+from aqnpipe.config.own_code import located
 from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
@@ -320,7 +321,7 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
     """
     merged: Any = {}
     for path in paths:
-        merged = _extended(merged, _with_own_arms(read_study_file(path), path))
+        merged = _extended(merged, _with_own_code(_with_own_arms(read_study_file(path), path), path))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
     content = _extended(merged, typed_scalars(overrides))
     own_arms = {} if "checkpoints" in content else {"arms_file": _beside(paths[0], _ARMS_FILE)}
@@ -356,3 +357,22 @@ def _extended(base: Any, addition: Any) -> Any:
     if not isinstance(base, Mapping) or not isinstance(addition, Mapping):
         return addition
     return {**base, **{key: _extended(base.get(key), value) for key, value in addition.items()}}
+def _with_own_code(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
+    """Return the content of a study file with the folder of each function whose module is beside it."""
+    found, folder = dict(content), study_file.parent
+    training, evaluation = content.get("training"), content.get("evaluation")
+    if isinstance(training, Mapping) and isinstance(training.get("rewards"), list):
+        rewards = [_with_located(reward, "function", folder) for reward in training["rewards"]]
+        found["training"] = {**training, "rewards": rewards}
+    if isinstance(evaluation, Mapping):
+        found["evaluation"] = _with_located(evaluation, "primary_scorer", folder)
+    return found
+
+
+def _with_located(settings: Any, key: str, folder: Path) -> Any:
+    """Return settings with the function at a key located; others as they are."""
+    if isinstance(settings, Mapping) and isinstance(settings.get(key), str):
+        return {**settings, key: located(settings[key], folder)}
+    return settings
+
+

@@ -6,8 +6,7 @@ from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.evaluation import Scorer
-from aqnpipe.config.own_code import OwnFunction, source_digest
-from aqnpipe.errors import ConfigError
+from aqnpipe.config.own_code import OwnFunction, planned_digest
 
 ReportTo = Literal["tensorboard", "wandb"]
 
@@ -62,9 +61,7 @@ class Reward(FrozenModel):
         """Return this reward with the digest of its source; ConfigError if there is none, or if it is another one."""
         if self.function is None:
             return self
-        digest = source_digest(self.function)
-        if self.source_sha256 not in (None, digest):
-            raise ConfigError(f"{self.function}: source_sha256 is {self.source_sha256}, its source has {digest}")
+        digest = planned_digest(self.function, self.source_sha256, "source_sha256")
         return self.model_copy(update={"source_sha256": digest})
 
 

@@ -3,19 +3,13 @@
 A function gets the response, up to the stop text of the prompt format, and the gold answer, and returns a number.
 """
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
-from aqnpipe.config.own_code import search_path, source_digest, source_of
 from aqnpipe.config.training import Reward
+from aqnpipe.data.own_functions import load_function, planned_function, unusable_result
 from aqnpipe.data.scoring import is_correct
-from aqnpipe.errors import ConfigError, first_line
-
-_SHOWN = 60
 
 
 def weighted_rewards(rewards: Sequence[Reward], responses: Sequence[str], gold_answers: Sequence[str]) -> list[float]:
@@ -38,24 +32,6 @@ def refuse_unusable(reward: Reward) -> None:
         load_function(reward.function)
 
 
-def load_function(function: str) -> Callable[..., Any]:
-    """Import a function of a user's own; ConfigError with one line if that fails."""
-    source = source_of(function)
-    module, _, name = function.partition(":")
-    if search_path()[-1] not in sys.path:
-        sys.path.append(search_path()[-1])
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except Exception as error:
-        # Foreign code may raise anything when it is imported.
-        raise ConfigError(
-            f"{function}: {source} cannot be imported ({type(error).__name__}: {first_line(error)})"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{function}: {source} has no function {name}")
-    return found
-
-
 def _function_of(reward: Reward) -> Callable[[str, str], float]:
     scorer, function = reward.scorer, reward.function
     if scorer is not None:
@@ -68,24 +44,12 @@ def _function_of(reward: Reward) -> Callable[[str, str], float]:
 @cache
 def _checked(function: str, digest: str) -> Callable[[str, str], float]:
     """Return a function of a user's own with its result checked."""
-    if source_digest(function) != digest:
-        raise ConfigError(f"{function}: its source changed after the run was planned, start the workflow again")
-    call = load_function(function)
+    call = planned_function(function, digest)
 
     def value(response: str, gold: str) -> float:
-        try:
-            found = call(response, gold)
-        except Exception as error:
-            # Foreign code may raise anything.
-            raise ConfigError(
-                f"{function}: raised {type(error).__name__}: {first_line(error)}, for the response "
-                f"{response[:_SHOWN]!r} and the gold answer {gold[:_SHOWN]!r}"
-            ) from error
+        found = call(response, gold)
         if not isinstance(found, int | float) or not math.isfinite(found):
-            raise ConfigError(
-                f"{function}: returned {str(found)[:_SHOWN]!r} ({type(found).__name__}) for the response "
-                f"{response[:_SHOWN]!r}, expected a finite number"
-            )
+            raise unusable_result(function, found, response, "a finite number")
         return float(found)
 
     return value

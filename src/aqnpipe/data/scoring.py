@@ -73,11 +73,6 @@ def extract_answer(response: str, scorer: Scorer) -> str | None:
             return response.strip() or None
 
 
-def scorers_with(primary: Scorer) -> tuple[Scorer, ...]:
-    """Return the scorers that an evaluation applies: those of numbers, and its primary one."""
-    return SCORERS if primary in SCORERS else (*SCORERS, primary)
-
-
 def boxed_answer(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` whose braces are balanced; None if there is none."""
     start = text.rfind("\\boxed{")

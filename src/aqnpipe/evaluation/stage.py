@@ -1,6 +1,6 @@
 """The evaluate stage: one checkpoint, every question at every noise level, noise seed and sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,19 @@ from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.config.evaluation import Scorer
+from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import choose_examples, refuse_overlap
+from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids
-from aqnpipe.data.scoring import SCORERS, grade, scorers_with
 from aqnpipe.device import resolve_device
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.judgement import Judge
 from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of
 from aqnpipe.generation.backend import Completion
-from aqnpipe.models.loading import load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_tokenizer, refuse_removed, sha256_of
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
 
@@ -57,6 +57,7 @@ def evaluate(
     not those of the study (`evaluation.audit`); WorkerError if a worker did not start or all died.
     """
     config = spec.evaluation
+    refuse_removed(model_dir)
     torch.set_num_threads(config.threads)
     problems = read_table(test_problems, ProblemTable)
     if config.num_questions is not None:
@@ -69,14 +70,14 @@ def evaluate(
     check_context(prompts, config.max_response_tokens, read_model_config(model_dir).get("max_position_embeddings"))
     shards = shards_of(spec, prompts)
     expected = Expectation.of(spec, model_dir, test_problems, train_problems)
-    tables, passes, scorers = [], [], scorers_with(config.primary_scorer)
+    tables, passes, graders = [], [], graders_of(config.primary_scorer, config.scorer_sha256)
     max_tokens = max(map(len, prompts)) + config.max_response_tokens
     with open_runner(spec, model_dir, max_tokens) as runner:
         judge = Judge(expected, model_dir, str(runner.description["backend"]))
         for result in assembled_passes(spec, shards, runner.run(shards)):
             level, noise_seed = result.noise_level, result.noise_seed
             passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=result.receipt.check()))
-            tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text, scorers))
+            tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text, graders))
             judge.judge(result, tables[-1])
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             name = config.noise_names().get(level, f"{level:.0%}")
@@ -114,19 +115,22 @@ def score(
     noise_level: float,
     noise_seed: int,
     stop_text: str | None = None,
-    scorers: tuple[Scorer, ...] = SCORERS,
+    graders: Mapping[str, Grader] | None = None,
 ) -> pl.DataFrame:
     """Return the rows of one pass, sample by sample, with the columns of `EvaluationTable`.
 
-    A response ends at `stop_text`; its finish reason is then "stop", even if the tokens reached the limit.
+    A response ends at `stop_text`; its finish reason is then "stop", even if the tokens reached the limit. `graders`:
+    by column name; those of `strict` if there are none.
     """
     completions = [completion for sample in samples for completion in sample]
     decoded = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     texts = [end_of_response(text, stop_text) for text in decoded]
     golds = problems["gold_answer"].to_list() * len(samples)
-    grades = {
-        scorer: [grade(text, gold, scorer) for text, gold in zip(texts, golds, strict=True)] for scorer in scorers
-    }
+    graders = graders_of("strict") if graders is None else graders
+    grades = [
+        pairs({name: grade(text, gold) for name, grade in graders.items()})
+        for text, gold in zip(texts, golds, strict=True)
+    ]
     return pl.DataFrame(
         {
             "question_id": problems["question_id"].to_list() * len(samples),
@@ -134,22 +138,23 @@ def score(
             "noise_seed": [noise_seed] * len(texts),
             "sample": [number for number in range(len(samples)) for _ in range(len(problems))],
             "response": texts,
-            **{f"answer_{scorer}": [graded.answer for graded in found] for scorer, found in grades.items()},
-            **{f"correct_{scorer}": [graded.correct for graded in found] for scorer, found in grades.items()},
+            **{column: [graded[column] for graded in grades] for column in columns_of(graders)},
             "response_tokens": [len(c.token_ids) for c in completions],
             "finish_reason": [
                 "stop" if len(text) < len(full_text) else completion.finish_reason
                 for completion, text, full_text in zip(completions, texts, decoded, strict=True)
             ],
         },
-        schema_overrides={f"answer_{scorer}": pl.String for scorer in scorers},
+        schema_overrides={f"answer_{scorer}": pl.String for scorer in graders},
     )
 
 
-def pass_summary(rows: pl.DataFrame, primary: Scorer) -> str:
+def pass_summary(rows: pl.DataFrame, primary: str) -> str:
     """Return a line about a pass: correct responses, truncated ones, and for each scorer those without an answer."""
-    correct, truncated = int(rows[f"correct_{primary}"].sum()), int((rows["finish_reason"] == "length").sum())
-    missing = ", ".join(f"{scorer} {rows[f'answer_{scorer}'].null_count()}" for scorer in scorers_with(primary))
+    correct = int(rows[f"correct_{scorer_column(primary)}"].sum())
+    truncated = int((rows["finish_reason"] == "length").sum())
+    scorers = [name.removeprefix("answer_") for name in rows.columns if name.startswith("answer_")]
+    missing = ", ".join(f"{scorer} {rows[f'answer_{scorer}'].null_count()}" for scorer in scorers)
     return f"{correct}/{len(rows)} correct, {truncated} cut off; without an answer: {missing}"
 
 

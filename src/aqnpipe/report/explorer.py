@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from aqnpipe.config.analysis import PRETRAINED, ArmPair
+from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.study import Study
 from aqnpipe.report.inputs import Evaluated, ReportData
 from aqnpipe.report.responses import first_pass
@@ -101,7 +102,7 @@ def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, 
     model = next(study.arms[arm].model for arm in (pair.treatment, pair.control) if arm in study.arms)
     evaluations = [evaluated for evaluated in data.evaluations if evaluated.source.model == model]
     treatment, control = _last_by_seed(evaluations, pair.treatment), _last_by_seed(evaluations, pair.control)
-    scorer = study.config.evaluation.primary_scorer
+    scorer = scorer_column(study.config.evaluation.primary_scorer)
     parts, num_questions = [], 0
     for seed in sorted(seed for seed in {*treatment, *control} if seed is not None):
         first, second = treatment.get(seed, treatment.get(None)), control.get(seed, control.get(None))

@@ -19,7 +19,7 @@ from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.config.evaluation import Scorer
+from aqnpipe.config.evaluation import OWN_SCORER, Scorer, scorer_column
 from aqnpipe.config.evaluation_noise import numbered_levels
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.report.text import visible
@@ -83,16 +83,20 @@ class Responses:
         return {row["comparison_id"]: row for row in read_table(path, ComparisonTable).iter_rows(named=True)}
 
     @property
-    def primary_scorer(self) -> Scorer:
-        """The scorer of the study, from the record of an evaluation; `strict` if there is none."""
-        named = self._settings.get("primary_scorer")
-        return next((scorer for scorer in get_args(Scorer) if scorer == named), "strict")
+    def primary_scorer(self) -> str:
+        """The scorer of the study, from the record of an evaluation, as columns name it; `strict` if there is none."""
+        named = scorer_column(str(self._settings.get("primary_scorer", "strict")))
+        return named if named in (*get_args(Scorer), OWN_SCORER) else "strict"
+
+    def name_of(self, scorer: str) -> str:
+        """Return a scorer's name: that of the function if it is the study's own."""
+        return str(self._settings.get("primary_scorer", scorer)) if scorer == OWN_SCORER else scorer
 
     @cached_property
-    def scorers(self) -> tuple[Scorer, ...]:
+    def scorers(self) -> tuple[str, ...]:
         """The scorers whose answers and verdicts the evaluations have."""
         columns = _collect(pl.scan_parquet(self.checkpoints[0].path).head(0)).columns
-        return tuple(scorer for scorer in get_args(Scorer) if f"correct_{scorer}" in columns)
+        return tuple(scorer for scorer in (*get_args(Scorer), OWN_SCORER) if f"correct_{scorer}" in columns)
 
     def noise_names(self) -> dict[float, str]:
         """Return the names of the named noises by level, from the record of an evaluation."""

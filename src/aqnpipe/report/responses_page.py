@@ -147,7 +147,7 @@ class ResponsePages:
             "text": differing(row["response"], reference),
             "answers": [
                 {
-                    "scorer": scorer,
+                    "scorer": self._responses.name_of(scorer),
                     "text": row[f"answer_{scorer}"] or numbers.MISSING,
                     "correct": row[f"correct_{scorer}"],
                 }

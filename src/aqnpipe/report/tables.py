@@ -6,6 +6,7 @@ from typing import Any
 
 import polars as pl
 
+from aqnpipe.data.scoring import SCORERS
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis, Run
 from aqnpipe.report.words import Words
@@ -96,8 +97,15 @@ def table_of(
     return Table(name, caption, tuple(words(f"column.{key}") for key, _ in columns), rows, num_text_columns, note)
 
 
-def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> Table:
-    """Return the accuracy of every checkpoint at every level."""
+def accuracy_table(accuracy: pl.DataFrame, scorer: str, words: Words, run_link: RunLink) -> Table:
+    """Return the accuracy of every checkpoint at every level; `scorer` is the study's, named below the table.
+
+    The columns by scorers of numbers are left out where the study's is none of them: it grades answers of another kind.
+    """
+    by_number: list[Column] = [
+        ("strict", lambda row: numbers.percent(row["accuracy_strict"])),
+        ("last_number", lambda row: numbers.percent(row["accuracy_last_number"])),
+    ]
     columns: list[Column] = [
         ("arm", lambda row: row["arm"]),
         ("seed", lambda row: str(row["seed"])),
@@ -105,8 +113,7 @@ def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> T
         ("noise", lambda row: words.level(row["noise_level"])),
         ("accuracy", lambda row: numbers.percent(row["accuracy"])),
         ("interval", lambda row: words.span(row["ci_low"], row["ci_high"], numbers.percent)),
-        ("strict", lambda row: numbers.percent(row["accuracy_strict"])),
-        ("last_number", lambda row: numbers.percent(row["accuracy_last_number"])),
+        *(by_number if scorer in SCORERS else []),
         ("truncated", lambda row: numbers.percent(row["truncated_fraction"])),
         ("no_answer", lambda row: numbers.percent(row["parse_failure_fraction"])),
         ("questions", lambda row: numbers.count(row["num_questions"])),
@@ -119,6 +126,7 @@ def accuracy_table(accuracy: pl.DataFrame, words: Words, run_link: RunLink) -> T
         columns,
         accuracy,
         words,
+        note=words("accuracy.graded_by", scorer=scorer),
         link=lambda row: run_link(row["model"], row["arm"], row["seed"]),
     )
 

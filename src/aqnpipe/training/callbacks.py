@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from aqnpipe.data.graders import Grader
 from aqnpipe.data.prompts import end_of_response
-from aqnpipe.data.scoring import is_correct
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.sharding import gathered_weights
@@ -86,6 +86,7 @@ class ValidationCallback(TrainerCallback):
         tokenizer: Any,
         noise: NoisePlan,
         audit: TrainingAudit,
+        grade: Grader,
         max_response_tokens: int,
         seed: int,
         stop_text: str | None = None,
@@ -97,6 +98,7 @@ class ValidationCallback(TrainerCallback):
         self._tokenizer = tokenizer
         self._noise = noise
         self._audit = audit
+        self._grade = grade
         self._sampling = Sampling(max_response_tokens=max_response_tokens, stop_text=stop_text)
         self._seed = seed
         self._stop_text = stop_text
@@ -119,7 +121,7 @@ class ValidationCallback(TrainerCallback):
         whole = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         texts = [end_of_response(text, self._stop_text) for text in whole]
         golds = self._gold_answers[share]
-        correct = sum(is_correct(text, gold, "strict") for text, gold in zip(texts, golds, strict=True))
+        correct = sum(self._grade(text, gold).correct for text, gold in zip(texts, golds, strict=True))
         self.accuracy[state.global_step] = sum(gathered(correct)) / len(self._prompts)
         self._audit.end_validation(completions, self.accuracy[state.global_step])
 

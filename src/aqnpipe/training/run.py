@@ -15,6 +15,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import OwnRewardMetrics, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
+from aqnpipe.data.graders import grader
 from aqnpipe.data.prompts import (
     check_prompt_lengths,
     end_of_response,
@@ -252,6 +253,7 @@ def _validation(
         tokenizer=tokenizer,
         noise=noise,
         audit=audit,
+        grade=grader(spec.scorer, spec.scorer_sha256),
         max_response_tokens=spec.training.max_response_tokens,
         seed=spec.random_seed,
         stop_text=spec.prompt.stop_text,

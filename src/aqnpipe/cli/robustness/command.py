@@ -17,9 +17,11 @@ from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet
+from aqnpipe.config.own_code import OwnFunction
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.yaml_file import load_yaml
+from aqnpipe.data.graders import refuse_unusable_scorer
 from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
@@ -48,7 +50,9 @@ def robustness(
     layout: Annotated[str, typer.Option(help="bare or question_answer")] = "bare",
     instruction: Annotated[str, typer.Option(help="instruction in every prompt")] = "",
     shots: Annotated[int, typer.Option(min=0, help="training questions with answers before each question")] = 0,
-    scorer: Annotated[Scorer, typer.Option(help="how answers are graded")] = "strict",
+    scorer: Annotated[
+        str, typer.Option(help="how answers are graded: a scorer, or module:function of your own")
+    ] = "strict",
     operators: Annotated[OperatorSet, typer.Option(help="operators with noise")] = "matmul",
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
@@ -67,6 +71,7 @@ def robustness(
     sources = named_sources(checkpoints)
     _refuse_file(output)
     dataset = dataset_of(data, questions)
+    _validated(Scorer | OwnFunction, scorer, "--scorer")
     unfit = unfit_scorer(scorer, dataset.answer_format)
     if unfit is not None:
         raise ConfigError(f"--scorer: {unfit}")
@@ -89,6 +94,8 @@ def robustness(
         },
         "--levels, --noises, --noise-seeds, --max-tokens or --batch-size",
     )
+    refuse_unusable_scorer(evaluation)
+    evaluation = evaluation.planned()
     if 0.0 not in evaluation.noise_levels:
         raise ConfigError(f"--levels {levels}: expected 0 among them, to which the other levels are compared")
     specs = {
@@ -161,7 +168,7 @@ def _noises(presets: Sequence[str], path: Path | None) -> dict[str, Any]:
     return named | found
 
 
-def _validated(kind: Any, settings: dict[str, Any], options: str) -> Any:
+def _validated(kind: Any, settings: Any, options: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:

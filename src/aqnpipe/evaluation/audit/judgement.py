@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digest
-from aqnpipe.data.scoring import grade, scorers_with
+from aqnpipe.data.graders import columns_of, graders_of, pairs
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.facts import BatchFacts, Finding, RowFacts
@@ -37,7 +37,8 @@ class Judge:
         self._weights: str | None = None
         self._passes: list[PassFacts] = []
         self._texts: dict[tuple[int, ...], str] = {}
-        self._scorers = scorers_with(expectation.spec.evaluation.primary_scorer)
+        evaluation = expectation.spec.evaluation
+        self._graders = graders_of(evaluation.primary_scorer, evaluation.scorer_sha256)
         self._graded = cache(self._grades)
 
     def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
@@ -254,14 +255,10 @@ class Judge:
         )
 
     def _grade_columns(self) -> list[str]:
-        return [f"{part}_{scorer}" for scorer in self._scorers for part in ("answer", "correct")]
+        return columns_of(self._graders)
 
     def _grades(self, text: str, gold: str) -> Mapping[str, str | bool | None]:
-        found: dict[str, str | bool | None] = {}
-        for scorer in self._scorers:
-            graded = grade(text, gold, scorer)
-            found |= {f"answer_{scorer}": graded.answer, f"correct_{scorer}": graded.correct}
-        return found
+        return pairs({name: grade(text, gold) for name, grade in self._graders.items()})
 
     def _name(self, question: int) -> str:
         names = self._expected.question_ids

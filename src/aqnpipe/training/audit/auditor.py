@@ -27,6 +27,7 @@ from aqnpipe.artifacts.training_facts import (
     partial_problems,
 )
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.data.graders import grader
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine, TransformersRolloutEngine
@@ -172,13 +173,22 @@ class TrainingAudit(TrainerCallback):
         if len(texts) != len(golds):
             self._report(f"validation after step {step} has {len(texts)} answers to {len(golds)} questions")
             return
-        correct = sum(gathered(sum(grading.grades(texts, golds, stop))))
+        correct = sum(gathered(sum(self._grades(texts, golds, stop))))
         self._validated[step] = correct
         if abs(accuracy - correct / len(self._tests.golds)) > 1e-12:
             self._report(
                 f"validation after step {step} reports an accuracy of {accuracy:.4g}, graded again it is "
                 f"{correct / len(self._tests.golds):.4g}"
             )
+
+    def _grades(self, texts: Sequence[str], golds: Sequence[str], stop: str | None) -> list[bool]:
+        """Return the grades of validation answers again: by code of the audit's own, or by the study's scorer."""
+        spec = self._spec
+        if spec.scorer == "strict":
+            return grading.grades(texts, golds, stop)
+        cut = [text if stop is None else text.partition(stop)[0] for text in texts]
+        grade = grader(spec.scorer, spec.scorer_sha256)
+        return [grade(text, gold).correct for text, gold in zip(cut, golds, strict=True)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the trainer's settings, and observe its optimiser."""

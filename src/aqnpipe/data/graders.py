@@ -1,0 +1,72 @@
+"""Graders of an evaluation: scorers of this package, and a function of a user's own where it is the primary scorer.
+
+A function gets the response, up to the stop text of the prompt format, and the gold answer. It returns True or False,
+or a pair: the answer that it found (None: none) and True or False.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from aqnpipe.config.evaluation import EvaluationConfig, Scorer, scorer_column
+from aqnpipe.data.own_functions import load_function, planned_function, unusable_result
+from aqnpipe.data.scoring import SCORERS, Graded, grade
+
+Grader = Callable[[str, str], Graded]
+"""Grades a response by its gold answer."""
+
+_EXPECTED = "True or False, or a pair of the answer (text or None) and True or False"
+
+
+def graders_of(primary: Scorer | str, source_sha256: str | None = None) -> dict[str, Grader]:
+    """Return what an evaluation grades with, by column name: the scorers of numbers, and its primary one.
+
+    Raises ConfigError if a function's source has not the digest with which the evaluation was planned.
+    """
+    return {scorer: _scorer(scorer) for scorer in SCORERS} | {scorer_column(primary): grader(primary, source_sha256)}
+
+
+def grader(scorer: Scorer | str, source_sha256: str | None = None) -> Grader:
+    """Return the grader of a scorer, or of a function whose source has the digest with which its job was planned."""
+    if ":" not in scorer:
+        return _scorer(scorer)
+    if source_sha256 is None:
+        raise RuntimeError("a scorer of a user's own without the digest of its source; this is a bug")
+    return _own(scorer, planned_function(scorer, source_sha256))
+
+
+def refuse_unusable_scorer(settings: EvaluationConfig) -> None:
+    """Raise ConfigError if the scorer's function cannot be imported, or its source has another digest than is given."""
+    if settings.planned().scorer_sha256 is not None:
+        load_function(settings.primary_scorer)
+
+
+def pairs(graded: Mapping[str, Graded]) -> dict[str, str | bool | None]:
+    """Return gradings as columns of `EvaluationTable`: answer and verdict of every scorer."""
+    return {
+        name: value
+        for scorer, found in graded.items()
+        for name, value in ((f"answer_{scorer}", found.answer), (f"correct_{scorer}", found.correct))
+    }
+
+
+def columns_of(scorers: Mapping[str, Any]) -> list[str]:
+    """Return the columns of `EvaluationTable` that scorers fill."""
+    return [f"{part}_{scorer}" for scorer in scorers for part in ("answer", "correct")]
+
+
+def _scorer(scorer: Any) -> Grader:
+    return partial(grade, scorer=scorer)
+
+
+def _own(function: str, call: Callable[[str, str], Any]) -> Grader:
+    def graded(response: str, gold: str) -> Graded:
+        found = call(response, gold)
+        answer, verdict = found if isinstance(found, tuple) and len(found) == 2 else (response.strip() or None, found)
+        # Also NumPy's booleans, and 0 and 1; a share of points is not a verdict.
+        is_verdict = type(verdict).__name__ in ("bool", "bool_", "int", "float") and verdict in (0, 1)
+        if not is_verdict or not isinstance(answer, str | None):
+            raise unusable_result(function, found, response, _EXPECTED)
+        return Graded(answer, bool(verdict))
+
+    return graded

@@ -1,0 +1,69 @@
+"""Functions of a user's own, imported: each mistake in them is one line.
+
+Foreign code may raise anything, also SystemExit, when it is imported and when it is called.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from aqnpipe.config.own_code import module_of, search_path, source_digest, source_of
+from aqnpipe.errors import ConfigError, first_line
+
+_SHOWN = 60
+
+
+def load_function(function: str) -> Callable[..., Any]:
+    """Import a function of a user's own; ConfigError with one line if that fails."""
+    source = source_of(function)
+    name = function.partition(":")[2]
+    if search_path(function)[-1] not in sys.path:
+        sys.path.append(search_path(function)[-1])
+    try:
+        module = importlib.import_module(module_of(function))
+        found = getattr(module, name, None)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{function}: {source} cannot be imported ({_raised(error)})") from error
+    imported = Path(module.__file__ or "")
+    if imported.resolve() != source.resolve():
+        raise ConfigError(f"{function}: {source} is hidden by {imported}, which has its name: rename the module")
+    if not callable(found):
+        raise ConfigError(f"{function}: {source} has no function {name}")
+    return found
+
+
+@cache
+def planned_function(function: str, digest: str) -> Callable[[str, str], Any]:
+    """Return a function of (response, gold answer) whose source has the digest with which its job was planned.
+
+    Raises ConfigError if it has another one, and if the function raises.
+    """
+    if source_digest(function) != digest:
+        raise ConfigError(f"{function}: its source changed after the run was planned, start the workflow again")
+    call = load_function(function)
+
+    def value(response: str, gold: str) -> Any:
+        try:
+            return call(response, gold)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{function}: raised {_raised(error)}, for the response {response[:_SHOWN]!r} and the gold answer "
+                f"{gold[:_SHOWN]!r}"
+            ) from error
+
+    return value
+
+
+def unusable_result(function: str, found: object, response: str, expected: str) -> ConfigError:
+    """Return the error for a function that returned something else than expected."""
+    return ConfigError(
+        f"{function}: returned {str(found)[:_SHOWN]!r} ({type(found).__name__}) for the response "
+        f"{response[:_SHOWN]!r}, expected {expected}"
+    )
+
+
+def _raised(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
