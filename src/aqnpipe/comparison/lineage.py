@@ -20,7 +20,6 @@ from aqnpipe.artifacts.lineage import first_difference, record_problems
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
-from aqnpipe.config.evaluation import Scorer
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs

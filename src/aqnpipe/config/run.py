@@ -11,6 +11,7 @@ from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Fault
+from aqnpipe.config.own_code import OwnFunction
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.device import RequestedDevice
 
@@ -34,9 +35,9 @@ class TrainingSpec(FrozenModel):
     prompt: PromptFormat
     generation: GenerationConfig = GenerationConfig()
     training: TrainingConfig
-
     scorer: Scorer | OwnFunction = "strict"
     scorer_sha256: str | None = None
+
     @property
     def random_seed(self) -> int:
         """Seed of the run's prompts, sampling and noise."""
