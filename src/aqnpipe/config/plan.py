@@ -193,17 +193,17 @@ class StudyPlan:
             raise RuntimeError("a study of checkpoints has no training; this is a bug")
         return training.model_copy(update={"rewards": tuple(reward.planned() for reward in training.rewards)})
 
+    @cached_property
+    def evaluation_settings(self) -> EvaluationConfig:
+        """The settings of evaluations, with the digest of a scorer of the user's own."""
+        return self.study.config.evaluation.planned()
+
     def training_spec(self, arm: str, seed: int) -> dict[str, Any]:
         """Return the parameters of a training job (`TrainingSpec` as plain data)."""
         config, role = self.study.config, self.study.arms[arm].model
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
-    @cached_property
-    def evaluation_settings(self) -> EvaluationConfig:
-        """The settings of evaluations, with the digest of a scorer of the user's own."""
-        return self.study.config.evaluation.planned()
-
             arm=self.study.arms[arm].as_trained(),
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
@@ -214,14 +214,14 @@ class StudyPlan:
             prompt=config.prompt,
             generation=config.generation,
             training=self._planned_training,
+            scorer=self.evaluation_settings.primary_scorer,
+            scorer_sha256=self.evaluation_settings.scorer_sha256,
         ).model_dump(mode="json")
 
     def evaluation_spec(self, *, model: str, arm: str, seed: str, step: str) -> dict[str, Any]:
         """Return the parameters of an evaluation job (`EvaluationSpec` as plain data)."""
         config = self.study.config
         prepared = self.prepared_model(model, arm)
-            scorer=self.evaluation_settings.primary_scorer,
-            scorer_sha256=self.evaluation_settings.scorer_sha256,
         computed = config.models[prepared or model]
         return EvaluationSpec(
             model_role=model,

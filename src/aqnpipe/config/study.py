@@ -347,16 +347,6 @@ def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str,
     return {**content, "arms_file": _beside(study_file, name)} if isinstance(name, str) else content
 
 
-def _beside(study_file: Path, name: str) -> str:
-    """Return the path of a file that a study file names, relative to the working directory or absolute."""
-    return os.path.normpath(study_file.parent / name)
-
-
-def _extended(base: Any, addition: Any) -> Any:
-    """Return `base` with the keys of `addition`; mappings are merged, anything else is replaced."""
-    if not isinstance(base, Mapping) or not isinstance(addition, Mapping):
-        return addition
-    return {**base, **{key: _extended(base.get(key), value) for key, value in addition.items()}}
 def _with_own_code(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
     """Return the content of a study file with the folder of each function whose module is beside it."""
     found, folder = dict(content), study_file.parent
@@ -376,3 +366,13 @@ def _with_located(settings: Any, key: str, folder: Path) -> Any:
     return settings
 
 
+def _beside(study_file: Path, name: str) -> str:
+    """Return the path of a file that a study file names, relative to the working directory or absolute."""
+    return os.path.normpath(study_file.parent / name)
+
+
+def _extended(base: Any, addition: Any) -> Any:
+    """Return `base` with the keys of `addition`; mappings are merged, anything else is replaced."""
+    if not isinstance(base, Mapping) or not isinstance(addition, Mapping):
+        return addition
+    return {**base, **{key: _extended(base.get(key), value) for key, value in addition.items()}}
