@@ -167,7 +167,8 @@ def rates(design: Design, number: int, seed: int) -> dict[str, float]:
 def mean_detectable(design: Design, number: int, seed: int) -> float:
     """Return the mean minimum detectable difference of the first two arms, as the report prints it for one test."""
     spreads = [spread_of_pair(study) for study in studies(design, number, seed)]
-    return float(np.mean([spread.minimum_detectable(0.025, 0.8) for spread in spreads if spread is not None]))
+    found = [spread.minimum_detectable(0.025, 0.8) / spread.standard_error_bias for spread in spreads if spread]
+    return float(np.mean(found))
 
 
 def grid(arms: tuple[int, ...], scatter: float) -> list[Design]:

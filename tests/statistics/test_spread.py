@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -64,6 +65,14 @@ def test_a_limit_makes_large_errors_impossible():
 def test_freedom_of_the_standard_error_by_hand():
     """Satterthwaite: (1 + 3)^2 / (1/2 + 9/18) = 16."""
     assert spread_of((1.0, 2.0), (3.0, 18.0)).sampling_freedom == pytest.approx(16)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "bias"), [(1.0, math.sqrt(2 / math.pi)), (2.0, math.sqrt(math.pi) / 2), (1e6, 1.0)]
+)
+def test_a_standard_error_from_few_seeds_is_too_small_on_average(freedom, bias):
+    """The means of |z| and of the root of an exponential number."""
+    assert spread_of((0.04, freedom)).standard_error_bias == pytest.approx(bias)
 
 
 def test_detectable_difference_is_found_with_its_power():

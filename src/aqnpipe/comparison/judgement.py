@@ -7,6 +7,7 @@ from aqnpipe.comparison.contrasts import Contrast
 from aqnpipe.config.analysis import Comparison, StatisticsConfig, TestedClaim
 from aqnpipe.statistics.crossed_effects import Estimate, VarianceParts, questions_needed, seeds_needed
 from aqnpipe.statistics.multiple_testing import interval_level
+from aqnpipe.statistics.spread import Spread
 
 EFFECTS = (0.01, 0.02, 0.05)
 """True differences, as fractions, for which the number of seeds is given."""
@@ -98,13 +99,18 @@ def judge(
         ci_low=low,
         ci_high=high,
         verdict=verdict_of(contrast, estimate, p_holm, settings.alpha, strictest),
-        minimum_detectable=estimate.spread.minimum_detectable(*sizes) if estimate.spread else None,
+        minimum_detectable=_minimum_detectable(estimate.spread, *sizes),
         seeds_needed=seeds_needed(parts, estimate.num_questions, distance, *sizes) if more_seeds else None,
         questions_needed=questions_needed(parts, estimate.num_seeds, distance, *sizes) if can_extrapolate else None,
         seeds_for=tuple(seeds_needed(parts, estimate.num_questions, effect, *sizes) for effect in EFFECTS)
         if more_seeds and claim.margin is None
         else (),
     )
+
+
+def _minimum_detectable(spread: Spread | None, tail: float, power: float) -> float | None:
+    """Return the smallest true distance that is found with `power`; `spread` is an estimate from this data."""
+    return None if spread is None else spread.minimum_detectable(tail, power) / spread.standard_error_bias
 
 
 def verdict_of(contrast: Contrast, estimate: Estimate, p_holm: float, alpha: float, strictest: float) -> ClaimVerdict:

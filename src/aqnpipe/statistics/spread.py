@@ -79,6 +79,14 @@ class Spread:
         """Degrees of freedom with which the variance is estimated (Satterthwaite 1946, Biometrics Bull. 2:110)."""
         return self.variance**2 / sum(part.variance**2 / part.sampling_freedom for part in self.parts)
 
+    @property
+    def standard_error_bias(self) -> float:
+        """Mean of the estimated standard error divided by the true one (Holtzman 1950, Am. J. Psychol. 63:615)."""
+        if self.sampling_freedom > _KNOWN_FREEDOM:
+            return 1.0
+        half = self.sampling_freedom / 2
+        return math.exp(special.gammaln(half + 0.5) - special.gammaln(half)) / math.sqrt(half)
+
     @cached_property
     def _scales(self) -> tuple[FloatArray, FloatArray]:
         """Quadrature of the unknown standard errors, relative to the estimated one, with their probabilities."""
@@ -119,8 +127,8 @@ class Spread:
     def minimum_detectable(self, tail: float, power: float) -> float:
         """Smallest true distance from the hypothesis that a one-sided test at level `tail` detects with `power`.
 
-        From the noncentral t distribution, because the standard error is itself an estimate. Simulated power at the
-        mean printed value: benchmarks/statistics_power.md.
+        From the noncentral t distribution, because the test estimates the standard error, with the variances of this
+        spread as the true ones. Where they are estimates, divide by `standard_error_bias`.
         """
         critical, freedom = self.quantile(1 - tail), self.sampling_freedom
         if freedom > _KNOWN_FREEDOM:
