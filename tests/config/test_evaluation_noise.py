@@ -128,3 +128,20 @@ def test_mistakes_are_one_line(study, message):
         load_study(study, "s.yaml")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_attention_follows_the_model_and_another_one_is_refused():
+    given = {"operator_noise": IN_LAYER["operator_noise"] | {"attention": "fused"}}
+    with pytest.raises(ConfigError) as refused:
+        evaluation_of({"x": given})
+    assert str(refused.value) == (
+        "config: evaluation.noises.x.operator_noise.attention: found fused, the model computes attention eager, whose "
+        "noise is decomposed: leave attention out (model a)"
+    )
+    on_sdpa = {"a": {"source": "tiny", "attention": "sdpa"}}
+    config = load_study(content({"x": given}, checkpoints=on_sdpa)).config
+    # As a job reads it again.
+    evaluation = EvaluationConfig.model_validate(config.evaluation.model_dump(mode="json"))
+    assert evaluation.noise_at(1.0, "sdpa")[0].attention == "fused"
+    with pytest.raises(ConfigError, match="found fused, the model computes attention eager"):
+        evaluation.noise_at(1.0, "eager")

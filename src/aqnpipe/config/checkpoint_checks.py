@@ -11,6 +11,7 @@ from aqnpipe.config.cross_references import (
     explore_problems,
     layer_problems,
     machine_problems,
+    noised_attention_problems,
     scorer_problems,
     size_problems,
     vllm_evaluation_problems,
@@ -29,6 +30,7 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
     yield from scorer_problems(study, source)
     yield from machine_problems(study, source)
     yield from layer_problems(study, arms, source)
+    yield from noised_attention_problems(study, source)
     yield from vllm_evaluation_problems(study, study.checkpoints, "checkpoints", source)
     yield from comparison_problems(study, study.arms, source)
     yield from explore_problems(study, arms, study.arms, source)

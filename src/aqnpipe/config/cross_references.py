@@ -27,6 +27,7 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
     yield from scorer_problems(study, source)
     yield from machine_problems(study, source)
     yield from layer_problems(study, arms, source)
+    yield from noised_attention_problems(study, source)
     yield from _attention_problems(study, arms, source)
     yield from _vllm_problems(study, arms, source)
     yield from _schedule_problems(study, arms)
@@ -130,6 +131,15 @@ def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str
                 continue
             where = f"{study.arms_file}: arms.{arm_name}"
             yield from noised_layer_problems(noise, num_layers, where, f"{role} ({model.source})")
+
+
+def noised_attention_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
+    """Yield named noises of the evaluation on attention as a model does not compute it."""
+    for role, model in study.models.items():
+        for name, named in study.evaluation.noises.items():
+            problem = settings_of(named).attention_problem(model.attention)
+            if problem is not None:
+                yield f"{source}: evaluation.noises.{name}.{problem} (model {role})"
 
 
 def noised_layer_problems(noise: OperatorNoise, num_layers: int, where: str, model: str) -> Iterator[str]:

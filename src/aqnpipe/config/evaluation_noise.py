@@ -21,6 +21,7 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     is_active,
 )
+from aqnpipe.errors import ConfigError
 
 Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4"]
 """4-bit weights, with 16-bit (w4a16) or 4-bit (w4a4) activations, in all linear modules but the output projection."""
@@ -29,9 +30,14 @@ PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 
 class _OperatorNoise(OperatorNoise):
-    """Operator noise as in an arm, whose phase is `evaluation`."""
+    """Operator noise as in an arm, whose phase is `evaluation`, and whose attention is that of each model."""
 
     phases: tuple[Phase, ...] = ("evaluation",)
+    attention: Literal["decomposed", "fused"] | None = Field(  # type: ignore[assignment]
+        default=None,
+        description="null: follows the model, both products with eager attention (decomposed), one operator else "
+        "(fused); another value than the model's is refused",
+    )
 
 
 class _ModuleNoise(ModuleNoise):
@@ -45,7 +51,7 @@ class EvaluationNoise(FrozenModel):
 
     operator_noise: _OperatorNoise | None = Field(
         default=None,
-        description="as in an arm; attention follows the model: both products with eager attention, one operator else",
+        description="as in an arm; attention follows the model",
     )
     module_noise: _ModuleNoise | None = Field(default=None, description="as in an arm")
 
@@ -65,8 +71,20 @@ class EvaluationNoise(FrozenModel):
         """Return the noise on operators for a model with that implementation of attention; None if there is none."""
         if self.operator_noise is None:
             return None
-        settings = {"attention": "decomposed" if attention == "eager" else "fused"}
-        return OperatorNoise.model_validate(self.operator_noise.model_dump() | settings)
+        problem = self.attention_problem(attention)
+        if problem is not None:
+            raise ConfigError(problem)
+        return OperatorNoise.model_validate(self.operator_noise.model_dump() | {"attention": _noised(attention)})
+
+    def attention_problem(self, attention: str) -> str | None:
+        """Return why the noise on operators cannot be had with an implementation of attention; None if it can."""
+        given = None if self.operator_noise is None else self.operator_noise.attention
+        if given in (None, _noised(attention)):
+            return None
+        return (
+            f"operator_noise.attention: found {given}, the model computes attention {attention}, whose noise is "
+            f"{_noised(attention)}: leave attention out"
+        )
 
     def modules(self) -> ModuleNoise | None:
         """Return the noise on modules; None if there is none."""
@@ -77,6 +95,10 @@ class EvaluationNoise(FrozenModel):
         """Whether another noise seed gives other numbers; roundings and biases are the same every time."""
         errors = [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
         return any(isinstance(error, RelativeGaussian | AbsoluteGaussian) and is_active(error) for error in errors)
+
+
+def _noised(attention: str) -> str:
+    return "decomposed" if attention == "eager" else "fused"
 
 
 def preset(name: Preset) -> EvaluationNoise:

@@ -13,7 +13,7 @@ from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer, unfit_scorer
-from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile
+from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile, settings_of
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet
@@ -94,6 +94,10 @@ def robustness(
         },
         "--levels, --noises, --noise-seeds, --max-tokens or --batch-size",
     )
+    for name, named in evaluation.noises.items():
+        unlike = settings_of(named).attention_problem(attention)
+        if unlike is not None:
+            raise ConfigError(f"--noises: {name}.{unlike} (--attention)")
     refuse_unusable_scorer(evaluation)
     evaluation = evaluation.planned()
     if 0.0 not in evaluation.noise_levels:
