@@ -17,6 +17,7 @@ include: "workflow/rules/prepare.smk"
 include: "workflow/rules/diagnose.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/retention.smk"
 include: "workflow/rules/loss_study.smk"
 include: "workflow/rules/looks.smk"
 include: "workflow/rules/report.smk"
@@ -30,6 +31,7 @@ localrules:
     generate_layer_sigmas,
     compare_losses,
     check_published,
+    remove_weights,
 
 
 # All results, not only the report: Snakemake would not make a deleted evaluation again for a report that exists.
@@ -40,6 +42,7 @@ rule all:
         rules.report.input,
         rules.compare.output,
         rules.compare.input,
+        after_looks(lambda plan: plan.removal_files()),
     message:
         "all results are complete"
 

@@ -344,6 +344,36 @@ def test_editing_a_module_re_runs_the_stages_that_use_it(copy_of):
     assert "prepare_data" not in planned
 
 
+def test_weights_that_are_not_kept_go_and_nothing_is_made_again(copy_of):
+    """No job is left then, and an evaluation that needs the weights is refused before anything is deleted."""
+    copy_of.edit_yaml(STUDY, lambda study: study.update(keep="last"))
+    assert copy_of.planned() == {"remove_weights": 2}
+    run = copy_of.snakemake()
+    assert run.returncode == 0, run.stdout
+    runs = copy_of.folder / RESULTS / "runs" / "base" / "baseline" / "seed0"
+    assert not (runs / "checkpoints" / "step4" / "model.safetensors").exists()
+    assert (runs / "checkpoints" / "step8" / "model.safetensors").is_file()
+    record = json.loads((runs / "run.json").read_text())["outputs_sha256"]
+    removed = json.loads((runs / "checkpoints" / "step4" / "removed_weights.json").read_text())
+    assert removed["files_sha256"] == {"model.safetensors": record["checkpoints/step4/model.safetensors"]}
+    assert copy_of.planned() == {}
+
+    evaluations = copy_of.folder / RESULTS / "eval"
+    before = {path: path.read_bytes() for path in evaluations.rglob("*") if path.is_file()}
+    copy_of.edit_yaml(STUDY, lambda study: study["evaluation"].update(max_response_tokens=20))
+    line = "step4: its weights were removed after their evaluation (keep: last); to get them again, remove "
+    assert line in copy_of.snakemake("--dry-run").stdout
+    refused = copy_of.snakemake()
+    assert refused.returncode != 0
+    assert line in refused.stdout
+    assert "Traceback" not in refused.stdout
+    assert {path: path.read_bytes() for path in evaluations.rglob("*") if path.is_file()} == before
+    for run_folder in (runs, runs.parents[1] / "srdd_guided" / "seed0"):
+        shutil.rmtree(run_folder)
+    planned = copy_of.planned()
+    assert (planned["train"], planned["evaluate"], planned["remove_weights"]) == (2, 5, 2)
+
+
 def test_a_single_rule_can_be_re_run(finished):
     assert finished.planned(f"{RESULTS}/report.html", "-R", "compare") == {"compare": 1, "report": 1}
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
+from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.cli.check import announcement
 from aqnpipe.cli.front_door import device_problem, open_study, shown_path
 from aqnpipe.cli.report import PARTIAL
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DeviceError
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DeviceError, ModelError
 from aqnpipe.report.closing import closing_lines
 from aqnpipe.runtime.run_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
@@ -68,8 +69,31 @@ onstart:
         problem = device_problem(STUDY.config.device) if workflow.local_exec else None
         if problem:
             refuse(DeviceError(f"{STUDY_FILE}: {problem}"))
+        if gone := removed_weights_needed():
+            refuse(ModelError(gone))
         if DESIGN is not None:
             register_design(RESULTS, DESIGN)
+
+
+def removed_weights_needed():
+    """Return why checkpoints cannot be evaluated again: their weights were removed. None if no planned job needs them.
+
+    Asked before anything runs, because Snakemake deletes the outputs of a job, here the earlier evaluation, when it starts.
+    """
+    dag = workflow.dag
+    needed = [job for job in dag.needrun_jobs(exclude_finished=False) if job.rule.name == "evaluate"]
+    gone = []
+    for job in needed if STUDY.has_training else ():
+        is_trained_again = any(dag.needrun(other) for other in dag.dependencies[job] if other.rule.name == "train")
+        if not is_trained_again and (reason := why_weights_are_gone(Path(job.input.model).parent)):
+            gone.append(reason)
+    return f"{gone[0]}{f' (and {len(gone) - 1} more)' if len(gone) > 1 else ''}" if gone else None
+
+
+def announce_refusal():
+    """Print at the end of a dry run that the run itself would be refused, and why."""
+    if workflow.scheduler is not None and (gone := removed_weights_needed()):
+        print(f"ERROR: {gone}", file=sys.stderr)
 
 
 def finish() -> None:
@@ -94,8 +118,8 @@ def name_report() -> None:
         print(f"report: {RESULTS}/report.html", file=sys.stderr)
 
 
-if workflow.is_main_process and not workflow.output_settings.dryrun:
-    atexit.register(name_report)
+if workflow.is_main_process:
+    atexit.register(announce_refusal if workflow.output_settings.dryrun else name_report)
 
 
 # Printed once, before a large study and in its dry run. Every job reads this file again and must print nothing.

@@ -22,6 +22,8 @@ rule evaluate:
     conda:
         "../envs/aqnpipe.yaml"
     threads: STUDY.config.evaluation.threads * workers("evaluate")
+    # Where weights are removed, before further training, which needs the space.
+    priority: 0 if STUDY.config.keep == "all" else 1
     resources:
         mem_mb=4000,
     params:

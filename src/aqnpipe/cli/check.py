@@ -18,6 +18,7 @@ from aqnpipe.cli.front_door import device_problem, open_study
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, memory_lines
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.training import Keep
 from aqnpipe.errors import ConfigError
 
 LARGE_STUDY_HOURS = 4.0
@@ -34,6 +35,7 @@ class CheckedStudy(FrozenModel):
     num_steps: int
     checkpoint_steps: tuple[int, ...]
     num_comparisons: int
+    keep: Keep
     jobs: dict[str, int]
     estimate: Estimate | None
     missing: str | None
@@ -95,6 +97,7 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
         num_steps=plan.num_steps,
         checkpoint_steps=tuple(plan.checkpoint_steps),
         num_comparisons=len(plan.study.comparisons()),
+        keep=plan.study.config.keep,
         jobs=plan.jobs(),
         estimate=estimate,
         missing=missing,
@@ -185,7 +188,21 @@ def _lines(checked: CheckedStudy) -> list[str]:
         ),
         f"  from: {_sources(estimate)}",
         f"  not counted: {', '.join(estimate.not_counted)}",
+        _disk(estimate, checked.keep),
     ]
+
+
+def _disk(estimate: Estimate, keep: Keep) -> str:
+    """Return a line on the disk space of the results."""
+    parts = {
+        "prepared models": estimate.model_gigabytes,
+        f"checkpoints at the end, keep {keep}": estimate.checkpoint_gigabytes,
+        "resume points of an active run": estimate.working_gigabytes,
+        "its checkpoints before they are removed": estimate.removed_gigabytes,
+    }
+    shown = ", ".join(f"{name} {size:,.3g} GB" for name, size in parts.items() if size)
+    further = f"; each further run at the same time {estimate.run_gigabytes:,.3g} GB" if estimate.run_gigabytes else ""
+    return f"disk: {estimate.disk_gigabytes:,.3g} GB ({shown}{further}); without responses, receipts and logs"
 
 
 def _summary(estimate: Estimate) -> str:

@@ -107,12 +107,26 @@ class Estimate(FrozenModel):
     generated_tokens: float
     flops: float
     device_hours: float
-    checkpoint_gigabytes: float = Field(description="saved checkpoints of all runs")
+    checkpoint_gigabytes: float = Field(description="checkpoints of all runs that the study keeps")
+    removed_gigabytes: float = Field(
+        default=0.0, description="checkpoints of the largest run that are removed after their evaluation"
+    )
     working_gigabytes: float = Field(description="resume points of the largest run during training, without adapters")
+    model_gigabytes: float = Field(default=0.0, description="prepared models, in the number format they compute in")
     parameters: dict[str, float]
     rates: Rates
     assumed: tuple[str, ...]
     not_counted: tuple[str, ...]
+
+    @property
+    def disk_gigabytes(self) -> float:
+        """The most that is on the disk while one run is active; every further active run adds `run_gigabytes`."""
+        return self.model_gigabytes + self.checkpoint_gigabytes + self.run_gigabytes
+
+    @property
+    def run_gigabytes(self) -> float:
+        """What is on the disk only while a run is active: its resume points, and checkpoints that are not kept."""
+        return self.working_gigabytes + self.removed_gigabytes
 
 
 class _Work(FrozenModel):
@@ -151,6 +165,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     prompt, prompt_source = mean_prompt_tokens(plan, assumptions)
     rates = assumptions.rates or default_rates(plan)
     sizes = {name: _size_of(plan, name, assumptions) for name in plan.study.models()}
+    stored = _checkpoint_bytes(plan, sizes)
     work = [*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)]
     phases = _summed([part.cost(sizes[part.role], rates) for part in work])
     num_jobs = len(plan.runs()) + plan.num_evaluations
@@ -160,7 +175,12 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         generated_tokens=sum(phase.generated_tokens for phase in phases),
         flops=sum(phase.flops for phase in phases),
         device_hours=hours,
-        checkpoint_gigabytes=_checkpoint_bytes(plan, sizes) / 1e9,
+        checkpoint_gigabytes=sum(_kept_checkpoints(plan) * stored[role] for role, _, _ in plan.runs()) / 1e9,
+        removed_gigabytes=_removed_checkpoints(plan) * max(stored.values(), default=0.0) / 1e9,
+        model_gigabytes=sum(
+            size.num_parameters * BYTES[plan.study.config.models[role].dtype] for role, size in sizes.items()
+        )
+        / 1e9,
         working_gigabytes=max(_working_bytes(plan, size) for size in sizes.values()) / 1e9,
         parameters={role: float(size.num_parameters) for role, size in sizes.items()},
         rates=rates,
@@ -315,17 +335,25 @@ def _summed(costs: list[PhaseCost]) -> tuple[PhaseCost, ...]:
     )
 
 
-def _checkpoint_bytes(plan: StudyPlan, sizes: Mapping[str, Size]) -> float:
-    """Return the size of all checkpoints: of whole weights, or of adapters, which are stored in float32."""
+def _checkpoint_bytes(plan: StudyPlan, sizes: Mapping[str, Size]) -> dict[str, float]:
+    """Return the size of a checkpoint by role: of whole weights, or of adapters, which are stored in float32."""
     training = plan.study.config.training
     if training is None:
-        return 0.0
-    kept, lora = len(plan.checkpoint_steps), training.lora
-    stored = {
+        return {}
+    lora = training.lora
+    return {
         role: size.num_parameters * BYTES[training.weights_dtype] if lora is None else _adapter_bytes(size, lora)
         for role, size in sizes.items()
     }
-    return sum(kept * stored[role] for role, _, _ in plan.runs())
+
+
+def _kept_checkpoints(plan: StudyPlan) -> int:
+    """Return the number of checkpoints of a run that stay."""
+    return len(plan.checkpoint_steps) - _removed_checkpoints(plan)
+
+
+def _removed_checkpoints(plan: StudyPlan) -> int:
+    return len(plan.checkpoint_steps) - 1 if plan.removal_files() else 0
 
 
 def _adapter_bytes(size: Size, lora: LoraConfig) -> float:

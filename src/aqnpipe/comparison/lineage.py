@@ -18,6 +18,7 @@ from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.lineage import first_difference, record_problems
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.retention import read_removed
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
 from aqnpipe.config.plan import StudyPlan
@@ -126,7 +127,13 @@ class _Lineage:
         if self._weights[checkpoint] == self._prepared_weights(model):
             return False
         folder = self._results / "runs" / model / arm / f"seed{seed}" / "checkpoints" / f"step{step}"
-        return not is_untrained(folder, self._results / "models" / model)
+        try:
+            untrained = is_untrained(folder, self._results / "models" / model)
+        except FileNotFoundError:
+            untrained = False
+        # Asked afterwards: the record is written before weights are removed, which may happen meanwhile.
+        removed = read_removed(folder)
+        return not (untrained if removed is None else removed.untrained)
 
     def _prepared_weights(self, model: str) -> str | None:
         folder = self._results / "models" / model

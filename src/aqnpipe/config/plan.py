@@ -73,6 +73,7 @@ class StudyPlan:
             "generate_layer_sigmas": len(self.all_sigmas_files()),
             "train": len(self.runs()),
             "evaluate": self.num_evaluations,
+            "remove_weights": len(self.removal_files()),
             "look": int(self.study.adaptive_seeds is not None),
             "loss_study": len(losses),
             "compare_losses": len(losses),
@@ -133,6 +134,11 @@ class StudyPlan:
     def run_files(self, name: str) -> list[str]:
         """Return the file `name` of every run, in the order of `runs`."""
         return [f"{self.results}/runs/{role}/{arm}/seed{seed}/{name}" for role, arm, seed in self.runs()]
+
+    def removal_files(self) -> list[str]:
+        """Return the records of kept and removed weights, one per run; none if all weights are kept."""
+        removes = self.study.config.keep != "all" and len(self.checkpoint_steps) > 1
+        return self.run_files("weights.json") if removes else []
 
     def evaluation_files(self, suffix: str) -> list[str]:
         """Return the file with `suffix` of every evaluation, in the order of `evaluations`."""
@@ -266,8 +272,15 @@ class StudyPlan:
         return next(settings for settings in studies if (settings.model, settings.name) == (model, name))
 
     def study_params(self) -> dict[str, Any]:
-        """Return the whole study as plain data, for jobs that need all of it."""
-        return self.study.model_dump(mode="json")
+        """Return the whole study as plain data, for jobs that need all of it; `keep` changes none of their results."""
+        return self.study.model_dump(mode="json", exclude={"config": {"keep"}})
+
+    def of_run(self, arm: str, seed: int) -> "StudyPlan":
+        """Return the plan of a single run and its evaluations, without comparisons."""
+        config = self.study.config.model_copy(
+            update={"arms": (arm,), "seeds": (seed,), "comparisons": (), "loss_studies": ()}
+        )
+        return StudyPlan(Study(config=config, arms={arm: self.study.arms[arm]}))
 
     def params_at_look(self, look: int) -> dict[str, Any]:
         """Return `study_params` of a study that adds seeds as if a look were its last, whatever its maximum is."""
@@ -275,7 +288,7 @@ class StudyPlan:
         if rule is None:
             raise ValueError("the seeds of the study are fixed")
         ending = config.model_copy(update={"seeds": rule.model_copy(update={"max": rule.seeds_at(look)})})
-        return self.study.model_copy(update={"config": ending, "seeds_per_arm": None}).model_dump(mode="json")
+        return StudyPlan(self.study.model_copy(update={"config": ending, "seeds_per_arm": None})).study_params()
 
 
 def sigmas_name(strategy: SigmaStrategy) -> str:

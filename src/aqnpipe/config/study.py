@@ -24,7 +24,7 @@ from aqnpipe.config.noise import Machine
 from aqnpipe.config.noise_names import with_numbered_noises
 from aqnpipe.config.own_code import located
 from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
-from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.training import Keep, TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, typed_scalars, validated
 from aqnpipe.device import RequestedDevice
@@ -91,6 +91,11 @@ class StudyConfig(_SharedSettings):
         description="training seeds of every arm, or a rule by which seeds are added until the claims are decided"
     )
     training: TrainingConfig
+    keep: Keep = Field(
+        default="all",
+        description="weights of each run that stay once all its checkpoints are evaluated and their receipts accepted: "
+        "after the last step, after the best one (most accurate at the lowest noise level), or all",
+    )
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     sigma_rule: SigmaRule = SigmaRule()
     loss_studies: tuple[LossStudyConfig, ...] = Field(
@@ -183,6 +188,11 @@ class CheckpointStudyConfig(_SharedSettings):
     def training(self) -> None:
         """None: nothing is trained."""
         return
+
+    @property
+    def keep(self) -> Keep:
+        """All: given weights are never removed."""
+        return "all"
 
     @property
     def loss_studies(self) -> tuple[LossStudyConfig, ...]:

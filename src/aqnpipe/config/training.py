@@ -10,6 +10,9 @@ from aqnpipe.config.own_code import OwnFunction, planned_digest
 
 ReportTo = Literal["tensorboard", "wandb"]
 
+Keep = Literal["last", "best", "all"]
+"""Which checkpoints of a run keep their weights once all are evaluated; `best`: most accurate without noise."""
+
 
 class LoraConfig(FrozenModel):
     """Low-rank adapters, trained instead of all weights; the reference of the KL term is the model without them.

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from aqnpipe.artifacts.files import STAGED
 from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import (
     Attention,
@@ -106,6 +107,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 def _model_files(folder: Path) -> list[Path]:
     """Return the files of a model folder to copy; raises ModelError if the folder is unsafe or incomplete."""
+    refuse_removed(folder)
     model_config = read_model_config(folder)
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     for name, content in (("config.json", model_config), ("tokenizer_config.json", tokenizer_config)):
@@ -183,8 +185,15 @@ def _digests(folder: Path) -> dict[str, str]:
     }
 
 
+def refuse_removed(folder: Path) -> None:
+    """Raise ModelError if `folder` is a checkpoint whose weights a study did not keep."""
+    if gone := why_weights_are_gone(folder):
+        raise ModelError(gone)
+
+
 def refuse_damaged(folder: Path) -> None:
     """Raise ModelError if the files of a model folder do not match its record. Folders without a record pass."""
+    refuse_removed(folder)
     if not (folder / PREPARED_MODEL_FILE).is_file():
         return
     record, found = read_prepared_model(folder).model_dump(), _digests(folder)

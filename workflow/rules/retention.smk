@@ -1,0 +1,38 @@
+"""Remove weights of checkpoints that the study does not keep (`keep`). Without that key there is no such job.
+
+Input: a run and all its evaluations. Output: weights.json of the run. Everything else of a checkpoint stays, so nothing is
+trained or evaluated again.
+"""
+
+
+rule remove_weights:
+    """Remove the weights of one run that are not kept, if its evaluations are those that comparisons would use."""
+    input:
+        evaluations=[
+            f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{step}.{suffix}"
+            for step in PLAN.checkpoint_steps
+            for suffix in ("parquet", "receipt.json", "run.json")
+        ],
+        metrics=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/metrics.parquet",
+        receipt=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/receipt.json",
+        record=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/run.json",
+        sigmas=lambda wildcards: PLAN.sigmas_input(wildcards.model, wildcards.arm),
+        problems=PLAN.data_files(),
+        models=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
+    output:
+        f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/weights.json",
+    log:
+        f"{RESULTS}/logs/remove_weights/{{model}}_{{arm}}_seed{{seed}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/remove_weights/{{model}}_{{arm}}_seed{{seed}}.tsv"
+    conda:
+        "../envs/aqnpipe.yaml"
+    # Before further training, which needs the space.
+    priority: 2
+    params:
+        keep=STUDY.config.keep,
+        study=lambda wildcards: PLAN.of_run(wildcards.arm, int(wildcards.seed)).study_params(),
+    message:
+        "remove weights: {wildcards.model}/{wildcards.arm} seed {wildcards.seed}, keep {params.keep}"
+    script:
+        "../scripts/remove_weights.py"
