@@ -26,7 +26,7 @@ from aqnpipe.evaluation.audit.judgement import Judge
 from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of
 from aqnpipe.generation.backend import Completion
-from aqnpipe.models.loading import load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_tokenizer, refuse_removed, sha256_of
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
 
@@ -57,6 +57,7 @@ def evaluate(
     not those of the study (`evaluation.audit`); WorkerError if a worker did not start or all died.
     """
     config = spec.evaluation
+    refuse_removed(model_dir)
     torch.set_num_threads(config.threads)
     problems = read_table(test_problems, ProblemTable)
     if config.num_questions is not None:
