@@ -287,7 +287,7 @@ def _wait_until_ended(study: FaultedStudy) -> None:
 
 def _failed_rules(run: Run) -> str:
     lines = run.said().splitlines()
-    names = {line.split()[3].strip(":,") for line in lines if line.startswith("Error in rule")}
+    names = {line.split()[1].strip(":") for line in lines if line.startswith("failed: ")}
     return " and ".join(sorted(names)) or "Snakemake"
 
 

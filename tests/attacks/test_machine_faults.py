@@ -62,7 +62,7 @@ def test_kills_of_jobs_of_all_and_of_snakemake_alone(study, expected):
     run = study.start()
     run.kill(until_job(run, "train"))
     assert run.wait() != 0
-    assert "Error in rule train" in run.said()
+    assert "failed: train: " in run.said()
     run = study.start()
     until_job(run, "evaluate")
     run.kill_snakemake()

@@ -19,9 +19,9 @@ Say = Callable[[str], None]
 def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
     """Send all output of the body (of C libraries too) to `log`; yield a function that also prints on the terminal.
 
-    An AqnpipeError ends the process with one line and the error's exit code (usually 2). Any other exception is a bug:
-    its traceback goes to the log, which Snakemake names and shows. settings: keys of the study that decide what the job
-    reads, for the advice on an error.
+    An AqnpipeError ends the process with one line in the log and the error's exit code (usually 2). Any other exception
+    is a bug: its traceback goes to the log. `cli.study_terminal` shows the errors of failed jobs from their logs.
+    settings: keys of the study that decide what the job reads, for the advice on an error.
     """
     terminal = os.dup(sys.stderr.fileno())
     with _opened(log) as file:
@@ -39,10 +39,12 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
                 print(place_of_job(), flush=True)  # noqa: T201
                 yield say
         except AqnpipeError as error:
-            for line in (f"ERROR: {error}", f"next: {_advice(error, settings, log)}", f"log: {log}"):
+            lines = f"ERROR: {error}\nnext: {_advice(error, settings, log)}"
+            try:
+                print(lines, flush=True)  # noqa: T201 - the terminal of the study shows it from the log, at its end
+            except OSError:
                 # The log may be on the full disk.
-                with suppress(OSError):
-                    say(line)
+                os.write(terminal, f"{lines}\nlog: {log}\n".encode())
             sys.exit(error.exit_code)
         finally:
             with suppress(OSError):

@@ -1,0 +1,296 @@
+"""What the terminal shows while Snakemake runs a study: a line per job that matters, and the failed jobs at the end.
+
+Snakemake's own text (every job's inputs and reason, its waiting, shell commands) is in its log file, which it names.
+`snakemake-logger-plugin-rich` was tried before: its bars show how many jobs are done but not how long the rest takes,
+it prints the logs of failed jobs in full, and it redraws a box eight times a second over the progress lines of the jobs
+(4.7 MB for a study of eight minutes).
+"""
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snakemake_interface_logger_plugins.base import LogHandlerBase
+from snakemake_interface_logger_plugins.common import LogEvent
+
+SHORT_RULES = frozenset(
+    {
+        "all",
+        "prepare_data",
+        "prepare_model",
+        "generate_layer_sigmas",
+        "compare",
+        "compare_losses",
+        "check_published",
+        "look",
+        "report",
+    }
+)
+"""Rules whose jobs take seconds: no time is estimated for them."""
+
+_NOISE = (
+    "Using workflow specific profile",
+    "Assuming unrestricted shared filesystem",
+    "Building DAG of jobs",
+    "Using shell:",
+    "Provided cores:",
+    "Provided resources:",
+    "Provided remote nodes:",
+    "Rules claiming more threads",
+    "Conda environments: ignored",
+    "Singularity containers: ignored",
+    "Group jobs: inactive",
+    "Select jobs to execute",
+    "Execute ",
+    "Elapsed time:",
+    "Updating checkpoint dependencies",
+    "DAG of jobs will be updated",
+    "Exiting because a job execution failed",
+    "At least one job did not complete successfully",
+    "Will exit after finishing currently running jobs (scheduler)",
+    "Shutting down, this might take some time",
+    "Removing output files of failed job",
+)
+"""How messages begin that say nothing about the study."""
+
+_UNSHOWN_EVENTS = frozenset(
+    {
+        LogEvent.WORKFLOW_STARTED,
+        LogEvent.SHELLCMD,
+        LogEvent.RESOURCES_INFO,
+        LogEvent.RULEGRAPH,
+        LogEvent.GROUP_INFO,
+    }
+)
+_MOST_STARTS = 8
+_MOST_FAILURES = 10
+_SHORT_SECONDS = 5.0
+_NO_ERROR = "ended without an error in its log, as when the system stops a job that needs too much memory"
+
+
+@dataclass(frozen=True)
+class Started:
+    """A job that runs: its rule, what it does, its log and the time of its start in seconds."""
+
+    rule: str
+    text: str
+    log: str
+    start: float
+
+
+@dataclass
+class Progress:
+    """The jobs of a study: how many are left of each rule, and how long those took that are done.
+
+    `left` counts waiting and running jobs. `first`: when the first job started; None before.
+    """
+
+    left: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    running: dict[int, Started] = field(default_factory=dict)
+    first: float | None = None
+
+    def start(self, number: int, job: Started) -> None:
+        """Note that a job began."""
+        self.first = job.start if self.first is None else self.first
+        self.running[number] = job
+
+    def finish(self, number: int, now: float) -> tuple[Started, float] | None:
+        """Note that a job is done; return it with its seconds, or None for one that was never started."""
+        job = self.running.pop(number, None)
+        if job is None:
+            return None
+        self.left[job.rule] -= 1
+        self.seconds.setdefault(job.rule, []).append(now - job.start)
+        return job, now - job.start
+
+    def time_left(self, now: float) -> tuple[float, bool] | None:
+        """Return (seconds until all jobs are done, whether every rule was measured); None before any was measured.
+
+        The mean seconds of each rule times its jobs, less what running jobs have done, over the number of jobs that ran
+        at a time so far. Rules without a finished job, and those of `SHORT_RULES`, are not counted.
+        """
+        known = {rule: sum(found) / len(found) for rule, found in self.seconds.items() if rule not in SHORT_RULES}
+        if not known or self.first is None or now <= self.first:
+            return None
+        waiting = Counter({rule: count for rule, count in self.left.items() if rule not in SHORT_RULES and count > 0})
+        work = sum(known[rule] * count for rule, count in waiting.items() if rule in known)
+        for job in self.running.values():
+            work -= min(now - job.start, known.get(job.rule, 0.0))
+        busy = sum(sum(found) for found in self.seconds.values()) + sum(
+            now - job.start for job in self.running.values()
+        )
+        at_a_time = max(busy / (now - self.first), 1.0)
+        return max(work, 0.0) / at_a_time, all(rule in known for rule in waiting)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in two units at most: 41 s, 3 min, 2 h 05 min."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def left_in_words(progress: Progress, now: float) -> str:
+    """Return how many jobs run and the time left: `2 running, about 3 min left`."""
+    parts = [f"{len(progress.running)} running"] if progress.running else []
+    estimate = progress.time_left(now)
+    if estimate is not None and estimate[0] >= 1:
+        parts.append(f"{'about' if estimate[1] else 'at least'} {duration(estimate[0])} left")
+    return ", ".join(parts)
+
+
+def error_in_log(path: Path) -> list[str]:
+    """Return the error in the log of a failed job and what to do next; the last line of a traceback for a bug."""
+    try:
+        lines = [
+            line.rstrip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+        ]
+    except OSError as problem:
+        return [f"its log cannot be read ({problem.strerror})"]
+    for number in range(len(lines) - 1, -1, -1):
+        if lines[number].startswith("ERROR: "):
+            following = lines[number + 1 : number + 2]
+            return [lines[number].removeprefix("ERROR: "), *(line for line in following if line.startswith("next: "))]
+    if any(line.startswith("Traceback (most recent call last)") for line in lines):
+        return [lines[-1]]
+    return [_NO_ERROR]
+
+
+class StudyLines:
+    """Turns records of Snakemake's log into the lines of the terminal. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._progress = Progress()
+        self._finished: list[tuple[Started, float]] = []
+        self._failed: dict[int, Started] = {}
+        self._all_start = False
+
+    def lines(self, record: logging.LogRecord) -> Iterator[str]:
+        """Yield the lines of one record; none for what does not matter here."""
+        event, found = getattr(record, "event", None), record.__dict__
+        match event:
+            case LogEvent.RUN_INFO:
+                yield from self._begin(found["stats"])
+            case LogEvent.JOB_STARTED:
+                self._all_start = not self._progress.running and len(found["jobs"]) <= _MOST_STARTS
+            case LogEvent.JOB_INFO:
+                yield from self._start(found)
+            case LogEvent.JOB_FINISHED:
+                done = self._progress.finish(found["job_id"], self._clock())
+                self._failed.pop(found["job_id"], None)
+                self._finished += [] if done is None else [done]
+            case LogEvent.PROGRESS:
+                yield from self._count(found["done"], found["total"])
+            case LogEvent.JOB_ERROR:
+                yield from self._fail(found)
+            case _:
+                if event not in _UNSHOWN_EVENTS and not _is_noise(record):
+                    yield record.getMessage().rstrip()
+
+    def _begin(self, stats: dict[str, int]) -> Iterator[str]:
+        self._progress.left = Counter({rule: count for rule, count in stats.items() if rule != "total"})
+        rules = ", ".join(f"{rule} {count}" for rule, count in stats.items() if rule not in ("total", "all"))
+        yield f"{stats['total']} jobs: {rules}"
+
+    def _start(self, found: dict[str, Any]) -> Iterator[str]:
+        text = found["rule_msg"] or found["rule_name"]
+        job = Started(found["rule_name"], text, next(iter(found["log"]), ""), self._clock())
+        self._progress.start(found["jobid"], job)
+        # Where nothing else runs the terminal would be silent until the job has something to say.
+        if self._all_start and job.rule not in SHORT_RULES:
+            yield f"starts: {text}"
+
+    def _count(self, done: int, total: int) -> Iterator[str]:
+        finished, self._finished = self._finished, []
+        for job, seconds in finished:
+            if job.rule in SHORT_RULES and seconds < _SHORT_SECONDS:
+                continue
+            rest = left_in_words(self._progress, self._clock())
+            yield f"[{done}/{total}] {job.text}, {duration(seconds)}" + (f"; {rest}" if rest else "")
+
+    def _fail(self, found: dict[str, Any]) -> Iterator[str]:
+        number = found["jobid"]
+        text = found["rule_msg"] or found["rule_name"]
+        started = self._progress.running.pop(number, None)
+        self._failed[number] = started or Started(found["rule_name"], text, next(iter(found["log"]), ""), self._clock())
+        yield f"failed: {self._failed[number].text}; the error follows at the end"
+
+    def closing(self) -> Iterator[str]:
+        """Yield the jobs that failed for good, each error once, with what to do next and the log."""
+        errors: dict[tuple[str, ...], list[Started]] = {}
+        failed, self._failed = self._failed, {}  # Handlers are closed by Snakemake and again at the end of the process.
+        for job in failed.values():
+            found = error_in_log(Path(job.log)) if job.log else [_NO_ERROR]
+            errors.setdefault(tuple(found), []).append(job)
+        for (error, *advice), jobs in list(errors.items())[:_MOST_FAILURES]:
+            yield f"ERROR: {error}"
+            yield f"failed: {jobs[0].text}" + (f", and {len(jobs) - 1} more" if len(jobs) > 1 else "")
+            yield from advice
+            if jobs[0].log:
+                yield f"log: {jobs[0].log}"
+        if len(errors) > _MOST_FAILURES:
+            yield f"{len(errors) - _MOST_FAILURES} more errors are in the logs of the jobs"
+
+
+def _is_noise(record: logging.LogRecord) -> bool:
+    """Return whether a message says nothing about the study, or only that a job failed, which `closing` tells."""
+    text = record.getMessage().strip() if record.msg is not None else ""
+    if not text or record.levelno < logging.INFO or text.startswith(_NOISE):
+        return True
+    return "CalledProcessError in file" in text or text.startswith("WorkflowError:\nAt least one job did not complete")
+
+
+class LogHandler(LogHandlerBase):
+    """Prints the lines of `StudyLines`; Snakemake's own text for a dry run, and where its details are asked for."""
+
+    def __post_init__(self) -> None:
+        """Set up what the handler writes, and where."""
+        asked = self.common_settings
+        self._plain = asked.dryrun or asked.verbose or asked.debug_dag or asked.printshellcmds
+        self._stream = sys.stdout if asked.stdout else sys.stderr
+        self._lines = StudyLines()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        for line in [self.format(record)] if self._plain else self._lines.lines(record):
+            if line and line != "None":
+                print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Print what failed, when Snakemake has ended."""
+        for line in self._lines.closing():
+            print(line, file=self._stream, flush=True)
+        super().close()
+
+    @property
+    def writes_to_stream(self) -> bool:
+        """Whether the handler takes the place of Snakemake's own on the terminal."""
+        return True
+
+    @property
+    def writes_to_file(self) -> bool:
+        """Whether the handler writes a log file."""
+        return False
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether the handler filters records itself; Snakemake's filter follows `--quiet`."""
+        return False
+
+    @property
+    def has_formatter(self) -> bool:
+        """Whether the handler formats records itself; Snakemake's formatter serves dry runs."""
+        return False
+
+    @property
+    def needs_rulegraph(self) -> bool:
+        """Whether the handler needs the graph of the rules."""
+        return False

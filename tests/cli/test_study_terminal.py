@@ -1,0 +1,180 @@
+"""The terminal of a study: a line per job, the time left, and every error once, at the end."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from aqnpipe.cli.study_terminal import LogHandler, Progress, Started, StudyLines, duration, error_in_log
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(event=None, text="", level=logging.INFO, **content):
+    made = logging.LogRecord("snakemake", level, "", 0, text, None, None)
+    made.__dict__.update({"event": event, **content} if event else content)
+    return made
+
+
+def job(number, rule, text, log=()):
+    return record(LogEvent.JOB_INFO, jobid=number, rule_name=rule, rule_msg=text, log=list(log))
+
+
+class Study:
+    """A study of two training runs and two evaluations; `said` are the lines of the terminal."""
+
+    def __init__(self):
+        self.clock, self.said = Clock(), []
+        self.lines = StudyLines(self.clock)
+        self.done = 0
+
+    def log(self, made):
+        self.said += self.lines.lines(made)
+
+    def begin(self, *numbers_and_jobs):
+        self.log(record(LogEvent.JOB_STARTED, jobs=[number for number, *_ in numbers_and_jobs]))
+        for found in numbers_and_jobs:
+            self.log(job(*found))
+
+    def finish(self, number, total=6):
+        self.done += 1
+        self.log(record(LogEvent.JOB_FINISHED, job_id=number))
+        self.log(record(LogEvent.PROGRESS, done=self.done, total=total))
+
+
+@pytest.fixture
+def study():
+    made = Study()
+    made.log(record(LogEvent.RUN_INFO, stats={"train": 2, "evaluate": 2, "report": 1, "all": 1, "total": 6}))
+    return made
+
+
+def test_a_line_for_every_job_that_matters_with_the_time_left(study):
+    assert study.said == ["6 jobs: train 2, evaluate 2, report 1"]
+    study.begin((1, "train", "train: base/E5 seed 0"), (2, "train", "train: base/E5 seed 1"))
+    assert study.said[1:] == ["starts: train: base/E5 seed 0", "starts: train: base/E5 seed 1"]
+    study.clock.now = 100.0
+    study.finish(1)
+    # The other run has taken as long as the mean; evaluations were not measured yet.
+    assert study.said[-1] == "[1/6] train: base/E5 seed 0, 2 min; 1 running"
+    study.begin((3, "evaluate", "evaluate: base/E5 seed 0 step 8"))
+    assert study.said[-1].startswith("[1/6]"), "another job runs and speaks for itself"
+    study.clock.now = 120.0
+    study.finish(3)
+    # Work left: one evaluation of 20 s. Busy so far: 100 + 20 + 120 s in 120 s, two jobs at a time.
+    assert study.said[-1] == "[2/6] evaluate: base/E5 seed 0 step 8, 20 s; 1 running, about 10 s left"
+    study.clock.now = 130.0
+    study.finish(2)
+    study.begin((4, "evaluate", "evaluate: base/E5 seed 1 step 8"))
+    study.clock.now = 150.0
+    study.finish(4)
+    study.begin((5, "report", "report: results/report.html"))
+    study.clock.now = 153.0
+    study.finish(5)
+    assert study.said[-1] == "[4/6] evaluate: base/E5 seed 1 step 8, 20 s", "the report takes seconds"
+
+
+def test_the_time_is_a_lower_bound_while_a_rule_has_no_finished_job():
+    progress = Progress()
+    progress.left.update({"train": 3, "evaluate": 8, "report": 1})
+    progress.start(1, Started("train", "train: a", "", 0.0))
+    assert progress.time_left(10.0) is None
+    progress.finish(1, 60.0)
+    assert progress.time_left(60.0) == (120.0, False)
+    progress.start(2, Started("evaluate", "evaluate: a", "", 60.0))
+    progress.finish(2, 70.0)
+    assert progress.time_left(70.0) == (pytest.approx(2 * 60 + 7 * 10), True)
+
+
+def test_an_error_is_shown_once_and_at_the_end(study, tmp_path):
+    first, second = tmp_path / "train0.log", tmp_path / "train1.log"
+    first.write_text("node vm\nERROR: data set ./mine: no such folder\nnext: change dataset in the study\n")
+    second.write_text("node vm\nTraceback (most recent call last):\n  File x, line 1\nValueError: 3 is odd\n")
+    study.begin((1, "train", "train: base/E5 seed 0", [first]), (2, "train", "train: base/E5 seed 1", [second]))
+    failed = "RuleException:\nCalledProcessError in file train.smk, line 39:\nCommand 'python' returned ..."
+    for number, name, log in ((1, "train: base/E5 seed 0", first), (2, "train: base/E5 seed 1", second)):
+        study.log(record(LogEvent.ERROR, failed, logging.ERROR))
+        study.log(
+            record(LogEvent.JOB_ERROR, "", logging.ERROR, jobid=number, rule_name="train", rule_msg=name, log=[log])
+        )
+    study.log(record(None, "Exiting because a job execution failed. Look below for error messages", logging.ERROR))
+    study.log(record(None, "WorkflowError:\nAt least one job did not complete successfully.", logging.ERROR))
+    assert study.said[3:] == [
+        "failed: train: base/E5 seed 0; the error follows at the end",
+        "failed: train: base/E5 seed 1; the error follows at the end",
+    ]
+    assert list(study.lines.closing()) == [
+        "ERROR: data set ./mine: no such folder",
+        "failed: train: base/E5 seed 0",
+        "next: change dataset in the study",
+        f"log: {first}",
+        "ERROR: ValueError: 3 is odd",
+        "failed: train: base/E5 seed 1",
+        f"log: {second}",
+    ]
+    assert list(study.lines.closing()) == [], "a handler is closed twice"
+
+
+def test_one_error_of_many_jobs_is_one_error(study, tmp_path):
+    (tmp_path / "log").write_text("ERROR: device: requested npu, found none\n")
+    for number in range(5):
+        study.begin((number, "train", f"train: base/E5 seed {number}", [tmp_path / "log"]))
+        study.log(record(LogEvent.JOB_ERROR, jobid=number, rule_name="train", rule_msg="x", log=[tmp_path / "log"]))
+    closing = list(study.lines.closing())
+    assert closing[:2] == ["ERROR: device: requested npu, found none", "failed: train: base/E5 seed 0, and 4 more"]
+    assert len(closing) == 3
+
+
+def test_a_job_that_succeeds_at_a_second_try_did_not_fail(study, tmp_path):
+    study.begin((1, "train", "train: base/E5 seed 0", [tmp_path / "log"]))
+    study.log(record(LogEvent.JOB_ERROR, jobid=1, rule_name="train", rule_msg="x", log=[tmp_path / "log"]))
+    study.begin((1, "train", "train: base/E5 seed 0", [tmp_path / "log"]))
+    study.finish(1)
+    assert list(study.lines.closing()) == []
+
+
+def test_a_killed_job_has_no_error_of_its_own(tmp_path):
+    (tmp_path / "log").write_text("node vm\nbase/E5 seed 0: step 3/8\n")
+    assert error_in_log(tmp_path / "log")[0].startswith("ended without an error in its log, as when the system stops")
+    assert error_in_log(tmp_path / "none") == ["its log cannot be read (No such file or directory)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "shown"),
+    [
+        ("Select jobs to execute...", logging.INFO, False),
+        ("Execute 2 jobs...", logging.INFO, False),
+        ("Nothing to be done (all requested files are present and up to date).", logging.INFO, True),
+        ("Complete log(s): .snakemake/log/x.log", logging.INFO, True),
+        ("Trying to restart job 5.", logging.INFO, True),
+        ("Terminating processes on user request, this might take some time.", logging.WARNING, True),
+        ("MissingInputException in rule train", logging.ERROR, True),
+        ("details", logging.DEBUG, False),
+    ],
+)
+def test_messages_about_the_study_stay(text, level, shown):
+    assert list(StudyLines().lines(record(None, text, level))) == ([text] if shown else [])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (41, "41 s"), (99.6, "2 min"), (200, "3 min"), (7500, "2 h 05 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("asked", ["", "dryrun", "verbose", "printshellcmds"])
+def test_snakemakes_own_text_where_it_is_asked_for(asked, capsys):
+    names = ("dryrun", "verbose", "debug_dag", "printshellcmds", "stdout")
+    handler = LogHandler(SimpleNamespace(**{name: name == asked for name in names}), None)
+    handler.emit(record(None, "Select jobs to execute..."))
+    handler.close()
+    assert capsys.readouterr().err == ("Select jobs to execute...\n" if asked else "")
