@@ -504,3 +504,41 @@ def test_sixty_arms_answer_on_the_first_screen(visit, synthetic, make_report, tm
         box = page.locator("#claims > ol.claims > li", has_text=claim).bounding_box()
         assert box["y"] + box["height"] <= 800
     assert page.evaluate("document.documentElement.scrollHeight") < 40_000
+
+
+def test_a_figure_is_enlarged_by_the_keyboard_and_put_back(visit, built):
+    page = visit(built.page).page
+    button = page.locator("#training .panels > div h3 button").first
+    small = page.locator("#training .panels svg").first.bounding_box()["width"]
+    count = page.locator("#training .panels svg").count()
+    button.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.getElementById('zoom').open")
+    assert button.get_attribute("aria-label").startswith("Enlarge: ")
+    picture = page.locator("#zoom svg")
+    enlarged = picture.bounding_box()["width"]
+    assert enlarged > 2 * small
+    page.keyboard.press("+")
+    assert picture.bounding_box()["width"] == pytest.approx(1.5 * enlarged, rel=0.03)
+    assert page.evaluate("document.documentElement.scrollWidth") == 1280
+    picture.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#zoom #tip").inner_text(), "values are shown above the dialog"
+    page.keyboard.press("Escape")
+    assert not page.evaluate("document.getElementById('zoom').open")
+    assert page.locator("#training .panels svg").count() == count
+    assert page.locator("#training .panels svg").first.bounding_box()["width"] == pytest.approx(small)
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Enlarge: ")
+    assert not page.locator("#tip").is_visible()
+
+
+def test_axe_finds_nothing_in_an_enlarged_figure(visit, built):
+    script = pytest.importorskip(AXE).__path__[0]
+    seen = visit(built.page, viewport={"width": 390, "height": 740})
+    seen.page.locator("#robustness .panels > div h3 button").first.click()
+    seen.page.evaluate(Path(script, "axe.min.js").read_text(encoding="utf-8"))
+    found = seen.page.evaluate("axe.run('#zoom', {resultTypes: ['violations']}).then(result => result.violations)")
+    assert [(violation["id"], violation["nodes"][0]["html"]) for violation in found] == []
+    box = seen.page.locator("#zoom").bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 390

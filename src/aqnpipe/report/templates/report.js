@@ -68,6 +68,46 @@ all(".panels svg").forEach(svg => {
   });
 });
 
+// A picture enlarged: it moves into a dialog, where it is scaled and scrolled, and back when that is closed.
+const sheet = make("dialog", { id: "zoom" }), room = make("div", { className: "room", tabIndex: 0 });
+const scales = [1, 1.5, 2, 3, 4];
+let home = null, scale = 0;
+const rescale = step => {
+  scale = Math.max(0, Math.min(scales.length - 1, scale + step));
+  room.firstElementChild.style.width = `${100 * scales[scale]}%`;
+  smaller.disabled = scale === 0;
+  larger.disabled = scale === scales.length - 1;
+};
+const act = (text, title, action) => { const button = make("button", { type: "button", title }, text); button.setAttribute("aria-label", title); button.addEventListener("click", action); return button };
+const larger = act("+", say.larger, () => rescale(1)), smaller = act("−", say.smaller, () => rescale(-1));
+const heading = make("h2", { id: "zoom-title" });
+sheet.setAttribute("aria-labelledby", "zoom-title");
+room.setAttribute("role", "region");
+room.setAttribute("aria-labelledby", "zoom-title");
+sheet.append(make("div", { className: "bar" }, heading, smaller, larger, act("✕", say.close, () => sheet.close())), room);
+document.body.append(sheet);
+sheet.addEventListener("keydown", event => { if (event.key === "+" || event.key === "=") rescale(1); else if (event.key === "-") rescale(-1) });
+sheet.addEventListener("close", () => {
+  hide();
+  const picture = room.firstElementChild;
+  picture.style.width = "";
+  home.append(picture);
+  document.body.append(tip, spoken);
+});
+all(".panels > div").forEach(panel => {
+  const title = panel.querySelector("h3");
+  if (!title) return;
+  title.append(" ", act("⤢", `${say.enlarge}: ${title.textContent}`, () => {
+    home = panel;
+    heading.textContent = title.firstChild.textContent;
+    room.append(panel.querySelector("svg"));
+    sheet.append(tip, spoken);
+    scale = 0;
+    rescale(0);
+    sheet.showModal();
+  }));
+});
+
 // Arms switched on and off in all pictures together.
 const switches = new Map(), hidden = new Set();
 const paint = name => {
