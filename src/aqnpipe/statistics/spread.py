@@ -81,11 +81,12 @@ class Spread:
 
     @property
     def standard_error_bias(self) -> float:
-        """Mean of the estimated standard error divided by the true one (Holtzman 1950, Am. J. Psychol. 63:615)."""
-        if self.sampling_freedom > _KNOWN_FREEDOM:
-            return 1.0
-        half = self.sampling_freedom / 2
-        return math.exp(special.gammaln(half + 0.5) - special.gammaln(half)) / math.sqrt(half)
+        """Mean of the estimated standard error divided by the true one, to first order in the variance's own variance.
+
+        That variance, relative to the squared variance, is estimated without bias: 2/(freedom + 2) of a part's square.
+        """
+        of_variance = sum(2 * part.variance**2 / (part.sampling_freedom + 2) for part in self.parts)
+        return 1 - of_variance / (8 * self.variance**2)
 
     @cached_property
     def _scales(self) -> tuple[FloatArray, FloatArray]:
