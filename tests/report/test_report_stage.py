@@ -14,12 +14,14 @@ import pytest
 import aqnpipe
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile
 from aqnpipe.artifacts.files import read_json, write_json, write_table
+from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.charts import SeriesKey
+from aqnpipe.report.claims_view import answer_text
 from aqnpipe.report.inputs import read_inputs
 from aqnpipe.report.page import model_section
 from aqnpipe.report.svg import described, render_svg, series_colour, small_dot
@@ -168,7 +170,7 @@ def test_one_seed_cannot_show_effects_of_arms(make_report, synthetic, tmp_path):
     study = synthetic.study(seeds=[0], machines={"device": {}}, arms=["baseline", "E5"], comparisons=[])
     text = Page(make_report(tmp_path, study).html).whole_text
     assert "One training run per arm" in text
-    assert "dotted rule marks the simulated fault" not in text
+    assert "dotted line marks the layer of the simulated fault" not in text
 
 
 def test_hostile_texts_stay_text(hostile):
@@ -301,8 +303,8 @@ def test_named_noises_are_categories_beside_the_curves(built, synthetic):
     words = load_words("en", {1.0: "fp4"})
     figure = model_section(synthetic.study(evaluation=evaluation), more, "base", words, lambda *run: "").robustness
     without = model_section(built.study, data, "base", load_words("en"), lambda *run: "").robustness
-    assert figure.caption.endswith("Named noises have no place on an axis of scales and stand apart, beside the accuracies "
-                                   "without noise: fp4.")  # fmt: skip
+    assert "Named noises have no place on an axis of scales and stand apart" in figure.caption
+    assert figure.caption.endswith("without noise: fp4.")
     assert "axis of scales" not in without.caption
     differences, curves, names = figure.groups[0].panels
     assert curves.svg == without.groups[0].panels[1].svg, "a named noise has no place on the axis of scales"
@@ -328,3 +330,23 @@ def test_claims_are_shown_as_judged(page, built):
     for claim in read_json(built.folder / "claims.json", ClaimsFile).claims:
         assert claim.claim in page.whole_text
         assert " ".join(load_words("en").all_of(claim.statements).split()) in page.whole_text
+
+
+@pytest.mark.parametrize(("chinese", "shown"), [("有噪声更好", "有噪声更好"), (None, "E5 is better 〔未提供中文〕")])
+def test_a_chinese_answer_has_no_english_claim_without_a_mark(built, chinese, shown):
+    claims = read_json(built.folder / "claims.json", ClaimsFile)
+    reason = "E5 seed 0 is missing"
+    primary = claims.claims[0].model_copy(
+        update={
+            "role": "primary",
+            "claim": "E5 is better",
+            "claim_zh": chinese,
+            "verdict": "invalid",
+            "invalid_kind": "missing",
+            "invalid_reason": reason,
+        }
+    )
+    answer = statement("answer.invalid", claim="E5 is better", reason=reason)
+    refused = claims.model_copy(update={"claims": (primary, *claims.claims[1:]), "answer": answer})
+    assert answer_text(refused, load_words("zh")) == f"未得出结论：{shown}。英文原因：{reason}。"
+    assert answer_text(refused, load_words("en")) == f"Not answered: E5 is better: {reason}."

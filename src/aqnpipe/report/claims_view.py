@@ -157,7 +157,15 @@ def _anchors(identifiers: Sequence[str]) -> dict[str, str]:
 
 def answer_text(claims: ClaimsFile, words: Words) -> str | None:
     """Return the sentence on the primary claim; None if the study declares none."""
-    return None if claims.answer is None else words.of(claims.answer)
+    if claims.answer is None:
+        return None
+    primary = next((claim for claim in claims.claims if claim.role == "primary"), None)
+    if claims.answer.key != "answer.invalid" or primary is None:
+        return words.of(claims.answer)
+    # The statement holds the claim in English.
+    text = in_language(primary.claim, primary.claim_zh, words)
+    marked = f"{text.text} {words('untranslated')}" if text.untranslated else text.text
+    return words("answer.invalid", claim=marked, reason=primary.invalid_reason or "")
 
 
 def claim_text(claim: Claim, words: Words) -> str:
