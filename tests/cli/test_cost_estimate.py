@@ -110,8 +110,8 @@ def test_what_is_not_given_is_counted_or_said_to_be_assumed(config):
     assert re.match(r"prompts of \d\d tokens, counted in the generated questions", estimate.assumed[0])
     assert "upper bound" in estimate.assumed[1]
     real = estimate_study(StudyPlan(load_study_file(Path("config/qwen2.5-7b.yaml"))), Assumptions())
-    # Three arms and three seeds with two checkpoints of 7,616 million weights in float32.
-    assert real.checkpoint_gigabytes == pytest.approx(3 * 3 * 2 * 30.46, rel=1e-3)
+    # Four arms and three seeds with two checkpoints of 7,616 million weights in float32.
+    assert real.checkpoint_gigabytes == pytest.approx(4 * 3 * 2 * 30.46, rel=1e-3)
     assert real.rates == A100
     assert real.assumed[0] == "prompts of 150 tokens, assumed (--prompt-tokens)"
 
@@ -192,7 +192,7 @@ def aqnpipe(*arguments):
 
 def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates():
     text = aqnpipe("config/qwen2.5-7b.yaml").stdout
-    for part in ("jobs: ", "train 9", "estimated cost", "7,616 million", "312 TFLOP/s", "assumed to reach 35%"):
+    for part in ("jobs: ", "train 12", "estimated cost", "7,616 million", "312 TFLOP/s", "assumed to reach 35%"):
         assert part in text
     options = ("--tflops", "624", "--json", "--response-tokens", "128", "--training-utilization", "0.5")
     estimate = json.loads(aqnpipe("config/qwen2.5-7b.yaml", *options).stdout)["estimate"]

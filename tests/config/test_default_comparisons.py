@@ -54,6 +54,21 @@ def test_every_arm_meets_its_counterpart():
     assert all(comparison.claim_zh for comparison in found)
 
 
+def test_with_every_level_arms_are_compared_at_each():
+    found = default_comparisons(arms(clean={}, noisy=NOISE), (0.1, 0.0, 0.05), every_level=True)
+    assert pairs(found, "arms") == [
+        ("clean", "pretrained", 0.0, "higher"),
+        ("noisy", "clean", 0.0, "lower"),
+        ("noisy", "clean", 0.05, "higher"),
+        ("noisy", "clean", 0.1, "higher"),
+    ]
+    assert pairs(found, "degradation") == [("noisy", "clean", 0.05, "higher"), ("noisy", "clean", 0.1, "higher")]
+    assert sorted((claim.arm, claim.noise_level) for claim in found if claim.kind == "levels") == [
+        *(("clean", level) for level in (0.05, 0.1)),
+        *(("noisy", level) for level in (0.05, 0.1)),
+    ]
+
+
 def test_targeted_sigmas_meet_their_controls():
     def strategy(name):
         return NOISE | {"aqn": GUIDED["aqn"] | {"layer_sigmas_strategy": name}}

@@ -45,3 +45,56 @@ def test_an_unknown_backend_is_refused(config):
     config["generation"]["backend"] = "another"
     with pytest.raises(ConfigError, match=r"generation\.backend"):
         load_study(config)
+
+
+@pytest.mark.parametrize(("attention", "computed"), [("eager", "decomposed"), ("sdpa", "fused")])
+@pytest.mark.parametrize("named", [None, "auto"])
+def test_noise_on_attention_follows_the_model(config, tmp_path, attention, computed, named):
+    arms = yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())
+    if named:
+        arms["arms"]["E5"]["operator_noise"]["attention"] = named
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms))
+    config |= {"arms_file": str(tmp_path / "arms.yaml"), "generation": {"backend": "transformers"}}
+    config["models"]["base"]["attention"] = attention
+    plan = StudyPlan(load_study(config))
+    assert plan.training_spec("E5", 0)["arm"]["operator_noise"]["attention"] == computed
+    assert plan.study.arms["E5"].operator_noise.attention == computed
+
+
+def test_an_arm_that_names_another_attention_than_the_model_s_is_refused(config, tmp_path):
+    arms = yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())
+    arms["arms"]["E5"]["operator_noise"]["attention"] = "decomposed"
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms))
+    config |= {"arms_file": str(tmp_path / "arms.yaml"), "generation": {"backend": "transformers"}}
+    config["models"]["base"]["attention"] = "sdpa"
+    with pytest.raises(ConfigError, match=r"attention: found sdpa, arm E5 has operator_noise\.attention decomposed"):
+        load_study(config)
+
+
+def test_rollouts_by_vllm_with_divided_weights_are_refused(config):
+    config["models"]["base"]["attention"] = "sdpa"
+    config["training"] |= {"num_workers": 2, "parallelism": "fsdp"}
+    with pytest.raises(ConfigError, match=r"training\.parallelism: found fsdp, .*rollout_backend: transformers"):
+        load_study(config)
+    config["generation"]["rollout_backend"] = "transformers"
+    load_study(config)
+
+
+@pytest.mark.parametrize(
+    ("noises", "fits"),
+    [({}, True), ({"w4a16": "w4a16_mxfp4"}, False)],
+)
+def test_formats_of_operands_do_not_fit_vllm(config, noises, fits):
+    config["generation"] = {"backend": "auto"}
+    config["evaluation"]["noises"] = noises
+    config["comparisons"] = []
+    config["report"].pop("explore", None)
+    assert load_study(config).config.evaluation.fits_vllm is fits
+
+
+def test_compared_levels_without_an_effect_are_refused(config):
+    config["generation"] = {"backend": "transformers"}
+    assert config["comparisons"]
+    config["statistics"] = {"compared_levels": "all"}
+    with pytest.raises(ConfigError, match=r"statistics\.compared_levels: has no effect here"):
+        load_study(config)

@@ -104,6 +104,8 @@ def shrunk(name: str, folder: Path) -> dict:
     for machine in config["machines"].values():
         for fault in machine.get("faults", []):
             fault["layer"] = NUM_LAYERS - 1
+    # vLLM has an environment of its own on a CPU; its tests are in tests/training/test_training_on_vllm.py.
+    config["generation"] = {"backend": "transformers"}
     config.update(device="cpu", seeds=[0], arms_file=str(ROOT / "config" / "arms.yaml"))
     return config
 

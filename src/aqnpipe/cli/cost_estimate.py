@@ -278,6 +278,8 @@ def uses_vllm_for_rollouts(plan: StudyPlan, arm: Arm) -> bool:
     """Return whether vLLM will draw the rollouts of `arm`, if it is installed."""
     config = plan.study.config
     attention = config.models[arm.model].attention
+    if config.training is not None and config.training.parallelism == "fsdp":
+        return False
     return why_vllm_cannot_roll_out(arm) is None and _uses_vllm(config.generation.requested_for_rollouts, attention)
 
 
@@ -310,7 +312,8 @@ def _evaluation(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Ite
     noisy = sum(level > 0 for level, _ in passes)
     for model, arm, _, _ in plan.evaluations():
         role = plan.prepared_model(model, arm) or model
-        by_transformers = not _uses_vllm(config.generation.backend, config.models[role].attention)
+        on_vllm = _uses_vllm(config.generation.backend, config.models[role].attention)
+        by_transformers = not (on_vllm and config.evaluation.fits_vllm)
         steps = batches * config.evaluation.max_response_tokens * by_transformers
         yield _Work(
             role=role,

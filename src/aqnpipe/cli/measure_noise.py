@@ -49,13 +49,14 @@ def measure_noise(
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error).removeprefix("source: ")) from error
     loaded = load_model(source_folder(settings), dtype=dtype, attention=attention)
-    receipt = measure_arm(loaded, known[arm])
+    measured = known[arm].on_attention(attention)
+    receipt = measure_arm(loaded, measured)
     if json is not None:
         write_json(json, receipt)
     console = Console(width=None if Console().is_terminal else 120)
     for table in (_coverage(receipt), _operators(receipt)):
         console.print(table)
-    for line in _notes(receipt, known[arm]):
+    for line in _notes(receipt, measured):
         console.print(line, highlight=False)
     problems = receipt.problems()
     if problems:

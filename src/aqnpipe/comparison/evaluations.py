@@ -27,16 +27,20 @@ PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
 ROW_KEYS = [*PASS_KEYS, "sample"]
 _IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
 _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
+# Not the number of its workers, on which no result depends.
+_ENGINE = ("backend", "vllm", "enforce_eager")
 
 
 @dataclass(frozen=True)
 class EvaluationInput(EvaluationFiles):
     """The files of one evaluation, and the problems of its lineage.
 
-    `lineage_problems`: why these files are not what the study requested, see `comparison.lineage`.
+    `lineage_problems`: why these files are not what the study requested, see `comparison.lineage`. `rollouts`: what
+    drew the rollouts in training; None if nothing was trained.
     """
 
     lineage_problems: tuple[str, ...] = ()
+    rollouts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ def load_evaluation(source: EvaluationInput, scorer: str, alpha: float) -> Loade
         levels=levels,
         problems=tuple(Problem(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
         weights=record.inputs_sha256.get("weights"),
-        setting=_setting(record) | _facts_setting(receipts.facts),
+        setting=_setting(record)
+        | _facts_setting(receipts.facts)
+        | ({} if source.rollouts is None else {OF_ROLLOUTS: source.rollouts}),
         accuracy=accuracy_rows(source, rows, scorer, alpha),
     )
 
@@ -147,6 +153,9 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: str, alph
     ).with_columns(pl.col("seed", "step").cast(pl.Int64))
 
 
+OF_ROLLOUTS = "training: rollouts"
+"""Setting that the model before training does not have."""
+
 OF_THE_TOKENIZER = "facts."
 """Prefix of settings that models with different tokenizers cannot have alike: token ids of prompts, end tokens."""
 
@@ -158,6 +167,8 @@ def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation, *, of_
     """
     for key in sorted({*first.setting, *second.setting}):
         if key.startswith(OF_THE_TOKENIZER) and not of_tokenizers:
+            continue
+        if key == OF_ROLLOUTS and not (key in first.setting and key in second.setting):
             continue
         ours, theirs = first.setting.get(key, "absent"), second.setting.get(key, "absent")
         if ours != theirs:
@@ -252,6 +263,7 @@ def _pass_problems(rows: pl.DataFrame, receipts: EvaluationReceipts) -> list[str
 def _setting(record: RunRecord) -> dict[str, str]:
     setting = {"stage": record.stage, "code_digest": record.code_digest, "device": record.device}
     setting |= {f"versions.{name}": version for name, version in record.versions.items()}
+    setting |= {f"generation.{name}": str(record.generation[name]) for name in _ENGINE if name in record.generation}
     setting |= {
         f"inputs.{name}": digest for name, digest in record.inputs_sha256.items() if name not in _INPUTS_THAT_MAY_DIFFER
     }

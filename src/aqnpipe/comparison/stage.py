@@ -21,9 +21,10 @@ from aqnpipe.artifacts.comparisons import (
     Family,
     RobustnessTable,
 )
-from aqnpipe.artifacts.files import write_csv, write_json, write_table
+from aqnpipe.artifacts.files import read_json, write_csv, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.aa_controls import aa_control_rates
 from aqnpipe.comparison.answer import answer_of
 from aqnpipe.comparison.claims import statements_of
@@ -99,10 +100,21 @@ def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
     )
     broken = lineage_problems(plan)
     return [
-        replace(EvaluationInput(*checkpoint, *paths), lineage_problems=broken[checkpoint])
+        replace(
+            EvaluationInput(*checkpoint, *paths),
+            lineage_problems=broken[checkpoint],
+            rollouts=None if plan.prepared_model(*checkpoint[:2]) is not None else _rollouts(plan, *checkpoint[:3]),
+        )
         for checkpoint, *paths in files
         if all(path.is_file() for path in paths)
     ]
+
+
+def _rollouts(plan: StudyPlan, model: str, arm: str, seed: int) -> str | None:
+    """Return the backend that drew the rollouts of a run, and its version; None if its record does not say."""
+    path = Path(plan.results, "runs", model, arm, f"seed{seed}", "run.json")
+    drawn = read_json(path, RunRecord).generation if path.is_file() else {}
+    return " ".join(str(drawn[part]) for part in ("backend", "vllm") if part in drawn) or None
 
 
 def compare(

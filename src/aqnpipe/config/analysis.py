@@ -131,6 +131,11 @@ class StatisticsConfig(FrozenModel):
     )
     seed: int = Field(default=0, ge=0, description="seed of the bootstrap and of the permutations")
     bootstrap_samples: int = Field(default=2000, ge=200, le=1_000_000)
+    compared_levels: Literal["highest", "all"] = Field(
+        default="highest",
+        description="noise levels of the usual comparisons besides 0: the highest, or all; Holm's correction then "
+        "covers more of them",
+    )
     published: str | None = Field(
         default=None, description="file of published figures to check along with the study; null: none"
     )

@@ -1,11 +1,13 @@
 """Arms: the noise of a training run. An arm is pure data, so adding one needs no code."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier
-from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, ModuleNoise, OperatorNoise
+from aqnpipe.config.model import Attention
+from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, FakeQuantization, ModuleNoise, OperatorNoise
 
 ModelRole = Literal["base", "large", "checkpoints"]
 """checkpoints: the role of given models in a study without training, where no arms file is read."""
@@ -72,6 +74,17 @@ class Arm(FrozenModel):
         """Return the arm without what does not affect its training, so that editing that re-trains nothing."""
         return self.model_copy(update={"description": "", "description_zh": None, "task": None, "aa_control_of": None})
 
+    def on_attention(self, attention: Attention) -> "Arm":
+        """Return the arm with noise on attention as a model with that implementation computes it.
+
+        An arm that says itself where the noise is stays as it is. 4-bit formats leave attention alone.
+        """
+        noise = self.operator_noise
+        if noise is None or "attention" in noise.model_fields_set or isinstance(noise.error, FakeQuantization):
+            return self
+        computed = "decomposed" if attention == "eager" else "fused"
+        return self.model_copy(update={"operator_noise": noise.model_copy(update={"attention": computed})})
+
     @model_validator(mode="after")
     def _phases_are_of_training(self) -> Self:
         for key, noise in (("operator_noise", self.operator_noise), ("module_noise", self.module_noise)):
@@ -85,3 +98,21 @@ class ArmsFile(FrozenModel):
     """Content of `config/arms.yaml`: arms by id."""
 
     arms: dict[Identifier, Arm] = Field(min_length=1)
+
+
+def without_auto(content: Any) -> Any:
+    """Return the content of an arms file, not validated, with `attention: auto` left out, which is what it stands for.
+
+    `Arm.on_attention` sets the attention of an arm that names none.
+    """
+    arms = content.get("arms") if isinstance(content, Mapping) else None
+    if not isinstance(arms, Mapping):
+        return content
+    return {**content, "arms": {name: _without_auto(arm) for name, arm in arms.items()}}
+
+
+def _without_auto(arm: Any) -> Any:
+    noise = arm.get("operator_noise") if isinstance(arm, Mapping) else None
+    if not isinstance(noise, Mapping) or noise.get("attention") != "auto":
+        return arm
+    return {**arm, "operator_noise": {key: value for key, value in noise.items() if key != "attention"}}

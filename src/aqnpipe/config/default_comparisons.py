@@ -21,7 +21,11 @@ _PURE_CONTROLS = frozenset({"healthy_layers", "random_layers", "wrong_layers", "
 
 
 def default_comparisons(
-    arms: Mapping[str, Arm], noise_levels: Sequence[float], names: Mapping[float, str] = MappingProxyType({})
+    arms: Mapping[str, Arm],
+    noise_levels: Sequence[float],
+    names: Mapping[float, str] = MappingProxyType({}),
+    *,
+    every_level: bool = False,
 ) -> tuple[Comparison, ...]:
     """Return the usual comparisons for `arms`, A/A controls excluded, in three families.
 
@@ -31,14 +35,16 @@ def default_comparisons(
     - levels: every arm at the highest noise level, and under each named noise, against itself without noise.
     - degradation: accuracy lost to that level, by a noise or AQN arm against each of its counterparts.
 
-    `names` of the named noises by level, under which arms are compared as at the highest level.
+    `names` of the named noises by level, under which arms are compared as at the highest level. With `every_level` they
+    are compared like that at all levels.
     Comparisons that need level 0, or a level above 0, are omitted if the study does not evaluate it.
     """
     usual = {name: arm for name, arm in arms.items() if arm.aa_control_of is None}
     pairs = [(name, control) for name in usual for control in _controls(name, usual)]
     found: list[Comparison] = []
     clean = 0.0 in noise_levels
-    noisy = [level for level in (max(noise_levels), *names) if level > 0]
+    levels = sorted(noise_levels) if every_level else [max(noise_levels)]
+    noisy = [level for level in (*levels, *names) if level > 0]
     for name, control in pairs:
         if clean:
             found.append(_accuracy(name, control, usual[name], 0.0, names))

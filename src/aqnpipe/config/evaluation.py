@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, numbered_levels, settings_of
-from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
+from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, OutputErrorModel, RelativeGaussian
 from aqnpipe.config.own_code import OwnFunction, planned_digest
 
 Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
@@ -115,6 +115,12 @@ class EvaluationConfig(FrozenModel):
         random = {level: level > 0 for level in self.noise_levels}
         random |= {level: settings_of(self.noises[name]).is_random for level, name in self.noise_names().items()}
         return [(level, seed) for level in random for seed in self.noise_seeds[: None if random[level] else 1]]
+
+    @property
+    def fits_vllm(self) -> bool:
+        """Whether vLLM can compute every noise: errors on outputs, not formats of operands or measured errors."""
+        operators = [settings_of(noise).operator_noise for noise in self.noises.values()]
+        return all(noise is None or isinstance(noise.error, OutputErrorModel) for noise in operators)
 
     def all_levels(self) -> tuple[float, ...]:
         """Return the noise levels and, behind them, the levels of the named noises."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
-from aqnpipe.config.arm import Arm, ArmsFile
+from aqnpipe.config.arm import Arm, ArmsFile, without_auto
 from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.checkpoint_checks import checkpoint_problems
 from aqnpipe.config.cross_references import cross_reference_problems
@@ -26,7 +26,7 @@ from aqnpipe.config.own_code import located
 from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
 from aqnpipe.config.training import Keep, TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
-from aqnpipe.config.yaml_file import load_yaml, read_yaml_file, typed_scalars, validated
+from aqnpipe.config.yaml_file import read_yaml_file, typed_scalars, validated
 from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
@@ -69,6 +69,15 @@ class _SharedSettings(FrozenModel):
         primary = [f"comparisons.{index}" for index, claim in enumerate(self.comparisons) if claim.role == "primary"]
         if len(primary) > 1:
             raise ValueError(f"{primary[1]}.role: found a second primary claim, expected one ({primary[0]} is primary)")
+        return self
+
+    @model_validator(mode="after")
+    def _compared_levels_are_used(self) -> Self:
+        if self.statistics.compared_levels != "highest" and (self.comparisons or not isinstance(self, StudyConfig)):
+            raise ValueError(
+                "statistics.compared_levels: has no effect here, it is for the usual comparisons of arms; name the "
+                "noise_level of each comparison"
+            )
         return self
 
     @model_validator(mode="after")
@@ -286,7 +295,8 @@ class Study(FrozenModel):
             return self.config.comparisons
         levels, names = self.config.evaluation.noise_levels, self.config.evaluation.noise_names()
         if self.has_training:
-            return default_comparisons(self.arms, levels, names)
+            every_level = self.config.statistics.compared_levels == "all"
+            return default_comparisons(self.arms, levels, names, every_level=every_level)
         return all_pairs(tuple(self.arms), levels, names)
 
 
@@ -299,10 +309,18 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
     if "checkpoints" in config:
         return _load_checkpoint_study(config, source)
     study = validated(StudyConfig, config, source)
-    arms = read_arms(Path(study.arms_file))
+    arms = _with_attention(read_arms(Path(study.arms_file)), study.models)
     for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
     return Study(config=study, arms={name: arms[name] for name in study.arms})
+
+
+def _with_attention(arms: Mapping[str, Arm], models: Mapping[str, ModelConfig]) -> dict[str, Arm]:
+    """Return the arms with noise on attention as their models compute it; arms of other studies stay as they are."""
+    return {
+        name: arm.on_attention(models[arm.model].attention) if arm.model in models else arm
+        for name, arm in arms.items()
+    }
 
 
 def _load_checkpoint_study(config: Mapping[str, Any], source: str) -> Study:
@@ -348,7 +366,7 @@ def read_study_file(path: Path) -> Mapping[str, Any]:
 
 def read_arms(path: Path) -> dict[str, Arm]:
     """Return the arms of an arms file by id; ConfigError if it is missing or invalid."""
-    return load_yaml(path, ArmsFile).arms
+    return validated(ArmsFile, without_auto(read_yaml_file(path)), str(path)).arms
 
 
 def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:

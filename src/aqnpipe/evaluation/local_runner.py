@@ -17,8 +17,12 @@ from aqnpipe.models.loading import load_tokenizer
 def load_generator(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> NoisyGenerator:
     """Load the checkpoint on the first visible device; `max_tokens`: limit of a prompt and its response together."""
     torch.set_num_threads(spec.evaluation.threads)
+    requested = spec.generation
+    if requested.backend == "auto" and not spec.evaluation.fits_vllm:
+        # All passes on one backend: levels are compared with each other.
+        requested = requested.model_copy(update={"backend": "transformers"})
     return open_generator(
-        spec.generation,
+        requested,
         model_dir,
         load_tokenizer(model_dir),
         dtype=spec.dtype,
