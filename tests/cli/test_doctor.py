@@ -144,8 +144,9 @@ def test_without_slurm_a_cluster_profile_leases_the_devices_of_the_machine(name,
 
 def test_the_workstation_needs_as_many_devices_as_its_jobs_lease(monkeypatch):
     monkeypatch.setattr(device_allocation, "_ids_in_dev", lambda kind: ("0", "1") if kind == "cuda" else ())
-    assert "2 devices of kind cuda" in problems(profile_checks(profile("workstation"), None))["leases"]
-    assert not problems(profile_checks(profile("workstation", devices=2), None))
+    assert profile("workstation")["resources"] == {"devices": 2}
+    assert not problems(profile_checks(profile("workstation"), None))
+    assert "2 devices of kind cuda" in problems(profile_checks(profile("workstation", devices=4), None))["leases"]
 
 
 def test_a_study_that_does_not_load_is_a_problem():

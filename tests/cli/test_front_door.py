@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from aqnpipe.cli import front_door
-from aqnpipe.cli.front_door import device_problem, open_study, refuse_unreadable_studies, shown_path
+from aqnpipe.cli.front_door import (
+    device_problem,
+    open_study,
+    refuse_unreadable_studies,
+    shown_path,
+    workers_of_given_study,
+)
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -119,3 +125,22 @@ def test_what_a_profile_does_not_decide_is_left_to_snakemake(monkeypatch, profil
 def test_other_command_lines_are_left_to_snakemake(monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["snakemake", *arguments])
     refuse_unreadable_studies()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers"),
+    [
+        ([], 1),
+        (["--configfile", "config/smoke.yaml"], 1),
+        (["--configfile", "config/qwen2.5-7b.yaml"], 8),
+        (["--configfile", "config/qwen2.5-7b.yaml", "{changes}"], 2),
+        (["--configfile", "config/none.yaml"], 1),
+        (["--profile", "ascend"], 8),
+    ],
+)
+def test_a_profile_learns_how_many_workers_a_study_has(arguments, workers, monkeypatch, tmp_path):
+    (tmp_path / "changes.yaml").write_text("training: {num_workers: 2}")
+    given = [argument.format(changes=tmp_path / "changes.yaml") for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["snakemake", *given])
+    monkeypatch.delenv("SNAKEMAKE_PROFILE", raising=False)
+    assert workers_of_given_study() == workers

@@ -82,6 +82,11 @@ def test_jobs_on_a_workstation_lease_devices_and_others_need_none():
     assert {given for _, given in dry_run("profiles/default", "--configfile", "config/smoke.yaml")} == {""}
 
 
+def test_a_workstation_with_eight_devices_runs_a_study_for_eight_as_it_is(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert ("train", "devices 8") in dry_run("workstation", "--configfile", "config/qwen2.5-7b.yaml")
+
+
 @pytest.mark.parametrize("profile", ["a100", "ascend", "workstation"])
 def test_the_default_profile_overrides_nothing(profile):
     default, keys = (

@@ -74,6 +74,19 @@ def refuse_unreadable_studies() -> None:
         sys.exit(EXIT_USER_ERROR)
 
 
+def workers_of_given_study() -> int:
+    """Return `training.num_workers` of the study given to Snakemake, for a profile; 1 if it says nothing."""
+    workers: object = 1
+    for path in _given_studies():
+        try:
+            training = read_study_file(shown_path(path)).get("training")
+        except AqnpipeError:
+            return 1  # The default profile ends with its line.
+        if isinstance(training, Mapping):
+            workers = training.get("num_workers", workers)
+    return workers if isinstance(workers, int) and workers > 0 else 1
+
+
 def _given_studies() -> list[Path]:
     """Return the study files that Snakemake reads: those of the command line, else those of the last profile."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
