@@ -122,6 +122,19 @@ def test_a_question_shows_all_arms_seeds_and_levels_with_the_answers_of_all_scor
     assert only.count("<pre") == 2 * 5
 
 
+def test_a_question_of_many_arms_begins_with_the_first_ones(get, monkeypatch):
+    assert "Shown: the first" not in get("/question/q00003")[2]
+    monkeypatch.setattr(responses_page, "ARMS_AT_FIRST", 2)
+    first = get("/question/q00003")[2]
+    assert "Shown: the first 2 of 3 arms. Choose others above." in first
+    assert "pretrained seed 0: " in first
+    assert "E5 seed 1: " in first
+    assert "baseline seed 0: " not in first
+    chosen = get("/question/q00003?arm=baseline")[2]
+    assert "baseline seed 0: " in chosen
+    assert "Shown: the first" not in chosen
+
+
 def test_text_of_models_is_never_markup(get):
     body = get("/question/q00003?arm=E5")[2]
     assert "script" not in tags(body)

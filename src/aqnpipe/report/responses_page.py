@@ -16,6 +16,8 @@ from aqnpipe.report.verdicts import VERDICT_SYMBOLS
 from aqnpipe.report.words import Words
 
 QUESTIONS_PER_PAGE = 200
+ARMS_AT_FIRST = 12
+"""Arms whose responses a question shows until others are chosen."""
 
 Query = Mapping[str, Sequence[str]]
 
@@ -110,7 +112,11 @@ class ResponsePages:
         return self._render(title, listed=Listed(words("view.changed", count=len(changed)), headers, rows))
 
     def _question(self, question_id: str, query: Query) -> str:
-        words, chosen = self._words, [arm for arm in query.get("arm", ()) if arm]
+        words, arms = self._words, self._responses.arms
+        chosen = [arm for arm in query.get("arm", ()) if arm]
+        # Hundreds of arms are not read side by side, and their page would take long.
+        left_out = 0 if chosen else max(len(arms) - ARMS_AT_FIRST, 0)
+        chosen = arms[:ARMS_AT_FIRST] if left_out else chosen
         table = self._responses.of_question(question_id, chosen)
         text = self._responses.questions.filter(pl.col("question_id") == question_id).to_dicts()
         first = table.row(0, named=True)
@@ -118,7 +124,8 @@ class ResponsePages:
             "id": question_id,
             "question": text[0]["question"] if text else "",
             "gold": text[0]["gold_answer"] if text else numbers.MISSING,
-            "arms": [{"name": arm, "shown": not chosen or arm in chosen} for arm in self._responses.arms],
+            "arms": [{"name": arm, "shown": not chosen or arm in chosen} for arm in arms],
+            "limited": words("view.first_arms", shown=ARMS_AT_FIRST, all=len(arms)) if left_out else "",
             "reference": words("run.name", arm=first["arm"], seed=first["seed"]),
             "levels": [
                 self._level(level, table.filter(pl.col("noise_level") == level))
