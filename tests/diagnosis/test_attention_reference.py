@@ -71,3 +71,18 @@ def test_an_exponential_that_is_wrong_far_from_the_largest_is_seen():
         found = wrong / wrong.sum(-1, keepdim=True) @ v.double()
         off = ((found - expected).abs() > bound).flatten(1).any(1)
         assert off[KINDS.index("range")], (low, high)
+
+
+def test_a_capped_score_whose_slope_a_device_loses_is_healthy():
+    """tanh of 12 is 1 in float32, so the slope is 0 there and 1.5e-10 in float64."""
+    q, k, v = (torch.tensor(x).reshape(1, 1, 2, 1) for x in ([0.0, 24.0], [1.0, 0.9], [8.0, 4.0]))
+    visible = torch.ones(1, 2, 2, dtype=torch.bool)
+    given = torch.ones(1, 1, 2, 1, dtype=torch.float64)
+    leaves = [tensor.requires_grad_(True) for tensor in (q, k, v)]
+    output = (2.0 * torch.tanh(leaves[0] @ leaves[1].transpose(2, 3) / 2.0)).softmax(-1) @ leaves[2]
+    seen = torch.autograd.grad(output, leaves, given.float())
+    found = gradients((q.detach(), k.detach(), v.detach()), Setting(1.0, 2.0, visible), given)
+    assert seen[0][0, 0, 1] == 0
+    assert found[0][0][0, 0, 1] != 0
+    for observed, (wanted, allowed) in zip(seen, found, strict=True):
+        assert ((observed.double() - wanted).abs() <= allowed).all()

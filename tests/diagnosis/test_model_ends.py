@@ -6,6 +6,7 @@ from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.activations import activation_name, activation_of, activation_sweep, gated_sweep
 from aqnpipe.diagnosis.ends import probe_ends
+from aqnpipe.diagnosis.further import without_consequences
 from aqnpipe.diagnosis.norms import norm_sweep
 from aqnpipe.diagnosis.sequences import FAMILIES
 from aqnpipe.models.layout import decoder_layers
@@ -22,7 +23,7 @@ def model_of(family="qwen2", dtype=torch.float32):
 
 def ends(model):
     with torch.no_grad():
-        return {check.site for check in probe_ends(model, 0) if check.mismatch}
+        return {check.site for check in without_consequences(probe_ends(model, 0)) if check.mismatch}
 
 
 def norms(model, dtype):

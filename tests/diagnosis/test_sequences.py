@@ -9,6 +9,7 @@ from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis import attention_kernel
 from aqnpipe.diagnosis.further import without_consequences
+from aqnpipe.diagnosis.norms import norm_in_model
 from aqnpipe.diagnosis.sequences import FAMILIES, _LayerCall, _residual_check, probe_sequences
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
@@ -51,10 +52,11 @@ def patched(owner, name, value):
 def test_healthy_models_give_every_answer(family, dtype, attention):
     checks, untested = probed(model_of(family, dtype, attention))
     assert not [check for check in checks if check.mismatch]
-    gaps = {"rotary": ("gpt2", "gpt_bigcode", "opt"), "logits behind lm_head": ("cohere", "gemma2")}
-    assert set(untested) == {part for part, families in gaps.items() if family in families}
+    assert set(untested) == ({"rotary"} if family in ("gpt2", "gpt_bigcode", "opt") else set())
     probes = {check.probe for check in checks}
     assert {"attention_one_hot", "attention_uniform", "attention_ordinary", "cache", "residual", "chain"} <= probes
+    assert "logits" in probes
+    assert ("norm_in_model" in probes) == (family != "olmo"), "the norms of OLMo do not show their epsilon"
 
 
 def test_a_layer_whose_branches_are_not_seen_has_no_check_of_its_sum():
@@ -124,7 +126,20 @@ def wrong_for_single_tokens(kernel, module, q, k, v, mask, **kwargs):
     return (output * 1.5 if q.shape[2] == 1 else output), weights
 
 
+def last_key_of_whole_tiles_lost(kernel, module, q, k, v, mask, **kwargs):
+    if k.shape[2] % 16 == 0:
+        v = torch.cat([v[:, :, :-1], torch.zeros_like(v[:, :, -1:])], 2)
+    return kernel(module, q, k, v, mask, **kwargs)
+
+
+def fifth_sequence_wrong(kernel, module, q, k, v, mask, **kwargs):
+    q = torch.cat([q[:4], 1.1 * q[4:]])
+    return kernel(module, q, k, v, mask, **kwargs)
+
+
 CHANGES = [
+    last_key_of_whole_tiles_lost,
+    fifth_sequence_wrong,
     scores_too_large,
     mask_of_one_key_lost,
     values_of_neighbours,
@@ -164,6 +179,39 @@ def test_fused_attention_alone_is_found_faulty():
     with patched(torch.nn.functional, "scaled_dot_product_attention", faulty):
         assert places(model_of(attention="sdpa")) == {(0, "attention_core"), (1, "attention_core")}
         assert not places(model_of(attention="eager"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["cohere", "gemma2", "qwen2"])
+def test_a_fault_behind_lm_head_is_found(family, dtype):
+    model = model_of(family, dtype)
+
+    def damaged(module, args, kwargs, output):
+        output.logits = output.logits * 1.05
+        return output
+
+    model.register_forward_hook(damaged, with_kwargs=True)
+    assert places(model) == {(-1, "lm_head")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_head_of_a_norm_of_heads_is_found(dtype):
+    model = model_of("qwen3", dtype)
+
+    def damaged(module, args, output):
+        return torch.cat([output[..., :1, :], 1.05 * output[..., 1:, :]], -2)
+
+    decoder_layers(model)[LAYER].self_attn.q_norm.register_forward_hook(damaged)
+    assert places(model) == {(LAYER, "q_norm")}
+
+
+def test_a_norm_of_numbers_that_no_device_squares_is_not_compared():
+    norm = torch.nn.LayerNorm(4)
+    x = torch.tensor([[1e30, 2.0, 3.0, 4.0], [torch.nan, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 6.0]])
+    seen = norm(x)
+    assert norm_in_model(norm, 0, "norm", 0.0, x, seen).mismatch is None
+    seen = torch.cat([seen[:2], seen[2:] * 1.001])
+    assert norm_in_model(norm, 0, "norm", 0.0, x, seen).mismatch.channels.tolist() == [0, 1, 3]
 
 
 def test_a_corrupted_cache_is_found_in_its_layer():

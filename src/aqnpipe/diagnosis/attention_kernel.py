@@ -33,6 +33,13 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 """Arguments that the reference follows, or that change nothing of the kernel."""
 _NEGLIGIBLE = 1e-13
+_TILES = (64, 16)
+"""Keys and queries of a full tile; kernels skip the handling of ends where the lengths are multiples of theirs."""
+_FULL_TILES = "attention over whole tiles of keys, and more than four sequences"
+_COPIES = 4
+"""Copies of the sequences of a batch that fill more of a large device."""
+_OF_BATCH = frozenset({"position_ids", "cache_position"})
+"""Arguments with the shape of the whole batch, which kernels do without."""
 
 
 @dataclass
@@ -42,7 +49,7 @@ class Observation:
     `padding`: number of masked tokens at the start of each sequence. `seen`: tokens in the cache before this call;
     `num_new`: tokens of this call. `operands` and `tables`: queries and new keys of the first sequence as the model
     made them, and its cosines and sines, by layer and `seen`. With `only_records` kernels run on these, unchecked.
-    `with_gradients` differentiates the kernel of the prefill as well.
+    `with_gradients` differentiates the kernel of the prefill as well, `with_full_tiles` also runs whole tiles of keys.
     """
 
     padding: Tensor
@@ -51,6 +58,7 @@ class Observation:
     num_new: int = 0
     only_records: bool = False
     with_gradients: bool = False
+    with_full_tiles: bool = False
     checks: list[Check] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     operands: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -122,7 +130,44 @@ def _checked_call(
         observation.checks += found
         if not found:
             observation.unknown[GRADIENT_SITE] = "its kernel has no gradient"
+    if observation.with_full_tiles:
+        found = _full_tile_checks(kernel, module, layer, (q, k, v, mask), kwargs, setting, generator)
+        observation.checks += found
+        if not found:
+            observation.unknown[_FULL_TILES] = "sequences are too short, or their mask is of another kind"
     return result
+
+
+def _full_tile_checks(
+    kernel: Callable[..., Any],
+    module: nn.Module,
+    layer: int,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    kwargs: dict[str, Any],
+    setting: Setting,
+    generator: torch.Generator,
+) -> list[Check]:
+    """Run the kernel on whole tiles of keys, the first ones of a prefill or the last ones of a decode, and on several
+    copies of the batch. No check of fewer keys than a small tile, or with a mask of another kind.
+    """
+    q, k, v, mask = operands
+    count = next((k.shape[2] // tile * tile for tile in _TILES if tile <= k.shape[2]), 0)
+    if not count or q.shape[2] not in (1, k.shape[2]) or (mask is not None and mask.ndim != q.ndim):
+        return []
+    is_decode = q.shape[2] == 1
+    keys = slice(k.shape[2] - count, None) if is_decode else slice(0, count)
+    queries = slice(None) if is_decode else keys
+    visible = setting.visible[:, queries, keys]
+    with on_host():
+        test = known_operands((q[:, :, queries], k[:, :, keys], v[:, :, keys]), setting.scale, visible, generator)
+        many = [tensor.repeat(_COPIES, 1, 1, 1) for tensor in test]
+        shown = None
+        if mask is not None:
+            shown = mask[:, :, queries, :][..., keys].expand(len(q), -1, -1, -1).repeat(_COPIES, 1, 1, 1)
+    result = kernel(module, *many, shown, **{name: value for name, value in kwargs.items() if name not in _OF_BATCH})
+    output = result[0] if isinstance(result, tuple) else result
+    with on_host():
+        return _kernel_checks(layer, test, Setting(setting.scale, setting.softcap, visible), output)
 
 
 def _softcap(module: nn.Module, kwargs: dict[str, Any]) -> float | None:
@@ -134,12 +179,17 @@ def _softcap(module: nn.Module, kwargs: dict[str, Any]) -> float | None:
 def _kernel_checks(
     layer: int, operands: tuple[Tensor, Tensor, Tensor], setting: Setting, output: Tensor
 ) -> list[Check]:
-    """Compare the output [sequences, queries, heads, channels] of a kernel; queries of padding tokens see no key."""
-    expected, bound, weights = reference(operands, setting)
+    """Compare the output [sequences, queries, heads, channels] of a kernel; queries of padding tokens see no key.
+
+    The output may be that of several copies of the operands, one after the other.
+    """
+    copies = len(output) // len(operands[0])
+    visible = setting.visible.expand(len(operands[0]), -1, -1).repeat(copies, 1, 1)
+    expected, bound, weights = (tensor.repeat(copies, 1, 1, 1) for tensor in reference(operands, setting))
     checks = []
     for number, kind in enumerate(KINDS):
         own = (torch.arange(len(output)) % len(KINDS) == number).unsqueeze(1)
-        keep = setting.visible.any(-1) & own
+        keep = visible.any(-1) & own
         wanted, spread = (tensor.transpose(1, 2)[keep].flatten(1) for tensor in (expected, bound))
         if kind == "one-hot" and _is_one_hot(weights.transpose(1, 2)[keep]):
             # 16-bit formats round the reciprocal of the sum away, whatever its last bits in float32 are.

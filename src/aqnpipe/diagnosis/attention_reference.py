@@ -27,7 +27,8 @@ class Setting:
 class _Attention:
     """Float64 operands with the key heads repeated, probabilities, and the errors of scores that healthy devices make.
 
-    `factor`: derivative of a score with respect to the product of query and key.
+    `factor`: derivative of a score with respect to the product of query and key; `off_factor`: the error that healthy
+    devices make in it.
     """
 
     queries: Tensor
@@ -36,6 +37,7 @@ class _Attention:
     weights: Tensor
     shift: Tensor
     factor: Tensor
+    off_factor: Tensor
 
 
 def reference(operands: tuple[Tensor, Tensor, Tensor], setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,8 +56,8 @@ def reference(operands: tuple[Tensor, Tensor, Tensor], setting: Setting) -> tupl
     moved = (weights * own.shift.square()).sum(-1, keepdim=True).sqrt() * scatter
     shifted = weights * own.shift
     moved = torch.minimum(moved, shifted @ values.abs() + expected.abs() * shifted.sum(-1, keepdim=True))
-    # A device may flush probabilities and results that are no normal numbers.
-    flushed = number_format.tiny * (1 + (weights > 0).double() @ values.abs())
+    # A device may flush probabilities, products and results that are no normal numbers.
+    flushed = number_format.tiny * (1 + (weights > 0).double() @ (values.abs() + (values != 0)))
     share = 1.5 * number_format.eps + _product_error(operands[0]) + FLOAT32_EPS * weights.shape[-1] ** 0.5
     return expected, _SPARE * moved + share * (weights @ values.abs()) + flushed, weights
 
@@ -81,7 +83,7 @@ def gradients(operands: tuple[Tensor, Tensor, Tensor], setting: Setting, given: 
     ds = p * (da - mean) * own.factor
     off_ds = (p * (of_p * (da - mean).abs() + off_da + off_mean) + 2 * rounding * p * (da.abs() + mean.abs())) * (
         own.factor.abs()
-    )
+    ) + p * (da - mean).abs() * own.off_factor
     results = (2 + groups) * rounding + product
     found = []
     for gradient, off, other in (
@@ -113,17 +115,22 @@ def _attention(operands: tuple[Tensor, Tensor, Tensor], setting: Setting) -> _At
     raw = queries @ keys.transpose(2, 3)
     scores = raw * setting.scale
     magnitudes = queries.abs() @ keys.abs().transpose(2, 3) * setting.scale
-    factor = torch.full_like(scores, setting.scale)
+    factor, off_factor = torch.full_like(scores, setting.scale), torch.zeros_like(scores)
+    rounding = torch.finfo(dtype).eps / 2
+    off_products = _product_error(operands[0]) * magnitudes
     is_exact = _fits(raw, dtype) & _fits(scores, dtype) & (magnitudes == scores.abs())
     if setting.softcap:
         capped = torch.tanh(scores / setting.softcap)
-        scores, factor, is_exact = setting.softcap * capped, factor * (1 - capped**2), torch.zeros_like(is_exact)
-    rounding = torch.finfo(dtype).eps / 2
-    rounded = _product_error(operands[0]) * magnitudes + (5 if setting.softcap else 2) * rounding * scores.abs()
+        # 1 - tanh^2 of a capped score is the difference of two numbers near 1: a device may find 0 where it is tiny.
+        slope = 1 - capped**2
+        off_scores = (off_products + 2 * rounding * scores.abs()) / setting.softcap
+        off_factor = 2 * factor * capped.abs() * (rounding + 4 * FLOAT32_EPS + slope * off_scores)
+        scores, factor, is_exact = setting.softcap * capped, factor * slope, torch.zeros_like(is_exact)
+    rounded = off_products + (5 if setting.softcap else 2) * rounding * scores.abs()
     shift = torch.where(is_exact, 4 * FLOAT32_EPS * scores.abs(), rounded) + 2.0**-20
     hidden = ~setting.visible.unsqueeze(1)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)  # NaN: a query that sees no key
-    return _Attention(queries, keys, values, weights, shift, factor)
+    return _Attention(queries, keys, values, weights, shift, factor, off_factor)
 
 
 def _product_error(operand: Tensor) -> float:

@@ -23,6 +23,7 @@ _OPENING = {torch.float16: 16.0}
 _WIDE_OPENING = 128.0
 """Gate at which silu and gelu are the identity."""
 _TOKENS_PER_EXPERT = 8
+_SHARE_BITS = 8
 _ROUTER_TOKENS = 66
 _SPANS_OF_LOGITS = (16.0, 4.0, 1.0)
 """Differences of the largest and the smallest logit of a token."""
@@ -47,7 +48,7 @@ def router_of(layer: nn.Module) -> nn.Module | None:
 
 
 def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Generator) -> list[Check]:
-    """Return one check per expert, at the sites `experts.0`, `experts.1` and so on."""
+    """Return one check per expert, at the sites `experts.0`, `experts.1` and so on, and one of the sum at `experts`."""
     gate_up, down = module.gate_up_proj, module.down_proj
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return []
@@ -62,25 +63,44 @@ def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Ge
     share = torch.zeros(len(x), top_k, dtype=dtype)
     share[:, 0] = 1.0
     arguments = (x.to(device, dtype), index.to(device), share.to(device))
+    shares = _drawn_shares(len(x), top_k, generator)
     up = [_turned(selection(width, hidden, skip=1), expert) for expert in range(count)]
     shown_up = torch.stack([_gate_and_up(chosen, signs, opening, gate_up) for chosen, signs in up])
-    expected, outputs = [], []
+    expected, outputs, sums = [], [], []
     for turn in range(-(-width // hidden)):  # every channel between the projections reaches an output
         picked = [_turned(_slice_of_selection(hidden, width, turn), expert) for expert in range(count)]
         shown_down = torch.stack([selection_weight(chosen, signs, down[0]) for chosen, signs in picked])
         with substituted([(gate_up, shown_up), (down, shown_down)]):
             outputs.append(module(*arguments).cpu())
-        answer = torch.empty_like(x)
-        for expert, ((chosen, signs), (down_chosen, down_signs)) in enumerate(zip(up, picked, strict=True)):
-            answer[own == expert] = x[own == expert][:, chosen[down_chosen]] * signs[down_chosen] * down_signs
-        expected.append(answer)
+            if top_k > 1 and turn == 0:
+                sums.append(module(*arguments[:2], shares.to(device, dtype)).cpu())
+        of_all = torch.stack(
+            [
+                x[:, chosen[below]] * signs[below] * of_down
+                for (chosen, signs), (below, of_down) in zip(up, picked, strict=True)
+            ]
+        )
+        expected.append(of_all[own, torch.arange(len(x))])
+        if sums and turn == 0:
+            terms = of_all[index.T, torch.arange(len(x))] * shares.T.unsqueeze(-1)
     checks = []
     for expert in range(count):
         wanted = torch.cat([answer[own == expert] for answer in expected])
         seen = torch.cat([output[own == expert] for output in outputs])
         site = f"{EXPERT_SITE}.{expert}"
         checks.append(compare("experts", layer, site, wanted, seen, allowed=few_roundings(wanted, dtype)))
+    if sums:
+        magnitudes = terms.abs().sum(0)
+        # Every product and every addition may be rounded to the dtype.
+        allowed = few_roundings(magnitudes, dtype) + (1 + top_k) * torch.finfo(dtype).eps / 2 * magnitudes
+        checks.append(compare("experts", layer, EXPERT_SITE, terms.sum(0), sums[0], allowed=allowed))
     return checks
+
+
+def _drawn_shares(num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """Return shares [tokens, experts of a token] of 8 significant bits, from 1/16 to 1, float64."""
+    shares = full_mantissas((num_tokens, top_k), _SHARE_BITS, generator).abs() / 2
+    return shares * 2.0 ** -torch.randint(0, 4, shares.shape, generator=generator).double()
 
 
 def _gate_and_up(chosen: Tensor, signs: Tensor, opening: float, like: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from aqnpipe.diagnosis.activations import (
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
 from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.ends import probe_ends
-from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
+from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
-from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, probe_shape, rows_of_layer
+from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, SMALL, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
@@ -58,7 +58,8 @@ def _other_shapes(num_layers: int) -> Untested:
     """Return the gap that the probes of shapes leave."""
     places = {rows: min(count, num_layers) for rows, count in LAYERS_OF_LARGE.items()}
     shown = " and ".join(f"{rows} in {count} of {num_layers} layers" for rows, count in places.items())
-    return Untested(part="linears with other numbers of rows", reason=f"1 and 8 in every layer, {shown} (by the seed)")
+    small = ", ".join(map(str, SMALL))
+    return Untested(part="linears with other numbers of rows", reason=f"{small} in every layer, {shown} (by the seed)")
 
 
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
@@ -140,14 +141,16 @@ def _mixture_checks(model: nn.Module, index: int, sites: LayerSites, generator: 
 def without_consequences(checks: Sequence[Check]) -> list[Check]:
     """Return `checks` without those whose mismatch follows from another: one fault is not reported twice.
 
-    Gradients go back through the output of their linear, and a core through its activation. A check of a faulty source
-    says nothing about what follows it.
+    Gradients go back through the output of their linear, a core through its activation, and the sum of experts through
+    each of them. A check of a faulty source says nothing about what follows it.
     """
     wrong = {(check.layer, check.site) for check in checks if check.mismatch and check.probe != "backward"}
 
     def follows(check: Check) -> bool:
         if check.probe == "backward":
             return (check.layer, check.site.rsplit(".", 1)[0]) in wrong
+        if check.site == EXPERT_SITE:
+            return any(layer == check.layer and site.startswith(f"{EXPERT_SITE}.") for layer, site in wrong)
         return check.site == CORE_SITE and (check.layer, MODULE_SITE) in wrong
 
     return [check for check in checks if not (check.mismatch and follows(check))]

@@ -18,11 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from aqnpipe.diagnosis.attention_kernel import GRADIENT_SITE, SITE, Observation, replaced_operands
 from aqnpipe.diagnosis.attention_operands import KINDS
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.ends import changed_logits
+from aqnpipe.diagnosis.norms import has_answer, norm_in_model
+from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
 from aqnpipe.diagnosis.reference import on_host
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.rotary import TABLE_SITE, rotation_checks, shown_projections, table_checks, zero_angles
 from aqnpipe.diagnosis.trace import first_tensor
-from aqnpipe.models.layout import output_projection
+from aqnpipe.models.layout import output_projection, weight_of
 from aqnpipe.models.sites import LayerSites
 
 _PREFILL = 131
@@ -59,7 +62,8 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     """Return the checks of kernels, cache, rotation, residual sums and logits; `untested` collects the gaps."""
     length = longest_sequence(model) - _NUM_DECODED
     unpadded = torch.zeros(len(KINDS), dtype=torch.long)
-    first = _run_batch(model, layers, length, Observation(unpadded, seed, with_gradients=True), untested)
+    observation = Observation(unpadded, seed, with_gradients=True, with_full_tiles=True)
+    first = _run_batch(model, layers, length, observation, untested)
     unrotated = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
     if is_known(model) and first.tables:
         with zero_angles(model):
@@ -164,7 +168,9 @@ class _Observer:
     def hooks_of_layer(self, index: int, sites: LayerSites) -> list[RemovableHandle]:
         """Register the hooks of a layer, its blocks and their ends."""
         layer = sites.layer
-        handles = [
+        norms = sites.norms.items() if self.is_known else ()
+        handles = [self._norm_hook(index, name, module) for name, module in norms if has_answer(module)]
+        handles += [
             layer.register_forward_pre_hook(lambda m, a, kw: self._enter(index, a, kw), with_kwargs=True),
             layer.register_forward_hook(lambda m, a, out: self._leave(index, first_tensor(out))),
         ]
@@ -184,6 +190,17 @@ class _Observer:
             if site == "attention_output":
                 handles.append(end.register_forward_pre_hook(lambda m, a: self._compare_feed(index, a[0])))
         return handles
+
+    def _norm_hook(self, index: int, site: str, module: nn.Module) -> RemovableHandle:
+        """Compare every call of a norm: a norm of heads has rows of its own for each."""
+        weight = weight_of(module)
+        unit = 0.0 if subtracts_mean(module) else norm_offset(module, weight.dtype, weight.device)
+
+        def check(own: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            with on_host():
+                self.observation.checks.append(norm_in_model(own, index, site, unit, args[0], output))
+
+        return module.register_forward_hook(check)
 
     def _enter(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -244,12 +261,21 @@ def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check | Non
 
 
 def _logits_check(model: nn.Module, observation: Observation, logits: Tensor, untested: dict[str, str]) -> list[Check]:
-    """Compare the logits with the output of lm_head, unless the model caps or scales them."""
+    """Compare the logits with the output of lm_head, capped or scaled as the model does.
+
+    Those of a model that divides by a setting are not compared, nor capped ones of an unknown one.
+    """
     raw = observation.results.pop(OUTSIDE_LAYERS, None)
-    if raw is None or any(getattr(model.config, name, None) not in (None, 1.0) for name in _LOGIT_SETTINGS):
+    used = [name for name in _LOGIT_SETTINGS if getattr(model.config, name, None) not in (None, 1.0)]
+    if raw is None or (used and (not is_known(model) or used not in (["final_logit_softcapping"], ["logit_scale"]))):
         untested["logits behind lm_head"] = "the model caps or scales them, or lm_head was not called"
         return []
-    return [compare("logits", OUTSIDE_LAYERS, "lm_head", raw.cpu(), logits.cpu())]
+    if not used:
+        return [compare("logits", OUTSIDE_LAYERS, "lm_head", raw.cpu(), logits.cpu())]
+    with on_host():
+        own = raw.detach().cpu()
+        answer, allowed = changed_logits(own.double(), used[0], float(getattr(model.config, used[0])), own.dtype)
+    return [compare("logits", OUTSIDE_LAYERS, "lm_head", answer, logits.cpu(), allowed=allowed)]
 
 
 def _table_checks(model: nn.Module, observation: Observation, untested: dict[str, str]) -> list[Check]:
