@@ -95,14 +95,14 @@ def accuracy_by_name(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: W
     )
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(means), levels)
-    size = {"width": _WIDE if wide else charts.PANEL_WIDTH, "height": charts.PANEL_HEIGHT + 30 * wide}
+    width, height = _WIDE if wide else charts.PANEL_WIDTH, charts.PANEL_HEIGHT + 30 * wide
     x = _level_axis(levels, words)
     y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
     common = {"xOffset": _arm_offset(keys), "color": charts.colour_scale("arm", keys), "description": "about:N"}
-    seeds = alt.Chart(scaled.with_columns(about=_about_seeds(scaled, words, many)), **size)
+    seeds = alt.Chart(scaled.with_columns(about=_about_seeds(scaled, words, many)), width=width, height=height)
     chart = alt.layer(
         seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, **common),
-        alt.Chart(means, **size).mark_point(filled=True, size=44, opacity=1).encode(x, y, **common),
+        alt.Chart(means, width=width, height=height).mark_point(filled=True, size=44, opacity=1).encode(x, y, **common),
     )
     return charts.panel(words("robustness.named"), chart, words("alt.named"), wide=wide)
 
