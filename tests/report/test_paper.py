@@ -1,9 +1,12 @@
 """Files for papers: every figure and table of the report, in formats that a paper takes."""
 
 import csv
+import re
 
 import pytest
 
+from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.files import read_json
 from aqnpipe.report.inputs import read_inputs
 from aqnpipe.report.paper import export_paper
 from aqnpipe.report.words import load_words
@@ -22,10 +25,23 @@ def test_every_figure_and_table_of_the_report_is_written(written, built):
     sections = built.html.split("<main>")[1]
     pictures = sum(section.count('<svg viewBox="0 0 ') for section in sections.split('<section id="')[1:])
     legends = built.html.count('<svg viewBox="0 0 34 10"')
-    assert len(list(folder.glob("figures/*.pdf"))) == len(list(folder.glob("figures/*.svg"))) == pictures - legends
+    strips = 1  # the page draws the claims as a strip each, a paper has them in one picture
+    num_figures = pictures - legends + strips
+    assert len(list(folder.glob("figures/*.pdf"))) == len(list(folder.glob("figures/*.svg"))) == num_figures
     assert all(path.read_bytes().startswith(b"%PDF") for path in folder.glob("figures/*.pdf"))
     names = {path.stem.split("-", 1)[1] for path in folder.glob("tables/*.csv")}
-    assert {"verdicts", "arms", "accuracy", "differences", "robustness", "comparisons", "checks", "layers"} <= names
+    on_page = {re.sub(r"[^A-Za-z0-9_.]+", "-", name) for name in re.findall(r'data-table="([^"]*)"', built.html)}
+    assert {"verdicts"} | on_page - {"phases"} <= names
+    assert len([name for name in names if name.startswith("phases-")]) == built.html.count('data-table="phases"')
+    assert {path.stem for path in folder.glob("tables/*.tex")} == {path.stem for path in folder.glob("tables/*.csv")}
+
+
+def test_the_claims_are_one_picture_with_their_intervals(written, built):
+    folder, _ = written
+    svg = next(folder.glob("figures/claims-*.svg")).read_text()
+    claims = [claim.claim for claim in read_json(built.folder / "claims.json", ClaimsFile).claims if claim.seeds]
+    assert len(claims) == 6
+    assert all(f">{claim}</text>" in svg for claim in claims)
 
 
 def test_figures_are_in_colours_of_their_own_with_a_legend(written):
@@ -48,9 +64,14 @@ def test_verdicts_come_with_their_reasons(written, built):
 def test_latex_is_escaped(written):
     folder, _ = written
     text = (folder / "tables" / "claims-arms.tex").read_text()
-    assert "\\begin{tabular}{lll" in text
+    assert "\\begin{tabular}{llp{7cm}rrr}" in text
     assert "srdd\\_guided" in text
     assert "5 \\% relative noise" in text
+    verdicts = (folder / "tables" / "claims-verdicts.tex").read_text()
+    assert "\\begin{tabular}{lllrrp{7cm}}" in verdicts, "sentences are broken into lines"
+    assert "$-$" in verdicts
+    assert not [path for path in folder.glob("tables/*.tex") if "−" in path.read_text().partition("\n")[2]]
+    assert all(line.count("&") == 5 for line in verdicts.splitlines() if line.endswith("\\\\"))
 
 
 def test_chinese_titles_do_not_overwrite_each_other(built, tmp_path):

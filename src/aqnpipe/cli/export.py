@@ -20,7 +20,7 @@ def export(
         Path | None, typer.Option("--output", "-o", help="folder to write to; default: paper/ in the results")
     ] = None,
 ) -> None:
-    """Write the figures and tables of a study's report as files for a paper, all but receipts, provenance and pairs.
+    """Write every figure and table of a study's report as files for a paper.
 
     Figures are in the colours of the light page, with a legend. LaTeX tables need the packages booktabs and longtable.
     """

@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,19 +13,25 @@ from tabulate import tabulate
 
 from aqnpipe.artifacts.files import atomic_path, write_text
 from aqnpipe.config.study import Study
-from aqnpipe.report import claims_view, faults_view, looks_view, page, provenance_view, tables
+from aqnpipe.report import claims_view, faults_view, looks_view, page, provenance_view, receipts, tables
 from aqnpipe.report.charts import Panel
+from aqnpipe.report.claims_chart import claims_panel
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.overview import arm_table
 from aqnpipe.report.svg import light_spec
-from aqnpipe.report.tables import Figure, Row, Table
+from aqnpipe.report.tables import Figure, PanelGroup, Row, RunLink, Table
 from aqnpipe.report.text import visible
 from aqnpipe.report.words import Words
 
 FigureFormat = Literal["pdf", "svg"]
 TableFormat = Literal["latex", "csv"]
 
+_LATEX_COMMANDS = {"−": "$-$", "⟨": "$\\langle$", "⟩": "$\\rangle$", "≈": "$\\approx$", "σ": "$\\sigma$", "²": "$^2$"}
+"""What pdfLaTeX cannot typeset of the catalogue's characters; Chinese needs XeLaTeX or LuaLaTeX."""
+_LONGEST_IN_A_LINE = 60
+_PARAGRAPH = "p{7cm}"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9]+")
+_NOT_IN_STEMS = re.compile(r"[^A-Za-z0-9_.]+")
 _FORMULA = re.compile(r"^[=+\-@\t\r]")
 _NUMBER = re.compile(r"^[+\-−]?[\d.,]+( to [+\-−]?[\d.,]+)?$")
 
@@ -47,10 +53,7 @@ def export_paper(
     figures: Sequence[FigureFormat],
     formats: Sequence[TableFormat],
 ) -> list[Path]:
-    """Write the figures and tables of the report below `folder`; return the paths.
-
-    Receipts, provenance and the paired tables of claims, which a paper does not print, are in the report alone.
-    """
+    """Write every figure and table of the report below `folder`; return the paths."""
     written = []
     contents = list(_sections(study, data, words))
     for name, figure, own in contents:
@@ -58,7 +61,9 @@ def export_paper(
             for drawn in _pictures(name, figure):
                 written += [_write_figure(folder, drawn, suffix) for suffix in figures]
         for table in own if formats else ():
-            written += [_write_table(folder, f"{name}-{table.name}", table, form) for form in formats]
+            # Names of paired tables hold ids of comparisons, which a path cannot hold as they are.
+            stem = f"{name}-{_NOT_IN_STEMS.sub('-', table.name)}"
+            written += [_write_table(folder, stem, table, form) for form in formats]
     return written
 
 
@@ -66,7 +71,11 @@ def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[st
     run_link = provenance_view.run_links(data.runs)
     overview = claims_view.claims_overview(study, data, words)
     looks = looks_view.look_table(data.claims, words)
-    yield "claims", None, [_claim_table(overview, words), _arm_table(study, data, words), *([looks] if looks else [])]
+    forest = claims_panel(overview, data.comparisons, words)
+    drawn = None if forest is None else Figure(caption="", groups=(PanelGroup([forest]),), tables=())
+    paired = [row.paired for row in overview.rows if row.paired is not None]
+    own = [_claim_table(overview, words), _arm_table(study, data, words), *([looks] if looks else []), *paired]
+    yield "claims", drawn, own
     models = page.model_roles(data)
     for model in models:
         section = page.model_section(study, data, model, words, run_link)
@@ -87,9 +96,26 @@ def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[st
     costs = page.cost_figure(study, data, words)
     if costs is not None:
         yield "costs", costs, list(costs.tables)
+    yield "receipts", None, list(_receipt_tables(data, words, run_link))
+    yield (
+        "provenance",
+        None,
+        [
+            provenance_view.run_table(data.runs, words, run_link),
+            provenance_view.evaluation_table(data.evaluations, words, run_link),
+            provenance_view.version_table(data, words),
+        ],
+    )
     if data.published is not None:
         published = page.published_section(study, data.published, data.accuracy, words)
         yield "published", published.figure, [published.claims, published.sentences, *published.figure.tables]
+
+
+def _receipt_tables(data: ReportData, words: Words, run_link: RunLink) -> Iterator[Table]:
+    yield receipts.run_overview(data.runs, words, run_link)
+    yield receipts.evaluation_overview(data.evaluations, words, run_link)
+    for found in receipts.run_receipts(data.runs, words):
+        yield replace(found.phases, name=f"phases-{_slug(found.name)}")
 
 
 def _claim_table(overview: claims_view.ClaimsOverview, words: Words) -> Table:
@@ -140,15 +166,30 @@ def _write_table(folder: Path, name: str, table: Table, form: TableFormat) -> Pa
 def _latex(table: Table) -> str:
     """Return a table of the packages booktabs and longtable, with all cells escaped; its caption is a comment."""
     aligned = ["left"] * table.num_text_columns + ["right"] * (len(table.headers) - table.num_text_columns)
+    rows = [[_one_line(visible(cell)) for cell in row.cells] for row in table.rows]
+    environment = "longtable" if len(rows) > 40 else "tabular"
     body = tabulate(
-        [[visible(cell) for cell in row.cells] for row in table.rows],
-        headers=[visible(head) for head in table.headers],
-        tablefmt="latex_longtable" if len(table.rows) > 40 else "latex_booktabs",
+        rows,
+        headers=[_one_line(visible(head)) for head in table.headers],
+        tablefmt="latex_longtable" if environment == "longtable" else "latex_booktabs",
         disable_numparse=True,
         colalign=aligned,
     )
+    for character, command in _LATEX_COMMANDS.items():
+        body = body.replace(character, command)
+    letters = "".join(side[0] for side in aligned)
+    columns = "".join(
+        _PARAGRAPH if any(len(row[number]) > _LONGEST_IN_A_LINE for row in rows) else letter
+        for number, letter in enumerate(letters)
+    )
+    body = body.replace(f"\\begin{{{environment}}}{{{letters}}}", f"\\begin{{{environment}}}{{{columns}}}", 1)
     caption = " ".join(visible(f"{table.caption} {table.note}").split())
     return f"% {caption}\n{body}\n"
+
+
+def _one_line(cell: str) -> str:
+    """Return a cell without line feeds: an empty line in a cell of LaTeX is an error."""
+    return re.sub(r"[\n\t]+", " ", cell)
 
 
 def _csv(table: Table) -> str:
