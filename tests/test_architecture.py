@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # The stages: they hand each other artifacts and import no other stage.
     "diagnosis": COMPUTING,
     "training": COMPUTING,
-    "evaluation": COMPUTING,
+    "evaluation": COMPUTING | {"integrations"},
     "parity": COMPUTING,
     "loss_study": COMPUTING | {"statistics"},
     "comparison": MODELLING | {"statistics"},

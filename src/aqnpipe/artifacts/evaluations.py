@@ -55,7 +55,8 @@ class EvaluationTable(pa.DataFrameModel):
     `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
     the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers that do not compare numbers have
-    columns only in evaluations of which they are the primary one; `own` is a function of the user's own.
+    columns only in evaluations of which they are the primary one; `own` is a function of the user's own,
+    `task` a task of lm-evaluation-harness.
     """
 
     question_id: str
@@ -75,10 +76,12 @@ class EvaluationTable(pa.DataFrameModel):
     answer_letter: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_text: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_own: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
+    answer_task: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     correct_boxed: Optional[bool]  # noqa: UP045
     correct_letter: Optional[bool]  # noqa: UP045
     correct_text: Optional[bool]  # noqa: UP045
     correct_own: Optional[bool]  # noqa: UP045
+    correct_task: Optional[bool]  # noqa: UP045
     response_tokens: int = pa.Field(ge=0)
     finish_reason: str = pa.Field(isin=["stop", "length"])
 

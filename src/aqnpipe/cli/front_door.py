@@ -9,12 +9,13 @@ import filecmp
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from aqnpipe.config.dataset import LocalDataset
+from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.model import builtin_folder, read_json_object, source_kind
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
@@ -152,6 +153,8 @@ def _design_problems(study: Study, source: str) -> Iterator[str]:
 
 def _dataset_problems(study: Study, source: str) -> Iterator[str]:
     dataset = study.config.dataset
+    if isinstance(dataset, LmEvalDataset):
+        yield from _task_problems(dataset, source)
     if not isinstance(dataset, LocalDataset):
         return
     from aqnpipe.data.loader import load_problems
@@ -161,6 +164,22 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
             load_problems(dataset, split)
     except DataError as error:
         yield f"{source}: dataset: {error}"
+
+
+def _task_problems(dataset: LmEvalDataset, source: str) -> Iterator[str]:
+    """Yield why a task cannot be used: one of the user's own is loaded, of others only the harness is looked for."""
+    if find_spec("lm_eval") is None:
+        yield f"{source}: dataset.source: lm-evaluation-harness is not installed: pip install 'aqnpipe[lm-eval]'"
+    elif dataset.include_path is not None:
+        from aqnpipe.data.loader import load_problems
+
+        if not Path(dataset.include_path).is_dir():
+            yield f"{source}: dataset.include_path: {dataset.include_path}: no such folder, expected one with tasks"
+            return
+        try:
+            load_problems(dataset, "test")
+        except (ConfigError, DataError) as error:
+            yield f"{source}: {error}"
 
 
 def _reward_problems(study: Study, source: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from aqnpipe.config.cross_references import (
     size_problems,
     vllm_evaluation_problems,
 )
+from aqnpipe.config.dataset import LmEvalDataset, PromptFormat
 from aqnpipe.config.model import source_kind
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
         yield f"{source}: checkpoints.{PRETRAINED}: this name is reserved, expected another one"
     yield from size_problems(study, source)
     yield from scorer_problems(study, source)
+    yield from _task_problems(study, source)
     yield from machine_problems(study, source)
     yield from layer_problems(study, arms, source)
     yield from noised_attention_problems(study, source)
@@ -35,6 +37,21 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
     yield from comparison_problems(study, study.arms, source)
     yield from explore_problems(study, arms, study.arms, source)
     yield from _incomparable(study, source)
+
+
+def _task_problems(study: "CheckpointStudyConfig", source: str) -> Iterator[str]:
+    """Yield settings that have no effect on a task of lm-evaluation-harness, or that it does not allow."""
+    if not isinstance(study.dataset, LmEvalDataset):
+        return
+    if study.prompt != PromptFormat(style=study.prompt.style):
+        yield (
+            f"{source}: prompt: found layout, instruction or examples, expected style alone: the task makes its "
+            "prompts (dataset.num_fewshot sets the examples)"
+        )
+    if study.evaluation.sampling is not None:
+        yield f"{source}: evaluation.sampling: the task says how responses are drawn, remove sampling"
+    if study.generation.backend == "vllm":
+        yield f"{source}: generation.backend: found vllm, expected transformers or auto for dataset.source lm_eval"
 
 
 def _incomparable(study: "CheckpointStudyConfig", source: str) -> Iterator[str]:

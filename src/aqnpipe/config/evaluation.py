@@ -29,11 +29,19 @@ def scorer_column(scorer: str) -> str:
     return OWN_SCORER if ":" in scorer else scorer
 
 
-def unfit_scorer(scorer: Scorer | OwnFunction, answers: AnswerFormat) -> str | None:
+_GRADED = {
+    True: "no primary_scorer: a task of lm-evaluation-harness grades its answers itself",
+    False: "a scorer of answers: task grades those of dataset.source lm_eval alone",
+}
+
+
+def unfit_scorer(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | None:
     """Return why a scorer can never find answers of a format right; None if it can, or if it is a function."""
+    if "task" in (scorer, answers):
+        return None if scorer == answers else f"found {scorer}, expected {_GRADED[answers == 'task']}"
     if ":" in scorer:
         return None
-    fitting: dict[AnswerFormat, tuple[Scorer, ...]] = {"text": ("text", "boxed"), "choice": ("letter",)}
+    fitting: dict[str, tuple[Scorer, ...]] = {"text": ("text", "boxed"), "choice": ("letter",)}
     if answers in fitting and scorer not in fitting[answers]:
         return f"found {scorer}, expected {' or '.join(fitting[answers])} for answers of format {answers}"
     if answers not in fitting and scorer == "letter":
@@ -73,10 +81,11 @@ class EvaluationConfig(FrozenModel):
         description="machine of the study on which the model before training is evaluated; null: the device without "
         "simulated faults. Checkpoints are evaluated on the machine of their arm",
     )
-    primary_scorer: Scorer | OwnFunction = Field(
+    primary_scorer: Scorer | Literal["task"] | OwnFunction = Field(
         default="strict",
         description="decides which responses are right: a scorer, or package.module:function of (response, "
-        "gold_answer), which returns True or False, or a pair of the answer found and that",
+        "gold_answer), which returns True or False, or a pair of the answer found and that; task, "
+        "which the workflow sets: that of a dataset with source lm_eval",
     )
     scorer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
     sampling: EvaluationSampling | None = Field(

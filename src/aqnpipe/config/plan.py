@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.config.dataset import Split
+from aqnpipe.config.dataset import LmEvalDataset, Split
 from aqnpipe.config.diagnosis import SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
@@ -243,6 +243,7 @@ class StudyPlan:
             prompt=config.prompt,
             generation=config.generation,
             evaluation=self.evaluation_settings,
+            task=config.dataset if isinstance(config.dataset, LmEvalDataset) else None,
         ).model_dump(mode="json")
 
     def loss_study_spec(self, model: str, name: str) -> dict[str, Any]:

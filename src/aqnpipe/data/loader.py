@@ -5,9 +5,10 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset, Split
+from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LmEvalDataset, LocalDataset, Split
 from aqnpipe.data.columns import questions_and_answers, shown
 from aqnpipe.data.generated import generate_problems, normalise_question
+from aqnpipe.data.harness_task import HarnessTask
 from aqnpipe.data.scoring import extract_answer
 from aqnpipe.errors import DataError, first_line
 
@@ -24,6 +25,8 @@ def load_problems(config: DatasetConfig, split: Split) -> pl.DataFrame:
     number of rows, a question has two answers, or train and test share a question (compared over whole splits, ignoring
     case and repeated spaces).
     """
+    if isinstance(config, LmEvalDataset):
+        return _limit(HarnessTask.load(config).problems(), config, split)
     splits = {name: _read_split(config, name) for name in splits_of(config)}
     if split not in splits:
         raise DataError(f"{_name_of(config)}: a file has test questions alone, expected a folder with a file train.*")
@@ -48,10 +51,12 @@ def _name_of(config: DatasetConfig) -> str:
         return f"generated data set (seed {config.seed})"
     if isinstance(config, LocalDataset):
         return f"data set {config.path}"
+    if isinstance(config, LmEvalDataset):
+        return f"task {config.task}"
     return f"data set {config.hub_id} ({config.subset})"
 
 
-def _read_split(config: DatasetConfig, split: Split) -> pl.DataFrame:
+def _read_split(config: GeneratedDataset | LocalDataset | HubDataset, split: Split) -> pl.DataFrame:
     """Return the columns question, answer and gold_answer of a whole split."""
     if isinstance(config, GeneratedDataset):
         problems = generate_problems(config, split)

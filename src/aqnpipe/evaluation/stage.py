@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.judgement import Judge
 from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of
+from aqnpipe.evaluation.task_evaluation import evaluate_task
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import load_tokenizer, refuse_removed, sha256_of
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
@@ -63,6 +65,13 @@ def evaluate(
     if config.num_questions is not None:
         problems = problems.head(config.num_questions)
     device = resolve_device(spec.device)
+    if spec.task is not None:
+        golds = dict(problems.select("question_id", "gold_answer").iter_rows())
+        table, receipts = evaluate_task(spec, model_dir, golds, say)
+        backend: dict[str, str | int | bool] = {"backend": "lm_eval", "version": version("lm_eval")}
+        digests = _digests_of_inputs(model_dir, test_problems, None)
+        _write(spec, outputs, table, receipts, digests, (device.label, backend))
+        return
     tokenizer = load_tokenizer(model_dir)
     examples = choose_examples(spec.prompt, train_problems)
     refuse_overlap(examples, problems["question"])
@@ -82,10 +91,23 @@ def evaluate(
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             name = config.noise_names().get(level, f"{level:.0%}")
             say(f"{label}: noise {name} seed {noise_seed}: {pass_summary(tables[-1], config.primary_scorer)}")
-    write_json(outputs.receipt, EvaluationReceipts(passes=tuple(passes), facts=judge.facts()))
-    write_table(outputs.table, pl.concat(tables), EvaluationTable)
+    receipts = EvaluationReceipts(passes=tuple(passes), facts=judge.facts())
     digests = _digests_of_inputs(model_dir, test_problems, train_problems)
-    record = _record(spec, digests, device.label, runner.description)
+    _write(spec, outputs, pl.concat(tables), receipts, digests, (device.label, runner.description))
+
+
+def _write(
+    spec: EvaluationSpec,
+    outputs: EvaluationOutputs,
+    table: pl.DataFrame,
+    receipts: EvaluationReceipts,
+    digests: dict[str, str],
+    machine: tuple[str, dict[str, str | int | bool]],
+) -> None:
+    """Write table, receipts and record; `machine`: device and backend of the record."""
+    write_json(outputs.receipt, receipts)
+    write_table(outputs.table, table, EvaluationTable)
+    record = _record(spec, digests, *machine)
     write_json(outputs.record, record.model_copy(update={"outputs_sha256": _digests_of_outputs(outputs)}))
 
 
