@@ -23,7 +23,7 @@ rule srdd_diagnose:
         mem_mb=4000,
     params:
         machine=lambda wildcards: STUDY.config.machines[wildcards.machine].model_dump(
-            mode="json", exclude={"description"}
+            mode="json", exclude={"description", "counterpart"}
         ),
         diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
         prompt=STUDY.config.prompt.model_dump(mode="json"),

@@ -11,6 +11,7 @@ rule evaluate:
         model=lambda wildcards: PLAN.checkpoint_input(**wildcards),
         test_problems=f"{RESULTS}/data/test.parquet",
         train_problems=PLAN.examples_input(),
+        parity=lambda wildcards: PLAN.evaluation_parity_input(**wildcards),
     output:
         table=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.parquet",
         receipt=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.receipt.json",

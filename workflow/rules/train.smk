@@ -12,6 +12,7 @@ rule train:
         train_problems=f"{RESULTS}/data/train.parquet",
         test_problems=f"{RESULTS}/data/test.parquet",
         sigmas=lambda wildcards: PLAN.sigmas_input(wildcards.model, wildcards.arm),
+        parity=lambda wildcards: PLAN.training_parity_input(wildcards.model, wildcards.arm),
     output:
         metrics=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/metrics.parquet",
         receipt=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/receipt.json",

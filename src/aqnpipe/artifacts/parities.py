@@ -6,12 +6,21 @@ from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.captures import CaptureIdentity
+from aqnpipe.config.measured_noise import ErrorFigures
 
 OperatorVerdict = Literal["equal", "rounding", "different algorithm", "fault"]
 ParityVerdict = Literal["equal", "rounding", "different algorithm", "fault", "not located", "stale weights"]
 
 SEVERITY: tuple[ParityVerdict, ...] = get_args(ParityVerdict)
 WITHIN_ROUNDING: tuple[ParityVerdict, ...] = ("equal", "rounding")
+
+_NO_PRODUCTS = ("embed_tokens", "rotary_q", "rotary_k", "activation", "attention_residual", "mlp_residual")
+"""Kinds of operators besides norms that multiply no matrices."""
+
+
+def is_product(kind: str) -> bool:
+    """Return whether operators of a kind multiply matrices: linear modules and attention."""
+    return kind not in _NO_PRODUCTS and "norm" not in kind and not kind.startswith("ln_")
 
 
 class OperatorParity(Artifact):
@@ -24,6 +33,8 @@ class OperatorParity(Artifact):
     - equal_share: share of results that are equal after rounding to the coarser dtype; null without the same input.
     - bound_share: largest error over the sum of both forward error bounds.
     - accumulated_*: of the results in the sides' own passes, whose inputs differ already.
+    - figures: how the error depends on result and input; null without the same input, and for operators that are no
+      products. figures_rms: the relative RMS that the figures give on the same values.
     """
 
     name: str
@@ -43,6 +54,13 @@ class OperatorParity(Artifact):
     second_algorithm: str | None
     accumulated_relative_rms: float
     accumulated_correlation: float | None
+    figures: ErrorFigures | None = None
+    figures_rms: float | None = None
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the operator multiplies matrices: a linear module or attention."""
+        return is_product(self.kind)
 
 
 class LogProbabilities(Artifact):

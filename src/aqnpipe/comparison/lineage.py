@@ -17,13 +17,14 @@ import polars as pl
 from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.lineage import first_difference, record_problems
+from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.retention import read_removed
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
 from aqnpipe.config.dataset import LmEvalDataset
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
 from aqnpipe.data.harness_task import HarnessTask, question_id
 from aqnpipe.models.loading import sha256_of_digests
@@ -98,7 +99,8 @@ class _Lineage:
         inputs = {"test_problems": self._data("test")}
         if self._plan.examples_input():
             inputs["train_problems"] = self._data("train")
-        requested = self._plan.evaluation_spec(model=model, arm=arm, seed=str(seed), step=str(step))
+        spec = self._plan.evaluation_spec(model=model, arm=arm, seed=str(seed), step=str(step))
+        requested = evaluation_with_figures(EvaluationSpec.model_validate(spec)).model_dump(mode="json")
         return [
             *record_problems(record, outputs={"table": files.table, "receipt": files.receipt}, inputs=inputs),
             *_setting_problems(record, requested),
@@ -184,13 +186,14 @@ class _Lineage:
         inputs.update(zip(("sigmas",), map(Path, self._plan.sigmas_input(model, arm)), strict=False))
         identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "num_steps": self._plan.num_steps}
         problems = record_problems(record, identity=identity, outputs=outputs, inputs=inputs)
-        spec = self._plan.training_spec(arm, seed)
+        settings = training_with_figures(TrainingSpec.model_validate(self._plan.training_spec(arm, seed)))
+        spec = settings.model_dump(mode="json")
         problems += _setting_problems(record, spec)
         if not problems:
             problems += recorded_fact_problems(record.training, spec, record.outputs_sha256)
         if outputs["receipt.json"].is_file():
             receipt = read_json(outputs["receipt.json"], Receipt)
-            requested = self._plan.study.arms[arm]
+            requested = settings.arm
             if (receipt.operator_noise, receipt.module_noise, receipt.aqn) != (
                 requested.operator_noise,
                 requested.module_noise,

@@ -11,6 +11,7 @@ from aqnpipe.config.cross_references import (
     explore_problems,
     layer_problems,
     machine_problems,
+    measured_evaluation_problems,
     noised_attention_problems,
     scorer_problems,
     size_problems,
@@ -34,6 +35,7 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
     yield from layer_problems(study, arms, source)
     yield from noised_attention_problems(study, source)
     yield from vllm_evaluation_problems(study, study.checkpoints, "checkpoints", source)
+    yield from measured_evaluation_problems(study, source)
     yield from comparison_problems(study, study.arms, source)
     yield from explore_problems(study, arms, study.arms, source)
     yield from _incomparable(study, source)

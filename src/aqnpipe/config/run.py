@@ -10,7 +10,7 @@ from aqnpipe.config.evaluation import EvaluationConfig, Scorer
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import Attention, Dtype
-from aqnpipe.config.noise import Fault
+from aqnpipe.config.noise import Counterpart, Fault
 from aqnpipe.config.own_code import OwnFunction
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.device import RequestedDevice
@@ -42,6 +42,18 @@ class TrainingSpec(FrozenModel):
     def random_seed(self) -> int:
         """Seed of the run's prompts, sampling and noise."""
         return self.seed + self.arm.seed_offset
+
+
+class ParitySpec(FrozenModel):
+    """The parity of a model: the device as the study uses it, and its counterpart in another configuration."""
+
+    model_role: str
+    machine: str
+    counterpart: Counterpart
+    device: RequestedDevice = "auto"
+    dtype: Dtype
+    attention: Attention
+    prompt: PromptFormat
 
 
 class EvaluationSpec(FrozenModel):

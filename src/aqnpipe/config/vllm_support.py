@@ -1,6 +1,7 @@
 """Which arms can have their rollouts drawn by vLLM."""
 
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import FakeQuantization
 
 
@@ -9,8 +10,8 @@ def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None
-    if isinstance(noise.error, FakeQuantization):
-        return f"operator_noise.error is {noise.error.kind} in the rollout, expected an error on outputs"
+    if isinstance(noise.error, FakeQuantization | MeasuredError):
+        return f"operator_noise.error is {noise.error.kind} in the rollout, expected a scaled error or a truncation"
     if noise.attention != "fused":
         return (
             f"operator_noise.attention is {noise.attention} in the rollout, expected fused (with the "

@@ -12,6 +12,7 @@ import torch
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
 from aqnpipe.artifacts.lineage import digests_of_outputs
+from aqnpipe.artifacts.measured_errors import evaluation_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
@@ -58,8 +59,9 @@ def evaluate(
     anything, if the noise measured in a pass differs from its level, or if prompts, tokens, weights, keys or rows are
     not those of the study (`evaluation.audit`); WorkerError if a worker did not start or all died.
     """
-    config = spec.evaluation
     refuse_removed(model_dir)
+    spec = evaluation_with_figures(spec, config=read_model_config(model_dir))
+    config = spec.evaluation
     torch.set_num_threads(config.threads)
     problems = read_table(test_problems, ProblemTable)
     if config.num_questions is not None:
@@ -122,6 +124,7 @@ def is_evaluated(
     if not all(path.is_file() for path in (outputs.table, outputs.receipt, outputs.record)):
         return False
     record = read_json(outputs.record, RunRecord)
+    spec = evaluation_with_figures(spec)
     return (
         record.config == spec.model_dump(mode="json")
         and record.code_digest == code_digest("aqnpipe.evaluation.stage")

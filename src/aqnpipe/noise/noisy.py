@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from aqnpipe.artifacts.measured_errors import with_figures
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
@@ -111,6 +113,11 @@ def _requested(
         raise ConfigError(f"noisy: found scale={scale!r} and error={error!r}, expected exactly one of the two")
     if scale is not None and not 0 < scale < 1:
         raise ConfigError(f"noisy: scale is {scale!r}, expected a number above 0 and below 1")
+    if isinstance(error, MeasuredError):
+        if backward or operators != "matmul":
+            raise ConfigError("noisy: a measured error is of matmul operators in forward passes, found other arguments")
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        error = with_figures(error, dtype=dtype, config=model.config.to_dict())  # type: ignore[arg-type, union-attr, operator]
     phases: tuple[Phase, ...] = ("actor_forward", "backward") if backward else ("evaluation",)
     noise = OperatorNoise.model_validate(
         {

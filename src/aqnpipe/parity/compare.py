@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from aqnpipe.artifacts.captures import CaptureIdentity
-from aqnpipe.artifacts.parities import OperatorParity, OperatorVerdict
+from aqnpipe.artifacts.parities import OperatorParity, OperatorVerdict, is_product
+from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures
 from aqnpipe.errors import DataError
 from aqnpipe.parity.capture_file import Capture
 from aqnpipe.parity.expected import ulps
+from aqnpipe.parity.figures import are_finite, error_figures
 from aqnpipe.parity.recorder import sampled_channels
 
 _CLEARLY = 0.01
@@ -158,6 +160,7 @@ def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[st
     units = ulps(error, scale, dtype)
     own_one, own_other = (part.double() for part in sides.own_results(name))
     own_rms = float(own_one.square().mean().sqrt()) or 1.0
+    figures, figures_rms = _figures(sides, name, str(first["kind"]), one, error)
     return OperatorParity(
         name=name,
         kind=str(first["kind"]),
@@ -178,7 +181,22 @@ def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[st
         second_algorithm=algorithms[1],
         accumulated_relative_rms=finite((own_other - own_one).square().mean().sqrt() / own_rms),
         accumulated_correlation=_correlation(own_one.flatten(), own_other.flatten()),
+        figures=figures,
+        figures_rms=None if figures_rms is None else figures_rms / rms,
     )
+
+
+def _figures(
+    sides: Sides, name: str, kind: str, results: Tensor, error: Tensor
+) -> tuple[ErrorFigures | None, float | None]:
+    """Return the figures of an operator's error, and the root mean square that they give; None where there are none.
+
+    Of attention the input is the query, whose size does not scale the result, so its error shall not depend on it.
+    """
+    input_rms = sides.first.tensor("input_rms", name)[sides.first_rows]
+    if not is_product(kind) or not sides.same_inputs or not are_finite(results, error, input_rms):
+        return None, None
+    return error_figures(results, error, None if kind == ATTENTION else input_rms)
 
 
 def _exact_results(sides: Sides, name: str) -> tuple[tuple[Tensor, Tensor], Tensor, float]:

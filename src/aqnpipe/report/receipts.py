@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
     FakeQuantization,
     MantissaTruncation,
@@ -21,7 +22,7 @@ from aqnpipe.report.inputs import Evaluated, Run
 from aqnpipe.report.tables import Row, RunLink, Table
 from aqnpipe.report.words import Words
 
-_SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in get_args(ScaledError))
+_SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in (*get_args(ScaledError), MeasuredError))
 """Error models whose measured size should equal the requested one; the others round, within a bound."""
 
 
@@ -175,6 +176,8 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
             return f"{where}{error.kind.replace('_', ' ')}, {error.mantissa_bits} bits"
         case FakeQuantization():
             return f"{where}{error.kind.replace('_', ' ')}, {error.format}"
+        case MeasuredError():
+            return f"{where}measured error of {error.source} × {error.multiple:g}"
         case _:
             return f"{where}{error.kind.replace('_', ' ')} {numbers.scale(error.scale)}"
 

@@ -32,7 +32,7 @@ from aqnpipe.runtime.ray_cluster import RESOURCES, ray_cluster, send_output_to
 from aqnpipe.runtime.run_lock import run_lock
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.run import TrainingInputs, run_label, run_worker
-from aqnpipe.training.stage import train
+from aqnpipe.training.stage import train, with_measured_error
 from aqnpipe.training.workspace import Workspace
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
@@ -59,6 +59,7 @@ def run_training_job(
     Raises what `train` and `launch_workers` raise, RunInterruptedError after one of `STOP_SIGNALS`, RunLockedError if
     another process works on the run, and StorageError on a full or read-only disk.
     """
+    spec = with_measured_error(spec, inputs)
 
     def launch(workspace: Workspace, resume_from: Path | None) -> None:
         with stop_on_signals(workspace):

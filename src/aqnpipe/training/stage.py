@@ -6,9 +6,12 @@ from pathlib import Path
 
 from aqnpipe.artifacts.durable_files import digests_of
 from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.measured_errors import training_with_figures
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import TrainingFacts
+from aqnpipe.config.measured_noise import MeasuredError
+from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
@@ -39,6 +42,7 @@ def train(
     signals and several workers. Raises ReceiptError if measured and requested noise differ, TrainingError if the
     numbers break down, and RunInterruptedError after a stop request.
     """
+    spec = with_measured_error(spec, inputs)
     record = _run_record(spec, inputs)
     prepare_reporting(
         spec.training.report_to, output_dir.with_name(f"{output_dir.name}.logs"), f"{spec.arm_id} seed {spec.seed}"
@@ -59,6 +63,15 @@ def train(
             raise ReceiptError(f"{error} (run {run_label(spec)})") from error
         _finish(spec, record, workspace)
     promote(workspace, output_dir)
+
+
+def with_measured_error(spec: TrainingSpec, inputs: TrainingInputs) -> TrainingSpec:
+    """Return the settings with the figures of the arm's measured error, which must be of the model to be trained."""
+    noise = spec.arm.operator_noise
+    if noise is None or not isinstance(noise.error, MeasuredError):
+        return spec
+    weights = read_prepared_model(inputs.model).weights_sha256
+    return training_with_figures(spec, config=read_model_config(inputs.model), weights_sha256=weights)
 
 
 def _finish(spec: TrainingSpec, record: RunRecord, workspace: Workspace) -> None:

@@ -103,7 +103,7 @@ def log_probability_lines(file: ParityFile) -> list[str]:
 
 def scale_lines(file: ParityFile) -> list[str]:
     """Return relative noise of 5 % on matrix products as a multiple of the measured difference; empty if it is zero."""
-    products = [row.relative_rms for row in file.operators if _is_product(row.kind)]
+    products = [row.relative_rms for row in file.operators if row.is_product]
     typical = _median(products) if products else 0.0
     if not typical:
         return []
@@ -111,10 +111,6 @@ def scale_lines(file: ParityFile) -> list[str]:
         f"noise of 5 % on matrix products is {0.05 / typical:.2g} times the difference of theirs here (median relative "
         f"RMS {typical:.2g})"
     ]
-
-
-def _is_product(kind: str) -> bool:
-    return kind == "lm_head" or kind.endswith(("_proj", "fc1", "fc2", "dense"))
 
 
 def substitution_lines(found: Substitution) -> list[str]:

@@ -158,7 +158,7 @@ class EngineObserver(Observer):
         ]
         for value in written:
             self._followed.pop(storage_of(value), None)
-        self._follow(func, [], written, int(_name(func) in ATTENTION), [])
+        self._follow(func, args, [], written, int(_name(func) in ATTENTION), [])
 
     def _classify(self, func: Any, inputs: list[Tensor], output: Any, *, is_product: bool) -> None:
         frame = self._frames[-1]

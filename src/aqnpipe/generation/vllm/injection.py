@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OutputErrorModel
+from aqnpipe.config.measured_noise import MeasuredError
+from aqnpipe.config.noise import FakeQuantization, OperatorNoise, PlacedError, TensorError
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.audit import EngineAudit
@@ -62,7 +63,7 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     operators = noise.operator_noise_in(noise.phase)
     if operators is None:
         return
-    if isinstance(operators.error, FakeQuantization):
+    if isinstance(operators.error, FakeQuantization | MeasuredError):
         raise ModelError(f"{name}: {operators.error.kind} is not supported on vLLM; {advice}")
     if operators.attention != "fused":
         raise ModelError(
@@ -248,7 +249,7 @@ class _EngineInjection:
         self._state.place = self._place(layer, index, error)
         self._reached.clear()
 
-    def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:
+    def _place(self, layer: int | None, index: int, error: PlacedError | None) -> Place:
         needs_key = error is not None or self._module_errors is not None
         return Place(layer, self._state.seed(self._state.phase, index) if needs_key else 0, error)
 
@@ -267,7 +268,7 @@ class _EngineInjection:
     def _apply_error(self, operator: str, tensor: Tensor) -> Tensor:
         """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor."""
         state, place = self._state, self._state.place
-        error: OutputErrorModel | None = place.error  # type: ignore[assignment]
+        error: TensorError | None = place.error  # type: ignore[assignment]
         if error is None:
             raise RuntimeError(f"{operator} was computed outside a noised layer; this is a bug")
         place.calls += 1

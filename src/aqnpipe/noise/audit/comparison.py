@@ -7,7 +7,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from aqnpipe.config.noise import OutputErrorModel
+from aqnpipe.config.noise import TensorError
 from aqnpipe.noise.audit.expected_values import expected_values
 from aqnpipe.noise.audit.observer import Claim, Reading
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray
@@ -36,15 +36,19 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Sample:
-    """Sampled elements of one noised tensor: what it should be, and its values without and with the noise."""
+    """Sampled elements of one noised tensor: what it should be, and its values without and with the noise.
+
+    `input_rms`: root mean square of the input row of each element; 0 where no error depends on it.
+    """
 
     claim: Claim
-    expected_error: OutputErrorModel
+    expected_error: TensorError
     expected_key: int
     dtype: torch.dtype
     elements: IntArray
     clean: FloatArray
     used: FloatArray
+    input_rms: FloatArray
 
 
 def values_of(readings: Sequence[Reading]) -> Iterator[tuple[Reading, FloatArray, FloatArray]]:
@@ -72,11 +76,14 @@ def compare(samples: Sequence[Sample], comparison: Comparison, name: Callable[[C
             np.repeat(np.array([sample.claim.call for sample in found], np.uint64), counts),
             np.repeat(np.array([sample.claim.stream for sample in found], np.uint64), counts),
         )
-        clean, used, elements = (
-            np.concatenate([getattr(sample, part) for sample in found]) for part in ("clean", "used", "elements")
+        clean, used, elements, input_rms = (
+            np.concatenate([getattr(sample, part) for sample in found])
+            for part in ("clean", "used", "elements", "input_rms")
         )
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            expected, allowed = expected_values(clean, found[0].expected_error, found[0].dtype, draws, elements)
+            expected, allowed = expected_values(
+                clean, found[0].expected_error, found[0].dtype, draws, elements, input_rms
+            )
             deviation = np.where((used == expected) | (allowed == np.inf), 0.0, np.abs(used - expected) / allowed)
         # Where the product itself is not finite there is nothing to compare.
         deviation[~np.isfinite(clean)] = 0.0

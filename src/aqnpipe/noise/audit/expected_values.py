@@ -3,12 +3,13 @@
 import numpy as np
 import torch
 
+from aqnpipe.config.measured_noise import ErrorFigures, OperatorError
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
     MantissaTruncation,
-    OutputErrorModel,
     RelativeGaussian,
     SystematicBias,
+    TensorError,
 )
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, normals
 
@@ -17,20 +18,38 @@ _SMALLEST_EXPONENT = {torch.float64: -1021, torch.float32: -125, torch.float16: 
 _ARITHMETIC = 2.0**-22
 """Relative error of a result computed in float32 by two multiplications and an addition."""
 
+_ROW_SUM = 2.0**-18
+"""Relative error of the root mean square of an input row that is computed in float32."""
+
 _NEARLY_LARGEST = 0.999
 _ROUNDED_ONCE = 0.5001
 _FLOAT32_STEPS = 2.0
 
 
 def expected_values(
-    clean: FloatArray, error: OutputErrorModel, dtype: torch.dtype, draws: Draws, elements: IntArray
+    clean: FloatArray,
+    error: TensorError,
+    dtype: torch.dtype,
+    draws: Draws,
+    elements: IntArray,
+    input_rms: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Return the values that `error` makes of `clean`, and the largest difference that rounding explains.
 
     `clean` are values of a tensor of `dtype`, and `elements` their numbers in it. The result is rounded once to that
-    dtype; the kernels compute in float32.
+    dtype; the kernels compute in float32. `input_rms`: for a measured error, the root mean square of the input row of
+    each element.
     """
     match error:
+        case OperatorError(figures=figures, multiple=multiple):
+            if figures.is_zero:
+                return clean, np.zeros(clean.shape)
+            z, z_error = normals(elements, draws)
+            sigma = multiple * measured_sigma(figures, clean, input_rms)
+            drift = multiple * (figures.bias + figures.gain * clean)
+            expected = clean + drift + sigma * z
+            slack = sigma * (z_error + (_ROW_SUM + 2 * _ARITHMETIC) * np.abs(z))
+            slack += _ARITHMETIC * (np.abs(clean) + multiple * (abs(figures.bias) + np.abs(figures.gain * clean)))
         case RelativeGaussian(scale=scale):
             z, z_error = normals(elements, draws)
             expected = clean * (1 + scale * z)
@@ -51,6 +70,17 @@ def expected_values(
     allowed = slack + steps * spacing(expected, dtype)
     # Near the largest number of the format a result may become infinite.
     return expected, np.where(np.abs(expected) < _NEARLY_LARGEST * torch.finfo(dtype).max, allowed, np.inf)
+
+
+def measured_sigma(figures: ErrorFigures, clean: FloatArray, input_rms: FloatArray | None) -> FloatArray:
+    """Return the standard deviation of the random part of a measured error, at every value of `clean`."""
+    rows = np.zeros(clean.shape) if input_rms is None else input_rms
+    return np.hypot(np.hypot(figures.absolute, figures.per_input * rows), figures.per_result * clean)
+
+
+def measured_size(figures: ErrorFigures, clean: FloatArray, input_rms: FloatArray | None) -> FloatArray:
+    """Return the root mean square of a measured error at every value of `clean`."""
+    return np.hypot(figures.bias + figures.gain * clean, measured_sigma(figures, clean, input_rms))
 
 
 def spacing(values: FloatArray, dtype: torch.dtype) -> FloatArray:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aqnpipe.config.noise import ErrorModel, ModuleNoise, OutputErrorModel, Phase
+from aqnpipe.config.measured_noise import LayerErrors, OperatorError
+from aqnpipe.config.noise import ModuleNoise, Phase, PlacedError, TensorError
 from aqnpipe.noise.audit.comparison import Comparison, Sample, compare, values_of
+from aqnpipe.noise.audit.expected_values import measured_size
 from aqnpipe.noise.audit.observer import Claim, Followed, Observer
 from aqnpipe.noise.audit.random_numbers import FloatArray, Position, key_at
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -32,7 +34,7 @@ class Origin:
     position: Position
     place: int
     layer: int | None
-    error: ErrorModel | None
+    error: PlacedError | None
     needs_noise: bool
     name: str = ""
 
@@ -74,11 +76,12 @@ class Judge:
                 self._judge_unclaimed(followed, origin, clean, used)
             for claim in followed.claims:
                 covered, elements = claim.elements_at(followed.addresses)
-                error, key = self._expected(claim, origin)
+                error, key = self._expected(claim, origin, followed)
+                rows = input_rms_at(followed, clean.shape)[covered]
                 if error is not None:
                     dtype = followed.tensor.dtype
-                    samples.append(Sample(claim, error, key, dtype, elements, clean[covered], used[covered]))
-                self._record(claim, clean[covered], used[covered])
+                    samples.append(Sample(claim, error, key, dtype, elements, clean[covered], used[covered], rows))
+                self._record(claim, clean[covered], used[covered], rows)
             if len(followed.claims) > 1:
                 self._judge_overlap(followed)
         self._judge_draws(observer)
@@ -93,11 +96,11 @@ class Judge:
         elif not np.array_equal(clean, used, equal_nan=True):
             self._comparison.note(f"{made_by}: its values were changed, no noise was requested")
 
-    def _expected(self, claim: Claim, origin: Origin) -> tuple[OutputErrorModel | None, int]:
+    def _expected(self, claim: Claim, origin: Origin, followed: Followed) -> tuple[TensorError | None, int]:
         """Return the requested error and the key of a claim; note what contradicts the request."""
         places = [origin.place]
         stream: str = origin.keyed_phase
-        requested: ErrorModel | None = origin.error
+        requested = self._requested_of(claim, origin, followed)
         if claim.operator == HIDDEN_STATES:
             sigma = self._sigma_of(origin.place)
             requested, stream = claim.error.model_copy(update={"scale": sigma}) if sigma > 0 else None, HIDDEN_STATES
@@ -119,6 +122,16 @@ class Judge:
             )
             return None, 0
         return claim.error, claim.key
+
+    def _requested_of(self, claim: Claim, origin: Origin, followed: Followed) -> PlacedError | OperatorError | None:
+        """Return the error that was requested where a tensor was made; a measured one by the operator that made it."""
+        if not isinstance(origin.error, LayerErrors):
+            return origin.error
+        identity = followed.identity
+        if identity is None or claim.operator.rpartition(".")[2] != identity.operator:
+            found = identity.operator if identity is not None else "no product"
+            self._comparison.note(f"{where(claim)}: put on the result of {found}")
+        return None if identity is None else origin.error.operators.get(identity.operator)
 
     def _judge_overlap(self, followed: Followed) -> None:
         covered = np.concatenate([claim.elements_at(followed.addresses)[0] for claim in followed.claims])
@@ -142,7 +155,12 @@ class Judge:
             if numbers != list(range(1, len(numbers) + 1)):
                 self._comparison.note(f"calls of a layer are numbered {numbers[:4]}..., expected 1, 2, 3, ...")
 
-    def _record(self, claim: Claim, clean: FloatArray, used: FloatArray) -> None:
+    def _record(self, claim: Claim, clean: FloatArray, used: FloatArray, input_rms: FloatArray) -> None:
+        if isinstance(claim.error, OperatorError):
+            # In units of the measured machine: the error over the size that it has there at this element.
+            size = measured_size(claim.error.figures, clean, input_rms)
+            known = size > 0
+            clean, used = size[known], size[known] + (used - clean)[known]
         if claim.operator != HIDDEN_STATES:
             self._recorder.measure_values(claim.phase, claim.operator, claim.layer, clean, used)
 
@@ -157,6 +175,15 @@ def _has_its_stream(claim: Claim) -> bool:
     if part.startswith("gradient_"):
         return claim.stream == 1 + int(part.removeprefix("gradient_"))
     return claim.stream == 0
+
+
+def input_rms_at(followed: Followed, shape: tuple[int, ...]) -> FloatArray:
+    """Return the root mean square of the input row of each sampled element of a product; 0 where it is not known."""
+    rows = followed.identity.input_rms if followed.identity is not None else None
+    if rows is None:
+        return np.zeros(shape)
+    row = (followed.addresses - int(followed.tensor.storage_offset())) // followed.tensor.shape[-1]
+    return np.asarray(rows.double().cpu().numpy()[row])
 
 
 def where(claim: Claim) -> str:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import ErrorModel, FakeQuantization, quantity_of, requested_size
+from aqnpipe.config.measured_noise import OperatorError
+from aqnpipe.config.noise import FakeQuantization, PlacedError, quantity_of, requested_size
 from aqnpipe.noise.audit.comparison import Comparison
-from aqnpipe.noise.audit.expected_values import expected_values, spacing
+from aqnpipe.noise.audit.expected_values import expected_values, measured_size, spacing
 from aqnpipe.noise.audit.observer import Claim, Observer
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray
 from aqnpipe.noise.receipts.recorder_state import ReferenceSums
@@ -33,7 +34,7 @@ class LinearCheck:
         self._handles: list[Any] = []
         self.sums = ReferenceSums()
 
-    def install(self, observer: Observer, root: nn.Module, name: str, error: ErrorModel | None) -> None:
+    def install(self, observer: Observer, root: nn.Module, name: str, error: PlacedError | None) -> None:
         """Compare every plain linear module of `root` (qualified name `name`); `error` is the request for operators."""
         for path, module in root.named_modules():
             if is_plain_linear(module):
@@ -64,7 +65,7 @@ class LinearCheck:
         observer: Observer,
         started: list[int],
         label: str,
-        error: ErrorModel | None,
+        error: PlacedError | None,
         module: nn.Linear,
         args: tuple[Tensor, ...],
         output: Tensor,
@@ -80,7 +81,7 @@ class LinearCheck:
         bias: Tensor | None,
         output: Tensor,
         claim: Claim | None,
-        error: ErrorModel | None,
+        error: PlacedError | None,
         label: str,
     ) -> None:
         """Compare the `output` that was used with the product of `inputs` and `weight`, its claimed noise and `bias`.
@@ -94,14 +95,21 @@ class LinearCheck:
             # The operands are changed, which the cells of the receipt show.
             self._note_scale(_PLAIN_LINEAR(inputs, weight, bias), output)
             return
-        product = _PLAIN_LINEAR(inputs, weight, bias if claim is None else None)[..., : output.shape[-1]]
+        # A measured error includes the bias, as the measurement did. Others are put on the product before its bias.
+        is_measured = claim is not None and isinstance(claim.error, OperatorError)
+        with_bias = claim is None or is_measured
+        product = _PLAIN_LINEAR(inputs, weight, bias if with_bias else None)[..., : output.shape[-1]]
         count = min(output.numel(), _SAMPLED_ELEMENTS)
         places = ((np.arange(count) + self._rng.random(count)) * (output.numel() / count)).astype(np.int64)
         rows, columns = np.divmod(places, output.shape[-1])
         index = (torch.from_numpy(rows).to(output.device), torch.from_numpy(columns).to(output.device))
         clean, used = (values.reshape(-1, output.shape[-1])[index] for values in (product, output))
-        added = bias[index[1]] if bias is not None and claim is not None else None
-        self._judge(clean, used, added, claim, places, label)
+        added = bias[index[1]] if bias is not None and not with_bias else None
+        input_rms = np.zeros(count)
+        if is_measured:
+            sampled = inputs.reshape(-1, inputs.shape[-1])[index[0]].double()
+            input_rms = sampled.square().mean(-1).sqrt().cpu().numpy()
+        self._judge(clean, used, added, claim, places, label, input_rms)
 
     def compare_engine(
         self, inputs: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, is_noised: bool
@@ -116,7 +124,14 @@ class LinearCheck:
             self.sums.largest_difference = max(self.sums.largest_difference, difference)
 
     def _judge(
-        self, clean: Tensor, used: Tensor, bias: Tensor | None, claim: Claim | None, places: IntArray, label: str
+        self,
+        clean: Tensor,
+        used: Tensor,
+        bias: Tensor | None,
+        claim: Claim | None,
+        places: IntArray,
+        label: str,
+        input_rms: FloatArray,
     ) -> None:
         dtype = used.dtype
         product, found = (values.double().cpu().numpy() for values in (clean, used))
@@ -126,7 +141,7 @@ class LinearCheck:
             self.sums.largest_difference = max(self.sums.largest_difference, difference)
             return
         draws = Draws.of(claim.key, claim.call, claim.stream)
-        expected, allowed = expected_values(product, claim.error, dtype, draws, places)
+        expected, allowed = expected_values(product, claim.error, dtype, draws, places, input_rms)
         if bias is not None:
             added = bias.double().cpu().numpy()
             expected = expected + added
@@ -134,9 +149,15 @@ class LinearCheck:
         allowed = allowed + _SUMMATION * spacing(np.array(np.abs(product).max(initial=0.0)), dtype)
         # The sum with a large bias keeps too few digits of the noise to measure its size. The choice must not depend on
         # the draw: the larger numbers alone would measure too large a size.
-        size = requested_size(claim.error) * (1.0 if quantity_of(claim.error) != "relative" else np.abs(product))
-        precise = size > 8 * spacing(expected, dtype)
-        self._note(product[precise], (found - (added if bias is not None else 0.0))[precise])
+        noised = found - (added if bias is not None else 0.0)
+        if isinstance(claim.error, OperatorError):
+            # In units of the measured machine, as the cells of the receipt.
+            unit = measured_size(claim.error.figures, product, input_rms)
+            noised, product = unit + (noised - product), unit
+        else:
+            unit = np.abs(product) if quantity_of(claim.error) == "relative" else np.ones(product.shape)
+        precise = requested_size(claim.error) * unit > 8 * spacing(expected, dtype)
+        self._note(product[precise], noised[precise])
         with np.errstate(invalid="ignore"):
             wrong = ~(np.abs(found - expected) <= allowed) & np.isfinite(expected)
         self.comparison.numbers += len(found)

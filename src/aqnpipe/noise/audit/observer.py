@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aqnpipe.config.noise import ErrorModel, FakeQuantization, OutputErrorModel, Phase
+from aqnpipe.config.measured_noise import ATTENTION, LM_HEAD, SCORES, LayerErrors
+from aqnpipe.config.noise import FakeQuantization, Phase, PlacedError, TensorError
 from aqnpipe.noise.audit.classification import MatrixParameters, escape, running_module, storage_of
 from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import IntArray, Position
@@ -46,7 +47,7 @@ class Claim:
     phase: Phase
     operator: str
     layer: int | None
-    error: OutputErrorModel
+    error: TensorError
     key: int
     call: int
     stream: int
@@ -87,14 +88,15 @@ class Frame:
     output projection and the rest of the model. `error` is what operators here were requested to have, None for none.
     `is_recomputed`: a backward pass computes a checkpointed layer again, and stops when it has what it needs.
     `refuses_weights`: no product with a weight may be computed here, outside the parts that noise reaches.
-    `noises_elementwise`: softmax, activations and norms must have noise too.
+    `noises_elementwise`: softmax, activations and norms must have noise too. `other_products` counts the products so
+    far that no linear module computes.
     """
 
     phase: Phase
     position: Position
     place: int
     layer: int | None
-    error: ErrorModel | None
+    error: PlacedError | None
     module: nn.Module
     name: str
     is_backward: bool = False
@@ -102,6 +104,7 @@ class Frame:
     refuses_weights: bool = False
     noises_elementwise: bool = False
     parameters: MatrixParameters = field(default_factory=MatrixParameters)
+    other_products: int = 0
 
     @property
     def needs_noise(self) -> bool:
@@ -109,9 +112,37 @@ class Frame:
         return self.error is not None and not isinstance(self.error, FakeQuantization)
 
 
+@dataclass(frozen=True)
+class ProductIdentity:
+    """Which operator a product is, as a parity names it, and the root mean squares of its input rows, if it has any.
+
+    Derived from the module whose code runs and from the operands, and not from what the injection claims.
+    """
+
+    operator: str
+    input_rms: Tensor | None
+
+
+def identify_product(func: Any, args: Any, frame: Frame) -> ProductIdentity:
+    """Return which operator of its layer a product is: of a linear module by its name, else one of attention."""
+    path = running_module(frame.module, frame.name)
+    module = frame.module.get_submodule(path.removeprefix(frame.name).strip("."))
+    if isinstance(module, nn.Linear):
+        # The operands are (input, weight), behind a bias if there is one.
+        inputs = [value for value in args if isinstance(value, Tensor)][-2]
+        name = LM_HEAD if frame.layer is None else path.rpartition(".")[2]
+        return ProductIdentity(name, inputs.detach().double().square().mean(-1).sqrt().reshape(-1))
+    frame.other_products += 1
+    is_first = frame.other_products == 1 and "attention" not in func.overloadpacket.__name__
+    return ProductIdentity(SCORES if is_first else ATTENTION, None)
+
+
 @dataclass
 class Followed:
-    """A tensor between the operation that made it and the first one that reads it."""
+    """A tensor between the operation that made it and the first one that reads it.
+
+    `identity` is set where errors were measured per operator.
+    """
 
     tensor: Tensor
     addresses: IntArray
@@ -125,6 +156,7 @@ class Followed:
     claims: list[Claim] = field(default_factory=list)
     read_inside: bool = False
     is_passed_on: bool = False
+    identity: ProductIdentity | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +220,7 @@ class Observer(TorchDispatchMode):
     # -- what the injection calls --------------------------------------------------------------------------------------
 
     @contextmanager
-    def noised_call(self, error: ErrorModel | None) -> Iterator[None]:
+    def noised_call(self, error: PlacedError | None) -> Iterator[None]:
         """Observe the body as one noised call: products that only the body itself reads are parts of its result."""
         self._depth += 1
         outer = (self._call_operations, self._call_claims)
@@ -234,7 +266,7 @@ class Observer(TorchDispatchMode):
         phase: Phase,
         operator: str,
         layer: int | None,
-        error: OutputErrorModel,
+        error: TensorError,
         draw: tuple[int, int, int],
     ) -> None:
         """Note that `error` was put on `tensor` with the random numbers of `draw`: key, call and stream."""
@@ -274,7 +306,7 @@ class Observer(TorchDispatchMode):
         carried = [] if func.is_view else self._read(func, storages)
         output, operations = self._counted(func, args, kwargs)
         if not func.is_view:
-            self._follow(func, storages, output, operations, carried)
+            self._follow(func, args, storages, output, operations, carried)
         if not self._depth:
             self._classify(func, inputs, output, is_product=operations > 0)
         return output
@@ -309,7 +341,9 @@ class Observer(TorchDispatchMode):
                 del self._followed[storage]
         return carried
 
-    def _follow(self, func: Any, read: list[int], output: Any, operations: int, carried: list[Followed]) -> None:
+    def _follow(
+        self, func: Any, args: Any, read: list[int], output: Any, operations: int, carried: list[Followed]
+    ) -> None:
         frame = self._frames[-1]
         for value in tree_leaves(output):
             if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
@@ -333,7 +367,15 @@ class Observer(TorchDispatchMode):
                 self._call if self._depth else 0,
                 _running_node() if frame.is_backward else None,
                 operations + sum(followed.operations for followed in carried),
+                identity=carried[0].identity if carried else self._identity_of(func, args, operations),
             )
+
+    def _identity_of(self, func: Any, args: Any, operations: int) -> ProductIdentity | None:
+        frame = self._frames[-1]
+        if not operations or frame.is_backward or not isinstance(frame.error, LayerErrors):
+            return None
+        with self.unobserved():
+            return identify_product(func, args, frame)
 
     def _classify(self, func: Any, inputs: list[Tensor], output: Any, *, is_product: bool) -> None:
         frame = self._frames[-1]

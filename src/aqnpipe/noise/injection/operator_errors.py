@@ -8,7 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.config.measured_noise import LayerErrors
 from aqnpipe.config.noise import FakeQuantization, OutputErrorModel
+from aqnpipe.errors import ModelError
+from aqnpipe.noise.injection.measured_operators import MeasuredOperators
 from aqnpipe.noise.injection.operators import (
     KEEPS_ITS_OUTPUT,
     PRODUCT_OF_SUM,
@@ -20,6 +23,7 @@ from aqnpipe.noise.injection.operators import (
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.injection.recomputed_weights import RecomputedWeights
 from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.measured import root_mean_squares
 from aqnpipe.noise.kernels.quantization import fake_quantize
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.sampling import sample
@@ -36,6 +40,7 @@ class OperatorErrors:
         self._noises_gradients = noises_gradients
         self._quantized_weights: dict[int, Tensor] = {}
         self._softmax: RecomputedWeights | None = None
+        self._measured = MeasuredOperators(state)
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` with the current layer's error on its output, and on its operands' gradients if requested."""
@@ -52,6 +57,8 @@ class OperatorErrors:
         # Exact type: isinstance on a pydantic class is slow (its metaclass overrides it), and this runs per operator.
         if type(error) is FakeQuantization:
             return self._quantized_call(function, operator, error, args, kwargs)
+        if type(error) is LayerErrors:
+            return self._measured_call(function, operator, error, args, kwargs)
         return self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs)
 
     def escaping_call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -71,7 +78,7 @@ class OperatorErrors:
     def after_norm(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Add the error to an RMSNorm's output (forward hook)."""
         error = self._state.place.error
-        if error is not None and not isinstance(error, FakeQuantization):
+        if error is not None and not isinstance(error, FakeQuantization | LayerErrors):
             self._noise_output("rms_norm", error, output)
 
     def _noised_call(
@@ -102,6 +109,31 @@ class OperatorErrors:
             return straight_through(output, noised)
         self._noise_output(operator, error, output)
         return output if bias is None else output.add_(bias)
+
+    def _measured_call(
+        self, function: TorchFunction, operator: str, errors: LayerErrors, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run `function` with the error that was measured of it. It includes the bias, as the measurement did."""
+        place, name = self._state.place, self._measured.name_of(operator, args, kwargs)
+        error = errors.operators.get(name)
+        if error is None:
+            raise ModelError(
+                f"layer {place.layer}: the parity of the measured error has no operator {name}, found "
+                f"{', '.join(errors.operators)}"
+            )
+        output = function(*args, **kwargs)
+        input_rms = None
+        if error.figures.per_input:
+            input_rms = root_mean_squares(_linear_arguments(*args, **kwargs)[0])
+        keeps = operator in KEEPS_ITS_OUTPUT
+        noised = output.detach().clone() if keeps else output
+        place.calls += 1
+        source = NoiseStream(place.key, place.calls, _OUTPUT)
+        cell = f"{operator}.{name}"
+        self._state.put_error(
+            self._state.phase, cell, place.layer, error, source, noised, repeats=True, input_rms=input_rms
+        )
+        return straight_through(output, noised) if keeps else noised
 
     def _noised_softmax(self, error: OutputErrorModel, output: Tensor, noised: Tensor, dim: int) -> Tensor:
         """Return the noised `output` as a distribution, and remember how to compute it again from `output`."""
@@ -159,7 +191,7 @@ class OperatorErrors:
         positions = [position for position, operand in enumerate(args) if _needs_gradient(operand)]
         place = self._state.place
         error = place.error
-        if not positions or error is None or isinstance(error, FakeQuantization):
+        if not positions or error is None or isinstance(error, FakeQuantization | LayerErrors):
             return args
         # Layer and key are bound now: by the time of the backward pass `place` belongs to another layer.
         layer, key, call = place.layer, place.key, place.calls + 1

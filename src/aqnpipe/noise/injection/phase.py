@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aqnpipe.config.noise import ErrorModel, NoiseSpec, Phase
+from aqnpipe.config.noise import NoiseSpec, Phase, PlacedError
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import is_rms_norm, layer_of
 from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK, install_on_checkpoints
@@ -167,7 +167,7 @@ class _Injection:
             self.watch.leave_layer()
         self.state.place = self.state.outside
 
-    def _place(self, layer: int | None, index: int, error: ErrorModel | None) -> Place:
+    def _place(self, layer: int | None, index: int, error: PlacedError | None) -> Place:
         # A place without noise needs no key, and the hash for a key takes time.
         if error is None and self.module_errors is None:
             return Place(layer)

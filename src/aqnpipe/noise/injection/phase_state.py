@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from aqnpipe.config.noise import ErrorModel, OutputErrorModel, Phase
+from aqnpipe.config.noise import Phase, PlacedError, TensorError
 from aqnpipe.models.layout import decoder_layers, output_projection
 from aqnpipe.noise.audit.phase_audit import AuditedPart, PhaseAudit
 from aqnpipe.noise.audit.random_numbers import Position
@@ -33,12 +33,14 @@ class Place:
     """The part of the model that computes, and the key of its random numbers.
 
     `layer` is None outside the decoder layers and in the output projection. `error` is the error of operators here.
+    `other_products` counts the products of the current pass that no linear module computes.
     """
 
     layer: int | None = None
     key: int = 0
-    error: ErrorModel | None = None
+    error: PlacedError | None = None
     calls: int = 0
+    other_products: int = 0
     module_calls: Counter[int] = field(default_factory=Counter)
 
 
@@ -97,13 +99,16 @@ class PhaseState:
         phase: Phase,
         operator: str,
         layer: int | None,
-        error: OutputErrorModel,
+        error: TensorError,
         source: NoiseStream,
         tensor: Tensor,
         *,
         repeats: bool,
+        input_rms: Tensor | None = None,
     ) -> None:
         """Put `error` on `tensor` in place and count it; recomputations count once.
+
+        `input_rms`: for a measured error, the root mean squares of the operator's input rows [..., 1].
 
         Autograd records no operation, so gradients pass straight through. The tensor's version is increased, so the
         backward pass of an operator that needs its unchanged output fails instead of using the noised one.
@@ -111,10 +116,10 @@ class PhaseState:
         values = tensor.detach() if tensor.requires_grad else tensor
         observer = self.audit.observer
         if observer is None:
-            apply_error_(values, error, source)
+            apply_error_(values, error, source, input_rms)
         else:
             with observer.unobserved():
-                apply_error_(values, error, source)
+                apply_error_(values, error, source, input_rms)
             observer.claim(values, phase, operator, layer, error, source)
         if not (repeats and self.recomputing):
             self.recorder.count_call(phase, operator, layer, error, values.numel())

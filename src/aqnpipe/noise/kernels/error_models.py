@@ -2,21 +2,28 @@
 
 from torch import Tensor
 
+from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
     MantissaTruncation,
-    OutputErrorModel,
     RelativeGaussian,
     SystematicBias,
+    TensorError,
 )
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_, add_relative_gaussian_
+from aqnpipe.noise.kernels.measured import add_measured_
 from aqnpipe.noise.kernels.quantization import truncate_mantissa_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
 
-def apply_error_(tensor: Tensor, error: OutputErrorModel, source: NoiseStream) -> Tensor:
-    """Put `error` on `tensor` in place; Gaussian errors use the random numbers of `source`."""
+def apply_error_(tensor: Tensor, error: TensorError, source: NoiseStream, input_rms: Tensor | None = None) -> Tensor:
+    """Put `error` on `tensor` in place; Gaussian errors use the random numbers of `source`.
+
+    `input_rms`: for a measured error, the root mean squares of the operator's input rows [..., 1].
+    """
     match error:
+        case OperatorError():
+            return add_measured_(tensor, error, source, input_rms)
         case RelativeGaussian():
             return add_relative_gaussian_(tensor, error.scale, source)
         case AbsoluteGaussian():

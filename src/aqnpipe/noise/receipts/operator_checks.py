@@ -1,7 +1,10 @@
 """Checks of operator noise and module noise: the phases, layers, operators and sizes, and the reference check."""
 
+from collections.abc import Sequence
+
+from aqnpipe.config.measured_noise import LayerErrors, MeasuredError
 from aqnpipe.config.noise import (
-    ErrorModel,
+    AppliedError,
     FakeQuantization,
     ModuleNoise,
     OperatorNoise,
@@ -76,10 +79,10 @@ def _operator_noise_missing(receipt: ReceiptContent) -> list[str]:
 def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: PhaseRecord) -> list[str]:
     """Return mismatches between the layers and operators that `noise` requests and those with noise in one phase."""
     wanted = {layer for layer in range(receipt.num_layers) if noise.error_in(layer) is not None}
+    cells = [cell for cell in receipt.cells if cell.phase == record.phase and cell.calls > 0 and not cell.is_module]
     reached: dict[int | None, set[str]] = {}
-    for cell in receipt.cells:
-        if cell.phase == record.phase and cell.calls > 0 and not cell.is_module:
-            reached.setdefault(cell.layer, set()).add(cell.operator.split(".")[0])
+    for cell in cells:
+        reached.setdefault(cell.layer, set()).add(cell.operator.split(".")[0])
     problems = []
     missing = sorted(wanted - reached.keys())
     if missing:
@@ -92,6 +95,7 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
         if without:
             advice = ", expected operators: matmul" if kinds in _ELEMENTWISE_KINDS else ""
             problems.append(f"no {' or '.join(kinds)} was noised in layers {without}{advice}")
+    problems += _measured_operators_missing(noise, cells, receipt.num_layers)
     head = noise.error_in(None) is not None
     if head != (None in reached):
         problems.append(f"lm_head was {'not noised although requested' if head else 'noised although excluded'}")
@@ -99,6 +103,23 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
         advice = "use eager attention, or set attention: fused" if "attention" in operator else "not supported"
         problems.append(f"{calls} calls of {operator} escaped the noise ({advice})")
     return [f"{record.phase}: {problem}" for problem in problems]
+
+
+def _measured_operators_missing(noise: OperatorNoise, cells: Sequence[NoiseCell], num_layers: int) -> list[str]:
+    """Return the operators with a measured error that the noise did not reach, for each layer."""
+    if not isinstance(noise.error, MeasuredError):
+        return []
+    problems = []
+    for layer in (*range(num_layers), None):
+        errors = noise.error_in(layer)
+        if not isinstance(errors, LayerErrors):
+            continue
+        reached = {cell.operator.rpartition(".")[2] for cell in cells if cell.layer == layer}
+        missing = sorted(name for name, error in errors.operators.items() if error.size and name not in reached)
+        if missing:
+            place = "lm_head" if layer is None else f"layer {layer}"
+            problems.append(f"the measured error of {', '.join(missing)} was put on nothing in {place}")
+    return problems
 
 
 def _operator_kinds(noise: OperatorNoise) -> list[tuple[str, ...]]:
@@ -138,10 +159,11 @@ def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
     return problems
 
 
-def _requested_error(receipt: ReceiptContent, cell: NoiseCell) -> ErrorModel | None:
+def _requested_error(receipt: ReceiptContent, cell: NoiseCell) -> AppliedError | None:
     if cell.is_module:
         return receipt.module_noise.error if receipt.module_noise else None
-    return receipt.operator_noise.error_in(cell.layer) if receipt.operator_noise else None
+    error = receipt.operator_noise.error_in(cell.layer) if receipt.operator_noise else None
+    return error.operators.get(cell.operator.rpartition(".")[2]) if isinstance(error, LayerErrors) else error
 
 
 def _audit_problems(receipt: ReceiptContent) -> list[str]:

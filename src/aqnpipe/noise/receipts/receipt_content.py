@@ -34,7 +34,8 @@ class NoiseCell(ReceiptModel):
     """Error on one operator, or one kind of module, of one layer in one phase.
 
     `measured` is the root mean square over `measured_elements` sampled elements, `mean_error` their mean. The quantity
-    is (y' - y)/y over non-zero y for relative errors, y' - y for absolute ones, (y' - y)*sign(y) for a bias.
+    is (y' - y)/y over non-zero y for relative errors, y' - y for absolute ones, (y' - y)*sign(y) for a bias, and for
+    measured errors y' - y in units of the measured machine: over the size of its error at y.
     `requested` is the expected value of `measured`: the error's scale, or an upper bound for roundings of a number
     format.
     """
@@ -62,9 +63,12 @@ class NoiseCell(ReceiptModel):
 
     def problems(self) -> list[str]:
         """Return what contradicts the request in the measured size. The audit compares the numbers themselves."""
+        if self.error == "measured" and not self.requested:
+            # An operator whose measured error is zero: the audit compares its values, there is no size.
+            return []
         if self.measured is None or self.mean_error is None or not self.measured_elements:
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
-        is_gaussian = self.error in ("relative_gaussian", "absolute_gaussian")
+        is_gaussian = self.error in ("relative_gaussian", "absolute_gaussian", "measured")
         is_too_small = self.measured < _LOST_IN_ROUNDING * self.requested
         if is_gaussian and is_too_small and self.measured_elements >= _FEWEST_FOR_A_SIZE:
             return [

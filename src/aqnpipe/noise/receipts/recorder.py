@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import (
-    ErrorModel,
+    AppliedError,
     NoiseSpec,
     Phase,
     quantity_of,
@@ -173,7 +173,7 @@ class ReceiptRecorder:
         escaped = self._phase(phase).escaped
         escaped[function] = escaped.get(function, 0) + calls
 
-    def count_call(self, phase: Phase, operator: str, layer: int | None, error: ErrorModel, elements: int) -> None:
+    def count_call(self, phase: Phase, operator: str, layer: int | None, error: AppliedError, elements: int) -> None:
         """Note one noised operator or module call on `elements` elements."""
         cell = self._cells.get((phase, operator, layer))
         if cell is None:

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
-from aqnpipe.config.noise import ErrorModel, Phase, Quantity
+from aqnpipe.config.noise import AppliedError, Phase, Quantity
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, FloatArray, noised_moments
 
@@ -49,7 +49,7 @@ class RatioSums:
         difference = used - clean
         known = clean != 0
         match self.quantity:
-            case "relative":
+            case "relative" | "measured":
                 ratio = difference[known] / clean[known]
             case "absolute":
                 ratio = difference
@@ -90,7 +90,7 @@ class CellSums:
     phase: Phase
     operator: str
     layer: int | None
-    error: ErrorModel
+    error: AppliedError
     ratios: RatioSums
     calls: int = 0
     elements: int = 0

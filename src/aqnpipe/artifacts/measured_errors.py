@@ -1,0 +1,132 @@
+"""Reads the figures of measured errors from the parity files that a job's settings name, and refuses unfit files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.parities import OperatorParity, ParityFile
+from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
+from aqnpipe.config.model import Dtype
+from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.config.run import EvaluationSpec, TrainingSpec
+from aqnpipe.errors import ConfigError
+
+_SHAPE = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
+"""Keys of config.json that decide the operators of a model and their sizes."""
+
+Noise = TypeVar("Noise", bound=OperatorNoise)
+
+
+def with_figures(
+    error: MeasuredError,
+    *,
+    dtype: Dtype | None = None,
+    config: Mapping[str, object] | None = None,
+    weights_sha256: str | None = None,
+) -> MeasuredError:
+    """Return `error` with the figures in its file; unchanged if it has them already.
+
+    dtype, config and weights_sha256: those of the model that gets the noise, where they shall be compared. Raises
+    DataError for a file that is missing, damaged or not by aqnpipe; ConfigError for a parity of another model or dtype,
+    one without figures, or one without any error.
+    """
+    if error.figures is not None:
+        return error
+    path = Path(error.source)
+    parity = read_json(path, ParityFile)
+    _refuse_other_model(path, parity, dtype, config or {}, weights_sha256)
+    if parity.verdict == "stale weights":
+        raise ConfigError(f"{path}: {parity.summary} Expected a parity of the same weights on both sides")
+    products = [operator for operator in parity.operators if operator.is_product]
+    figures = {operator.name: _figures_of(path, parity, operator) for operator in products}
+    if all(found.is_zero for found in figures.values()):
+        raise ConfigError(
+            f"{path}: linear modules and attention give the same bits on both sides, so there is no noise"
+        )
+    _refuse_missing_layers(path, figures, config or {})
+    return error.model_copy(update={"figures": figures})
+
+
+def training_with_figures(
+    spec: TrainingSpec, *, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
+) -> TrainingSpec:
+    """Return a training job's settings with the figures of its arm's measured error; see `with_figures`."""
+    noise = spec.arm.operator_noise
+    if noise is None or not isinstance(noise.error, MeasuredError):
+        return spec
+    found = _noise_with_figures(noise, spec.dtype, config, weights_sha256)
+    return spec.model_copy(update={"arm": spec.arm.model_copy(update={"operator_noise": found})})
+
+
+def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object] | None = None) -> EvaluationSpec:
+    """Return an evaluation's settings with the figures of its measured errors; see `with_figures`.
+
+    Weights are not compared: those of a trained checkpoint are not those of the parity.
+    """
+    noises = {}
+    for name, named in spec.evaluation.noises.items():
+        noise = settings_of(named).operator_noise
+        if noise is not None and isinstance(noise.error, MeasuredError):
+            found = _noise_with_figures(noise, spec.dtype, config, None)
+            noises[name] = settings_of(named).model_copy(update={"operator_noise": found})
+    if not noises:
+        return spec
+    evaluation = spec.evaluation.model_copy(update={"noises": {**spec.evaluation.noises, **noises}})
+    return spec.model_copy(update={"evaluation": evaluation})
+
+
+def _noise_with_figures(
+    noise: Noise, dtype: Dtype, config: Mapping[str, object] | None, weights_sha256: str | None
+) -> Noise:
+    if not isinstance(noise.error, MeasuredError):
+        return noise
+    error = with_figures(noise.error, dtype=dtype, config=config, weights_sha256=weights_sha256)
+    return noise.model_copy(update={"error": error})
+
+
+def _figures_of(path: Path, parity: ParityFile, operator: OperatorParity) -> ErrorFigures:
+    if operator.figures is not None:
+        return operator.figures
+    if not parity.same_inputs:
+        advice = "its second capture was made without --replay, which alone measures each operator by itself"
+    elif operator.verdict == "fault":
+        advice = f"{operator.name} is a fault: {operator.reason}"
+    else:
+        advice = "an older aqnpipe wrote it; compare the captures again"
+    raise ConfigError(f"{path}: no figures of the error of {operator.name}: {advice}")
+
+
+def _refuse_other_model(
+    path: Path, parity: ParityFile, dtype: Dtype | None, config: Mapping[str, object], weights_sha256: str | None
+) -> None:
+    first = parity.first
+    if weights_sha256 is not None and first.weights_sha256 != weights_sha256:
+        raise ConfigError(
+            f"{path}: a parity of other weights: found SHA-256 {first.weights_sha256[:12]} ({first.model}), expected "
+            f"those of the model to be trained, {weights_sha256[:12]}"
+        )
+    for key in _SHAPE:
+        if key in config and key in first.config and config[key] != first.config[key]:
+            raise ConfigError(
+                f"{path}: a parity of another model ({first.model}): found {key} {first.config[key]}, the model that "
+                f"gets the noise has {config[key]}"
+            )
+    if dtype is not None and first.dtype != dtype:
+        raise ConfigError(
+            f"{path}: the first side computed in {first.dtype}, the model that gets the noise does in {dtype}; "
+            "expected a parity whose first side is the machine that computes here"
+        )
+
+
+def _refuse_missing_layers(path: Path, figures: Mapping[str, ErrorFigures], config: Mapping[str, object]) -> None:
+    layers = {int(name.split(".")[1]) for name in figures if name.startswith("layers.")}
+    num_layers = config.get("num_hidden_layers", len(layers))
+    if layers != set(range(int(str(num_layers)))) or "lm_head" not in figures:
+        raise ConfigError(
+            f"{path}: figures of layers {sorted(layers)}, expected those of {num_layers} layers and lm_head"
+        )

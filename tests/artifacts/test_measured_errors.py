@@ -1,0 +1,206 @@
+"""A measured error gets its figures from a parity file, and only from one that fits the model."""
+
+import pytest
+
+from aqnpipe.artifacts.captures import CaptureIdentity
+from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures, with_figures
+from aqnpipe.artifacts.parities import LogProbabilities, OperatorParity, ParityFile
+from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
+from aqnpipe.errors import ConfigError, DataError
+
+CONFIG = {"model_type": "qwen2", "num_hidden_layers": 1, "hidden_size": 8}
+FIGURES = ErrorFigures(bias=0.1, per_result=0.2)
+
+
+def identity(**changed):
+    return CaptureIdentity(
+        **{
+            "aqnpipe": "1",
+            "created": "2026-01-01T00:00:00Z",
+            "model": "tiny",
+            "model_class": "Qwen2ForCausalLM",
+            "weights_sha256": "a" * 64,
+            "tokenizer_sha256": None,
+            "config": CONFIG,
+            "tokens_sha256": "b" * 64,
+            "num_sequences": 1,
+            "num_tokens": 4,
+            "lengths": (4,),
+            "backend": "transformers",
+            "dtype": "float32",
+            "attention": "eager",
+            "device": "cpu",
+            "driver": None,
+            "toolkit": None,
+            "threads": 1,
+            "batch_size": 1,
+            "padding": "left",
+            "num_decoded": 0,
+            "numerics": {},
+            "versions": {},
+            "num_compared_parameters": 1,
+            "stale_parameters": (),
+            "replay_of": None,
+            "seconds": 1.0,
+            "members": {},
+            **changed,
+        }
+    )
+
+
+def operator(name, kind, layer, figures=FIGURES, verdict="rounding"):
+    return OperatorParity(
+        **{"name": name, "kind": kind, "layer": layer, "verdict": verdict, "reason": "why", "figures": figures},
+        **{"relative_rms": 0.2, "bias": 0.1, "ulps_p99": 1, "ulps_largest": 1, "gain": 0, "input_correlation": None},
+        **{"equal_share": 0.5, "bound_share": 0.5, "first_algorithm": None, "second_algorithm": None},
+        **{"accumulated_relative_rms": 0.2, "accumulated_correlation": None},
+    )
+
+
+OPERATORS = (
+    operator("layers.0.input_layernorm", "input_layernorm", 0),
+    operator("layers.0.q_proj", "q_proj", 0),
+    operator("layers.0.attention", "attention", 0, ErrorFigures()),
+    operator("lm_head", "lm_head", None),
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Function (changes) -> path of a parity file."""
+
+    def run(**changed):
+        content = {
+            "verdict": "rounding",
+            "summary": "all differ by rounding.",
+            "first": identity(),
+            "second": identity(dtype="bfloat16"),
+            "same_inputs": True,
+            "num_rows": 4,
+            "first_beyond_rounding": None,
+            "operators": OPERATORS,
+            "log_probabilities": LogProbabilities(
+                num_tokens=3, mean=0, rms=0, p99=0, largest=0, argmax_changes=0, prefill_rms=0, decode_rms=None
+            ),
+            "substitution": None,
+            "settings": (),
+            "notes": (),
+        }
+        path = tmp_path / "parity.json"
+        write_json(path, ParityFile(**{**content, **changed}))
+        return path
+
+    return run
+
+
+def refused(path, **settings):
+    with pytest.raises((ConfigError, DataError)) as caught:
+        with_figures(MeasuredError(source=str(path)), **{"config": CONFIG, "dtype": "float32", **settings})
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_figures_of_the_products_are_read(write):
+    error = with_figures(MeasuredError(source=str(write()), multiple=4), config=CONFIG, dtype="float32")
+    assert error.figures == {
+        "layers.0.q_proj": FIGURES,
+        "layers.0.attention": ErrorFigures(),
+        "lm_head": FIGURES,
+    }
+    assert with_figures(error.model_copy(update={"source": "gone.json"})).figures == error.figures
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"weights_sha256": "c" * 64}, "other weights: found SHA-256 aaaaaaaaaaaa (tiny)"),
+        ({"config": {**CONFIG, "hidden_size": 16}}, "another model (tiny): found hidden_size 8"),
+        ({"config": {**CONFIG, "num_hidden_layers": 2}}, "found num_hidden_layers 1"),
+        ({"dtype": "bfloat16"}, "the first side computed in float32"),
+    ],
+)
+def test_a_parity_of_another_model_is_refused(write, settings, words):
+    assert words in refused(write(), **settings)
+
+
+def test_the_same_weights_are_accepted(write):
+    path = str(write())
+    assert with_figures(MeasuredError(source=path), config=CONFIG, dtype="float32", weights_sha256="a" * 64).figures
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"verdict": "stale weights", "summary": "the second side computed with other weights."}, "other weights"),
+        ({"operators": OPERATORS[:3]}, "expected those of 1 layers and lm_head"),
+        ({"operators": (operator("lm_head", "lm_head", None),)}, "figures of layers [], expected those of 1 layers"),
+        ({"operators": (operator("lm_head", "lm_head", None, ErrorFigures()),)}, "the same bits on both sides"),
+        ({"operators": (operator("lm_head", "lm_head", None, None),)}, "compare the captures again"),
+        ({"operators": (operator("lm_head", "lm_head", None, None, "fault"),)}, "lm_head is a fault: why"),
+        ({"same_inputs": False, "operators": (operator("lm_head", "lm_head", None, None),)}, "without --replay"),
+    ],
+)
+def test_a_parity_that_says_nothing_about_single_operators_is_refused(write, changes, words):
+    assert words in refused(write(**changes))
+
+
+def test_missing_damaged_and_foreign_files_are_refused(write, tmp_path):
+    refused(tmp_path / "none.json")
+    path = write()
+    text = path.read_text()
+    path.write_text(text.replace('"bias": 0.1', '"bias": 0.2'))
+    refused(path)
+    path.write_text(text[: len(text) // 2])
+    refused(path)
+    path.write_text("{}")
+    refused(path)
+
+
+def test_evaluations_and_arms_get_the_figures_of_their_noise(write, study_spec, evaluation_spec):
+    noise = {"error": {"kind": "measured", "from": str(write()), "multiple": 2}, "phases": ["rollout"]}
+    trained = training_with_figures(study_spec(noise), config=CONFIG)
+    assert trained.arm.operator_noise.error.figures["layers.0.q_proj"] == FIGURES
+    noise = {"operator_noise": {"error": noise["error"]}}
+    spec = evaluation_spec({"machine": noise, "four_bits": "w4a16_mxfp4"})
+    evaluated = evaluation_with_figures(spec, config=CONFIG)
+    assert settings_of(evaluated.evaluation.noises["machine"]).operator_noise.error.figures["lm_head"] == FIGURES
+    assert evaluated.evaluation.noises["four_bits"] == "w4a16_mxfp4"
+    # What a job writes down is read back as the same settings.
+    assert type(evaluated).model_validate_json(evaluated.model_dump_json()) == evaluated
+    assert evaluated.evaluation.noise_at(1.0, "sdpa")[0].error.figures["lm_head"] == FIGURES
+
+
+@pytest.fixture
+def study_spec():
+    from pathlib import Path
+
+    from aqnpipe.config.plan import StudyPlan
+    from aqnpipe.config.run import TrainingSpec
+    from aqnpipe.config.study import load_study_file
+
+    def make(noise):
+        plan = StudyPlan(load_study_file(Path(__file__).parents[2] / "config" / "smoke.yaml"))
+        content = plan.training_spec("baseline", 0)
+        return TrainingSpec.model_validate({**content, "arm": {**content["arm"], "operator_noise": noise}})
+
+    return make
+
+
+@pytest.fixture
+def evaluation_spec():
+    from aqnpipe.config.run import EvaluationSpec
+
+    def make(noises):
+        return EvaluationSpec.model_validate(
+            {
+                **{"model_role": "base", "arm_id": "baseline", "seed": 0, "step": 0, "dtype": "float32"},
+                **{"attention": "eager", "prompt": {}, "evaluation": {}},
+                "evaluation": EvaluationConfig(max_response_tokens=4, batch_size=2, noises=noises),
+            }
+        )
+
+    return make

@@ -1,0 +1,232 @@
+"""Noise calibrated to a measured machine: it is what was measured, and its receipt refuses everything else."""
+
+import pytest
+import torch
+
+import aqnpipe
+from aqnpipe.config.measured_noise import ErrorFigures, LayerErrors, MeasuredError, OperatorError
+from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.errors import ConfigError, ModelError
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.noise.injection import operator_errors, phase_state
+from aqnpipe.noise.injection.measured_operators import MeasuredOperators
+from aqnpipe.noise.injection.operator_errors import OperatorErrors
+from aqnpipe.noise.receipts.receipt import Receipt
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OPERATORS = (*LINEARS, "attention")
+
+
+def figures_of(model):
+    """Every operator of every layer has figures of its own, a hundredth of what its results are at most."""
+    found = {"lm_head": ErrorFigures(bias=1e-4, per_input=0.002, per_result=0.02)}
+    for layer in range(len(decoder_layers(model))):
+        for number, name in enumerate(OPERATORS):
+            size = 0.002 * (1 + number + len(OPERATORS) * layer)
+            per_input = 0.0 if name == "attention" else size / 10
+            found[f"layers.{layer}.{name}"] = ErrorFigures(
+                bias=size / 100, gain=-size / 10, absolute=size / 20, per_input=per_input, per_result=size
+            )
+    return found
+
+
+def measured(model, multiple=1.0, **changed):
+    return MeasuredError(source="machine.json", multiple=multiple, figures=figures_of(model) | changed)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def run(model, ids, error, **settings):
+    with aqnpipe.noisy(model, error=error, **settings) as receipt, torch.no_grad():
+        model(input_ids=ids)
+        model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    return receipt
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_every_operator_has_its_own_measured_error(make_model, ids, attention, multiple):
+    model = make_model(attn_implementation=attention)
+    receipt = run(model, ids, measured(model, multiple)).check()
+    cells = {(cell.layer, cell.operator.rpartition(".")[2]): cell for cell in receipt.content.cells}
+    wanted = {(layer, name) for layer in range(len(decoder_layers(model))) for name in OPERATORS} | {(None, "lm_head")}
+    assert wanted == {place for place, cell in cells.items() if cell.requested}
+    assert {cells[place].requested for place in wanted} == {multiple}
+    # In units of the measured machine, over all operators.
+    size, elements = receipt.content.measured_scale("evaluation")
+    assert elements > 1000
+    assert size == pytest.approx(multiple, rel=5 / (2 * elements) ** 0.5)
+
+
+def test_only_the_layers_asked_for_have_it(model, ids):
+    receipt = run(model, ids, measured(model), layers=[1], include_lm_head=False).check()
+    assert {cell.layer for cell in receipt.content.cells} == {1}
+
+
+def test_an_operator_without_a_measured_error_is_not_changed(model, ids):
+    nothing = {f"layers.{layer}.o_proj": ErrorFigures() for layer in range(len(decoder_layers(model)))}
+    receipt = run(model, ids, measured(model, **nothing)).check()
+    assert {cell.requested for cell in receipt.content.cells if cell.operator == "linear.o_proj"} == {0.0}
+
+
+def test_training_has_it_in_the_forward_pass_and_exact_gradients(model, ids):
+    from aqnpipe.config.noise import NoiseSpec
+    from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+    from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+    noise = OperatorNoise(error=measured(model, 4), phases=("actor_forward",))
+    spec = NoiseSpec(operator_noise=noise)
+    recorder = ReceiptRecorder(
+        spec, expected_phases=("actor_forward",), num_layers=len(decoder_layers(model)), num_norms=0, seed=0
+    )
+    with phase_noise(model, spec, "actor_forward", NoiseKey(seed=0, step=0), recorder):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    recorder.receipt().check()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+
+
+# -- sabotage: the receipt must refuse what the injection does wrong ---------------------------------------------------
+
+
+def problems_of(model, ids, error):
+    return " ".join(run(model, ids, error).problems())
+
+
+def change_applied(monkeypatch, change):
+    """Put another error on tensors than the injection claims."""
+    original = phase_state.apply_error_
+
+    def apply(tensor, error, source, input_rms=None):
+        return original(tensor, change(error), source, input_rms)
+
+    monkeypatch.setattr(phase_state, "apply_error_", apply)
+
+
+def test_noise_that_is_not_added_is_refused(model, ids, monkeypatch):
+    monkeypatch.setattr(phase_state, "apply_error_", lambda tensor, *_: tensor)
+    found = problems_of(model, ids, measured(model))
+    assert "the values used have no noise" in found
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.99, 1.01, 4])
+def test_another_multiple_is_refused(model, ids, monkeypatch, factor):
+    change_applied(monkeypatch, lambda error: error.model_copy(update={"multiple": factor * error.multiple}))
+    assert "not those of the requested noise (measured)" in problems_of(model, ids, measured(model))
+
+
+@pytest.mark.parametrize("figure", list(ErrorFigures.model_fields))
+def test_each_figure_is_checked(model, ids, monkeypatch, figure):
+    def without(error):
+        return error.model_copy(update={"figures": error.figures.model_copy(update={figure: 0.0})})
+
+    change_applied(monkeypatch, without)
+    assert "not those of the requested noise" in problems_of(model, ids, measured(model))
+
+
+def test_the_figures_of_another_layer_are_refused(model, ids, monkeypatch):
+    error = measured(model)
+    other = error.in_layer(1)
+    injected = phase_state.PhaseState.put_error
+
+    def put(self, phase, operator, layer, own, *args, **kwargs):
+        own = other.operators[operator.rpartition(".")[2]] if layer == 0 else own
+        return injected(self, phase, operator, layer, own, *args, **kwargs)
+
+    monkeypatch.setattr(phase_state.PhaseState, "put_error", put)
+    found = problems_of(model, ids, error)
+    assert "linear.q_proj layer 0: noised with OperatorError" in found
+
+
+def test_the_figures_of_another_operator_are_refused(model, ids, monkeypatch):
+    swapped = {"q_proj": "o_proj", "o_proj": "q_proj"}
+    name_of = MeasuredOperators.name_of
+
+    def wrong(self, *args):
+        name = name_of(self, *args)
+        return swapped.get(name, name)
+
+    monkeypatch.setattr(MeasuredOperators, "name_of", wrong)
+    assert "linear.o_proj layer 0: put on the result of q_proj" in problems_of(model, ids, measured(model))
+
+
+def test_the_error_of_attention_on_the_scores_is_refused(make_model, ids, monkeypatch):
+    model = make_model(attn_implementation="eager")
+    name_of = MeasuredOperators.name_of
+    swapped = {"scores": "attention", "attention": "scores"}
+    monkeypatch.setattr(MeasuredOperators, "name_of", lambda *args: swapped.get(found := name_of(*args), found))
+    assert "matmul.attention layer 0: put on the result of scores" in problems_of(model, ids, measured(model))
+
+
+def test_a_wrong_size_of_the_input_is_refused(model, ids, monkeypatch):
+    monkeypatch.setattr(operator_errors, "root_mean_squares", lambda inputs: torch.ones(*inputs.shape[:-1], 1))
+    assert "not those of the requested noise" in problems_of(model, ids, measured(model))
+
+
+def test_an_operator_left_out_is_refused(model, ids, monkeypatch):
+    measured_call = OperatorErrors._measured_call
+
+    def skip(self, function, operator, errors, args, kwargs):
+        if MeasuredOperators(self._state).name_of(operator, args, kwargs) == "up_proj":
+            return function(*args, **kwargs)
+        self._state.place.other_products -= operator != "linear"
+        return measured_call(self, function, operator, errors, args, kwargs)
+
+    monkeypatch.setattr(OperatorErrors, "_measured_call", skip)
+    found = problems_of(model, ids, measured(model))
+    assert "the measured error of up_proj was put on nothing in layer 0" in found
+
+
+def test_numbers_of_another_key_are_refused(model, ids, monkeypatch):
+    original = phase_state.apply_error_
+    monkeypatch.setattr(
+        phase_state,
+        "apply_error_",
+        lambda tensor, error, source, rows: original(tensor, error, source._replace(call=9), rows),
+    )
+    assert "not those of the requested noise" in problems_of(model, ids, measured(model))
+
+
+def test_an_edited_receipt_is_refused(model, ids):
+    receipt = run(model, ids, measured(model, 4)).content
+
+    def problems(change):
+        cells = tuple(change(cell) for cell in receipt.cells)
+        return " ".join(Receipt(**{**dict(receipt), "cells": cells}).problems())
+
+    assert not problems(lambda cell: cell)
+    assert "noised with measured 8" in problems(lambda cell: cell.model_copy(update={"requested": 8.0}))
+    assert "leaves too little" in problems(lambda cell: cell.model_copy(update={"measured": 1.9}))
+
+
+# -- what is refused before anything runs ------------------------------------------------------------------------------
+
+
+def test_operators_and_phases_that_no_parity_measures_are_refused(model):
+    with pytest.raises(ValueError, match="expected operators: matmul"):
+        OperatorNoise(error=measured(model), operators="all", phases=("rollout",))
+    with pytest.raises(ValueError, match="measures forward passes only"):
+        OperatorNoise(error=measured(model))
+    with pytest.raises(ConfigError, match="forward passes"), aqnpipe.noisy(model, error=measured(model), backward=True):
+        pass
+
+
+def test_an_operator_that_the_parity_lacks_is_refused(model, ids):
+    figures = figures_of(model)
+    del figures["layers.0.gate_proj"]
+    error = MeasuredError(source="machine.json", figures=figures)
+    with pytest.raises(ModelError, match="layer 0: the parity of the measured error has no operator gate_proj"):
+        run(model, ids, error)
+
+
+def test_errors_are_by_layer_and_the_scores_have_none(model):
+    error = measured(model, 2)
+    found = error.in_layer(0)
+    assert isinstance(found, LayerErrors)
+    assert found.operators["scores"] == OperatorError(multiple=2, figures=ErrorFigures())
+    assert found.operators["q_proj"].figures == error.figures["layers.0.q_proj"]
+    assert set(error.in_layer(None).operators) == {"lm_head"}
