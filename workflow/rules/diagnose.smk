@@ -5,10 +5,14 @@ Input: the prepared model and the training questions. Output: srdd/.
 
 
 rule srdd_diagnose:
-    """Run exact probes and statistical scans of a model on a machine (the device, with or without simulated faults)."""
+    """Run exact probes and statistical scans of a model on a machine (the device, with or without simulated faults).
+
+    Of a machine that was diagnosed elsewhere, take over its diagnosis.
+    """
     input:
         model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
         problems=f"{RESULTS}/data/train.parquet",
+        elsewhere=lambda wildcards: PLAN.imported_diagnosis(wildcards.model, wildcards.machine),
     output:
         layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
         verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
@@ -29,7 +33,7 @@ rule srdd_diagnose:
         prompt=STUDY.config.prompt.model_dump(mode="json"),
         model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
         device=STUDY.config.device,
-        code=code_digest("aqnpipe.diagnosis.stage"),
+        code=code_digest("aqnpipe.diagnosis.imported"),
     message:
         f"diagnose: model {{wildcards.model}} on machine {{wildcards.machine}}{given('srdd_diagnose')}"
     script:

@@ -6,22 +6,32 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Machine
-from aqnpipe.runtime.jobs import logged_device_job
+from aqnpipe.runtime.jobs import logged_device_job, logged_job
 
-with logged_device_job(Path(snakemake.log[0]), snakemake.params.device, snakemake.resources.get("devices", 0)) as say:
-    from aqnpipe.diagnosis.stage import diagnose
+log, model_dir = Path(snakemake.log[0]), Path(snakemake.input.model).parent
+machine = Machine.model_validate(snakemake.params.machine)
+output, names = Path(snakemake.output.layers).parent, (snakemake.wildcards.model, snakemake.wildcards.machine)
 
-    model = ModelConfig.model_validate(snakemake.params.model)
-    diagnose(
-        Path(snakemake.input.model).parent,
-        Path(snakemake.input.problems),
-        PromptFormat.model_validate(snakemake.params.prompt),
-        Machine.model_validate(snakemake.params.machine),
-        DiagnosisConfig.model_validate(snakemake.params.diagnosis),
-        Path(snakemake.output.layers).parent,
-        dtype=model.dtype,
-        attention=model.attention,
-        device=snakemake.params.device,
-        names=(snakemake.wildcards.model, snakemake.wildcards.machine),
-        say=say,
-    )
+if machine.diagnosed_in is not None:
+    with logged_job(log, f"machines.{names[1]}.diagnosed_in") as say:
+        from aqnpipe.diagnosis.imported import import_diagnosis
+
+        import_diagnosis(Path(snakemake.input.elsewhere[0]).parent, model_dir, output, names=names, say=say)
+else:
+    with logged_device_job(log, snakemake.params.device, snakemake.resources.get("devices", 0)) as say:
+        from aqnpipe.diagnosis.stage import diagnose
+
+        model = ModelConfig.model_validate(snakemake.params.model)
+        diagnose(
+            model_dir,
+            Path(snakemake.input.problems),
+            PromptFormat.model_validate(snakemake.params.prompt),
+            machine,
+            DiagnosisConfig.model_validate(snakemake.params.diagnosis),
+            output,
+            dtype=model.dtype,
+            attention=model.attention,
+            device=snakemake.params.device,
+            names=names,
+            say=say,
+        )

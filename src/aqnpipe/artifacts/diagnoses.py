@@ -129,12 +129,16 @@ class Untested(Artifact):
 
 
 class DiagnosisOrigin(Artifact):
-    """Model and machine of a verdict in the study, digests of the weights and of the layers.parquet beside it."""
+    """Model and machine of a verdict in the study, digests of the weights and of the layers.parquet beside it.
+
+    `imported_from`: of a diagnosis made elsewhere, the folder that it was read from, and its model and machine there.
+    """
 
     model: str
     machine: str
     weights_sha256: str
     layers_sha256: str
+    imported_from: str | None = None
 
 
 class Verdict(Artifact):

@@ -128,6 +128,7 @@ def _studies_of_profile(name: str) -> list[Path]:
 def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from _design_problems(study, source)
     yield from _dataset_problems(study, source)
+    yield from _diagnosis_problems(study, source)
     yield from _reward_problems(study, source)
     yield from _scorer_problems(study, source)
     yield from _chat_template_problems(study, source)
@@ -180,6 +181,15 @@ def _task_problems(dataset: LmEvalDataset, source: str) -> Iterator[str]:
             load_problems(dataset, "test")
         except (ConfigError, DataError) as error:
             yield f"{source}: {error}"
+
+
+def _diagnosis_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield files of diagnoses made elsewhere that are missing."""
+    plan = StudyPlan(study)
+    for model, machine in plan.diagnoses():
+        for path in plan.imported_diagnosis(model, machine):
+            if not Path(path).is_file():
+                yield f"{source}: machines.{machine}.diagnosed_in: found no {path}, expected a diagnosis of {model}"
 
 
 def _reward_problems(study: Study, source: str) -> Iterator[str]:
