@@ -4,12 +4,14 @@ Each check yields one line per problem: file, key, what was found and what is ex
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig, num_layers_of
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, OperatorNoise
 from aqnpipe.config.validation_messages import unknown
@@ -30,6 +32,10 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
     yield from noised_attention_problems(study, source)
     yield from _attention_problems(study, arms, source)
     yield from _vllm_problems(study, arms, source)
+    for name in study.arms:
+        where = f"{study.arms_file}: arms.{name}.operator_noise.error"
+        yield from measured_problems(study, arms[name].operator_noise, where)
+    yield from measured_evaluation_problems(study, source)
     yield from _schedule_problems(study, arms)
     known = (*study.arms, PRETRAINED)
     yield from comparison_problems(study, known, source)
@@ -194,7 +200,7 @@ def vllm_evaluation_problems(
     on_vllm = study.generation.backend == "vllm" and any(study.evaluation.all_levels())
     for name, named in study.evaluation.noises.items() if study.generation.backend == "vllm" else ():
         operators = settings_of(named).operator_noise
-        if operators is not None and isinstance(operators.error, FakeQuantization):
+        if operators is not None and isinstance(operators.error, FakeQuantization | MeasuredError):
             yield (
                 f"{source}: evaluation.noises.{name}: found {operators.error.kind}, which vLLM cannot "
                 "compute, expected an error on outputs or generation.backend: transformers"
@@ -205,6 +211,32 @@ def vllm_evaluation_problems(
                 f"{source}: {section}.{name}.attention: found {model.attention}, generation.backend vllm "
                 "needs sdpa: it computes attention as one operator"
             )
+
+
+def measured_evaluation_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
+    """Yield measured errors of evaluations whose parity can neither be read nor measured."""
+    for name, named in study.evaluation.noises.items():
+        where = f"{source}: evaluation.noises.{name}.operator_noise.error"
+        yield from measured_problems(study, settings_of(named).operator_noise, where)
+
+
+def measured_problems(study: "AnyStudyConfig", noise: OperatorNoise | None, where: str) -> Iterator[str]:
+    """Yield why the figures of a measured error can neither be read nor measured; nothing for other errors."""
+    error = None if noise is None else noise.error
+    if not isinstance(error, MeasuredError):
+        return
+    if error.figures is not None:
+        yield f"{where}.figures: found figures, expected none: they are read from the file that `from` names"
+    elif error.machine is None:
+        if not Path(error.source).is_file():
+            yield f"{where}.from: no file {error.source}, expected one that `aqnpipe parity --json` wrote"
+    elif error.machine not in study.machines:
+        yield (
+            f"{where}.from: {unknown('machine', error.machine, study.machines)}, or a file of `aqnpipe parity --json` "
+            "with the ending .json"
+        )
+    elif study.machines[error.machine].counterpart is None:
+        yield f"{where}.from: machine {error.machine} has no counterpart, expected machines.{error.machine}.counterpart"
 
 
 def _schedule_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:

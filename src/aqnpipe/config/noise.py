@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.diagnosis import SigmaStrategy
+from aqnpipe.config.measured_noise import LayerErrors, MeasuredError, OperatorError
+from aqnpipe.config.model import Attention, Dtype
 
 Phase = Literal["rollout", "reference", "actor_forward", "backward", "validation", "evaluation"]
 """The parts of a study in which a model computes. Each phase has exactly the noise that was requested for it."""
@@ -65,7 +67,7 @@ class FakeQuantization(FrozenModel):
 
 
 ErrorKind = Literal[
-    "relative_gaussian", "absolute_gaussian", "systematic_bias", "mantissa_truncation", "fake_quantization"
+    "relative_gaussian", "absolute_gaussian", "systematic_bias", "mantissa_truncation", "fake_quantization", "measured"
 ]
 
 ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
@@ -74,20 +76,37 @@ ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
 OutputErrorModel = ScaledError | MantissaTruncation
 """Errors that are put on a computed tensor."""
 
-ErrorModel = OutputErrorModel | FakeQuantization
+ErrorModel = OutputErrorModel | FakeQuantization | MeasuredError
+"""Errors that can be requested of operators."""
 
-Quantity = Literal["relative", "absolute", "outward"]
-"""Quantity whose mean square measures an error: (y' - y)/y, y' - y, or (y' - y)*sign(y), positive for a bias."""
+PlacedError = OutputErrorModel | FakeQuantization | LayerErrors
+"""Errors of the operators of one layer."""
+
+TensorError = OutputErrorModel | OperatorError
+"""Errors that are put on the result of one operator."""
+
+AppliedError = TensorError | FakeQuantization
+"""Errors of one operator in one layer."""
+
+Quantity = Literal["relative", "absolute", "outward", "measured"]
+"""Quantity whose mean square measures an error: (y' - y)/y, y' - y, or (y' - y)*sign(y), positive for a bias.
+
+measured: y' - y over the root mean square that the measured machine's error has at y.
+"""
 
 
 def is_active(error: ErrorModel) -> bool:
     """Return whether `error` changes anything; a scale of 0 does not."""
+    if isinstance(error, MeasuredError):
+        return not error.is_zero
     return not isinstance(error, ScaledError) or error.scale > 0
 
 
-def quantity_of(error: ErrorModel) -> Quantity:
+def quantity_of(error: AppliedError) -> Quantity:
     """Return the quantity that measures the size of `error`."""
     match error:
+        case OperatorError():
+            return "measured"
         case AbsoluteGaussian():
             return "absolute"
         case SystematicBias():
@@ -96,12 +115,17 @@ def quantity_of(error: ErrorModel) -> Quantity:
             return "relative"
 
 
-def requested_size(error: ErrorModel) -> float:
+def requested_size(error: AppliedError | MeasuredError) -> float:
     """Return the expected root mean square of `error`; for roundings of a number format, an upper bound.
 
-    The relative error is below 2^-b for truncation to b bits, and at most 1 for rounding to a 4-bit format.
+    The relative error is below 2^-b for truncation to b bits, and at most 1 for rounding to a 4-bit format. The size
+    of a measured error is its multiple.
     """
     match error:
+        case OperatorError():
+            return error.size
+        case MeasuredError():
+            return error.multiple
         case RelativeGaussian() | AbsoluteGaussian() | SystematicBias():
             return error.scale
         case MantissaTruncation():
@@ -113,6 +137,16 @@ def requested_size(error: ErrorModel) -> float:
 def _check_unique(phases: tuple[Phase, ...]) -> None:
     if len(set(phases)) != len(phases):
         raise ValueError("phases must not repeat")
+
+
+def _check_measured(noise: "OperatorNoise") -> None:
+    """Raise ValueError where a parity measures no error of what is asked for."""
+    if noise.operators != "matmul":
+        raise ValueError("measured errors are put on linear modules and attention, expected operators: matmul")
+    if "backward" in noise.phases:
+        raise ValueError(
+            "phases has backward, but a parity measures forward passes only, expected phases without backward"
+        )
 
 
 class OperatorNoise(FrozenModel):
@@ -153,6 +187,8 @@ class OperatorNoise(FrozenModel):
         unknown = set(self.layer_scales) - set(self.layers) if self.layers is not None else set()
         if unknown:
             raise ValueError(f"layer_scales: layers {sorted(unknown)} are not among the noised layers")
+        if isinstance(self.error, MeasuredError):
+            _check_measured(self)
         if isinstance(self.error, FakeQuantization):
             if self.operators != "matmul":
                 raise ValueError("fake_quantization applies to linear layers only, expected operators: matmul")
@@ -163,10 +199,12 @@ class OperatorNoise(FrozenModel):
                 )
         return self
 
-    def error_in(self, layer: int | None) -> ErrorModel | None:
+    def error_in(self, layer: int | None) -> PlacedError | None:
         """Return the error in decoder layer `layer` (None: the output projection), or None if it has none."""
         wanted = self.include_lm_head if layer is None else self.layers is None or layer in self.layers
         error = self.error
+        if isinstance(error, MeasuredError):
+            return error.in_layer(layer) if wanted and is_active(error) else None
         if layer in self.layer_scales:
             error = error.model_copy(update={"scale": self.layer_scales[layer]})
         return error if wanted and is_active(error) else None
@@ -353,10 +391,30 @@ class Fault(FrozenModel):
         return self
 
 
+class Counterpart(FrozenModel):
+    """How the device computes in the place of another machine; what is not given is as in the study."""
+
+    dtype: Dtype | None = None
+    attention: Attention | None = None
+    batch_size: int | None = Field(default=None, ge=1, description="sequences per batch; null: 8")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; null: 1")
+
+    @model_validator(mode="after")
+    def _differs(self) -> Self:
+        if not any((self.dtype, self.attention, self.batch_size, self.threads)):
+            raise ValueError("expected dtype, attention, batch_size or threads: it would be the machine itself")
+        return self
+
+
 class Machine(FrozenModel):
     """The machine that a model runs on: the real device, with or without simulated faults."""
 
     description: str = ""
+    counterpart: Counterpart | None = Field(
+        default=None,
+        description="the device in another configuration, such as {dtype: bfloat16}: the workflow measures how far its "
+        "operators are from those of the study, and measured errors can name this machine",
+    )
     faults: tuple[Fault, ...] = Field(
         default=(), description="simulated faults, applied in this order on a shared site"
     )

@@ -1,17 +1,21 @@
 """The jobs of a study: their files, steps and parameters, as the workflow needs them."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.arm import Arm
 from aqnpipe.config.dataset import LmEvalDataset, Split
 from aqnpipe.config.diagnosis import SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.loss_study import LossStudyConfig
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import builtin_folder, source_kind
-from aqnpipe.config.noise import Fault
-from aqnpipe.config.run import EvaluationSpec, LossStudySpec, TrainingSpec
+from aqnpipe.config.noise import Fault, OperatorNoise
+from aqnpipe.config.run import EvaluationSpec, LossStudySpec, ParitySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
@@ -71,6 +75,7 @@ class StudyPlan:
             "prepare_model": len({*self.study.models(), *(loss_study.model for loss_study in losses)}),
             "srdd_diagnose": len(self.diagnoses()),
             "generate_layer_sigmas": len(self.all_sigmas_files()),
+            "measure_parity": len(self.parities()),
             "train": len(self.runs()),
             "evaluate": self.num_evaluations,
             "remove_weights": len(self.removal_files()),
@@ -176,6 +181,70 @@ class StudyPlan:
         """Return the file of the layer sigmas that a strategy derives from the diagnosis of a machine."""
         return f"{self.results}/srdd/{model}/{machine}/{sigmas_name(strategy)}"
 
+    def parities(self) -> list[tuple[str, str]]:
+        """Return (model, machine) of every parity that is measured: of machines with a counterpart."""
+        models = self.study.model_roles() if self.study.has_training else tuple(self.study.config.models)
+        machines = [name for name, machine in self.study.config.machines.items() if machine.counterpart]
+        return [(model, machine) for model in models for machine in machines]
+
+    def parity_file(self, model: str, machine: str) -> str:
+        """Return the file of the parity of a model between the device and the counterpart of a machine."""
+        return f"{self.results}/parity/{model}/{machine}.json"
+
+    def all_parity_files(self) -> list[str]:
+        """Return the files of `parities`."""
+        return [self.parity_file(*pair) for pair in self.parities()]
+
+    def training_parity_input(self, model: str, arm: str) -> list[str]:
+        """Return the parity file that the measured error of an arm needs, as a list; empty if it needs none."""
+        noise = self.study.arms[arm].operator_noise
+        return self._parity_input(model, [] if noise is None else [noise])
+
+    def evaluation_parity_input(self, *, model: str, arm: str, **_: str) -> list[str]:
+        """Return the parity files that the measured errors of an evaluation need."""
+        noises = map(settings_of, self.study.config.evaluation.noises.values())
+        used = [noise.operator_noise for noise in noises if noise.operator_noise is not None]
+        return self._parity_input(self.prepared_model(model, arm) or model, used)
+
+    def parity_spec(self, *, model: str, machine: str) -> dict[str, Any]:
+        """Return the parameters of the measurement of a parity (`ParitySpec` as plain data)."""
+        config = self.study.config
+        return ParitySpec.model_validate(
+            {
+                "model_role": model,
+                "machine": machine,
+                "counterpart": config.machines[machine].counterpart,
+                "device": config.device,
+                "dtype": config.models[model].dtype,
+                "attention": config.models[model].attention,
+                "prompt": config.prompt,
+            }
+        ).model_dump(mode="json")
+
+    def _parity_input(self, model: str, noises: Sequence[OperatorNoise]) -> list[str]:
+        errors = [noise.error for noise in noises if isinstance(noise.error, MeasuredError)]
+        return sorted({self._measured(error, model).source for error in errors})
+
+    def _measured(self, error: MeasuredError, model: str) -> MeasuredError:
+        return error if error.machine is None else error.measured_in(self.parity_file(model, error.machine))
+
+    def _with_parity_file(self, arm: Arm, model: str) -> Arm:
+        """Return the arm with the file of the parity in the place of the machine that its measured error names."""
+        noise = arm.operator_noise
+        if noise is None or not isinstance(noise.error, MeasuredError):
+            return arm
+        found = noise.model_copy(update={"error": self._measured(noise.error, model)})
+        return arm.model_copy(update={"operator_noise": found})
+
+    def _with_parity_files(self, evaluation: EvaluationConfig, model: str) -> EvaluationConfig:
+        changed = {}
+        for name, named in evaluation.noises.items():
+            noise = settings_of(named).operator_noise
+            if noise is not None and isinstance(noise.error, MeasuredError):
+                found = noise.model_copy(update={"error": self._measured(noise.error, model)})
+                changed[name] = settings_of(named).model_copy(update={"operator_noise": found})
+        return evaluation.model_copy(update={"noises": {**evaluation.noises, **changed}}) if changed else evaluation
+
     def examples_input(self) -> list[str]:
         """Return the file of training questions if prompts contain examples from it, as a list; else an empty list."""
         return [f"{self.results}/data/train.parquet"] if self.study.config.prompt.num_examples else []
@@ -217,7 +286,7 @@ class StudyPlan:
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
-            arm=self.study.arms[arm].as_trained(),
+            arm=self._with_parity_file(self.study.arms[arm].as_trained(), role),
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,
@@ -249,7 +318,7 @@ class StudyPlan:
             attention=computed.attention,
             prompt=config.prompt,
             generation=config.generation,
-            evaluation=self.evaluation_settings,
+            evaluation=self._with_parity_files(self.evaluation_settings, prepared or model),
             task=config.dataset if isinstance(config.dataset, LmEvalDataset) else None,
         ).model_dump(mode="json")
 
