@@ -7,6 +7,9 @@ layers and random weights with biases as large as Qwen2.5's; a short supervised 
 a model that never earns a reward cannot be trained. What a CPU cannot do is made smaller and printed; everything else
 is as shipped: number formats, arms, phases, schedules, receipts, comparisons. The report says nothing about the study
 itself.
+
+With 1.5B widths each of two workers takes about 8 GB (weights, gradients, two moments, the buckets of data parallelism
+and the reference, 1.3 GB each); `--workers 1` halves that. Without vLLM in the environment transformers generates.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.models.tokenizer import build_tokenizer
 
 CONSOLE = Console()
@@ -127,6 +131,8 @@ def make_smaller(study: dict[str, Any], options: argparse.Namespace) -> dict[str
         "evaluation.max_response_tokens": options.response_tokens,
         "evaluation.batch_size": options.num_test,
     }
+    if not is_vllm_installed():
+        smaller["generation"] = {"backend": "transformers"}
     study["arms_file"] = str(ROOT / "config" / study["arms_file"])
     if isinstance(study.get("statistics", {}).get("published"), str):
         study["statistics"]["published"] = str(ROOT / study["statistics"]["published"])

@@ -1,5 +1,8 @@
 """Measure how long Snakemake takes to plan a large study, and to find nothing to do in a finished one.
 
+    python benchmarks/workflow_scale.py
+    python benchmarks/workflow_scale.py --arms 1000 --seeds 10 --rounds 1 --plan-only     # 10,000 runs
+
 A study of 100 arms, 5 seeds and 3 checkpoints gets a dry run. Then the outputs of the default study are created as
 empty files and marked as finished (`--touch`), and a run that finds nothing to do is measured. Both run in a copy of
 the workflow. Prints wall and processor seconds and the peak memory of Snakemake.
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("--arms", type=int, default=100, help="arms of the large study (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the large study (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement (default: %(default)s)")
+    parser.add_argument("--plan-only", action="store_true", help="measure no finished study")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -98,6 +102,8 @@ def main() -> None:
             print(f"dry run, large study: {timed(folder, '-n', '--configfile', 'config/large.yaml')}")  # noqa: T201
         lines = (folder / "out.txt").read_text(encoding="utf-8").splitlines()
         print(next(line for line in reversed(lines) if line.startswith("total")))  # noqa: T201
+        if arguments.plan_only:
+            return
         create_empty_results(folder)
         for _ in range(arguments.rounds):
             print(f"nothing to do, default study: {timed(folder)}")  # noqa: T201
