@@ -183,8 +183,11 @@ def test_mistakes_are_one_line(results, tmp_path, get):
     assert runner.invoke(app, ["view", str(results), "--language", "fr"]).exit_code == 2
 
 
-def test_the_study_s_scorer_and_the_names_of_its_noises_are_those_of_its_records(tmp_path):
-    settings = {"noises": {"fp4": {}, "bias": {}}, "primary_scorer": "boxed"}
+@pytest.mark.parametrize(
+    ("scorer", "column"), [("boxed", "boxed"), ("my_scorers:same_set", "own"), ("task", "task"), ("other", "strict")]
+)
+def test_the_study_s_scorer_and_the_names_of_its_noises_are_those_of_its_records(tmp_path, scorer, column):
+    settings = {"noises": {"fp4": {}, "bias": {}}, "primary_scorer": scorer}
     study = synthetic_study.study(arms=["baseline"], comparisons=[])
     source = synthetic_study.write_study(tmp_path / "made", study, 4).evaluations[0]
     folder = tmp_path / "eval" / "base" / "baseline" / "seed0"
@@ -194,5 +197,6 @@ def test_the_study_s_scorer_and_the_names_of_its_noises_are_those_of_its_records
     record = read_json(source.record, RunRecord)
     write_json(folder / "step1.run.json", record.model_copy(update={"config": {"evaluation": settings}}))
     responses = Responses(tmp_path)
-    assert responses.primary_scorer == "boxed"
+    assert responses.primary_scorer == column
+    assert responses.name_of(column) == (scorer if column == "own" else column)
     assert responses.noise_names() == {1.0: "fp4", 2.0: "bias"}

@@ -30,6 +30,10 @@ _WORDS = re.compile(r"\s+|[^\s]+")
 Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
 
 
+_SCORERS = (*get_args(Scorer), OWN_SCORER, "task")
+"""All names of scorers in columns; `task` is a task of lm-evaluation-harness."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The last evaluated checkpoint of one run."""
@@ -86,7 +90,7 @@ class Responses:
     def primary_scorer(self) -> str:
         """The scorer of the study, from the record of an evaluation, as columns name it; `strict` if there is none."""
         named = scorer_column(str(self._settings.get("primary_scorer", "strict")))
-        return named if named in (*get_args(Scorer), OWN_SCORER) else "strict"
+        return named if named in _SCORERS else "strict"
 
     def name_of(self, scorer: str) -> str:
         """Return a scorer's name: that of the function if it is the study's own."""
@@ -96,7 +100,7 @@ class Responses:
     def scorers(self) -> tuple[str, ...]:
         """The scorers whose answers and verdicts the evaluations have."""
         columns = _collect(pl.scan_parquet(self.checkpoints[0].path).head(0)).columns
-        return tuple(scorer for scorer in (*get_args(Scorer), OWN_SCORER) if f"correct_{scorer}" in columns)
+        return tuple(scorer for scorer in _SCORERS if f"correct_{scorer}" in columns)
 
     def noise_names(self) -> dict[float, str]:
         """Return the names of the named noises by level, from the record of an evaluation."""
