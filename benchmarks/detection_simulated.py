@@ -3,10 +3,10 @@
 The faults of real machines are those of detection.py; this one shows what the diagnosis says of simulated faults (type,
 magnitude, channels) and what the statistical scans find.
 
-`OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py` runs everything (about 20 minutes on one core) and writes
+`OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py` runs everything (about two hours on one core) and writes
 detection_simulated_faults.csv, detection_simulated_healthy.csv, detection_simulated.md and detection_simulated_roc.svg
-to the folder of this file. An interrupted run resumes where it stopped. `--summarise` rewrites the page and the picture
-from the CSV files.
+to the folder of this file. Faults run in random order, so that an interrupted run is a sample of all combinations; it
+resumes where it stopped. `--summarise` rewrites the page and the picture from the CSV files, also of such a sample.
 
 Models, layers and mask seeds alternate. The models are the trained tiny model and small random models of four
 architectures in three dtypes. A fault counts as observable, independently of any probe, if it changes a bit of the
@@ -16,6 +16,7 @@ logits on the prompts of the model.
 import argparse
 import csv
 import itertools
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import numpy as np
 import polars as pl
 import torch
 import torch.nn.functional as F
+from detection import commit
 from scipy import stats
 from torch import Tensor, nn
 from transformers import (
@@ -287,8 +289,10 @@ Task = partial[dict[str, Any]]
 def append_rows(path: Path, tasks: Sequence[Task], jobs: int) -> None:
     """Run the tasks without a row in `path` in `jobs` processes, and append their rows in order."""
     done = max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
+    code = commit()
     with path.open("a", newline="") as file, get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
-        for number, row in enumerate(pool.imap(run_task, tasks[done:]), start=done):
+        for number, result in enumerate(pool.imap(run_task, tasks[done:]), start=done):
+            row = result | {"commit": code}
             writer = csv.DictWriter(file, fieldnames=list(row))
             if number == 0:
                 writer.writeheader()
@@ -301,13 +305,6 @@ def run_task(task: Task) -> dict[str, Any]:
     return task()
 
 
-MEASURED = (
-    "Faults were measured with the probes before commit cfe814d, which cost 11 whole-model forwards, and healthy "
-    "models at commit b3549f8. Probes that came later are not measured here but in [detection.md](detection.md)."
-)
-"""The rows have no commit of their own: change this line with them."""
-
-
 def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
     """Return the content of detection_simulated.md."""
     permanent = faults.filter(pl.col("type") != "spike")
@@ -316,10 +313,13 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
     parts = [
         "# Detection of simulated faults",
         "",
-        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py`. Every combination of type x site x "
-        "sparsity x magnitude once, with models and layers in rotation, each with its own mask seed.",
+        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py`. "
+        f"{faults.height} combinations of type x site x sparsity x magnitude, with models "
+        "and layers in rotation, each with its own mask seed.",
         "",
-        MEASURED,
+        f"Faults measured at commit: {_commits(faults)}. Healthy models: {_commits(healthy)}. The exact probes "
+        "before commit cfe814d were others, at a cost of 11 whole-model forwards. The faults of real machines are in "
+        "[detection.md](detection.md).",
         "",
     ]
     alarms, machines = int((healthy["exact_faults"] > 0).sum()), healthy.height
@@ -375,6 +375,11 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "",
     ]
     return "\n".join(parts)
+
+
+def _commits(rows: pl.DataFrame) -> str:
+    """Return the number of rows that were measured at each commit."""
+    return ", ".join(f"{count} at {code}" for code, count in sorted(rows["commit"].value_counts().iter_rows()))
 
 
 def upper(alarms: int, machines: int) -> float:
@@ -471,7 +476,8 @@ def main() -> None:
         append_rows(
             healthy_csv, [partial(healthy_row, *model, seed) for seed, model in seeds_and_models], arguments.jobs
         )
-        seeds_and_cells = itertools.product(range(arguments.seeds), enumerate(cells()))
+        seeds_and_cells = list(itertools.product(range(arguments.seeds), enumerate(cells())))
+        random.Random(0).shuffle(seeds_and_cells)  # noqa: S311
         append_rows(
             faults_csv,
             [partial(fault_row, number, *cell, seed) for seed, (number, cell) in seeds_and_cells],
