@@ -65,6 +65,6 @@ def _captured(
     try:
         target = torch_device(resolve_device(spec.device).kind)
         model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
-        return seal(capture(model, model_dir, spec.model_role, sequences, config, replay))[0]
+        return seal(capture(model, model_dir, str(model_dir), sequences, config, replay))[0]
     finally:
         torch.set_num_threads(before)
