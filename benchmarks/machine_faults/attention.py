@@ -40,7 +40,7 @@ def scores(change: Any, **more: Any) -> Change:
 
     def run(call: Call, place: Place) -> Tensor:
         x = call.compute()
-        return change(x) if call.number == 0 else x
+        return change(x) if call.number % 2 == 0 else x  # a kernel has two products, and may run more than once
 
     return Change("attention", "matmul", run, **more)
 
@@ -49,7 +49,7 @@ def weighted_values(change: Any) -> Change:
     """Return a change of the operands of probabilities @ values."""
 
     def run(call: Call, place: Place) -> Tensor:
-        if call.number != 1:
+        if call.number % 2 != 1:
             return call.compute()
         return call.compute(*change(call.tensor(0), call.tensor(1)))
 

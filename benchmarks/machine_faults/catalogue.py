@@ -2,7 +2,19 @@
 
 from dataclasses import replace
 
-from machine_faults import attention, backward, decoding, elementwise, ends, flash, linears, precision, rare, stored
+from machine_faults import (
+    attention,
+    backward,
+    decoding,
+    elementwise,
+    ends,
+    flash,
+    later,
+    linears,
+    precision,
+    rare,
+    stored,
+)
 from machine_faults.base import MachineFault
 
 _MODULES = (linears, elementwise, precision, attention, decoding, flash, stored, rare, ends, backward)
@@ -45,14 +57,15 @@ _SHARED_BY_ALL = (
 
 def _catalogue() -> dict[str, MachineFault]:
     faults = {fault.name: fault for fault in _ONE_LAYER}
-    names = [fault.name for fault in _ONE_LAYER]
+    names = [fault.name for fault in (*_ONE_LAYER, *later.FAULTS)]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise ValueError(f"faults of one name: {repeated}")
     shared = (
         replace(faults[name], name=f"everywhere: {name}", group=DEVICE, where="device") for name in _SHARED_BY_ALL
     )
-    return faults | {fault.name: fault for fault in shared}
+    # Last, because the number of a fault chooses its model and layer.
+    return faults | {fault.name: fault for fault in (*shared, *later.FAULTS)}
 
 
 FAULTS: dict[str, MachineFault] = _catalogue()

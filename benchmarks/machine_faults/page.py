@@ -28,6 +28,7 @@ def page(effects: pl.DataFrame, faults: pl.DataFrame, healthy: pl.DataFrame) -> 
         _intermittent(rows),
         _unobservable(rows),
         _limits(counted),
+        _beyond(),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -170,6 +171,41 @@ def _limits(counted: pl.DataFrame) -> str:
         rows.append((FAULTS[name].group, name, f"{mine.height} of {runs}", models, answers))
     header = ("group", "fault", "missed", "models", "answer")
     return "## What is not found\n\n" + (_table(header, rows) if rows else "Every observable fault is found.")
+
+
+BEYOND = (
+    (
+        "lengths, numbers of rows and of sequences that no probe uses",
+        "kernels are chosen by shape; the report lists those that ran",
+    ),
+    ("gradients of linears with other numbers of tokens than 32", "the operands of the backward probe"),
+    (
+        "gradients of embedding, lm_head, experts, router, gains, biases, rotation, residual sums",
+        "no probe; listed in the report",
+    ),
+    (
+        "norms, activations and softmax that round towards zero in 16 bits",
+        "within one epsilon, as devices that round twice are",
+    ),
+    ("sums of ordinary numbers that are off by less than their error bound", "an order of summation could explain it"),
+    (
+        "a setting that the model itself holds wrongly, such as the epsilon of a norm",
+        "the reference is made from the module",
+    ),
+    ("faults that the host shares", "the reference runs there"),
+    (
+        "faults in fewer than some calls or values of a hundred",
+        "stated in the report as a probability; `--duration` repeats",
+    ),
+    ("attention kernels other than the one that the model uses", "listed in the report"),
+)
+"""Classes of faults that the probes cannot find by their construction, and why."""
+
+
+def _beyond() -> str:
+    return "## What cannot be found\n\nBy construction, whatever was measured above.\n\n" + _table(
+        ("fault", "why"), BEYOND
+    )
 
 
 def _answer(row: dict[str, Any]) -> str:
