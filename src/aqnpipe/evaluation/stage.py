@@ -71,8 +71,9 @@ def evaluate(
         golds = dict(problems.select("question_id", "gold_answer").iter_rows())
         table, receipts = evaluate_task(spec, model_dir, golds, say)
         backend: dict[str, str | int | bool] = {"backend": "lm_eval", "version": version("lm_eval")}
-        digests = _digests_of_inputs(model_dir, test_problems, None)
-        _write(spec, outputs, table, receipts, digests, (device.label, backend))
+        _write(
+            spec, outputs, table, receipts, _digests_of_inputs(model_dir, test_problems, None), (device.label, backend)
+        )
         return
     tokenizer = load_tokenizer(model_dir)
     examples = choose_examples(spec.prompt, train_problems)
