@@ -28,8 +28,14 @@ from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
+from aqnpipe.data.graders import Grader, graders_of
 from aqnpipe.data.scoring import Graded
 from aqnpipe.noise.receipts.receipt import Receipt
+
+
+def _always_right(*scorer: str | None) -> dict[str, Grader]:
+    """Return the graders of an evaluation, each of which finds every response right."""
+    return {name: lambda response, gold: Graded(gold, True) for name in graders_of(*scorer)}
 
 
 def _with_table(
@@ -374,7 +380,7 @@ SABOTAGES = of_group(
         Sabotage(
             "other scorer",
             "one arm's answers are all graded as right",
-            patched("aqnpipe.evaluation.stage.grade", lambda text, gold, scorer: Graded(gold, True)),
+            patched("aqnpipe.evaluation.stage.graders_of", _always_right),
             EVALUATE,
             END,
             9,

@@ -69,8 +69,19 @@ def test_an_unknown_arm_names_the_nearest_or_those_that_there_are(arm, advice):
     assert f"unknown arm {arm!r}{advice}" in str(result.exception)
 
 
+def test_the_noise_of_a_machine_that_a_study_measures_is_refused():
+    result = run("--arm", "E_measured_1x")
+    assert result.exit_code == 1
+    assert "E_measured_1x has the noise of machine measured, which the jobs of a study measure" in str(result.exception)
+
+
 @pytest.mark.parametrize(
-    "arm", [name for name, arm in read_arms(Path("config/arms.yaml")).items() if arm.model == "base"]
+    "arm",
+    [
+        name
+        for name, arm in read_arms(Path("config/arms.yaml")).items()
+        if arm.model == "base" and not name.startswith("E_measured")
+    ],
 )
 def test_every_shipped_arm_has_the_noise_it_requests(arm, make_model):
     measure_arm(make_model(intermediate_size=64), read_arms(Path("config/arms.yaml"))[arm]).check()

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.parities import OperatorParity, ParityFile
+from aqnpipe.config.arm import Arm
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
 from aqnpipe.config.model import Dtype
@@ -56,11 +57,19 @@ def training_with_figures(
     spec: TrainingSpec, *, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
 ) -> TrainingSpec:
     """Return a training job's settings with the figures of its arm's measured error; see `with_figures`."""
-    noise = spec.arm.operator_noise
+    arm = arm_with_figures(spec.arm, dtype=spec.dtype, config=config, weights_sha256=weights_sha256)
+    return spec.model_copy(update={"arm": arm})
+
+
+def arm_with_figures(
+    arm: Arm, *, dtype: Dtype, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
+) -> Arm:
+    """Return an arm with the figures of its measured error, if it has one; see `with_figures`."""
+    noise = arm.operator_noise
     if noise is None or not isinstance(noise.error, MeasuredError):
-        return spec
-    found = _noise_with_figures(noise, spec.dtype, config, weights_sha256)
-    return spec.model_copy(update={"arm": spec.arm.model_copy(update={"operator_noise": found})})
+        return arm
+    found = _noise_with_figures(noise, dtype, config, weights_sha256)
+    return arm.model_copy(update={"operator_noise": found})
 
 
 def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object] | None = None) -> EvaluationSpec:

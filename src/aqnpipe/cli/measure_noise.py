@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from aqnpipe.cli.diagnose.options import check_writable
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import unknown
@@ -36,12 +37,14 @@ def measure_noise(
     from rich.console import Console
 
     from aqnpipe.artifacts.files import write_json
+    from aqnpipe.artifacts.measured_errors import arm_with_figures
     from aqnpipe.models.loading import load_model, source_folder
     from aqnpipe.noise.measure_arm import measure_arm
 
     known = read_arms(arms)
     if arm not in known:
         raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
+    requested = _without_machine(arm, known[arm])
     if json is not None:
         check_writable("--json", json)
     try:
@@ -49,7 +52,8 @@ def measure_noise(
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error).removeprefix("source: ")) from error
     loaded = load_model(source_folder(settings), dtype=dtype, attention=attention)
-    measured = known[arm].on_attention(attention)
+    config = loaded.config.to_dict()
+    measured = arm_with_figures(requested, dtype=dtype, config=config).on_attention(attention)
     receipt = measure_arm(loaded, measured)
     if json is not None:
         write_json(json, receipt)
@@ -62,6 +66,17 @@ def measure_noise(
     if problems:
         raise ReceiptError(f"arm {arm} on {model}: " + "; ".join(problems))
     console.print(f"arm {arm} on {model}: every phase has what was requested.")
+
+
+def _without_machine(name: str, arm: Arm) -> Arm:
+    """Return an arm whose noise is known here; ConfigError for the noise of a machine that a study measures."""
+    error = arm.operator_noise.error if arm.operator_noise else None
+    if isinstance(error, MeasuredError) and error.machine is not None:
+        raise ConfigError(
+            f"--arm: {name} has the noise of machine {error.machine}, which the jobs of a study measure; expected an "
+            "arm with `from:` a file of `aqnpipe parity --json`, or with another error"
+        )
+    return arm
 
 
 def _coverage(receipt: "Receipt") -> "Table":

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 import typer
-from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.evaluation import Scorer
@@ -22,6 +22,12 @@ MAX_SHOWN = 20
 
 HARNESS_COUNTERPARTS: Mapping[Scorer, Scorer] = {"strict": "harness_strict", "last_number": "harness_flexible"}
 """The filter of lm-evaluation-harness that corresponds to each of our scorers."""
+
+
+class _Option(FrozenModel):
+    """A value of `--scorer`."""
+
+    scorer: Scorer | OwnFunction
 
 
 class Transcript(NamedTuple):
@@ -139,9 +145,9 @@ def further_graders(scorers: Sequence[str]) -> dict[str, Grader]:
     found: dict[str, Grader] = {}
     for name in scorers:
         try:
-            TypeAdapter(Scorer | OwnFunction).validate_python(name)
+            _Option(scorer=name)
         except ValidationError as error:
-            raise ConfigError(f"--scorer: {describe_validation_error(error)}".replace("(top level): ", "")) from error
+            raise ConfigError(f"--{describe_validation_error(error, {'scorer': name}, _Option)}") from error
         found[name] = grader(name, source_digest(name) if ":" in name else None)
     return found
 

@@ -1,5 +1,6 @@
 """Validation errors of pydantic in words of this package: key, what was found, what is expected, and near misses."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -78,6 +79,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near}?)" if near is not None else ""
 
 
+_BEGINS_WITH_KEY = re.compile(r"[a-z_]+(\.\w+)+(:| is )")
+
+
 def _nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
@@ -101,7 +105,8 @@ def _texts(problems: Sequence[_Problem]) -> Iterator[str]:
             found = next(member.found for member in members if member.found is not None)
             yield f"{name}: found {found}, expected {' or '.join(wanted)}"
         elif other:
-            yield f"{name}: {other[0]}"
+            # A check of the whole file names the key itself.
+            yield other[0] if not key and _BEGINS_WITH_KEY.match(other[0]) else f"{name}: {other[0]}"
 
 
 def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Problem:
