@@ -1,4 +1,6 @@
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -9,6 +11,7 @@ from made_up import evaluation_receipt, rewrite_table
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, DifferenceTable, RobustnessTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
 from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
@@ -297,6 +300,15 @@ def test_a_named_noise_is_a_level_of_its_own_in_the_differences(artifacts, run, 
     assert table["noise_level"].to_list() == [0.0, 0.05, 0.1, 1.0]
     compared = ("difference", "ci_low", "ci_high", "problem")
     assert table.select(compared).row(3) == table.select(compared).row(2)
+
+
+@pytest.mark.parametrize(("level", "is_refused"), [(0.1, True), (1.0, False)])
+def test_a_named_noise_may_change_no_response(level, is_refused):
+    """That of bfloat16 may be too small for a few responses; its receipt proves it. 10 % of noise is not."""
+    same = SimpleNamespace(same_responses_as=0.0)
+    evaluation = SimpleNamespace(problems=(), levels={level: same}, source=SimpleNamespace(name="base/E5"))
+    with pytest.raises(RefusedError, match="probably absent") if is_refused else nullcontext():
+        refuse_bad_evaluation(evaluation, [level])
 
 
 def test_robustness_of_every_arm(artifacts, run, tmp_path):
