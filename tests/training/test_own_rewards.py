@@ -13,10 +13,10 @@ from aqnpipe.errors import NoRewardError, ReceiptError
 SOURCE = """
 import itertools
 
-calls = itertools.count()
+calls, gradings = itertools.count(), itertools.count()
 
 def changing(response, gold_answer):
-    return next(calls) < 8
+    return next(gradings) < 3
 
 def length(response, gold_answer):
     return len(response) / 100

@@ -17,6 +17,7 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import fact_problems
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.data.scoring import Graded
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation import transformers_backend
 from aqnpipe.training import callbacks, checkpoints, trainer
@@ -452,7 +453,11 @@ SABOTAGES = {
         "old log-probabilities",
     ),
     "validation graded wrongly": (
-        around(callbacks, "is_correct", lambda o: lambda *a: True),
+        around(
+            callbacks.ValidationCallback,
+            "__init__",
+            lambda o: lambda self, *a, **k: o(self, *a, **k | {"grade": lambda text, gold: Graded(gold, True)}),
+        ),
         {},
         "reports an accuracy of 1, graded again it is 0",
     ),
