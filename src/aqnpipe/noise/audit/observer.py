@@ -206,7 +206,10 @@ class Observer(TorchDispatchMode):
             if followed.frame is not frame:
                 continue
             del self._followed[storage]
-            stays_unread = frame.is_recomputed or (frame.is_backward and not followed.is_passed_on)
+            # Fused attention is noised on a copy, so a recomputation leaves its own output unread and without a claim.
+            stays_unread = (frame.is_recomputed and bool(followed.claims)) or (
+                frame.is_backward and not followed.is_passed_on
+            )
             if storage in kept or stays_unread:
                 self._settle(followed)
             elif followed.claims:
