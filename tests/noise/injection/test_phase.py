@@ -525,12 +525,20 @@ def test_a_pattern_that_matches_nothing_is_refused(model):
 @pytest.mark.parametrize("operators", ["matmul", "all"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_checkpointed_layers_replay_forward_and_backward_noise(make_model, operators, use_reentrant, backward_inside):
+@pytest.mark.parametrize(("attention", "kernel"), [("decomposed", "eager"), ("fused", "sdpa")])
+def test_checkpointed_layers_replay_forward_and_backward_noise(
+    make_model, operators, use_reentrant, backward_inside, attention, kernel
+):
     """Also if the backward pass comes after the phase: the recomputation registers its hooks again and counts once."""
-    noise = OperatorNoise(operators=operators, error=RelativeGaussian(scale=0.05), phases=("actor_forward", "backward"))
+    noise = OperatorNoise(
+        operators=operators,
+        error=RelativeGaussian(scale=0.05),
+        phases=("actor_forward", "backward"),
+        attention=attention,
+    )
     results, receipts = [], []
     for checkpointed in (False, True):
-        model = make_model().train()
+        model = make_model(attn_implementation=kernel).train()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         hooks = hook_count(model)
