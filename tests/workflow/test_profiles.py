@@ -12,7 +12,7 @@ import yte
 
 ROOT = Path(__file__).parents[2]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")
-DEVICE_RULES = ("train", "evaluate", "diagnose", "loss study")
+DEVICE_RULES = ("train", "evaluate", "diagnose", "parity", "loss study")
 
 
 @pytest.fixture
@@ -80,6 +80,14 @@ def test_jobs_on_a_workstation_lease_devices_and_others_need_none():
         ("diagnose", "devices 1"),
     }
     assert {given for _, given in dry_run("profiles/default", "--configfile", "config/smoke.yaml")} == {""}
+
+
+@pytest.mark.parametrize(
+    ("profile", "given"),
+    [("workstation", "devices 1"), ("a100", "slurm_partition gpu, gres gpu:a100:1, runtime 240")],
+)
+def test_the_parity_of_a_machine_is_measured_on_a_device(profile, given, cluster):
+    assert ("parity", given) in dry_run(profile, "--configfile", "config/measured.yaml", path=[cluster])
 
 
 def test_a_workstation_with_eight_devices_runs_a_study_for_eight_as_it_is(monkeypatch):
