@@ -4,6 +4,8 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from snakemake.logging import DefaultFilter
+from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from aqnpipe.cli.study_terminal import LogHandler, Progress, Started, StudyLines, duration, error_in_log
@@ -24,8 +26,14 @@ def record(event=None, text="", level=logging.INFO, **content):
     return made
 
 
-def job(number, rule, text, log=()):
-    return record(LogEvent.JOB_INFO, jobid=number, rule_name=rule, rule_msg=text, log=list(log))
+def job(number, rule, text):
+    return record(LogEvent.JOB_INFO, jobid=number, rule_name=rule, rule_msg=text)
+
+
+def failure(number, *logs, reason=None):
+    return record(
+        LogEvent.JOB_ERROR, "", logging.ERROR, jobid=number, rule_name="train", rule_msg=reason, log=[*map(str, logs)]
+    )
 
 
 class Study:
@@ -85,11 +93,11 @@ def test_a_line_for_every_job_that_matters_with_the_time_left(study):
 def test_the_time_is_a_lower_bound_while_a_rule_has_no_finished_job():
     progress = Progress()
     progress.left.update({"train": 3, "evaluate": 8, "report": 1})
-    progress.start(1, Started("train", "train: a", "", 0.0))
+    progress.start(1, Started("train", "train: a", 0.0))
     assert progress.time_left(10.0) is None
     progress.finish(1, 60.0)
     assert progress.time_left(60.0) == (120.0, False)
-    progress.start(2, Started("evaluate", "evaluate: a", "", 60.0))
+    progress.start(2, Started("evaluate", "evaluate: a", 60.0))
     progress.finish(2, 70.0)
     assert progress.time_left(70.0) == (pytest.approx(2 * 60 + 7 * 10), True)
 
@@ -98,13 +106,11 @@ def test_an_error_is_shown_once_and_at_the_end(study, tmp_path):
     first, second = tmp_path / "train0.log", tmp_path / "train1.log"
     first.write_text("node vm\nERROR: data set ./mine: no such folder\nnext: change dataset in the study\n")
     second.write_text("node vm\nTraceback (most recent call last):\n  File x, line 1\nValueError: 3 is odd\n")
-    study.begin((1, "train", "train: base/E5 seed 0", [first]), (2, "train", "train: base/E5 seed 1", [second]))
+    study.begin((1, "train", "train: base/E5 seed 0"), (2, "train", "train: base/E5 seed 1"))
     failed = "RuleException:\nCalledProcessError in file train.smk, line 39:\nCommand 'python' returned ..."
-    for number, name, log in ((1, "train: base/E5 seed 0", first), (2, "train: base/E5 seed 1", second)):
+    for number, log in ((1, first), (2, second)):
         study.log(record(LogEvent.ERROR, failed, logging.ERROR))
-        study.log(
-            record(LogEvent.JOB_ERROR, "", logging.ERROR, jobid=number, rule_name="train", rule_msg=name, log=[log])
-        )
+        study.log(failure(number, log))
     study.log(record(None, "Exiting because a job execution failed. Look below for error messages", logging.ERROR))
     study.log(record(None, "WorkflowError:\nAt least one job did not complete successfully.", logging.ERROR))
     assert study.said[3:] == [
@@ -126,19 +132,42 @@ def test_an_error_is_shown_once_and_at_the_end(study, tmp_path):
 def test_one_error_of_many_jobs_is_one_error(study, tmp_path):
     (tmp_path / "log").write_text("ERROR: device: requested npu, found none\n")
     for number in range(5):
-        study.begin((number, "train", f"train: base/E5 seed {number}", [tmp_path / "log"]))
-        study.log(record(LogEvent.JOB_ERROR, jobid=number, rule_name="train", rule_msg="x", log=[tmp_path / "log"]))
+        study.begin((number, "train", f"train: base/E5 seed {number}"))
+        study.log(failure(number, tmp_path / "log"))
     closing = list(study.lines.closing())
     assert closing[:2] == ["ERROR: device: requested npu, found none", "failed: train: base/E5 seed 0, and 4 more"]
     assert len(closing) == 3
 
 
 def test_a_job_that_succeeds_at_a_second_try_did_not_fail(study, tmp_path):
-    study.begin((1, "train", "train: base/E5 seed 0", [tmp_path / "log"]))
-    study.log(record(LogEvent.JOB_ERROR, jobid=1, rule_name="train", rule_msg="x", log=[tmp_path / "log"]))
-    study.begin((1, "train", "train: base/E5 seed 0", [tmp_path / "log"]))
+    study.begin((1, "train", "train: base/E5 seed 0"))
+    study.log(failure(1, tmp_path / "log"))
+    study.begin((1, "train", "train: base/E5 seed 0"))
     study.finish(1)
     assert list(study.lines.closing()) == []
+
+
+def test_the_reason_of_the_executor_is_shown(study, tmp_path):
+    own, timeout = tmp_path / "train0.log", "SLURM-job '7' failed, SLURM status is: 'TIMEOUT'. "
+    own.write_text("ERROR: device: requested npu, found none\n")
+    never, slurm, refused = tmp_path / "train1.log", tmp_path / "7.log", "SLURM sbatch failed: invalid partition"
+    study.begin(*((number, "train", f"train: base/E5 seed {number}") for number in range(3)))
+    study.log(failure(0, own, slurm, reason="SLURM-job '6' failed, SLURM status is: 'FAILED'. "))
+    study.log(failure(1, never, slurm, reason=timeout))
+    study.log(failure(2, never, reason=refused))
+    assert study.said[-1] == "failed: train: base/E5 seed 2; the error follows at the end"
+    assert list(study.lines.closing()) == [
+        "ERROR: device: requested npu, found none",
+        "failed: train: base/E5 seed 0",
+        "SLURM-job '6' failed, SLURM status is: 'FAILED'.",
+        f"log: {own}, {slurm}",
+        f"ERROR: {timeout.strip()}",
+        "failed: train: base/E5 seed 1",
+        f"log: {never}, {slurm}",
+        f"ERROR: {refused}",
+        "failed: train: base/E5 seed 2",
+        f"log: {never}",
+    ]
 
 
 def test_a_killed_job_has_no_error_of_its_own(tmp_path):
@@ -171,10 +200,34 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
+def handler_of(asked="", quiet=()):
+    """The handler with Snakemake's filter, as its manager makes it."""
+    names = ("dryrun", "verbose", "debug_dag", "printshellcmds", "stdout")
+    flags = {name: name == asked for name in names}
+    handler = LogHandler(SimpleNamespace(**flags, quiet=set(quiet)), None)
+    flags.pop("stdout")
+    handler.addFilter(DefaultFilter(set(quiet), **flags))
+    return handler
+
+
+@pytest.mark.parametrize(
+    ("quiet", "shown"),
+    [((), True), ((Quietness.RULES,), True), ((Quietness.RULES, Quietness.PROGRESS), True), ((Quietness.ALL,), False)],
+)
+def test_quiet_hides_no_error_of_a_job_unless_everything(quiet, shown, tmp_path, capsys):
+    (tmp_path / "log").write_text("ERROR: device: requested npu, found none\n")
+    handler = handler_of(quiet=quiet)
+    handler.handle(failure(1, tmp_path / "log"))
+    handler.handle(failure(2, tmp_path / "log"))
+    handler.handle(record(LogEvent.JOB_FINISHED, job_id=2))
+    handler.close()
+    closing = ["ERROR: device: requested npu, found none", "failed: train", f"log: {tmp_path / 'log'}"]
+    assert capsys.readouterr().err.splitlines()[2:] == (closing if shown else [])
+
+
 @pytest.mark.parametrize("asked", ["", "dryrun", "verbose", "printshellcmds"])
 def test_snakemakes_own_text_where_it_is_asked_for(asked, capsys):
-    names = ("dryrun", "verbose", "debug_dag", "printshellcmds", "stdout")
-    handler = LogHandler(SimpleNamespace(**{name: name == asked for name in names}), None)
+    handler = handler_of(asked)
     handler.emit(record(None, "Select jobs to execute..."))
     handler.close()
     assert capsys.readouterr().err == ("Select jobs to execute...\n" if asked else "")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
@@ -67,6 +68,8 @@ _UNSHOWN_EVENTS = frozenset(
         LogEvent.GROUP_INFO,
     }
 )
+_OUTCOMES = frozenset({LogEvent.JOB_ERROR, LogEvent.JOB_FINISHED})
+"""What decides which jobs failed."""
 _MOST_STARTS = 8
 _MOST_FAILURES = 10
 _SHORT_SECONDS = 5.0
@@ -75,12 +78,23 @@ _NO_ERROR = "ended without an error in its log, as when the system stops a job t
 
 @dataclass(frozen=True)
 class Started:
-    """A job that runs: its rule, what it does, its log and the time of its start in seconds."""
+    """A job that runs: its rule, what it does, and the time of its start in seconds."""
 
     rule: str
     text: str
-    log: str
     start: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A job that failed: what it does, its logs, and the executor's reason, such as the state that Slurm reports.
+
+    Its own log is the first; Slurm's follows.
+    """
+
+    text: str
+    logs: tuple[str, ...]
+    reason: str
 
 
 @dataclass
@@ -146,21 +160,24 @@ def left_in_words(progress: Progress, now: float) -> str:
     return ", ".join(parts)
 
 
-def error_in_log(path: Path) -> list[str]:
-    """Return the error in the log of a failed job and what to do next; the last line of a traceback for a bug."""
+def error_in_log(path: Path, otherwise: str = "") -> list[str]:
+    """Return the error in the log of a failed job and what to do next; the last line of a traceback for a bug.
+
+    `otherwise`: the error of a job whose log holds none or was never written.
+    """
     try:
         lines = [
             line.rstrip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
         ]
     except OSError as problem:
-        return [f"its log cannot be read ({problem.strerror})"]
+        return [otherwise or f"its log cannot be read ({problem.strerror})"]
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith("ERROR: "):
             following = lines[number + 1 : number + 2]
             return [lines[number].removeprefix("ERROR: "), *(line for line in following if line.startswith("next: "))]
     if any(line.startswith("Traceback (most recent call last)") for line in lines):
         return [lines[-1]]
-    return [_NO_ERROR]
+    return [otherwise or _NO_ERROR]
 
 
 class StudyLines:
@@ -170,7 +187,7 @@ class StudyLines:
         self._clock = clock
         self._progress = Progress()
         self._finished: list[tuple[Started, float]] = []
-        self._failed: dict[int, Started] = {}
+        self._failed: dict[int, Failed] = {}
         self._all_start = False
 
     def lines(self, record: logging.LogRecord) -> Iterator[str]:
@@ -202,7 +219,7 @@ class StudyLines:
 
     def _start(self, found: dict[str, Any]) -> Iterator[str]:
         text = found["rule_msg"] or found["rule_name"]
-        job = Started(found["rule_name"], text, next(iter(found["log"]), ""), self._clock())
+        job = Started(found["rule_name"], text, self._clock())
         self._progress.start(found["jobid"], job)
         # Where nothing else runs the terminal would be silent until the job has something to say.
         if self._all_start and job.rule not in SHORT_RULES:
@@ -217,25 +234,27 @@ class StudyLines:
             yield f"[{done}/{total}] {job.text}, {duration(seconds)}" + (f"; {rest}" if rest else "")
 
     def _fail(self, found: dict[str, Any]) -> Iterator[str]:
-        number = found["jobid"]
-        text = found["rule_msg"] or found["rule_name"]
-        started = self._progress.running.pop(number, None)
-        self._failed[number] = started or Started(found["rule_name"], text, next(iter(found["log"]), ""), self._clock())
-        yield f"failed: {self._failed[number].text}; the error follows at the end"
+        started = self._progress.running.pop(found["jobid"], None)
+        text = found["rule_name"] if started is None else started.text
+        # In these records `rule_msg` is not the message of the rule but that of the executor.
+        self._failed[found["jobid"]] = Failed(text, tuple(found["log"]), (found["rule_msg"] or "").strip())
+        yield f"failed: {text}; the error follows at the end"
 
     def closing(self) -> Iterator[str]:
         """Yield the jobs that failed for good, each error once, with what to do next and the log."""
-        errors: dict[tuple[str, ...], list[Started]] = {}
+        errors: dict[tuple[str, ...], list[Failed]] = {}
         failed, self._failed = self._failed, {}  # Handlers are closed by Snakemake and again at the end of the process.
         for job in failed.values():
-            found = error_in_log(Path(job.log)) if job.log else [_NO_ERROR]
+            found = error_in_log(Path(job.logs[0]), job.reason) if job.logs else [job.reason or _NO_ERROR]
             errors.setdefault(tuple(found), []).append(job)
         for (error, *advice), jobs in list(errors.items())[:_MOST_FAILURES]:
             yield f"ERROR: {error}"
             yield f"failed: {jobs[0].text}" + (f", and {len(jobs) - 1} more" if len(jobs) > 1 else "")
+            if jobs[0].reason not in ("", error):
+                yield jobs[0].reason
             yield from advice
-            if jobs[0].log:
-                yield f"log: {jobs[0].log}"
+            if jobs[0].logs:
+                yield f"log: {', '.join(jobs[0].logs)}"
         if len(errors) > _MOST_FAILURES:
             yield f"{len(errors) - _MOST_FAILURES} more errors are in the logs of the jobs"
 
@@ -257,6 +276,16 @@ class LogHandler(LogHandlerBase):
         self._plain = asked.dryrun or asked.verbose or asked.debug_dag or asked.printshellcmds
         self._stream = sys.stdout if asked.stdout else sys.stderr
         self._lines = StudyLines()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is of use: outcomes of jobs are, even where `--quiet` hides rules and progress.
+
+        `closing` shows the errors of failed jobs, and without them a failure would leave no line at all.
+        """
+        if super().filter(record):
+            return True
+        is_silent = Quietness.ALL in (self.common_settings.quiet or ())
+        return not self._plain and not is_silent and getattr(record, "event", None) in _OUTCOMES
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
