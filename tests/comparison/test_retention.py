@@ -1,7 +1,7 @@
 """Which weights a study keeps, and what is left of the others."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import polars as pl
 import pytest
@@ -12,6 +12,7 @@ from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.retention import REMOVED_WEIGHTS_FILE, RetainedRun, read_removed, why_weights_are_gone
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison import retention
+from aqnpipe.comparison.evaluations import Problem
 from aqnpipe.comparison.lineage import _Lineage
 from aqnpipe.comparison.retention import kept_step, remove_weights
 from aqnpipe.config.plan import StudyPlan
@@ -21,12 +22,13 @@ from aqnpipe.models.loading import load_model
 DIGESTS = {"checkpoints/step4/model.safetensors": "4" * 64, "checkpoints/step8/model.safetensors": "8" * 64}
 
 
-def evaluation(step, *accuracies, problems=()):
-    """An evaluation with accuracies at ascending noise levels."""
+def evaluation(step, *accuracies, problems=(), twins=MappingProxyType({})):
+    """An evaluation with accuracies at ascending noise levels; `twins`: levels with the responses of another level."""
     return SimpleNamespace(
-        source=SimpleNamespace(step=step),
+        source=SimpleNamespace(step=step, name=f"step {step}"),
         accuracy=pl.DataFrame({"accuracy": accuracies}),
-        problems=[SimpleNamespace(text=text) for text in problems],
+        problems=[Problem("receipt", text) for text in problems],
+        levels={level: SimpleNamespace(same_responses_as=twins.get(level)) for level in (0.0, 0.05, 0.1)},
     )
 
 
@@ -113,6 +115,13 @@ def test_weights_stay_if_a_comparison_would_refuse_an_evaluation(run):
     assert found.kept_steps == (4, 8)
     assert weights_of(run) == ["step4", "step8"]
     assert run.said == ["base/E5 seed 0: all weights are kept: receipt refused: scale"]
+
+
+def test_weights_stay_if_noise_at_evaluation_was_probably_absent(run):
+    run.evaluations[1] = evaluation(8, 0.5, twins={0.1: 0.0})
+    found = removed(run, "last")
+    assert found.kept_because.startswith("step 8: every response at noise level 0.1 equals the response without noise")
+    assert weights_of(run) == ["step4", "step8"]
 
 
 def test_weights_that_another_rule_removed_cannot_be_kept(run):

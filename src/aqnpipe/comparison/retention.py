@@ -18,6 +18,7 @@ from aqnpipe.artifacts.retention import (
     why_weights_are_gone,
 )
 from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.plan import StudyPlan
@@ -29,17 +30,16 @@ from aqnpipe.models.untrained import is_untrained
 def remove_weights(plan: StudyPlan, keep: Keep, output: Path, say: Callable[[str], None] = print) -> None:
     """Remove the weights that `keep` does not keep from the only run of `plan`, and write `output`.
 
-    All weights stay if a comparison would refuse an evaluation of the run. Raises ModelError if the weights to keep
-    were removed before, under another `keep`.
+    All weights stay if a comparison would refuse an evaluation of the run for itself; whether another run has the same
+    weights is not asked. Raises ModelError if the weights to keep were removed before, under another `keep`.
     """
     ((model, arm, seed),) = plan.runs()
     label, run = f"{model}/{arm} seed {seed}", Path(plan.results, "runs", model, arm, f"seed{seed}")
     evaluations = _evaluations(plan)
-    problems = [problem.text for evaluation in evaluations for problem in evaluation.problems]
-    if problems:
-        say(f"{label}: all weights are kept: {problems[0]}")
+    if problem := _why_refused(evaluations, plan.study.config.evaluation.all_levels()):
+        say(f"{label}: all weights are kept: {problem}")
         steps = tuple(plan.checkpoint_steps)
-        write_json(output, RetainedRun(keep=keep, kept_steps=steps, removed_steps=(), kept_because=problems[0]))
+        write_json(output, RetainedRun(keep=keep, kept_steps=steps, removed_steps=(), kept_because=problem))
         return
     kept = kept_step(evaluations, keep)
     if missing := why_weights_are_gone(_checkpoint(run, kept)):
@@ -61,6 +61,16 @@ def kept_step(evaluations: Sequence[LoadedEvaluation], keep: Keep) -> int:
         return max(evaluation.source.step for evaluation in evaluations)
     # The rows are sorted by noise level.
     return max((evaluation.accuracy["accuracy"][0], evaluation.source.step) for evaluation in evaluations)[1]
+
+
+def _why_refused(evaluations: Sequence[LoadedEvaluation], levels: Sequence[float]) -> str | None:
+    """Return why a comparison at one of the levels would refuse an evaluation; None if it would use all."""
+    try:
+        for evaluation in evaluations:
+            refuse_bad_evaluation(evaluation, levels)
+    except RefusedError as refused:
+        return str(refused)
+    return None
 
 
 def _evaluations(plan: StudyPlan) -> list[LoadedEvaluation]:
