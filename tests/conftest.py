@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,6 +80,23 @@ def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], None]], Pa
         return made
 
     return folder
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Function (source, suffix) -> name of a module of a user's own in the working directory, which is tmp_path.
+
+    No other test has a module of this name: an imported module stays in the process.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+
+    def write(source: str, suffix: str = "") -> str:
+        name = f"own_{tmp_path.name}{suffix}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return write
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -171,17 +171,15 @@ def test_questions_that_are_missing_are_named(evaluation, tmp_path, transcripts)
         run(transcripts, "--problems", Path(moved))
 
 
-def test_scorers_of_texts_and_functions_are_applied_beside_those_of_numbers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
-    Path("scorers_of_a_file.py").write_text("def starts(response, gold):\n    return response.startswith(gold)\n")
+def test_scorers_of_texts_and_functions_are_applied_beside_those_of_numbers(own_module):
+    starts = f"{own_module('def starts(response, gold): return response.startswith(gold)')}:starts"
     lines = [{"response": "rose red", "gold_answer": "rose"}, {"response": "red rose", "gold_answer": "red rose"}]
     Path("t.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(DataError, match="gold answer 'rose' is not a number; other answers need --scorer"):
         run("t.jsonl")
-    scored = json.loads(run("t.jsonl", "--scorer", "scorers_of_a_file:starts", "--scorer", "text", "--json").stdout)
+    scored = json.loads(run("t.jsonl", "--scorer", starts, "--scorer", "text", "--json").stdout)
     counts = {result["scorer"]: result["correct"] for result in scored["groups"][0]["scorers"]}
-    assert (counts["scorers_of_a_file:starts"], counts["text"], counts["strict"]) == (2, 1, 0)
+    assert (counts[starts], counts["text"], counts["strict"]) == (2, 1, 0)
 
 
 @pytest.mark.parametrize(

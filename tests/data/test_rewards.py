@@ -35,14 +35,8 @@ number = 3
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch, request):
-    """A module of a user's own in the working directory, under a name that no other test uses."""
-    name = f"own_{abs(hash(request.node.name))}"
-    (tmp_path / f"{name}.py").write_text(SOURCE.format(helper=f"{name}_helper"))
-    (tmp_path / f"{name}_helper.py").write_text("bonus = 0.5\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
-    return name
+def own(own_module):
+    return own_module(SOURCE.format(helper=own_module("bonus = 0.5\n", "_helper")))
 
 
 def test_scorers_and_functions_are_added_with_their_weights(own):

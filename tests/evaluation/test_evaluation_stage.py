@@ -171,13 +171,10 @@ def test_a_fault_that_changes_nothing_is_refused(tmp_path, model_dir, problems):
 
 
 def test_a_scorer_of_ones_own_grades_every_response_and_its_source_is_in_the_record(
-    tmp_path, model_dir, problems, monkeypatch
+    tmp_path, model_dir, problems, own_module
 ):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
     source = "def even(response, gold_answer):\n    return response[:3], len(response) % 2 == 0\n"
-    (tmp_path / "scorer_of_a_stage.py").write_text(source)
-    scorer = "scorer_of_a_stage:even"
+    scorer = f"{own_module(source)}:even"
     settings = spec(primary_scorer=scorer).evaluation.planned()
     table = run(tmp_path / "out", model_dir, problems, primary_scorer=scorer, scorer_sha256=settings.scorer_sha256)
     assert table["correct_own"].to_list() == [len(response) % 2 == 0 for response in table["response"]]
@@ -186,14 +183,11 @@ def test_a_scorer_of_ones_own_grades_every_response_and_its_source_is_in_the_rec
     assert (record["primary_scorer"], record["scorer_sha256"]) == (scorer, settings.scorer_sha256)
 
 
-def test_a_scorer_that_is_not_the_same_when_graded_again_is_refused(tmp_path, model_dir, problems, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
+def test_a_scorer_that_is_not_the_same_when_graded_again_is_refused(tmp_path, model_dir, problems, own_module):
     source = (
         "import itertools\ncalls = itertools.count()\ndef moody(response, gold):\n    return next(calls) % 3 == 0\n"
     )
-    (tmp_path / "moody_scorer_of_a_stage.py").write_text(source)
-    scorer = "moody_scorer_of_a_stage:moody"
+    scorer = f"{own_module(source)}:moody"
     digest = spec(primary_scorer=scorer).evaluation.planned().scorer_sha256
     with pytest.raises(ReceiptError, match="evaluation refused: "):
         run(tmp_path / "out", model_dir, problems, primary_scorer=scorer, scorer_sha256=digest)

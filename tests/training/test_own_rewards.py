@@ -38,12 +38,8 @@ def inputs(tmp_path_factory, make_model):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    (tmp_path / "rewards_of_a_run.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
-    monkeypatch.delitem(__import__("sys").modules, "rewards_of_a_run", raising=False)
-    return "rewards_of_a_run"
+def module(own_module):
+    return own_module(SOURCE)
 
 
 def own(module, name):
