@@ -39,13 +39,8 @@ def leaves(response, gold_answer):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch, request):
-    """A module of a user's own in the working directory, under a name that no other test uses."""
-    name = f"scorers_{abs(hash(request.node.name))}"
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", sys.path.copy())
-    return name
+def own(own_module):
+    return own_module(SOURCE)
 
 
 def of(function):
@@ -101,14 +96,14 @@ def test_a_digest_belongs_to_a_function():
         EvaluationConfig(max_response_tokens=4, batch_size=1, scorer_sha256="0" * 64)
 
 
-def test_a_module_beside_the_study_gets_its_folder(own, tmp_path, monkeypatch):
+def test_a_module_beside_the_study_gets_its_folder(own, tmp_path):
     studies = tmp_path / "studies"
     (studies / "inner").mkdir(parents=True)
     for place in (studies / f"beside_{own}.py", studies / "inner" / f"inner_{own}.py"):
         place.write_text(SOURCE)
     folder = studies.relative_to(tmp_path)
     assert located(f"beside_{own}:contains", folder) == f"studies/beside_{own}:contains"
-    # The working directory comes first; a folder in the name is relative to the study.
+    # The working directory is a usual place; a folder in the name is relative to the study.
     assert located(f"{own}:contains", folder) == f"{own}:contains"
     assert located(f"inner/inner_{own}:contains", folder) == f"studies/inner/inner_{own}:contains"
     # What is nowhere, or no function at all, is refused later and stays as it is.
@@ -125,3 +120,34 @@ def test_a_module_behind_another_of_its_name_is_refused(own, tmp_path):
     assert of(f"{own}:contains")("a", "a").correct
     with pytest.raises(ConfigError, match=r"is hidden by .*, which has its name: rename the module"):
         load_function(f"studies/{own}:contains")
+
+
+def test_modules_of_one_name_in_two_places_are_refused(own, tmp_path, monkeypatch):
+    (tmp_path / "studies").mkdir()
+    copy = tmp_path / "studies" / f"{own}.py"
+    copy.write_text(SOURCE)
+    with pytest.raises(ConfigError, match=f"{own}:contains: found .* and .*expected one module of this name"):
+        located(f"{own}:contains", (tmp_path / "studies").relative_to(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path / "studies")
+    with pytest.raises(ConfigError, match="expected one module of this name"):
+        of(f"{own}:contains")
+    # The same file by two ways is one module.
+    copy.unlink()
+    copy.symlink_to(tmp_path / f"{own}.py")
+    assert of(f"{own}:contains")("a", "a").correct
+
+
+def test_a_helper_behind_another_of_its_name_is_refused(own_module, tmp_path):
+    scorer = own_module("def right(response, gold):\n    import statistics\n    return True\n")
+    assert of(f"{scorer}:right")("a", "a").correct
+    (tmp_path / "statistics.py").write_text("")
+    with pytest.raises(ConfigError, match=r"statistics\.py is hidden by .*statistics\.py, which has its name"):
+        of(f"{scorer}:right")
+
+
+def test_a_module_with_the_name_of_one_without_a_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    (tmp_path / "sys.py").write_text(SOURCE)
+    with pytest.raises(ConfigError, match=r"sys\.py is hidden by a module of Python"):
+        load_function("sys:contains")

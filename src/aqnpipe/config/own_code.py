@@ -29,9 +29,14 @@ def module_of(function: str) -> str:
     return function.partition(":")[0].rpartition("/")[2]
 
 
+def _folder_of(function: str) -> str:
+    """Return the folder in a function's name; "" if there is none."""
+    return function.partition(":")[0].rpartition("/")[0]
+
+
 def search_path(function: str) -> list[str]:
     """Return where a function's module is looked for: in its folder, else in Python's places and the working one."""
-    folder = function.partition(":")[0].rpartition("/")[0]
+    folder = _folder_of(function)
     return [str(Path(folder).absolute())] if folder else [*sys.path, str(Path.cwd())]
 
 
@@ -39,18 +44,30 @@ def located(function: str, study_folder: Path) -> str:
     """Return a function that a study in `study_folder` names, with the folder of its module if that is no usual place.
 
     A folder in the name is relative to the study. A module that is nowhere, and text that names no function, stay as
-    they are and are refused later.
+    they are and are refused later. ConfigError if a usual place and the folder of the study have different modules.
     """
     if not re.match(FUNCTION_PATTERN, function):
         return function
-    if "/" in function.partition(":")[0]:
-        return os.path.normpath(study_folder / function)
     beside = os.path.normpath(study_folder / function)
-    return beside if "/" in beside and not _has_source(function) and _has_source(beside) else function
+    if _folder_of(function):
+        return beside
+    if not _folder_of(beside) or _source_if_any(beside) is None:
+        return function
+    if _source_if_any(function) is None:
+        return beside
+    _refuse_another(function, beside)
+    return function
 
 
 def source_of(function: str) -> Path:
-    """Return the file with the source of a function's module; ConfigError if there is none."""
+    """Return the file with the source of a function's module; ConfigError if there is none, or several."""
+    source = _source(function)
+    if not _folder_of(function):
+        _refuse_another(function, str(Path.cwd() / function))
+    return source
+
+
+def _source(function: str) -> Path:
     module = module_of(function)
     places, name = search_path(function), ""
     for part in module.split("."):
@@ -64,17 +81,22 @@ def source_of(function: str) -> Path:
     return Path(found.origin)
 
 
-def _has_source(function: str) -> bool:
+def _source_if_any(function: str) -> Path | None:
     try:
-        source_of(function)
+        return _source(function)
     except ConfigError:
-        return False
-    return True
+        return None
+
+
+def _refuse_another(function: str, in_folder: str) -> None:
+    """Raise ConfigError if the function's module in a folder is another than the one that Python would import."""
+    first, second = _source(function), _source_if_any(in_folder)
+    if second is not None and first.resolve() != second.resolve():
+        raise ConfigError(f"{function}: found {first} and {second}, expected one module of this name: rename one")
 
 
 def _places(function: str) -> str:
-    folder = function.partition(":")[0].rpartition("/")[0]
-    if folder:
+    if folder := _folder_of(function):
         return f"in {folder}"
     return "in the working directory, beside the study file or where Python looks (PYTHONPATH)"
 
@@ -92,6 +114,13 @@ def source_digest(function: str) -> str:
     for path in files:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def modules_beside(function: str) -> list[Path]:
+    """Return the modules beside a function's module that it imports, at any depth; none if it is in a package."""
+    source = source_of(function)
+    in_package = "." in module_of(function) or source.name == "__init__.py"
+    return [] if in_package else sorted(_beside(source, set()) - {source})
 
 
 def planned_digest(function: str, given: str | None, key: str) -> str:

@@ -7,10 +7,11 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.config.own_code import module_of, search_path, source_digest, source_of
+from aqnpipe.config.own_code import module_of, modules_beside, search_path, source_digest, source_of
 from aqnpipe.errors import ConfigError, first_line
 
 _SHOWN = 60
@@ -22,14 +23,16 @@ def load_function(function: str) -> Callable[..., Any]:
     name = function.partition(":")[2]
     if search_path(function)[-1] not in sys.path:
         sys.path.append(search_path(function)[-1])
+    for path in modules_beside(function):
+        spec = find_spec(path.stem)
+        _refuse_hidden(function, path, None if spec is None else spec.origin)
     try:
         module = importlib.import_module(module_of(function))
         found = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{function}: {source} cannot be imported ({_raised(error)})") from error
-    imported = Path(module.__file__ or "")
-    if imported.resolve() != source.resolve():
-        raise ConfigError(f"{function}: {source} is hidden by {imported}, which has its name: rename the module")
+    # Modules that are part of the interpreter have no file.
+    _refuse_hidden(function, source, getattr(module, "__file__", None))
     if not callable(found):
         raise ConfigError(f"{function}: {source} has no function {name}")
     return found
@@ -63,6 +66,13 @@ def unusable_result(function: str, found: object, response: str, expected: str) 
         f"{function}: returned {str(found)[:_SHOWN]!r} ({type(found).__name__}) for the response "
         f"{response[:_SHOWN]!r}, expected {expected}"
     )
+
+
+def _refuse_hidden(function: str, source: Path, imported: str | None) -> None:
+    """Raise ConfigError if Python imports another module than the one whose source is in the function's digest."""
+    if imported is None or Path(imported).resolve() != source.resolve():
+        found = imported or "a module of Python"
+        raise ConfigError(f"{function}: {source} is hidden by {found}, which has its name: rename the module")
 
 
 def _raised(error: BaseException) -> str:
