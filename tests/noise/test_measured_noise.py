@@ -72,6 +72,14 @@ def test_an_operator_without_a_measured_error_is_not_changed(model, ids):
     assert {cell.requested for cell in receipt.content.cells if cell.operator == "linear.o_proj"} == {0.0}
 
 
+def test_a_copy_with_another_multiple_has_that_multiple(model, ids):
+    """Also a copy of an error that was used before, whose errors by layer are made once."""
+    error = measured(model)
+    run(model, ids, error).check()
+    cells = run(model, ids, error.model_copy(update={"multiple": 16.0})).check().content.cells
+    assert {cell.requested for cell in cells if cell.requested} == {16.0}
+
+
 def test_training_has_it_in_the_forward_pass_and_exact_gradients(model, ids):
     from aqnpipe.config.noise import NoiseSpec
     from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
@@ -213,6 +221,21 @@ def test_operators_and_phases_that_no_parity_measures_are_refused(model):
         OperatorNoise(error=measured(model))
     with pytest.raises(ConfigError, match="forward passes"), aqnpipe.noisy(model, error=measured(model), backward=True):
         pass
+
+
+def test_figures_of_no_operator_are_refused(model, ids):
+    with pytest.raises(ModelError, match="the parity of the measured error has no operator"):
+        run(model, ids, MeasuredError(source="machine.json", figures={}))
+
+
+def test_layers_without_any_measured_error_are_refused(model, ids):
+    nothing = {f"layers.1.{name}": ErrorFigures() for name in OPERATORS}
+    receipt = run(model, ids, measured(model, **nothing), layers=[1], include_lm_head=False)
+    assert receipt.problems() == [
+        "evaluation: the measured error is zero in all requested layers, expected layers in which the machine has an "
+        "error"
+    ]
+    run(model, ids, measured(model, **nothing), layers=[0, 1], include_lm_head=False).check()
 
 
 def test_an_operator_that_the_parity_lacks_is_refused(model, ids):

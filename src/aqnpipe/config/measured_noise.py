@@ -5,8 +5,9 @@ figures of every operator are read from the file. A layer then has `LayerErrors`
 `OperatorError`.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
@@ -86,10 +87,12 @@ class MeasuredError(FrozenModel):
         """Return the same error with the figures of `file`."""
         return self.model_copy(update={"source": file})
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether the figures are known and none of them is an error."""
-        return self.figures is not None and all(figures.is_zero for figures in self.figures.values())
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy whose errors by layer are those of its own multiple and figures."""
+        copied = super().model_copy(update=update, deep=deep)
+        # pydantic copies cached properties too, which are those of the original.
+        copied.__dict__.pop("_by_layer", None)
+        return copied
 
     def in_layer(self, layer: int | None) -> LayerErrors:
         """Return the errors of a decoder layer (None: the output projection). Raises ValueError without figures."""

@@ -97,8 +97,6 @@ measured: y' - y over the root mean square that the measured machine's error has
 
 def is_active(error: ErrorModel) -> bool:
     """Return whether `error` changes anything; a scale of 0 does not."""
-    if isinstance(error, MeasuredError):
-        return not error.is_zero
     return not isinstance(error, ScaledError) or error.scale > 0
 
 
@@ -204,7 +202,7 @@ class OperatorNoise(FrozenModel):
         wanted = self.include_lm_head if layer is None else self.layers is None or layer in self.layers
         error = self.error
         if isinstance(error, MeasuredError):
-            return error.in_layer(layer) if wanted and is_active(error) else None
+            return error.in_layer(layer) if wanted else None
         if layer in self.layer_scales:
             error = error.model_copy(update={"scale": self.layer_scales[layer]})
         return error if wanted and is_active(error) else None

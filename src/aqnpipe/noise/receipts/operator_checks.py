@@ -106,14 +106,17 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
 
 
 def _measured_operators_missing(noise: OperatorNoise, cells: Sequence[NoiseCell], num_layers: int) -> list[str]:
-    """Return the operators with a measured error that the noise did not reach, for each layer."""
+    """Return one line per layer with measured errors that were not applied, and one if all of them are zero."""
     if not isinstance(noise.error, MeasuredError):
         return []
     problems = []
-    for layer in (*range(num_layers), None):
-        errors = noise.error_in(layer)
-        if not isinstance(errors, LayerErrors):
-            continue
+    places = {layer: noise.error_in(layer) for layer in (*range(num_layers), None)}
+    measured = {layer: errors for layer, errors in places.items() if isinstance(errors, LayerErrors)}
+    if not any(error.size for errors in measured.values() for error in errors.operators.values()):
+        problems.append(
+            "the measured error is zero in all requested layers, expected layers in which the machine has an error"
+        )
+    for layer, errors in measured.items():
         reached = {cell.operator.rpartition(".")[2] for cell in cells if cell.layer == layer}
         missing = sorted(name for name, error in errors.operators.items() if error.size and name not in reached)
         if missing:
