@@ -14,7 +14,7 @@ import polars as pl
 from aqnpipe.config.dataset import LmEvalDataset
 from aqnpipe.config.validation_messages import did_you_mean, unknown
 from aqnpipe.data.scoring import Graded
-from aqnpipe.errors import AqnpipeError, ConfigError, DataError, first_line
+from aqnpipe.errors import ConfigError, DataError, first_line
 
 _USUAL_METRICS = ("acc", "exact_match")
 _NO_ANSWER = "[invalid]"
@@ -24,10 +24,10 @@ _NO_ANSWER = "[invalid]"
 class HarnessTask:
     """A loaded task. `documents`: its questions in the harness's order, which numbers them."""
 
-    def __init__(self, settings: LmEvalDataset, task: Any) -> None:
+    def __init__(self, settings: LmEvalDataset, task: Any, documents: list[Any]) -> None:
         self.settings = settings
         self._task = task
-        self.documents: list[Any] = list(task.eval_docs)
+        self.documents = documents
         self.is_choice = task.config.output_type == "multiple_choice"
         self._metric = _metric_of(task, settings)
         self._filter = _filter_of(task, settings)
@@ -42,17 +42,18 @@ class HarnessTask:
             raise ConfigError(f"dataset.task: found {settings.task!r}{near}, expected a task {there}")
         try:
             tasks = list(manager.load([settings.task])["tasks"].values())
-            if len(tasks) == 1:
-                _refuse_unusable(tasks[0], settings)
-                return cls(settings, tasks[0])
-        except AqnpipeError:
-            raise
-        except Exception as error:
+            documents = list(tasks[0].eval_docs) if len(tasks) == 1 else []
+        except (Exception, SystemExit) as error:
             # A task may run code of its own, and reads its questions from anywhere.
             raise DataError(
                 f"task {settings.task} cannot be loaded ({type(error).__name__}: {first_line(error)})"
             ) from error
-        raise ConfigError(f"dataset.task: found {settings.task}, a group of {len(tasks)} tasks, expected a single task")
+        if len(tasks) != 1:
+            raise ConfigError(
+                f"dataset.task: found {settings.task}, a group of {len(tasks)} tasks, expected a single task"
+            )
+        _refuse_unusable(tasks[0], settings)
+        return cls(settings, tasks[0], documents)
 
     @property
     def filter_name(self) -> str:
@@ -161,7 +162,7 @@ def _refuse_unusable(task: Any, settings: LmEvalDataset) -> None:
         raise ConfigError(
             f"dataset.task: {settings.task} asks every question {task.config.repeats} times, expected once"
         )
-    if settings.num_fewshot is not None and task.config.num_fewshot == 0 and settings.num_fewshot:
+    if settings.num_fewshot and task.config.num_fewshot == 0:
         raise ConfigError(f"dataset.num_fewshot: found {settings.num_fewshot}, {settings.task} allows no examples")
 
 
