@@ -4,6 +4,7 @@ import json
 
 import polars as pl
 import pytest
+import yaml
 from harness_tasks import TASKS, write_tasks
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
@@ -117,6 +118,14 @@ def test_questions_that_are_not_those_of_the_study_end_the_evaluation(tmp_path, 
         evaluated(tmp_path, dataset(tasks, "choose_number"))
 
 
+@pytest.mark.slow
+def test_a_task_that_was_changed_after_its_questions_were_prepared_ends_the_evaluation(tmp_path, tasks, monkeypatch):
+    changed = lambda table, *_: table.with_columns(gold_answer=pl.lit("7"))  # noqa: E731
+    monkeypatch.setattr("aqnpipe.data.loader._limit", changed)
+    with pytest.raises(DataError, match="choose_number: its questions or answers changed after the study"):
+        evaluated(tmp_path, dataset(tasks, "choose_number"))
+
+
 _problems = HarnessTask.problems
 
 
@@ -142,6 +151,14 @@ def test_a_mistake_is_one_line(tasks, settings, message):
         load_problems(dataset(tasks, **{"task": "choose_number"} | settings), "test")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path):
+    files = {"data_files": {"test": str(tmp_path / "nowhere.jsonl")}}
+    broken = TASKS["choose_number"] | {"task": "broken", "dataset_path": "json", "dataset_kwargs": files}
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(broken | {"test_split": "test"}))
+    with pytest.raises(DataError, match=r"task broken cannot be loaded \(FileNotFoundError: .*\)$"):
+        HarnessTask.load(dataset(tmp_path, "broken"))
 
 
 def content(**changes):

@@ -68,8 +68,7 @@ def evaluate(
         problems = problems.head(config.num_questions)
     device = resolve_device(spec.device)
     if spec.task is not None:
-        golds = dict(problems.select("question_id", "gold_answer").iter_rows())
-        table, receipts = evaluate_task(spec, model_dir, golds, say)
+        table, receipts = evaluate_task(spec, model_dir, problems, say)
         backend: dict[str, str | int | bool] = {"backend": "lm_eval", "version": version("lm_eval")}
         _write(
             spec, outputs, table, receipts, _digests_of_inputs(model_dir, test_problems, None), (device.label, backend)

@@ -28,17 +28,23 @@ UNOBSERVED = ("prompts as the model reads them", "choice of tokens", "responses 
 
 
 def evaluate_task(
-    spec: EvaluationSpec, model_dir: Path, golds: dict[str, str], say: Callable[[str], None]
+    spec: EvaluationSpec, model_dir: Path, problems: pl.DataFrame, say: Callable[[str], None]
 ) -> tuple[pl.DataFrame, EvaluationReceipts]:
     """Return the rows of all passes over the task of `spec`, and their receipts.
 
-    golds: gold answers of the study's questions by id. Raises DataError if the task has other questions, ReceiptError
-    if the noise measured in a pass differs from its level, the weights in memory are not those of the checkpoint, or a
-    response graded again has another grade.
+    problems: the study's questions. Raises DataError if the task has others, ReceiptError if the noise measured in a
+    pass differs from its level, the weights in memory are not those of the checkpoint, or a response graded again has
+    another grade.
     """
     if spec.task is None:
         raise RuntimeError("the evaluation of a task has no task; this is a bug")
     task = HarnessTask.load(spec.task)
+    if not task.problems().head(len(problems)).equals(problems):
+        raise DataError(
+            f"task {spec.task.task}: its questions or answers changed after the study prepared them; remove "
+            "data/test.parquet from the results"
+        )
+    golds = dict(problems.select("question_id", "gold_answer").iter_rows())
     run = _TaskRun(spec, task, model_dir)
     tables, passes, facts = [], [], []
     for level, noise_seed in spec.evaluation.passes():
@@ -62,6 +68,7 @@ class _TaskRun:
         from aqnpipe.integrations.lm_harness import NoisyHFLM
 
         self._spec, self._task = spec, task
+        self._graders = graders_of("task")
         device = torch_device(resolve_device(spec.device).kind)
         model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention, device=device)
         self._tokenizer = load_tokenizer(model_dir)
@@ -86,7 +93,7 @@ class _TaskRun:
                 "task changed after its questions were prepared?"
             )
         content = [self._row(sample, golds, level, noise_seed) for sample in samples]
-        names = {"answer_task": pl.String} | {f"answer_{name}": pl.String for name in graders_of("strict")}
+        names = {f"answer_{name}": pl.String for name in (*self._graders, "task")}
         prompts = "".join(str(sample["prompt_hash"])[:16] for sample in samples)
         return pl.DataFrame(content, schema_overrides=names, infer_schema_length=None), prompts
 
@@ -156,16 +163,14 @@ class _TaskRun:
             )
         gold = golds[question_id(number)]
         tokens = 0 if self._task.is_choice else len(self._tokenizer(response, add_special_tokens=False)["input_ids"])
-        by_number = pairs({name: grade(response, gold) for name, grade in graders_of("strict").items()})
+        by_number = {name: grade(response, gold) for name, grade in self._graders.items()}
         return {
             "question_id": question_id(number),
             "noise_level": level,
             "noise_seed": noise_seed,
             "sample": 0,
             "response": response,
-            **by_number,
-            "answer_task": graded.answer,
-            "correct_task": graded.correct,
+            **pairs({**by_number, "task": graded}),
             "response_tokens": tokens,
             "finish_reason": "length" if tokens >= self._spec.evaluation.max_response_tokens else "stop",
         }
