@@ -116,6 +116,22 @@ def test_what_is_not_given_is_counted_or_said_to_be_assumed(config):
     assert real.assumed[0] == "prompts of 150 tokens, assumed (--prompt-tokens)"
 
 
+def test_disk_of_checkpoints_that_are_removed(config):
+    config["training"]["checkpoint_every"], config["seeds"] = 1, [0, 1]
+    kept = estimate_study(plan_of(config), GIVEN)
+    config["keep"] = "last"
+    plan = plan_of(config)
+    num_steps, num_runs = len(plan.checkpoint_steps), len(plan.runs())
+    last = estimate_study(plan, GIVEN)
+    assert num_steps > 1
+    assert last.checkpoint_gigabytes == pytest.approx(kept.checkpoint_gigabytes / num_steps)
+    assert last.removed_gigabytes == pytest.approx(kept.checkpoint_gigabytes / num_runs * (num_steps - 1) / num_steps)
+    # Where seeds are added, nothing is removed before the last look.
+    config["seeds"] = {"start": 2, "step": 2, "max": 4}
+    added = estimate_study(plan_of(config), GIVEN)
+    assert (added.checkpoint_gigabytes, added.removed_gigabytes) == (kept.checkpoint_gigabytes, 0)
+
+
 def test_samples_and_examples_cost_what_they_add(config):
     plain = costs(config)
     config["evaluation"]["sampling"] = {"temperature": 1.0, "num_samples": 4}

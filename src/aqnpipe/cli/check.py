@@ -196,7 +196,7 @@ def _disk(estimate: Estimate, keep: Keep) -> str:
     """Return a line on the disk space of the results."""
     parts = {
         "prepared models": estimate.model_gigabytes,
-        f"checkpoints at the end, keep {keep}": estimate.checkpoint_gigabytes,
+        f"checkpoints, keep {keep}": estimate.checkpoint_gigabytes,
         "resume points of an active run": estimate.working_gigabytes,
         "its checkpoints before they are removed": estimate.removed_gigabytes,
     }

@@ -107,7 +107,9 @@ class Estimate(FrozenModel):
     generated_tokens: float
     flops: float
     device_hours: float
-    checkpoint_gigabytes: float = Field(description="checkpoints of all runs that the study keeps")
+    checkpoint_gigabytes: float = Field(
+        description="checkpoints of all runs that the study keeps; where seeds are added all of them, until the last look"
+    )
     removed_gigabytes: float = Field(
         default=0.0, description="checkpoints of the largest run that are removed after their evaluation"
     )
@@ -356,7 +358,9 @@ def _kept_checkpoints(plan: StudyPlan) -> int:
 
 
 def _removed_checkpoints(plan: StudyPlan) -> int:
-    return len(plan.checkpoint_steps) - 1 if plan.removal_files() else 0
+    """Return the number of checkpoints of a run that go once it is evaluated; where seeds are added, none so early."""
+    removes = plan.study.adaptive_seeds is None and plan.removal_files()
+    return len(plan.checkpoint_steps) - 1 if removes else 0
 
 
 def _adapter_bytes(size: Size, lora: LoraConfig) -> float:

@@ -11,7 +11,7 @@ from aqnpipe.config.own_code import OwnFunction, planned_digest
 ReportTo = Literal["tensorboard", "wandb"]
 
 Keep = Literal["last", "best", "all"]
-"""Which checkpoints of a run keep their weights once all are evaluated; `best`: most accurate without noise."""
+"""Which checkpoints of a run keep their weights once all are evaluated; `best`: most accurate at the lowest level."""
 
 
 class LoraConfig(FrozenModel):
