@@ -54,47 +54,53 @@ def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Ge
         return []
     dtype, device = gate_up.dtype, gate_up.device
     count, hidden, width = down.shape
-    opening = _OPENING.get(dtype, _WIDE_OPENING)
     bits = min(mantissa_bits(dtype), PRODUCT_BITS)
     x = full_mantissas((_TOKENS_PER_EXPERT * count, hidden), bits, generator)
     x[:, 0] = 1.0
-    own = torch.arange(len(x)) % count
+    tokens = torch.arange(len(x))
+    own = tokens % count
     index = torch.stack([(own + turn) % count for turn in range(top_k)], dim=1)
-    share = torch.zeros(len(x), top_k, dtype=dtype)
-    share[:, 0] = 1.0
-    arguments = (x.to(device, dtype), index.to(device), share.to(device))
+    alone = torch.zeros(len(x), top_k, dtype=torch.float64)
+    alone[:, 0] = 1.0
     shares = _drawn_shares(len(x), top_k, generator)
+
+    def run(share: Tensor) -> Tensor:
+        output: Tensor = module(x.to(device, dtype), index.to(device), share.to(device, dtype))
+        return output.cpu()
+
     up = [_turned(selection(width, hidden, skip=1), expert) for expert in range(count)]
-    shown_up = torch.stack([_gate_and_up(chosen, signs, opening, gate_up) for chosen, signs in up])
+    shown_up = torch.stack([_gate_and_up(chosen, signs, gate_up) for chosen, signs in up])
     expected, outputs, sums = [], [], []
     for turn in range(-(-width // hidden)):  # every channel between the projections reaches an output
         picked = [_turned(_slice_of_selection(hidden, width, turn), expert) for expert in range(count)]
         shown_down = torch.stack([selection_weight(chosen, signs, down[0]) for chosen, signs in picked])
+        answers = torch.stack([_answers(x, *chosen) for chosen in zip(up, picked, strict=True)])
+        expected.append(answers[own, tokens])
         with substituted([(gate_up, shown_up), (down, shown_down)]):
-            outputs.append(module(*arguments).cpu())
+            outputs.append(run(alone))
             if top_k > 1 and turn == 0:
-                sums.append(module(*arguments[:2], shares.to(device, dtype)).cpu())
-        of_all = torch.stack(
-            [
-                x[:, chosen[below]] * signs[below] * of_down
-                for (chosen, signs), (below, of_down) in zip(up, picked, strict=True)
-            ]
-        )
-        expected.append(of_all[own, torch.arange(len(x))])
-        if sums and turn == 0:
-            terms = of_all[index.T, torch.arange(len(x))] * shares.T.unsqueeze(-1)
+                sums.append(_sum_check(layer, answers[index.T, tokens] * shares.T.unsqueeze(-1), run(shares)))
     checks = []
     for expert in range(count):
         wanted = torch.cat([answer[own == expert] for answer in expected])
         seen = torch.cat([output[own == expert] for output in outputs])
         site = f"{EXPERT_SITE}.{expert}"
         checks.append(compare("experts", layer, site, wanted, seen, allowed=few_roundings(wanted, dtype)))
-    if sums:
-        magnitudes = terms.abs().sum(0)
-        # Every product and every addition may be rounded to the dtype.
-        allowed = few_roundings(magnitudes, dtype) + (1 + top_k) * torch.finfo(dtype).eps / 2 * magnitudes
-        checks.append(compare("experts", layer, EXPERT_SITE, terms.sum(0), sums[0], allowed=allowed))
-    return checks
+    return checks + sums
+
+
+def _answers(x: Tensor, up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the output of an expert for every token, from the selections that its projections make."""
+    (chosen, signs), (below, of_down) = up, down
+    return x[:, chosen[below]] * signs[below] * of_down
+
+
+def _sum_check(layer: int, terms: Tensor, observed: Tensor) -> Check:
+    """Compare the sum over the experts of a token with `terms` [experts of a token, tokens, channels]."""
+    magnitudes, dtype = terms.abs().sum(0), observed.dtype
+    # Every product and every addition may be rounded to the dtype.
+    allowed = few_roundings(magnitudes, dtype) + (1 + len(terms)) * torch.finfo(dtype).eps / 2 * magnitudes
+    return compare("experts", layer, EXPERT_SITE, terms.sum(0), observed, allowed=allowed)
 
 
 def _drawn_shares(num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
@@ -103,8 +109,9 @@ def _drawn_shares(num_tokens: int, top_k: int, generator: torch.Generator) -> Te
     return shares * 2.0 ** -torch.randint(0, 4, shares.shape, generator=generator).double()
 
 
-def _gate_and_up(chosen: Tensor, signs: Tensor, opening: float, like: Tensor) -> Tensor:
+def _gate_and_up(chosen: Tensor, signs: Tensor, like: Tensor) -> Tensor:
     """Return the weight [gate and up, hidden] of an expert whose gate is constant, like one of those of `like`."""
+    opening = _OPENING.get(like.dtype, _WIDE_OPENING)
     first = torch.zeros(len(chosen), dtype=torch.long)
     constant = torch.full((len(chosen),), opening, dtype=torch.float64)
     return selection_weight(torch.cat([first, chosen]), torch.cat([constant, signs / opening]), like[0])
