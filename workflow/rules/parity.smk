@@ -1,4 +1,4 @@
-"""Measure how far the counterpart of a machine computes from the device of the study, operator by operator.
+"""Compare the operators of the device in the configuration of a counterpart with those of the study.
 
 Input: the prepared model and questions. Output: parity/.
 """

@@ -390,7 +390,7 @@ class Fault(FrozenModel):
 
 
 class Counterpart(FrozenModel):
-    """How the device computes in the place of another machine; what is not given is as in the study."""
+    """Configuration in which the device stands in for another machine; omitted settings stay as in the study."""
 
     dtype: Dtype | None = None
     attention: Attention | None = None
@@ -410,8 +410,8 @@ class Machine(FrozenModel):
     description: str = ""
     counterpart: Counterpart | None = Field(
         default=None,
-        description="the device in another configuration, such as {dtype: bfloat16}: the workflow measures how far its "
-        "operators are from those of the study, and measured errors can name this machine",
+        description="the device in another configuration, such as {dtype: bfloat16}. The workflow measures how its "
+        "operators differ from those of the study, and `from` of a measured error can name this machine",
     )
     faults: tuple[Fault, ...] = Field(
         default=(), description="simulated faults, applied in this order on a shared site"
