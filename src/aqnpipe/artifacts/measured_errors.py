@@ -1,4 +1,4 @@
-"""Reads the figures of measured errors from the parity files that a job's settings name, and refuses unfit files."""
+"""Reads the figures of measured errors from the parity files that a job names, and refuses files of another model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,9 +32,9 @@ def with_figures(
 ) -> MeasuredError:
     """Return `error` with the figures in its file; unchanged if it has them already.
 
-    dtype, config and weights_sha256: those of the model that gets the noise, where they shall be compared. Raises
+    dtype, config and weights_sha256 describe the model that gets the noise; None skips that comparison. Raises
     DataError for a file that is missing, damaged or not by aqnpipe; ConfigError for a parity of another model or dtype,
-    one without figures, or one without any error.
+    without figures, or in which no operator has an error.
     """
     if error.figures is not None:
         return error
@@ -65,11 +65,8 @@ def arm_with_figures(
     arm: Arm, *, dtype: Dtype, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
 ) -> Arm:
     """Return an arm with the figures of its measured error, if it has one; see `with_figures`."""
-    noise = arm.operator_noise
-    if noise is None or not isinstance(noise.error, MeasuredError):
-        return arm
-    found = _noise_with_figures(noise, dtype, config, weights_sha256)
-    return arm.model_copy(update={"operator_noise": found})
+    found = _noise_with_figures(arm.operator_noise, dtype, config, weights_sha256)
+    return arm if found is None else arm.model_copy(update={"operator_noise": found})
 
 
 def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object] | None = None) -> EvaluationSpec:
@@ -79,9 +76,8 @@ def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object
     """
     noises = {}
     for name, named in spec.evaluation.noises.items():
-        noise = settings_of(named).operator_noise
-        if noise is not None and isinstance(noise.error, MeasuredError):
-            found = _noise_with_figures(noise, spec.dtype, config, None)
+        found = _noise_with_figures(settings_of(named).operator_noise, spec.dtype, config, None)
+        if found is not None:
             noises[name] = settings_of(named).model_copy(update={"operator_noise": found})
     if not noises:
         return spec
@@ -90,10 +86,11 @@ def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object
 
 
 def _noise_with_figures(
-    noise: Noise, dtype: Dtype, config: Mapping[str, object] | None, weights_sha256: str | None
-) -> Noise:
-    if not isinstance(noise.error, MeasuredError):
-        return noise
+    noise: Noise | None, dtype: Dtype, config: Mapping[str, object] | None, weights_sha256: str | None
+) -> Noise | None:
+    """Return the noise with the figures of its measured error; None if its error is not a measured one."""
+    if noise is None or not isinstance(noise.error, MeasuredError):
+        return None
     error = with_figures(noise.error, dtype=dtype, config=config, weights_sha256=weights_sha256)
     return noise.model_copy(update={"error": error})
 
