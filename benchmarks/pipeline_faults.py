@@ -12,6 +12,7 @@ import argparse
 import collections
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -286,8 +287,8 @@ def _wait_until_ended(study: FaultedStudy) -> None:
 
 
 def _failed_rules(run: Run) -> str:
-    lines = run.said().splitlines()
-    names = {line.split()[1].strip(":") for line in lines if line.startswith("failed: ")}
+    # The terminal shows messages of rules, not their names; a log is named by its rule.
+    names = set(re.findall(r"^log: .*?logs/(\w+)", run.said(), re.MULTILINE))
     return " and ".join(sorted(names)) or "Snakemake"
 
 
