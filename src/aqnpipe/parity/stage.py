@@ -1,4 +1,4 @@
-"""The stage measure_parity: how far the operators of a machine's counterpart are from those of the study."""
+"""The stage measure_parity: compares the operators of the device as a counterpart with those of the study."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,6 @@ import torch
 from aqnpipe.artifacts.captures import CaptureConfig
 from aqnpipe.artifacts.files import read_table, write_json
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.run import ParitySpec
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import resolve_device, torch_device
@@ -18,7 +17,6 @@ from aqnpipe.parity.capture_file import Capture, seal
 from aqnpipe.parity.parity import parity_of
 
 _NUM_PROMPTS, _MOST_TOKENS = 32, 64
-_BATCH_SIZE = 8
 _REPLAY_BYTES = 2_000_000_000
 """Size of the second side in memory, which has the results of the first beside its own; nothing of it is written."""
 
@@ -34,10 +32,10 @@ def measure_parity(
     questions = read_table(problems, ProblemTable)["question"].head(_NUM_PROMPTS)
     prompts = prompt_token_ids(questions, spec.prompt, load_tokenizer(model_dir))
     sequences = [ids[-_MOST_TOKENS:] for ids in prompts]
-    other = spec.counterpart
-    first = _captured(spec, model_dir, sequences, spec.dtype, spec.attention, None, None, None)
-    dtype, attention = other.dtype or spec.dtype, other.attention or spec.attention
-    second = _captured(spec, model_dir, sequences, dtype, attention, other.batch_size, other.threads, first)
+    config = CaptureConfig(dtype=spec.dtype, attention=spec.attention)
+    first = _captured(spec, model_dir, sequences, config, None)
+    changed = spec.counterpart.model_dump(exclude_none=True) | {"max_bytes": _REPLAY_BYTES}
+    second = _captured(spec, model_dir, sequences, config.model_copy(update=changed), first)
     parity = parity_of(first, second)
     write_json(output, parity)
     say(f"{spec.model_role} on {spec.machine}: {parity.verdict}: {parity.summary}")
@@ -47,24 +45,14 @@ def _captured(
     spec: ParitySpec,
     model_dir: Path,
     sequences: list[list[int]],
-    dtype: Dtype,
-    attention: Attention,
-    batch_size: int | None,
-    threads: int | None,
+    config: CaptureConfig,
     replay: Capture | None,
 ) -> Capture:
-    config = CaptureConfig(
-        dtype=dtype,
-        attention=attention,
-        batch_size=batch_size or _BATCH_SIZE,
-        threads=threads or 1,
-        max_bytes=CaptureConfig().max_bytes if replay is None else _REPLAY_BYTES,
-    )
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
         target = torch_device(resolve_device(spec.device).kind)
-        model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
+        model = load_model(model_dir, dtype=config.dtype, attention=config.attention, device=target)
         return seal(capture(model, model_dir, str(model_dir), sequences, config, replay))[0]
     finally:
         torch.set_num_threads(before)
