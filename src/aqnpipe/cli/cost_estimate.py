@@ -108,7 +108,7 @@ class Estimate(FrozenModel):
     flops: float
     device_hours: float
     checkpoint_gigabytes: float = Field(
-        description="checkpoints of all runs that the study keeps; all of them where seeds are added, until the last look"
+        description="checkpoints of all runs that the study keeps; where seeds are added all, until the last look"
     )
     removed_gigabytes: float = Field(
         default=0.0, description="checkpoints of the largest run that are removed after their evaluation"
