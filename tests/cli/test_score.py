@@ -177,6 +177,8 @@ def test_scorers_of_texts_and_functions_are_applied_beside_those_of_numbers(own_
     Path("t.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(DataError, match="gold answer 'rose' is not a number; other answers need --scorer"):
         run("t.jsonl")
+    with pytest.raises(DataError, match="gold answer 'rose' is not a number"):
+        run("t.jsonl", "--scorer", "strict")
     scored = json.loads(run("t.jsonl", "--scorer", starts, "--scorer", "text", "--json").stdout)
     counts = {result["scorer"]: result["correct"] for result in scored["groups"][0]["scorers"]}
     assert (counts[starts], counts["text"], counts["strict"]) == (2, 1, 0)

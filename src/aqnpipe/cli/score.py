@@ -11,23 +11,17 @@ import typer
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from aqnpipe.config.base import FrozenModel, describe_validation_error
-from aqnpipe.config.evaluation import Scorer
-from aqnpipe.config.own_code import OwnFunction, source_digest
+from aqnpipe.config.evaluation import Scorer, refuse_unknown_scorer
+from aqnpipe.config.own_code import source_digest
 from aqnpipe.data.graders import Grader, grader
 from aqnpipe.data.scoring import SCORERS, Graded, normalise_number, tally
-from aqnpipe.errors import ConfigError, DataError
+from aqnpipe.errors import DataError
 
 MAX_SHOWN = 20
 """Number of disagreements that are printed; `--json` prints all."""
 
 HARNESS_COUNTERPARTS: Mapping[Scorer, Scorer] = {"strict": "harness_strict", "last_number": "harness_flexible"}
 """The filter of lm-evaluation-harness that corresponds to each of our scorers."""
-
-
-class _Option(FrozenModel):
-    """A value of `--scorer`."""
-
-    scorer: Scorer | OwnFunction
 
 
 class Transcript(NamedTuple):
@@ -135,7 +129,7 @@ def score(
             f"--problems {problems}: {transcripts} is not a .parquet file and contains its own gold answers"
         )
     else:
-        rows = read_transcripts(transcripts, numbers_only=not further)
+        rows = read_transcripts(transcripts, numbers_only=further.keys() <= {*SCORERS})
     scored = score_transcripts(str(transcripts), rows, further)
     typer.echo(scored.model_dump_json(indent=2) if json else "\n".join(_lines(scored)))
 
@@ -144,10 +138,7 @@ def further_graders(scorers: Sequence[str]) -> dict[str, Grader]:
     """Return the graders of scorers and functions by name; ConfigError for one that is unknown or cannot be used."""
     found: dict[str, Grader] = {}
     for name in scorers:
-        try:
-            _Option(scorer=name)
-        except ValidationError as error:
-            raise ConfigError(f"--{describe_validation_error(error, {'scorer': name}, _Option)}") from error
+        refuse_unknown_scorer(name)
         found[name] = grader(name, source_digest(name) if ":" in name else None)
     return found
 

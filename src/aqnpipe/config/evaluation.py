@@ -2,13 +2,14 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.base import FrozenModel, Identifier, describe_validation_error
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, numbered_levels, settings_of
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, OutputErrorModel, RelativeGaussian
 from aqnpipe.config.own_code import OwnFunction, planned_digest
+from aqnpipe.errors import ConfigError
 
 Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
 """strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
@@ -29,16 +30,26 @@ def scorer_column(scorer: str) -> str:
     return OWN_SCORER if ":" in scorer else scorer
 
 
-_GRADED = {
-    True: "no primary_scorer: a task of lm-evaluation-harness grades its answers itself",
-    False: "a scorer of answers: task grades those of dataset.source lm_eval alone",
-}
+class _Option(FrozenModel):
+    scorer: Scorer | OwnFunction
+
+
+def refuse_unknown_scorer(name: str) -> None:
+    """Raise ConfigError if the value of `--scorer` is neither a scorer nor a function."""
+    try:
+        _Option(scorer=name)
+    except ValidationError as error:
+        raise ConfigError(f"--{describe_validation_error(error, {'scorer': name}, _Option)}") from error
 
 
 def unfit_scorer(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | None:
     """Return why a scorer can never find answers of a format right; None if it can, or if it is a function."""
-    if "task" in (scorer, answers):
-        return None if scorer == answers else f"found {scorer}, expected {_GRADED[answers == 'task']}"
+    if scorer == answers == "task":
+        return None
+    if answers == "task":
+        return f"found {scorer}, expected no primary_scorer: a task of lm-evaluation-harness grades its answers itself"
+    if scorer == "task":
+        return "found task, expected a scorer of answers: task grades those of dataset.source lm_eval alone"
     if ":" in scorer:
         return None
     fitting: dict[str, tuple[Scorer, ...]] = {"text": ("text", "boxed"), "choice": ("letter",)}

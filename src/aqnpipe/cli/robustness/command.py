@@ -12,12 +12,11 @@ from aqnpipe.cli.datasets import NAMES, dataset_of
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.config.evaluation import EvaluationConfig, Scorer, unfit_scorer
+from aqnpipe.config.evaluation import EvaluationConfig, refuse_unknown_scorer, unfit_scorer
 from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile, settings_of
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet
-from aqnpipe.config.own_code import OwnFunction
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.yaml_file import load_yaml
@@ -71,7 +70,7 @@ def robustness(
     sources = named_sources(checkpoints)
     _refuse_file(output)
     dataset = dataset_of(data, questions)
-    _validated(Scorer | OwnFunction, scorer, "--scorer")
+    refuse_unknown_scorer(scorer)
     unfit = unfit_scorer(scorer, dataset.answer_format)
     if unfit is not None:
         raise ConfigError(f"--scorer: {unfit}")
@@ -172,7 +171,7 @@ def _noises(presets: Sequence[str], path: Path | None) -> dict[str, Any]:
     return named | found
 
 
-def _validated(kind: Any, settings: Any, options: str) -> Any:
+def _validated(kind: Any, settings: dict[str, Any], options: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
