@@ -99,6 +99,20 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return write
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No downloads from the hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tasks for lm-evaluation-harness and their questions."""
+    from harness_tasks import write_tasks
+
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     import torch

@@ -5,7 +5,7 @@ import json
 import polars as pl
 import pytest
 import yaml
-from harness_tasks import TASKS, write_tasks
+from harness_tasks import NUM_QUESTIONS, TASKS
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
@@ -23,17 +23,7 @@ from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 pytest.importorskip("lm_eval")
-NUM_QUESTIONS = 6
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("tasks"), NUM_QUESTIONS)
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def dataset(tasks, task, **settings):

@@ -7,25 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness_tasks import TASKS, write_tasks
+from harness_tasks import TASKS
 
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.receipts.receipt import Receipt
 
 pytest.importorskip("lm_eval")
 AQNPIPE = Path(sys.executable).with_name("aqnpipe")
-NUM_QUESTIONS = 6
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    """A folder with the tasks and their questions."""
-    return write_tasks(tmp_path_factory.mktemp("tasks"), NUM_QUESTIONS)
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def evaluated(folder, tasks=tuple(TASKS), model="aqnpipe", **model_args):

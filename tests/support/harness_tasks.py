@@ -1,4 +1,4 @@
-"""Two multiple-choice and two generative tasks for lm-evaluation-harness, made without the hub."""
+"""Four tasks for lm-evaluation-harness, multiple-choice and generative, made without the hub."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import yaml
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.data.generated import generate_problems
 
+NUM_QUESTIONS = 6
 CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "label"}
 GENERATE = {
     "output_type": "generate_until",
@@ -44,9 +45,9 @@ TASKS = {
 }
 
 
-def write_tasks(folder: Path, num_questions: int) -> Path:
+def write_tasks(folder: Path) -> Path:
     """Write the tasks and their questions to `folder`, and return it."""
-    settings = GeneratedDataset(num_test=num_questions, max_steps=1, distractor_probability=0.0)
+    settings = GeneratedDataset(num_test=NUM_QUESTIONS, max_steps=1, distractor_probability=0.0)
     rows = []
     for problem in generate_problems(settings, "test"):
         gold = int(problem.answer.rpartition("#### ")[2])
