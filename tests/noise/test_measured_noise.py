@@ -98,6 +98,21 @@ def test_training_has_it_in_the_forward_pass_and_exact_gradients(model, ids):
     model.zero_grad()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_checkpointed_layers_replay_it_operator_by_operator(make_model, ids, attention, use_reentrant):
+    gradients = []
+    for checkpointed in (False, True):
+        model = make_model(attn_implementation=attention).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        with aqnpipe.noisy(model, error=measured(model, 4)) as receipt:
+            model(input_ids=ids, labels=ids).loss.backward()
+        receipt.check()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(plain, replayed) for plain, replayed in zip(*gradients, strict=True))
+
+
 # -- sabotage: the receipt must refuse what the injection does wrong ---------------------------------------------------
 
 
