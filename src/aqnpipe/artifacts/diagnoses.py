@@ -131,7 +131,7 @@ class Untested(Artifact):
 class DiagnosisOrigin(Artifact):
     """Model and machine of a verdict in the study, digests of the weights and of the layers.parquet beside it.
 
-    `imported_from`: of a diagnosis made elsewhere, the folder that it was read from, and its model and machine there.
+    `imported_from`: folder, model and machine of a diagnosis made elsewhere; null for one made here.
     """
 
     model: str

@@ -55,8 +55,8 @@ class EvaluationTable(pa.DataFrameModel):
     `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
     the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers that do not compare numbers have
-    columns only in evaluations of which they are the primary one; `own` is a function of the user's own,
-    `task` a task of lm-evaluation-harness.
+    columns only in evaluations of which they are the primary one; `own` is a scoring
+    function of the user, `task` a task of lm-evaluation-harness.
     """
 
     question_id: str

@@ -1,6 +1,6 @@
-"""What is left of checkpoints whose weights were removed after their evaluation: digests, and why they may go.
+"""Records of the checkpoints whose weights were removed after their evaluation.
 
-Configuration, tokenizer and record of a checkpoint stay, and so do the digests of its files in the record of the run.
+Configuration, tokenizer and record of such a checkpoint stay, and the record of the run keeps the digests of its files.
 """
 
 from pathlib import Path
@@ -15,8 +15,8 @@ REMOVED_WEIGHTS_FILE = "removed_weights.json"
 class RemovedWeights(Artifact):
     """removed_weights.json in the folder of a checkpoint, written before its weights are removed.
 
-    `files_sha256`: the removed files. `untrained`: whether every weight was that of the model before training, which a
-    comparison asks if several checkpoints have equal weights.
+    `files_sha256`: digests of the removed files, by name. `untrained`: whether every weight was still that of the model
+    before training; comparisons need it where several checkpoints have equal weights.
     """
 
     keep: Keep
@@ -25,7 +25,7 @@ class RemovedWeights(Artifact):
 
 
 class RetainedRun(Artifact):
-    """weights.json of a run: after which steps its weights are kept and removed, and why all are kept if they are."""
+    """weights.json of a run: the steps whose weights are kept or removed, and why all are kept if they are."""
 
     keep: Keep
     kept_steps: tuple[int, ...]
