@@ -3,7 +3,7 @@
 The faults of real machines are those of detection.py; this one shows what the diagnosis says of simulated faults (type,
 magnitude, channels) and what the statistical scans find.
 
-`OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py` runs everything (about two hours on one core) and writes
+`OMP_NUM_THREADS=1 python benchmarks/detection_simulated.py` runs everything (its time is not measured) and writes
 detection_simulated_faults.csv, detection_simulated_healthy.csv, detection_simulated.md and detection_simulated_roc.svg
 to the folder of this file. Faults run in random order, so that an interrupted run is a sample of all combinations; it
 resumes where it stopped. `--summarise` rewrites the page and the picture from the CSV files, also of such a sample.
@@ -31,6 +31,7 @@ import polars as pl
 import torch
 import torch.nn.functional as F
 from detection import commit
+from machine_faults.page import commits
 from scipy import stats
 from torch import Tensor, nn
 from transformers import (
@@ -317,7 +318,7 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         f"{faults.height} combinations of type x site x sparsity x magnitude, with models "
         "and layers in rotation, each with its own mask seed.",
         "",
-        f"Faults measured at commit: {_commits(faults)}. Healthy models: {_commits(healthy)}. The exact probes "
+        f"Faults measured at commit: {commits(faults)}. Healthy models: {commits(healthy)}. The exact probes "
         "before commit cfe814d were others, at a cost of 11 whole-model forwards. The faults of real machines are in "
         "[detection.md](detection.md).",
         "",
@@ -375,11 +376,6 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "",
     ]
     return "\n".join(parts)
-
-
-def _commits(rows: pl.DataFrame) -> str:
-    """Return the number of rows that were measured at each commit."""
-    return ", ".join(f"{count} at {code}" for code, count in sorted(rows["commit"].value_counts().iter_rows()))
 
 
 def upper(alarms: int, machines: int) -> float:

@@ -49,12 +49,12 @@ def _share(flags: pl.Series) -> str:
 
 
 def _head(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
-    code = ", ".join(sorted(set(faults["commit"]) | set(healthy["commit"])))
     return (
         "# Detection benchmark\n\n"
-        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection.py`. Measured at commit "
-        f"{code}. Rows: [effects](detection_effects.csv), [faults](detection_faults.csv), "
-        "[healthy devices](detection_healthy.csv).\n\n"
+        "Command: `OMP_NUM_THREADS=1 python benchmarks/detection.py`. Faults measured at commit: "
+        f"{commits(faults)}. Healthy runs: {commits(healthy)}; probes that came later are not in them "
+        "([README](README.md#detection-of-faults)). Rows: [effects](detection_effects.csv), "
+        "[faults](detection_faults.csv), [healthy devices](detection_healthy.csv).\n\n"
         f"{faults['name'].n_unique()} faults and {healthy['name'].n_unique()} kinds of healthy arithmetic act on an "
         "emulated device: what runs inside the modules of a model is changed from outside, without the project's fault "
         f"simulation. Models: {faults['architecture'].n_unique()} architectures with random weights (4 layers of 64 "
@@ -64,6 +64,11 @@ def _head(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "device as a whole for faults that every layer shares, and its operation. No wide model and no accelerator "
         f"was measured.{_unfinished(faults, healthy)}"
     )
+
+
+def commits(rows: pl.DataFrame) -> str:
+    """Return the number of rows that were measured at each commit."""
+    return ", ".join(f"{count} at {code}" for code, count in sorted(rows["commit"].value_counts().iter_rows()))
 
 
 def _unfinished(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
