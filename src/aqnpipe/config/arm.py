@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier
-from aqnpipe.config.model import Attention
+from aqnpipe.config.model import Attention, noised_attention
 from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, FakeQuantization, ModuleNoise, OperatorNoise
 
 ModelRole = Literal["base", "large", "checkpoints"]
@@ -82,8 +82,8 @@ class Arm(FrozenModel):
         noise = self.operator_noise
         if noise is None or "attention" in noise.model_fields_set or isinstance(noise.error, FakeQuantization):
             return self
-        computed = "decomposed" if attention == "eager" else "fused"
-        return self.model_copy(update={"operator_noise": noise.model_copy(update={"attention": computed})})
+        computed = noise.model_copy(update={"attention": noised_attention(attention)})
+        return self.model_copy(update={"operator_noise": computed})
 
     @model_validator(mode="after")
     def _phases_are_of_training(self) -> Self:

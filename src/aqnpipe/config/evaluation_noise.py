@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.model import noised_attention
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
     ErrorModel,
@@ -74,16 +75,17 @@ class EvaluationNoise(FrozenModel):
         problem = self.attention_problem(attention)
         if problem is not None:
             raise ConfigError(problem)
-        return OperatorNoise.model_validate(self.operator_noise.model_dump() | {"attention": _noised(attention)})
+        settings = {"attention": noised_attention(attention)}
+        return OperatorNoise.model_validate(self.operator_noise.model_dump() | settings)
 
     def attention_problem(self, attention: str) -> str | None:
         """Return why the noise on operators cannot be had with an implementation of attention; None if it can."""
         given = None if self.operator_noise is None else self.operator_noise.attention
-        if given in (None, _noised(attention)):
+        if given in (None, noised_attention(attention)):
             return None
         return (
             f"operator_noise.attention: found {given}, the model computes attention {attention}, whose noise is "
-            f"{_noised(attention)}: leave attention out"
+            f"{noised_attention(attention)}: leave attention out"
         )
 
     def modules(self) -> ModuleNoise | None:
@@ -95,10 +97,6 @@ class EvaluationNoise(FrozenModel):
         """Whether another noise seed gives other numbers; roundings and biases are the same every time."""
         errors = [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
         return any(isinstance(error, RelativeGaussian | AbsoluteGaussian) and is_active(error) for error in errors)
-
-
-def _noised(attention: str) -> str:
-    return "decomposed" if attention == "eager" else "fused"
 
 
 def preset(name: Preset) -> EvaluationNoise:

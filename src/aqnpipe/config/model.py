@@ -21,6 +21,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH_PREFIXES = ("/", "./", "../")
 
 
+def noised_attention(attention: str) -> Literal["decomposed", "fused"]:
+    """Return what noise on attention is put on with an implementation: both products, or one operator."""
+    return "decomposed" if attention == "eager" else "fused"
+
+
 class ModelConfig(FrozenModel):
     """A model (built-in name, local folder or hub id), its dtype and its attention implementation."""
 
