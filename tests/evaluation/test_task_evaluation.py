@@ -151,6 +151,28 @@ def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path):
         HarnessTask.load(dataset(tmp_path, "broken"))
 
 
+@pytest.mark.parametrize(
+    ("metric", "responses", "best"),
+    [
+        ("acc", [-3.0, -2.0, -4.0], 1),
+        ("acc_norm", [-3.0, -2.0, -2.5], 2),
+        ("acc_mutual_info", [-3.0, -2.0, -4.0, -9.0, -3.0, -4.5], 0),
+    ],
+)
+def test_the_answer_is_the_choice_that_the_metric_ranks_first(tmp_path, metric, responses, best):
+    row = {"question": "q", "choices": ["ab", "c", "defg"], "label": best}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(row))
+    files = {"data_files": {"test": str(tmp_path / "questions.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+    task = TASKS["choose_number"] | {
+        **{"task": "ranked", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"},
+        "metric_list": [{"metric": metric}],
+    }
+    (tmp_path / "ranked.yaml").write_text(yaml.safe_dump(task))
+    ranked = HarnessTask.load(dataset(tmp_path, "ranked", metric=metric))
+    stored = ranked.response_of(0, [(value, False) for value in responses])
+    assert ranked.grade(0, stored) == (str(best), True)
+
+
 def content(**changes):
     return {
         "study": "mine",

@@ -120,12 +120,18 @@ class HarnessTask:
 
     def _answer(self, document: Any, given: Sequence[Any], filtered: Sequence[Any]) -> str | None:
         """Return the number of the most likely choice, as the metric counts, or the text that the filter found."""
-        size = {"acc_norm": len, "acc_bytes": lambda text: len(text.encode())}.get(self._metric, lambda _: 1)
-        sizes = [max(size(choice), 1) for choice in self._task.doc_to_choice(document)] if self.is_choice else []
         if self.is_choice:
-            return str(max(range(len(sizes)), key=lambda place: given[place][0] / sizes[place]))
+            values = self._values(self._task.doc_to_choice(document), [value for value, _ in given])
+            return str(values.index(max(values)))
         text = str(filtered[0]).strip()
         return None if text in ("", _NO_ANSWER) else text
+
+    def _values(self, choices: Sequence[str], found: Sequence[float]) -> list[float]:
+        """Return by what the metric ranks the choices; found: log-likelihoods with the prompt, and perhaps without."""
+        if self._metric == "acc_mutual_info":
+            return [given - alone for given, alone in zip(found, found[len(choices) :], strict=False)]
+        size = {"acc_norm": len, "acc_bytes": lambda text: len(text.encode())}.get(self._metric, lambda _: 1)
+        return [value / max(size(choice), 1) for choice, value in zip(choices, found, strict=False)]
 
     def _gold(self, document: Any) -> str:
         gold = self._task.doc_to_target(document)
