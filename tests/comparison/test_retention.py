@@ -87,6 +87,16 @@ def test_the_other_weights_go_and_their_digests_stay(run, keep, kept, gone):
     assert record.untrained, "the weights are those of the model"
 
 
+def test_neither_words_nor_other_runs_are_parameters_of_the_job(synthetic):
+    def of_run(**settings):
+        study = synthetic.study(comparisons=[], **settings)
+        report = study.config.report.model_copy(update={"title": str(settings)})
+        config = study.config.model_copy(update={"report": report, "description": str(settings)})
+        return StudyPlan(study.model_copy(update={"config": config})).of_run("E5", 0).study_params()
+
+    assert of_run(arms=["E5"], seeds=[0]) == of_run(arms=["baseline", "E5"], seeds=[0, 1])
+
+
 def test_a_second_job_changes_nothing(run):
     first = removed(run, "last")
     record = (run.folder / "checkpoints" / "step4" / REMOVED_WEIGHTS_FILE).read_bytes()

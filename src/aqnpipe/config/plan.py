@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.analysis import PRETRAINED, ReportConfig
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.dataset import LmEvalDataset, Split
 from aqnpipe.config.diagnosis import SigmaStrategy
@@ -353,10 +353,10 @@ class StudyPlan:
         return self.study.model_dump(mode="json", exclude={"config": {"keep"}})
 
     def of_run(self, arm: str, seed: int) -> "StudyPlan":
-        """Return the plan of a single run and its evaluations, without comparisons."""
-        config = self.study.config.model_copy(
-            update={"arms": (arm,), "seeds": (seed,), "comparisons": (), "loss_studies": ()}
-        )
+        """Return the plan of a single run and its evaluations, without comparisons and texts of the report."""
+        single: dict[str, Any] = {"arms": (arm,), "seeds": (seed,), "comparisons": (), "loss_studies": ()}
+        words = {"description": "", "report": ReportConfig(title="", question="")}
+        config = self.study.config.model_copy(update=single | words)
         return StudyPlan(Study(config=config, arms={arm: self.study.arms[arm]}))
 
     def params_at_look(self, look: int) -> dict[str, Any]:
