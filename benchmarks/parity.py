@@ -1,12 +1,15 @@
 """The parity of the built-in models over the configurations that a CPU has, and what a capture costs.
 
 `OMP_NUM_THREADS=1 python benchmarks/parity.py` writes docs/parity.md, in some minutes. `--speed` measures a random
-model of 1.5B's proportions, smaller, and prints times as multiples of one forward pass over the same tokens.
+model of 1.5B's proportions, smaller, and prints times as multiples of one forward pass over the same tokens. `--layers
+28 --hidden 1536 --vocabulary 151936 --megabytes 200` is the whole shape (float32: 6 GB of weights, about twice that of
+memory).
 """
 
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +29,7 @@ from aqnpipe.models.loading import load_tokenizer, source_folder
 from aqnpipe.parity.capture import capture
 from aqnpipe.parity.capture_file import seal, write_capture
 from aqnpipe.parity.effects import Substitutions
+from aqnpipe.parity.identity import model_facts
 from aqnpipe.parity.parity import parity_of
 
 ROOT = Path(__file__).parents[1]
@@ -52,10 +56,14 @@ def main() -> None:
     """Write docs/parity.md, or measure the speed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--megabytes", type=int, default=50)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.speed:
-        measure_speed()
+        measure_speed(options.layers, options.hidden, options.vocabulary, options.megabytes)
         return
     rows = []
     for model in MODELS:
@@ -116,10 +124,15 @@ How to read it:
 """
 
 
-def measure_speed(num_layers: int = 8, hidden: int = 512) -> None:
-    """Print what capture and parity cost, as multiples of one forward pass over the same tokens, in CPU seconds."""
+def measure_speed(num_layers: int, hidden: int, vocabulary: int, megabytes: int) -> None:
+    """Print what capture and parity cost, as multiples of one forward pass over the same tokens, in CPU seconds.
+
+    Forward passes are measured before, between and behind the steps, because other work on the machine slows all of
+    them down; the median counts. A step has everything that it does to a loaded model, the digest of the model's files
+    too, which is printed beside it.
+    """
     config = Qwen2Config(
-        vocab_size=32000,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=int(hidden * 8960 / 1536),
         num_hidden_layers=num_layers,
@@ -133,30 +146,51 @@ def measure_speed(num_layers: int = 8, hidden: int = 512) -> None:
         model = Qwen2ForCausalLM(config).eval()
         model.config._attn_implementation = "sdpa"
         model.save_pretrained(folder)
-        settings = CaptureConfig(attention="sdpa", max_bytes=50_000_000, num_decoded=0)
+        settings = CaptureConfig(attention="sdpa", max_bytes=megabytes * 1_000_000, num_decoded=0)
         ids = torch.randint(config.vocab_size, (32, 32)).tolist()
-        forward = median(forward_seconds(model, ids, settings.batch_size) for _ in range(3))
+        forwards = [forward_seconds(model, ids, settings.batch_size)]
+
+        def timed(step: str, run: Callable[[], Any]) -> Any:
+            started = time.process_time()
+            result = run()
+            steps[step] = time.process_time() - started
+            forwards.append(forward_seconds(model, ids, settings.batch_size))
+            return result
+
+        steps: dict[str, float] = {}
+        first, _ = timed("capture", lambda: seal(capture(model, folder, str(folder), ids, settings)))
+        # Without differences no operator would be substituted.
+        planted = [
+            module.register_forward_hook(lambda module, args, output: output * (1 + 1e-6))
+            for module in model.modules()
+            if isinstance(module, torch.nn.Linear) or "Norm" in type(module).__name__
+        ]
+        target = folder / "b.capture"
+        second = timed(
+            "replay", lambda: write_capture(target, capture(model, folder, str(folder), ids, settings, first))
+        )
+        for hook in planted:
+            hook.remove()
+        found = timed(
+            "parity", lambda: parity_of(first, second, lambda sides: Substitutions(model, sides, 1).measured())
+        )
         started = time.process_time()
-        first, _ = seal(capture(model, folder, str(folder), ids, settings))
-        first_done = time.process_time()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear) or "Norm" in type(module).__name__:
-                # Without differences no operator would be substituted.
-                module.register_forward_hook(lambda module, args, output: output * (1 + 1e-6))
-        captured = time.process_time()
-        second = write_capture(folder / "b.capture", capture(model, folder, str(folder), ids, settings, first))
-        replayed = time.process_time()
-        found = parity_of(first, second, lambda sides: Substitutions(model, sides, 1).measured())
-        compared = time.process_time()
-        size = (folder / "b.capture").stat().st_size / 1e6
+        model_facts(folder, str(folder))
+        digest = time.process_time() - started
+        size = target.stat().st_size / 1e6
         parameters = sum(parameter.numel() for parameter in model.parameters())
-    steps = {"capture": first_done - started, "replay": replayed - captured, "parity": compared - replayed}
+    forward = median(forwards)
     CONSOLE.print(
-        f"{num_layers} layers, {parameters / 1e6:.0f} M parameters, 1,024 tokens, {first.sample.num_rows} recorded"
+        f"{num_layers} layers, {parameters / 1e6:.0f} M parameters, 1,024 tokens, {first.sample.num_rows} recorded, "
+        f"{len(found.substitution.alone)} kinds of operators substituted"
     )
-    CONSOLE.print(f"one forward pass: {forward:.1f} s; second capture {size:.0f} MB; verdict {found.verdict}")
+    spread = f"{min(forwards):.1f} to {max(forwards):.1f}"
+    CONSOLE.print(
+        f"one forward pass: {forward:.1f} s ({spread}); second capture {size:.0f} MB; verdict {found.verdict}"
+    )
     for step, seconds in steps.items():
         CONSOLE.print(f"{step}: {seconds:.1f} s, {seconds / forward:.2f} forward passes")
+    CONSOLE.print(f"of which twice the digest of the model's files: {2 * digest / forward:.2f} forward passes")
     CONSOLE.print(f"in all: {sum(steps.values()) / forward:.2f} forward passes")
 
 

@@ -1,11 +1,13 @@
 """Measure how long Snakemake takes to plan a large study, and to find nothing to do in a finished one.
 
     python benchmarks/workflow_scale.py
-    python benchmarks/workflow_scale.py --arms 1000 --seeds 10 --rounds 1 --plan-only     # 10,000 runs
+    python benchmarks/workflow_scale.py --arms 1000 --seeds 10 --rounds 1 --plan-only --whole-runs --empty
 
-A study of 100 arms, 5 seeds and 3 checkpoints gets a dry run. Then the outputs of the default study are created as
-empty files and marked as finished (`--touch`), and a run that finds nothing to do is measured. Both run in a copy of
-the workflow. Prints wall and processor seconds and the peak memory of Snakemake.
+The second is 10,000 runs. A study of 100 arms, 5 seeds and 3 checkpoints gets a dry run; with `--empty` a workflow of
+as many jobs, each with one output, one input and a shell command, gets one right after it: what Snakemake itself needs.
+Then the outputs of the default study are created as empty files and marked as finished (`--touch`), and a run that
+finds nothing to do is measured. All run in a copy of the workflow. Prints wall and processor seconds and the peak
+memory of Snakemake.
 """
 
 import argparse
@@ -23,6 +25,21 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")
+NUM_CHECKPOINTS = 3
+
+
+EMPTY = """
+rule all:
+    input: [f"evaluated/{{run}}/{{number}}" for run in range({runs}) for number in range({evaluations})]
+rule evaluate:
+    input: "trained/{{run}}"
+    output: "evaluated/{{run}}/{{number}}"
+    shell: "true"
+rule train:
+    output: "trained/{{run}}"
+    shell: "true"
+"""
+"""Snakefile of as many training and evaluation jobs as the large study has, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,7 @@ def large_study(folder: Path, num_arms: int, num_seeds: int) -> None:
         study.pop(key, None)
     study["report"].pop("explore", None)
     steps = study["training"]["epochs"] * (study["dataset"]["num_train"] // study["training"]["prompts_per_step"])
-    study["training"]["checkpoint_every"] = -(-steps // 3)
+    study["training"]["checkpoint_every"] = -(-steps // NUM_CHECKPOINTS)
     arms = {name: {**arm, "aa_control_of": names.get(arm.get("aa_control_of"))} for name, arm in arms.items()}
     study |= {"study": "large", "results_dir": "results/large", "arms_file": "large-arms.yaml"}
     study |= {"arms": list(arms), "seeds": list(range(num_seeds))}
@@ -74,6 +91,14 @@ def timed(folder: Path, *arguments: str) -> Usage:
     return Usage(time.perf_counter() - started, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
+def measured_empty(folder: Path, num_runs: int, num_evaluations: int) -> Usage:
+    """Return what a dry run of an empty workflow needs: a training job and `num_evaluations` jobs for each run."""
+    apart = folder / "empty"
+    apart.mkdir(exist_ok=True)
+    (apart / "Snakefile").write_text(EMPTY.format(runs=num_runs, evaluations=num_evaluations), encoding="utf-8")
+    return timed(apart, "-n")
+
+
 def create_empty_results(folder: Path) -> None:
     """Create every output of the default study as an empty file, and let Snakemake record it as finished."""
     rows = [line.split("\t") for line in snakemake(folder, "--summary").splitlines() if "\t" in line]
@@ -91,6 +116,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the large study (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement (default: %(default)s)")
     parser.add_argument("--plan-only", action="store_true", help="measure no finished study")
+    parser.add_argument("--whole-runs", action="store_true", help="one job evaluates all checkpoints of a run")
+    parser.add_argument("--empty", action="store_true", help="measure an empty workflow of as many jobs beside it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -98,8 +125,13 @@ def main() -> None:
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "Snakefile", folder)
         large_study(folder, arguments.arms, arguments.seeds)
+        options = ["--set-resources", "evaluate:whole_runs=1"] if arguments.whole_runs else []
+        num_runs, num_evaluations = arguments.arms * arguments.seeds, 1 if arguments.whole_runs else NUM_CHECKPOINTS
         for _ in range(arguments.rounds):
-            print(f"dry run, large study: {timed(folder, '-n', '--configfile', 'config/large.yaml')}")  # noqa: T201
+            used = timed(folder, "-n", "--configfile", "config/large.yaml", *options)
+            print(f"dry run, large study: {used}")  # noqa: T201
+            if arguments.empty:
+                print(f"dry run, empty workflow: {measured_empty(folder, num_runs, num_evaluations)}")  # noqa: T201
         lines = (folder / "out.txt").read_text(encoding="utf-8").splitlines()
         print(next(line for line in reversed(lines) if line.startswith("total")))  # noqa: T201
         if arguments.plan_only:

@@ -16,7 +16,7 @@ RUN apt-get update \
 
 COPY pyproject.toml constraints-cuda.txt README.md LICENSE ./
 COPY src ./src
-RUN pip install --constraint constraints-cuda.txt '.[slurm,vllm]'
+RUN pip install --constraint constraints-cuda.txt '.[slurm,vllm,lm-eval]'
 
 WORKDIR /work
 ENTRYPOINT ["aqnpipe"]

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import pytest
 from filelock import FileLock
 
 if TYPE_CHECKING:
+    from faulted_study import WarmPython
     from transformers import Qwen2ForCausalLM
 
 
@@ -111,6 +112,16 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from harness_tasks import write_tasks
 
     return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[WarmPython]":
+    """Forks Snakemake and its jobs from a process that has their imports made."""
+    from faulted_study import WarmPython
+
+    server = WarmPython(tmp_path_factory.mktemp("warm"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,6 +30,7 @@ section { margin: 0; padding: 12px 18px }
 .claims summary { min-height: 56px }
 .panels { grid-template-columns: 1fr; margin: 0 }
 .panels svg { max-width: 300px }
+.panels h3 button, #diagnosis .panels ~ .legend { display: none }
 .limits { columns: 1 }
 .scroll { overflow: visible; margin: 0 0 8px; background: none }
 .scroll.arms { max-height: none; margin: 0 18px 8px }
@@ -42,7 +43,8 @@ section { margin: 0; padding: 12px 18px }
 def keep_panel(page: Page, section: str, title: str) -> None:
     """Mark the panel of a section with that title, so that the overview shows it alone; exit if there is none."""
     panels = page.locator(f"#{section} .panels > div")
-    titles = panels.locator("h3").all_inner_texts()
+    # The first text of a title: the script of the page puts its buttons behind it.
+    titles = panels.locator("h3").evaluate_all("titles => titles.map(title => title.firstChild.textContent)")
     if title not in titles:
         sys.exit(f"ERROR: the report has no panel {title!r} in section {section}; it has {', '.join(titles)}")
     panels.nth(titles.index(title)).evaluate("panel => panel.setAttribute('data-kept', '')")

@@ -23,7 +23,7 @@ START_SECONDS = 400
 
 
 @contextmanager
-def server(folder, noise):
+def server(folder, noise, more_options=()):
     """Start the server and yield its address when it answers; ends it."""
     (folder / "noise.yaml").write_text(noise)
     with socket.socket() as free:
@@ -44,7 +44,7 @@ def server(folder, noise):
     extension = ["--worker-extension-cls", "aqnpipe.generation.vllm.serving.ServedNoise"]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [*command, *options, *needed, *extension, "--host", "127.0.0.1", "--port", port],
+            [*command, *options, *needed, *extension, *more_options, "--host", "127.0.0.1", "--port", port],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -102,6 +102,19 @@ def uuid_of_device(device: "torch.device") -> str | None:
     return None if uuid is None else f"GPU-{uuid}"
 
 
+def nvidia_capability(kind: DeviceKind) -> tuple[int, int] | None:
+    """Return the compute capability of this process's NVIDIA GPU, (9, 0) for an H100; None for any other device."""
+    if kind != "cuda":
+        return None
+    import torch
+
+    if torch.version.hip is not None:
+        return None
+    backend: ModuleType = torch.cuda
+    capability: tuple[int, int] = backend.get_device_capability(local_device_index(kind))
+    return capability
+
+
 def visible_ids(kind: DeviceKind) -> tuple[str, ...]:
     """Return the device ids that the environment lists for this process; empty if it lists none."""
     text = os.environ.get(VISIBLE_DEVICES[kind], "") if kind in VISIBLE_DEVICES else ""

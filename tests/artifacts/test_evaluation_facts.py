@@ -105,3 +105,10 @@ def test_settings_that_differ_are_named():
     (problem,) = facts(dtype="bfloat16").differences(CONFIG)
     assert problem == "used dtype 'bfloat16', the study requests 'float32'"
     assert facts(dtype="bfloat16", unchecked=("number format",)).differences(CONFIG) == []
+
+
+def test_shards_are_those_that_the_study_requests():
+    shared = CONFIG | {"generation": {"tensor_parallel": 2}}
+    assert facts(shards=2).differences(shared) == []
+    assert facts().differences(shared) == ["used shards 1, the study requests 2"]
+    assert facts(shards=2).differences(CONFIG) == ["used shards 2, the study requests 1"]

@@ -1,11 +1,10 @@
 """A measured error gets its figures from a parity file, and only from one that fits the model."""
 
 import pytest
+from made_up_parities import operator, parity
 
-from aqnpipe.artifacts.captures import CaptureIdentity
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures, with_figures
-from aqnpipe.artifacts.parities import LogProbabilities, OperatorParity, ParityFile
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
@@ -13,58 +12,11 @@ from aqnpipe.errors import ConfigError, DataError
 
 CONFIG = {"model_type": "qwen2", "num_hidden_layers": 1, "hidden_size": 8}
 FIGURES = ErrorFigures(bias=0.1, per_result=0.2)
-
-
-def identity(**changed):
-    return CaptureIdentity(
-        **{
-            "aqnpipe": "1",
-            "created": "2026-01-01T00:00:00Z",
-            "model": "tiny",
-            "model_class": "Qwen2ForCausalLM",
-            "weights_sha256": "a" * 64,
-            "tokenizer_sha256": None,
-            "config": CONFIG,
-            "tokens_sha256": "b" * 64,
-            "num_sequences": 1,
-            "num_tokens": 4,
-            "lengths": (4,),
-            "backend": "transformers",
-            "dtype": "float32",
-            "attention": "eager",
-            "device": "cpu",
-            "driver": None,
-            "toolkit": None,
-            "threads": 1,
-            "batch_size": 1,
-            "padding": "left",
-            "num_decoded": 0,
-            "numerics": {},
-            "versions": {},
-            "num_compared_parameters": 1,
-            "stale_parameters": (),
-            "replay_of": None,
-            "seconds": 1.0,
-            "members": {},
-            **changed,
-        }
-    )
-
-
-def operator(name, kind, layer, figures=FIGURES, verdict="rounding"):
-    return OperatorParity(
-        **{"name": name, "kind": kind, "layer": layer, "verdict": verdict, "reason": "why", "figures": figures},
-        **{"relative_rms": 0.2, "bias": 0.1, "ulps_p99": 1, "ulps_largest": 1, "gain": 0, "input_correlation": None},
-        **{"equal_share": 0.5, "bound_share": 0.5, "first_algorithm": None, "second_algorithm": None},
-        **{"accumulated_relative_rms": 0.2, "accumulated_correlation": None},
-    )
-
-
 OPERATORS = (
-    operator("layers.0.input_layernorm", "input_layernorm", 0),
-    operator("layers.0.q_proj", "q_proj", 0),
-    operator("layers.0.attention", "attention", 0, ErrorFigures()),
-    operator("lm_head", "lm_head", None),
+    operator("input_layernorm", 0, figures=FIGURES),
+    operator("q_proj", 0, figures=FIGURES),
+    operator("attention", 0, figures=ErrorFigures()),
+    operator("lm_head", figures=FIGURES),
 )
 
 
@@ -73,24 +25,8 @@ def write(tmp_path):
     """Function (changes) -> path of a parity file."""
 
     def run(**changed):
-        content = {
-            "verdict": "rounding",
-            "summary": "all differ by rounding.",
-            "first": identity(),
-            "second": identity(dtype="bfloat16"),
-            "same_inputs": True,
-            "num_rows": 4,
-            "first_beyond_rounding": None,
-            "operators": OPERATORS,
-            "log_probabilities": LogProbabilities(
-                num_tokens=3, mean=0, rms=0, p99=0, largest=0, argmax_changes=0, prefill_rms=0, decode_rms=None
-            ),
-            "substitution": None,
-            "settings": (),
-            "notes": (),
-        }
         path = tmp_path / "parity.json"
-        write_json(path, ParityFile(**{**content, **changed}))
+        write_json(path, parity(**{"operators": OPERATORS, **changed}))
         return path
 
     return run
@@ -121,6 +57,10 @@ def test_the_figures_of_the_products_are_read(write):
         ({"config": {**CONFIG, "hidden_size": 16}}, "another model (tiny): found hidden_size 8"),
         ({"config": {**CONFIG, "num_hidden_layers": 2}}, "found num_hidden_layers 1"),
         ({"dtype": "bfloat16"}, "the first side computed in float32"),
+        (
+            {"attention": "sdpa"},
+            "the first side computed attention with eager, the model that gets the noise does with",
+        ),
     ],
 )
 def test_a_parity_of_another_model_is_refused(write, settings, words):
@@ -137,11 +77,11 @@ def test_the_same_weights_are_accepted(write):
     [
         ({"verdict": "stale weights", "summary": "the second side computed with other weights."}, "other weights"),
         ({"operators": OPERATORS[:3]}, "expected those of 1 layers and lm_head"),
-        ({"operators": (operator("lm_head", "lm_head", None),)}, "figures of layers [], expected those of 1 layers"),
-        ({"operators": (operator("lm_head", "lm_head", None, ErrorFigures()),)}, "the same bits on both sides"),
-        ({"operators": (operator("lm_head", "lm_head", None, None),)}, "compare the captures again"),
-        ({"operators": (operator("lm_head", "lm_head", None, None, "fault"),)}, "lm_head is a fault: why"),
-        ({"same_inputs": False, "operators": (operator("lm_head", "lm_head", None, None),)}, "without --replay"),
+        ({"operators": (operator("lm_head", figures=FIGURES),)}, "figures of layers [], expected those of 1 layers"),
+        ({"operators": (operator("lm_head", figures=ErrorFigures()),)}, "the same bits on both sides"),
+        ({"operators": (operator("lm_head"),)}, "compare the captures again"),
+        ({"operators": (operator("lm_head", verdict="fault"),)}, "lm_head is a fault: why"),
+        ({"same_inputs": False, "operators": (operator("lm_head"),)}, "without --replay"),
     ],
 )
 def test_a_parity_that_says_nothing_about_single_operators_is_refused(write, changes, words):

@@ -11,6 +11,8 @@ LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 def test_ray_listens_on_the_loopback_interface_alone(tmp_path):
+    import ray  # noqa: F401 - as a user's code may do before; Ray reads its environment variables then
+
     with ray_cluster(resolve_device("cpu"), 1, "a test", tmp_path):
         family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
         own = [socket for socket in psutil.net_connections("inet") if socket.pid in family and not socket.raddr]

@@ -8,16 +8,9 @@ import os
 import time
 
 import pytest
-from faulted_study import FaultedStudy, WarmPython, differences
+from faulted_study import FaultedStudy, differences
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    server = WarmPython(tmp_path_factory.mktemp("warm"))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from aqnpipe.cli.check import announcement, check_study
 from aqnpipe.cli.cost_estimate import A100, CPU_CORE, Assumptions, Rates, default_rates, estimate_study
@@ -51,6 +53,15 @@ def test_every_phase_by_hand(config):
     # 1e-9 TFLOP/s are 1,000 operations a second; half of them in training passes, a tenth in generation.
     assert found["reference"].device_hours == pytest.approx(200 * 3840 / 500 / 3600)
     assert found["rollout"].device_hours == pytest.approx(200 * 3840 / 100 / 3600)
+
+
+def test_a_folder_whose_family_has_other_sizes_is_counted_from_its_weights(config, tmp_path):
+    """A GPT-2 has no intermediate_size. Nine parameters: 2 x 9 operations per token."""
+    (tmp_path / "config.json").write_text(json.dumps({"n_layer": 4, "n_embd": 3, "n_head": 1}))
+    save_file({"a": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    config["models"]["base"]["source"] = str(tmp_path)
+    found = costs(config, Assumptions(prompt_tokens=10, response_tokens=5, rates=RATES))
+    assert found["reference"].flops == 2 * 9 * 3840
 
 
 def test_decode_steps_of_transformers_take_the_host_by_hand(config):

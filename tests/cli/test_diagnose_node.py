@@ -177,6 +177,7 @@ def no_work(monkeypatch):
         (["tiny", "--devices", "cpu,gpu0"], "found 'gpu0', expected all, or a list of cuda:N, npu:N or cpu"),
         (["tiny", "--devices", "cpu,"], "found '', expected all"),
         (["tiny", "--device", "cuda:1"], "--device cuda:1: not usable here"),
+        (["tiny", "--device", "mps"], "from the 'MPS' backend)"),
         (["tiny", "--duration", "2"], "--duration '2': expected a number and a unit, as in 30s, 15m or 2h"),
         (["tiny", "--duration", "0s"], "--duration '0s'"),
         (["tiny", "--duration", "two hours"], "--duration 'two hours'"),

@@ -142,6 +142,19 @@ def test_without_slurm_a_cluster_profile_leases_the_devices_of_the_machine(name,
     assert (found["leases"].status, found["leases"].found) == ("ok", f"8 devices of kind {kind}")
 
 
+def test_a_machine_on_another_device_needs_that_device(tmp_path, monkeypatch):
+    content = yaml.safe_load(Path("config/smoke.yaml").read_text(encoding="utf-8"))
+    content |= {"device": "cpu", "arms_file": str(Path("config/arms.yaml").resolve())}
+    content["machines"]["npu"] = {"device": "npu"}
+    study = tmp_path / "study.yaml"
+    study.write_text(yaml.safe_dump(content), encoding="utf-8")
+    here = problems(profile_checks({"configfile": str(study)}, None))
+    assert here["device of machines (npu)"].startswith("requested npu, found none")
+    cluster_profile = {"configfile": str(study), "executor": "slurm", "set-resources": {"train": {}}}
+    found = problems(profile_checks(cluster_profile, None))
+    assert found["srdd_diagnose_npu"].startswith("the profile has no npu for it")
+
+
 def test_the_workstation_needs_as_many_devices_as_its_jobs_lease(monkeypatch):
     monkeypatch.setattr(device_allocation, "_ids_in_dev", lambda kind: ("0", "1") if kind == "cuda" else ())
     assert profile("workstation")["resources"] == {"devices": 2}
@@ -208,3 +221,29 @@ def test_this_machine_is_looked_at():
     assert {"GPUs", "NPUs", "python", "torch", "vllm", "ray", "Slurm", "disk", "machine"} <= set(found)
     assert found["torch"].status in ("ok", "untested")
     assert found["Slurm"].status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        ({"evaluate": {"devices": 2, "workers": 1}}, "ok", "2 devices per worker"),
+        ({"evaluate": {"devices": 1, "workers": 1}}, "problem", "found 1 devices, enough for 0 of 1 workers"),
+        ({"evaluate": {"gres": "gpu:a100:1"}}, "problem", "gres: found 1 devices per node"),
+        (
+            {"evaluate": {"devices": 2}, "evaluate_on_machine": {"devices": 1}},
+            "problem",
+            "evaluate_on_machine: devices: found 1",
+        ),
+    ],
+)
+def test_every_engine_of_an_evaluation_needs_its_devices(given, status, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    study = yaml.safe_load((ROOT / "config" / "qwen2.5-1.5b.yaml").read_text())
+    study["arms_file"] = str(ROOT / "config" / study["arms_file"])
+    study["generation"] = study.get("generation", {}) | {"backend": "vllm", "tensor_parallel": 2}
+    study["evaluation"]["machines"] = ["target"]
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    keys = {"configfile": str(tmp_path / "study.yaml"), "set-resources": given}
+    (found,) = [check for check in profile_checks(keys, None) if check.name == "evaluations"]
+    assert found.status == status
+    assert said in found.found

@@ -1,5 +1,6 @@
 """Opening a study: what is checked outside its files, and what Snakemake reads before the workflow."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from aqnpipe.cli.front_door import (
     device_problem,
     open_study,
     refuse_unreadable_studies,
+    shards_of_given_study,
+    shards_without_devices,
     shown_path,
     workers_of_given_study,
 )
@@ -33,6 +36,15 @@ def test_jobs_do_not_look_outside_the_study():
     with pytest.raises(ConfigError, match=r"config/smoke\.yaml: prompt\.style: found chat, expected plain"):
         open_study([ROOT / "config" / "smoke.yaml"], chat)
     assert open_study([ROOT / "config" / "smoke.yaml"], chat, look_outside=False).study.config.prompt.style == "chat"
+
+
+def test_a_machine_measured_elsewhere_needs_its_file(tmp_path):
+    machine = {"counterpart": None, "measured_in": f"{tmp_path}/{{model}}.json"}
+    study = [ROOT / "config" / "measured.yaml"]
+    with pytest.raises(ConfigError, match=r"machines\.measured\.measured_in: no file .*/base\.json, expected one that"):
+        open_study(study, {"machines": {"measured": machine}})
+    (tmp_path / "base.json").write_text("{}")
+    assert open_study(study, {"machines": {"measured": machine}}).parities() == []
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
@@ -144,3 +156,60 @@ def test_a_profile_learns_how_many_workers_a_study_has(arguments, workers, monke
     monkeypatch.setattr(sys, "argv", ["snakemake", *given])
     monkeypatch.delenv("SNAKEMAKE_PROFILE", raising=False)
     assert workers_of_given_study() == workers
+
+
+@pytest.mark.parametrize(
+    ("written", "shards"), [("{tensor_parallel: 2}", 2), ("{backend: vllm}", 1), ("{tensor_parallel: 0}", 1), ("3", 1)]
+)
+def test_a_profile_learns_how_many_devices_share_a_layer(written, shards, monkeypatch, tmp_path):
+    (tmp_path / "study.yaml").write_text(f"generation: {written}")
+    monkeypatch.setattr(sys, "argv", ["snakemake", "--configfile", str(tmp_path / "study.yaml")])
+    assert shards_of_given_study() == shards
+
+
+@pytest.mark.parametrize(
+    ("given", "shards", "problem"),
+    [
+        ({}, 2, None),
+        ({"devices": 1, "workers": 1}, 1, None),
+        ({"devices": 2, "workers": 1}, 2, None),
+        (
+            {"devices": 1, "workers": 1},
+            2,
+            "devices: found 1 devices, enough for 0 of 1 workers with the 2 of generation",
+        ),
+        ({"devices": 4, "workers": 4}, 2, "devices: found 4 devices, enough for 2 of 4 workers"),
+        ({"gres": "gpu:a100:2", "nodes": 2, "workers": 2}, 2, None),
+        # An engine is on one node.
+        (
+            {"gres": "gpu:a100:3", "nodes": 2, "workers": 3},
+            2,
+            "gres: found 3 devices per node, enough for 2 of 3 workers",
+        ),
+        ({"gres": "gpu:1", "workers": "lambda wildcards: 1"}, 2, None),
+    ],
+)
+def test_a_profile_that_gives_an_engine_too_few_devices_is_refused(given, shards, problem):
+    found = shards_without_devices("evaluate", given, shards)
+    assert found == problem if problem is None else f"set-resources: evaluate: {problem}" in found
+
+
+@pytest.mark.parametrize(
+    ("requested", "ids", "shards", "problem"),
+    [
+        ("cuda", ("0", "1"), 2, None),
+        ("cuda", ("0", "1"), 4, "found 4, this machine has 2 cuda devices; every worker needs one"),
+        ("cpu", (), 2, None),
+        ("cpu", (), 4, "found 4, this machine has 2 CPU cores"),
+        # There `device_problem` says that there is no device.
+        ("cuda", (), 4, None),
+        ("cuda", ("0",), 1, None),
+    ],
+)
+def test_more_shards_than_devices_are_refused_before_anything_runs(requested, ids, shards, problem, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    kind = "cuda" if ids else "cpu"
+    monkeypatch.setattr(front_door, "devices_to_compute_on", lambda _: (kind, ids))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    found = front_door.shards_problem(requested, shards)
+    assert found == problem if problem is None else problem in found

@@ -78,6 +78,13 @@ def test_two_configurations_without_files(monkeypatch, capsys):
             ["parity", "--model", "tiny", "--first", "backend=vllm,padding=left", "--second", ""],
             "padding, which has no",
         ),
+        (["capture", "tiny", "-o", "{1}", "--tensor-parallel", "2"], "tensor_parallel, which has no effect"),
+        (["capture", "tiny", "-o", "{1}", "--no-batch-invariant"], "batch_invariant, which has no effect"),
+        (
+            ["parity", "--model", "tiny", "--first", "backend=vllm,tensor_parallel=0", "--second", ""],
+            "--first: tensor_parallel: found 0",
+        ),
+        (["parity", "--model", "tiny", "--first", "tensor_parallel=2", "--second", ""], "which has no effect"),
         (["capture", "tiny", "-o", "{1}", "--data", "{0}/none.txt"], "found no such file"),
         (
             ["capture", "tiny", "-o", "{1}", "--replay", "{0}/gpu.capture", "--seed", "1"],
@@ -96,6 +103,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, monkeypatch, capsys, tmp_
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "a.capture").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "message"),
+    [
+        ("1", [], "VLLM_BATCH_INVARIANT: found it on, expected off: vLLM has no batch-invariant mode for a device"),
+        ("on", [], "VLLM_BATCH_INVARIANT: found 'on', expected 0 or 1"),
+        ("0", ["--batch-invariant"], "batch-invariant mode: found it on, expected off"),
+    ],
+)
+def test_a_batch_invariant_mode_that_the_device_does_not_have_is_refused(
+    monkeypatch, capsys, tmp_path, variable, option, message
+):
+    # vLLM need not be installed here.
+    monkeypatch.setattr("aqnpipe.cli.parity.running.check_vllm", lambda device: None)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
+    output = tmp_path / "a.capture"
+    assert run(monkeypatch, "capture", "tiny", "--backend", "vllm", *option, "-o", output) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_noise_is_put_on_the_measured_scale(monkeypatch, capsys):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from aqnpipe.cli.run import snakemake_arguments
+from aqnpipe.cli.run import run, snakemake_arguments, study_among
 from aqnpipe.errors import ConfigError
 from aqnpipe.shipped import SNAKEFILE
 
@@ -14,25 +14,66 @@ WORKFLOW = ["--snakefile", str(SNAKEFILE)]
 @pytest.mark.parametrize(
     ("given", "passed"),
     [
-        (["a b.yaml"], ["--configfile", "a b.yaml"]),
-        (["study.yaml", "-n", "--config", "seeds=[1]"], ["--configfile", "study.yaml", "-n", "--config", "seeds=[1]"]),
+        (["a b.yaml"], ["--configfile=a b.yaml"]),
+        (["study.yaml", "-n", "--config", "seeds=[1]"], ["--configfile=study.yaml", "-n", "--config", "seeds=[1]"]),
+        (["study.yaml", "results/report.html", "-n"], ["--configfile=study.yaml", "results/report.html", "-n"]),
+        (["-n", "study.yaml"], ["--configfile=study.yaml", "-n"]),
+        (
+            ["--cores", "2", "-n", "study.yml", "--forceall"],
+            ["--configfile=study.yml", "--cores", "2", "-n", "--forceall"],
+        ),
         (["--profile", "a100"], ["--profile", "a100"]),
         (["-n", "--configfile=study.yaml"], ["-n", "--configfile=study.yaml"]),
+        (["-n", "--configfile", "study.yaml"], ["-n", "--configfile", "study.yaml"]),
     ],
 )
-def test_a_study_first_then_options_of_snakemake(tmp_path, monkeypatch, given, passed):
+def test_a_study_and_options_of_snakemake(tmp_path, monkeypatch, given, passed):
     monkeypatch.chdir(tmp_path)
-    assert snakemake_arguments(given) == [*WORKFLOW, *passed]
+    assert snakemake_arguments(given, study_among(given)) == [*WORKFLOW, *passed]
 
 
 @pytest.mark.parametrize("given", [[], ["-n"]])
 def test_the_default_study_has_to_be_there(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"config/config\.yaml: no such file, expected .*aqnpipe init"):
-        snakemake_arguments(given)
+        snakemake_arguments(given, study_among(given))
     Path("config").mkdir()
     Path("config", "config.yaml").touch()
-    assert snakemake_arguments(given) == [*WORKFLOW, *given]
+    assert snakemake_arguments(given, study_among(given)) == [*WORKFLOW, *given]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["study.yaml", "--coers", "2"], "neither it nor Snakemake has the option --coers (did you mean --cores?)"),
+        (["study.yaml", "--restart-times"], "--restart-times/-T: expected one argument"),
+        (["a.yaml", "--configfile", "b.yaml"], "found the study a.yaml and --configfile, expected one of them"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_line(given, says):
+    with pytest.raises(ConfigError) as caught:
+        snakemake_arguments(given, study_among(given))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_of_snakemake_behind_other_options_is_no_error(capsys):
+    with pytest.raises(SystemExit) as ended:
+        study_among(["-n", "study.yaml", "--help"])
+    assert not ended.value.code
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_a_mistake_in_the_study_is_found_before_snakemake_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr("os.execv", lambda *command: started.append(command))
+    Path("study.yaml").write_text("study: a\nseedz: [0]\n")
+    with pytest.raises(ConfigError, match="seedz"):
+        run(["study.yaml", "-n"])
+    assert not started
+    run(["study.yaml", "--config", "seeds=[1]"])
+    assert len(started) == 1, "what --config adds is known to the workflow alone"
 
 
 def test_the_workflow_is_part_of_the_package():

@@ -186,6 +186,8 @@ def test_a_killed_job_has_no_error_of_its_own(tmp_path):
         ("Trying to restart job 5.", logging.INFO, True),
         ("Terminating processes on user request, this might take some time.", logging.WARNING, True),
         ("MissingInputException in rule train", logging.ERROR, True),
+        ('CalledProcessError in file "Snakefile", line 6:', logging.ERROR, True),
+        ('RuleException:\nCalledProcessError in file "train.smk", line 39:', logging.ERROR, False),
         ("details", logging.DEBUG, False),
     ],
 )

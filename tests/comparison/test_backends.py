@@ -45,3 +45,12 @@ def test_the_backend_of_an_evaluation_is_a_setting_and_the_number_of_its_workers
 def test_rollouts_by_another_backend_differ_and_the_model_before_training_has_none(other, difference):
     found = setting_difference(evaluation("E5", **{OF_ROLLOUTS: "vllm 0.32"}), evaluation("other", **other))
     assert found == difference
+
+
+def test_evaluations_on_other_numbers_of_shards_are_not_compared():
+    shared, alone = (
+        record(backend="vllm", vllm="0.32").model_copy(update={"config": {"generation": {"tensor_parallel": number}}})
+        for number in (2, 1)
+    )
+    found = setting_difference(evaluation("a", **_setting(shared)), evaluation("b", **_setting(alone)))
+    assert found == "config.generation.tensor_parallel is 2 for a and 1 for b"

@@ -27,7 +27,9 @@ def test_each_checkpoint_is_evaluated_once_and_nothing_is_trained_or_diagnosed()
     plan = StudyPlan(load_study(content()))
     assert plan.evaluations() == [("checkpoints", name, 0, 0) for name in "abc"]
     assert plan.jobs() == {"prepare_data": 1, "prepare_model": 3, "evaluate": 3, "compare": 1, "report": 1}
-    assert plan.checkpoint_input(model="checkpoints", arm="b", seed="0", step="0") == "results/models/b/config.json"
+    wildcards = {"model": "checkpoints", "arm": "b", "seed": "0", "step": "0"}
+    assert plan.checkpoint_input(**wildcards) == "results/models/b/aqnpipe_model.json"
+    assert plan.checkpoint_record(**wildcards) == []
 
 
 def test_examples_in_the_prompt_need_the_training_questions():

@@ -3,6 +3,7 @@
 import pytest
 
 from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.evaluation_noise import EvaluationNoise
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
 
@@ -140,8 +141,13 @@ def test_attention_follows_the_model_and_another_one_is_refused():
     )
     on_sdpa = {"a": {"source": "tiny", "attention": "sdpa"}}
     config = load_study(content({"x": given}, checkpoints=on_sdpa)).config
-    # As a job reads it again.
-    evaluation = EvaluationConfig.model_validate(config.evaluation.model_dump(mode="json"))
+    # As a job reads it again, without the other machines on which the study evaluates.
+    evaluation = EvaluationConfig.model_validate(config.evaluation.model_dump(mode="json", exclude={"machines"}))
     assert evaluation.noise_at(1.0, "sdpa")[0].attention == "fused"
     with pytest.raises(ConfigError, match="found fused, the model computes attention eager"):
         evaluation.noise_at(1.0, "eager")
+
+
+def test_measured_noises_are_drawn_with_every_noise_seed():
+    noise = {"operator_noise": {"error": {"kind": "measured", "from": "parity.json", "multiple": 2}}}
+    assert EvaluationNoise.model_validate(noise).is_random

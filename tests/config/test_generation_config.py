@@ -7,6 +7,7 @@ import yaml
 
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
+from aqnpipe.config.vllm_support import why_not_shared
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -98,3 +99,57 @@ def test_compared_levels_without_an_effect_are_refused(config):
     config["statistics"] = {"compared_levels": "all"}
     with pytest.raises(ConfigError, match=r"statistics\.compared_levels: has no effect here"):
         load_study(config)
+
+
+def on_shards(config, number, backend="vllm"):
+    """The study evaluated by vLLM, whose workers share every layer."""
+    config["models"]["base"]["attention"] = "sdpa"
+    config["generation"] = {"backend": backend, "rollout_backend": "transformers", "tensor_parallel": number}
+    return config
+
+
+def test_shards_reach_evaluations_and_a_change_of_their_number_repeats_no_run(config):
+    alone, shared = (StudyPlan(load_study(on_shards(config, number))) for number in (1, 2))
+    place = {"model": "base", "arm": "E5", "seed": "0", "step": "8"}
+    assert [plan.evaluation_spec(**place)["generation"]["tensor_parallel"] for plan in (alone, shared)] == [1, 2]
+    assert alone.training_spec("E5", 0) == shared.training_spec("E5", 0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "transformers"])
+def test_shards_without_vllm_are_refused(config, backend):
+    with pytest.raises(ConfigError, match=rf"generation\.tensor_parallel: .*backend {backend}, expected backend: vllm"):
+        load_study(on_shards(config, 2, backend))
+
+
+@pytest.mark.parametrize("number", [0, -2, 1.5, "two"])
+def test_no_number_of_shards_is_refused(config, number):
+    with pytest.raises(ConfigError, match=r"generation\.tensor_parallel: found"):
+        load_study(on_shards(config, number))
+
+
+def test_shards_that_do_not_divide_the_model_are_refused(config):
+    """Of the built-in model: 4 heads, 2 of keys and values."""
+    load_study(on_shards(config, 4))
+    with pytest.raises(
+        ConfigError, match=r"generation\.tensor_parallel: found 3, but models\.base .*: 4 attention heads"
+    ):
+        load_study(on_shards(config, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "number", "reason"),
+    [
+        ({}, 2, None),
+        ({}, 4, None),
+        ({}, 12, "intermediate_size of 8960 does not divide by 12"),
+        ({}, 8, "12 attention heads do not divide by 8"),
+        ({"num_key_value_heads": 4}, 6, "4 heads of keys and values neither divide by 6 nor 6 by them"),
+        ({"num_key_value_heads": None}, 3, "intermediate_size of 8960"),
+        ({"num_key_value_heads": None, "intermediate_size": None}, 3, None),
+    ],
+)
+def test_what_workers_can_share(changes, number, reason):
+    """The sizes of Qwen2.5-1.5B; heads of keys and values may be copied."""
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960} | changes
+    found = why_not_shared(sizes, number)
+    assert found == reason if reason is None else reason in found

@@ -114,3 +114,11 @@ def test_default_comparisons_stay_on_one_machine(config):
     assert ("dead_zone_global", "dead_zone_none") in pairs
     assert ("dead_zone_targeted", "dead_zone_none") in pairs or ("dead_zone_targeted", "dead_zone_global") in pairs
     assert not [pair for pair in pairs if pair[0].startswith("dead_zone") and pair[1] == "baseline"]
+
+
+def test_a_machine_with_faults_has_no_counterpart():
+    config = yaml.safe_load((ROOT / "config" / "dead-zone.yaml").read_text())
+    config["arms_file"] = str(ROOT / "config" / "arms.yaml")
+    config["machines"]["dead_zone"]["counterpart"] = {"dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match="counterpart: a parity is measured without simulated faults"):
+        load_study(config)

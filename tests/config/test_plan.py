@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.study import load_study_file
+from aqnpipe.config.study import load_study_file, load_study_files
+from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +33,61 @@ def test_a_faulty_machine_gets_only_its_own_strategies(monkeypatch):
     }
 
 
+def test_sigmas_by_damage_need_the_parity_of_their_machine_alone(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan = StudyPlan(load_study_file(Path("config/measured.yaml")))
+    assert plan.strategies("base", "measured") == ["published", "damage_first", "shuffled_damage"]
+    assert plan.strategies("base", "device") == ["published"]
+    assert plan.sigmas_parity_input("base", "measured", "published") == []
+    (path,) = plan.sigmas_parity_input("base", "measured", "damage_first")
+    assert path == plan.parity_file("base", "measured")
+    assert plan.all_parities() == [("base", "measured", path)]
+    assert plan.all_parity_files() == [path]
+
+
+def test_sigmas_by_damage_on_a_machine_without_a_counterpart_are_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    arms = yaml.safe_load(Path("config/arms.yaml").read_text(encoding="utf-8"))
+    arms["arms"]["E_measured_4x_damage_first"]["aqn"]["layer_sigmas_from"] = "device"
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_study_files([Path("config/measured.yaml")], {"arms_file": str(tmp_path / "arms.yaml")})
+    assert str(caught.value).endswith(
+        "arms.E_measured_4x_damage_first.aqn.layer_sigmas_strategy: damage_first needs the measured error of machine "
+        "device, which has no counterpart, expected machines.device.counterpart or measured_in"
+    )
+
+
+def test_equal_energy_needs_a_base_sigma_within_the_bounds_of_sigmas(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=r"sigma_rule\.base_sigma: found 0\.5, expected sigma_min 0\.01 to .* 0\.15"):
+        load_study_files([Path("config/config.yaml")], {"sigma_rule": {"base_sigma": 0.5}})
+    load_study_files([Path("config/smoke.yaml")], {"sigma_rule": {"base_sigma": 0.5}})
+
+
+def test_a_machine_measured_elsewhere_needs_no_job_and_no_counterpart(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    machine = {"counterpart": None, "measured_in": f"{tmp_path}/{{model}}.json"}
+    plan = StudyPlan(load_study_files([Path("config/measured.yaml")], {"machines": {"measured": machine}}))
+    assert plan.parities() == []
+    assert plan.all_parities() == [("base", "measured", f"{tmp_path}/base.json")]
+    assert plan.training_parity_input("base", "E_measured_1x") == [f"{tmp_path}/base.json"]
+    assert plan.sigmas_parity_input("base", "measured", "damage_first") == [f"{tmp_path}/base.json"]
+    for more in ({"faults": [{"type": "bias", "layer": 1, "magnitude": 0.1}]}, {"counterpart": {"dtype": "bfloat16"}}):
+        with pytest.raises(ConfigError, match="measured_in: a machine measured elsewhere has no counterpart"):
+            load_study_files([Path("config/measured.yaml")], {"machines": {"measured": machine | more}})
+
+
+def test_parities_named_as_files_are_among_those_of_the_study(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    there = tmp_path / "there.json"
+    there.write_text("{}")
+    noise = {"operator_noise": {"error": {"kind": "measured", "from": str(there)}}}
+    plan = StudyPlan(load_study_files([Path("config/config.yaml")], {"evaluation": {"noises": {"there": noise}}}))
+    assert ("base", str(there), str(there)) in plan.all_parities()
+    assert str(there) in plan.all_parity_files()
+
+
 def test_the_default_study_s_guided_arm_differs_from_uniform_aqn_in_the_sigmas_alone(plan):
     guided, uniform = (plan.study.arms[name] for name in ("guided_robust_first", "E5b"))
     assert guided.aqn.layer_sigmas_strategy == "robust_first"
@@ -38,3 +95,9 @@ def test_the_default_study_s_guided_arm_differs_from_uniform_aqn_in_the_sigmas_a
         guided.aqn.model_copy(update={"layer_sigmas_from": None, "layer_sigmas_strategy": "published"}) == uniform.aqn
     )
     assert guided.operator_noise == uniform.operator_noise
+
+
+def test_an_arm_that_is_added_repeats_no_training_of_others(plan):
+    for name, arm in plan.study.arms.items():
+        alone = StudyPlan(plan.study.model_copy(update={"arms": {name: arm}}))
+        assert alone.training_spec(name, 0) == plan.training_spec(name, 0)

@@ -6,8 +6,8 @@ import pytest
 
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.own_code import located, source_digest
+from aqnpipe.config.own_functions import load_function
 from aqnpipe.data.graders import columns_of, grader, graders_of, pairs, refuse_unusable_scorer
-from aqnpipe.data.own_functions import load_function
 from aqnpipe.data.scoring import SCORERS, Graded
 from aqnpipe.errors import ConfigError
 

@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from aqnpipe.config.own_code import source_digest, source_of
+from aqnpipe.config.own_functions import load_function
 from aqnpipe.config.training import Reward
-from aqnpipe.data.own_functions import load_function
 from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.errors import ConfigError
 

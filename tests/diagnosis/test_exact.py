@@ -81,6 +81,14 @@ def test_every_site_of_every_architecture_is_told_from_its_neighbours(random_mod
         assert places(found_in(model, fault)) == [(1, site, "saturation")]
 
 
+@pytest.mark.parametrize("site", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("kind", ["noise", "spike"])
+def test_a_random_fault_of_a_norm_of_heads_is_not_one_of_the_rotation_too(random_model, kind, site):
+    model = random_model("qwen3", torch.float16)
+    found = found_in(model, Fault(type=kind, layer=2, site=site, magnitude=0.3, sparsity=1.0))
+    assert places(found) == [(2, site, kind)]
+
+
 def test_simultaneous_faults_are_all_reported(random_model):
     faults = [
         Fault(type="saturation", layer=0, magnitude=0.3, sparsity=0.1, site="o_proj"),

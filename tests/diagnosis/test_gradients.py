@@ -115,3 +115,10 @@ def test_the_gradient_of_the_final_norm_is_probed(dtype):
         model.model.norm.register_full_backward_hook(lambda module, gradients, given: (gradients[0] * 1.05,))
         wrong = [check.site for check in probe_ends(model, 0) if check.mismatch]
     assert wrong == ["final_norm.input_gradient"]
+
+
+@pytest.mark.parametrize(("family", "named"), [("gpt2", "wpe"), ("opt", "embed_positions"), ("llama", None)])
+def test_learned_positions_are_named_as_untested(family, named):
+    _, untested = gaps_of(tiny_model_of(family))
+    found = [gap.part.rsplit(".", 1)[-1] for gap in untested if gap.reason == "no probe looks its rows up"]
+    assert found == ([] if named is None else [named])

@@ -116,7 +116,7 @@ def test_split_sums_in_random_order_are_healthy_and_named(
 
 def test_a_site_without_a_known_answer_is_named_where_repeats_cannot_be_compared(on_device):
     """The probability of a miss was divided by the calls of such a site, of which there are none."""
-    model = tiny_model_of("mixtral")
+    model = tiny_model_of("ernie4_5_moe")
     on_device(linear=split_k(parts_in_float32=False, shuffle=True))
     result = run_exact(model, CONFIG)
     assert judge(result, None, CONFIG).verdict == "healthy"
@@ -183,4 +183,4 @@ def test_narrow_accumulators_are_a_fault_of_the_device(random_model, on_device, 
 def test_a_sparse_layer_beside_dense_ones_is_healthy():
     result = run_exact(random_mixture_of("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=3), CONFIG)
     assert result.faults == ()
-    assert [gap.layers for gap in result.untested if gap.part == "mlp_output"] in ([], [(3,)])
+    assert "mlp_output" not in {gap.part for gap in result.untested}

@@ -102,6 +102,21 @@ def test_a_study_names_the_folder_by_model_role(study, elsewhere, tmp_path):
     open_study([tmp_path / "study.yaml"])
 
 
+def test_sigmas_that_need_a_sensitivity_are_refused_without_one(study, elsewhere, tmp_path):
+    arms = yaml.safe_load(Path(study["arms_file"]).read_text(encoding="utf-8"))
+    study["arms"] = ["baseline", "guided_robust_first"]
+    study |= {"comparisons": [], "arms_file": str(tmp_path / "arms.yaml")}
+    study["training"]["epochs"] = 2
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms))
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    elsewhere = elsewhere.rename(tmp_path / "base")
+    open_study([tmp_path / "study.yaml"])
+    table = pl.read_parquet(elsewhere / "layers.parquet").with_columns(sensitivity=pl.lit(None, dtype=pl.Float64))
+    write_table(elsewhere / "layers.parquet", table, LayerTable)
+    with pytest.raises(ConfigError, match=r"layers\.parquet has no sensitivity .* which the sigmas robust_first need"):
+        open_study([tmp_path / "study.yaml"])
+
+
 def test_nothing_runs_on_a_machine_that_is_elsewhere(study):
     study["evaluation"]["pretrained_machine"] = "target"
     with pytest.raises(ConfigError, match="pretrained_machine: target was diagnosed elsewhere, nothing runs on it"):

@@ -57,9 +57,32 @@ def test_in_float16_it_may_be_overflow(random_model, prompts):
     assert "float16" in found.reason
 
 
-def test_weights_that_are_not_finite_are_no_fault_of_the_machine(random_model, prompts):
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("all", r"layer 1 .* its weights are not finite"),
+        ("exact", r"layers\.1\.mlp\.down_proj\.weight has NaN or infinity"),
+    ],
+)
+@pytest.mark.parametrize("has_file", [False, True])
+def test_weights_that_are_not_finite_are_no_fault_of_the_machine(
+    random_model, prompts, tmp_path, method, message, has_file
+):
     model = random_model()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
-    with pytest.raises(ModelError, match=r"layer 1 .* its weights are not finite"):
-        diagnose_model(model, prompts, CONFIG)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        diagnose_model(model, prompts, CONFIG, method=method, weights=tmp_path if has_file else None)
+
+
+@pytest.mark.parametrize("method", ["all", "exact"])
+def test_a_weight_that_became_nan_in_memory_is_a_fault(random_model, prompts, tmp_path, method):
+    model = random_model()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[2, 0] = math.nan
+    verdict = diagnose_model(model, prompts, CONFIG, method=method, weights=tmp_path).verdict
+    assert [(fault.layer, fault.site, fault.faulty_channel_indices) for fault in verdict.faults] == [
+        (1, "down_proj", (2,))
+    ]

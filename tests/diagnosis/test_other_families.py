@@ -39,9 +39,9 @@ def test_arguments_without_names_are_kept_by_their_names():
 @pytest.mark.parametrize(
     ("family", "untested"),
     [
-        ("qwen2_moe", {"mlp_output"}),
+        ("qwen2_moe", set()),
         ("deepseek_v3", set()),
-        ("mixtral", {"mlp_output"}),
+        ("mixtral", set()),
         ("gpt_neox", set()),
         ("gpt2", {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
         ("phi", set()),
@@ -63,6 +63,15 @@ def test_healthy_families_are_healthy_and_name_what_no_probe_fits(family, untest
         assert named == untested
     else:
         assert any("on a copy on the host" in gap.reason for gap in result.untested)
+
+
+@pytest.mark.parametrize(
+    ("family", "untested"),
+    [("opt", {"inputs of MLPs"}), ("granite", {"inputs of attention", "inputs of MLPs"}), ("phi", set())],
+)
+def test_inputs_of_blocks_that_no_probe_compares_are_named(family, untested):
+    named = {gap.part for gap in run_exact(tiny_model_of(family), CONFIG).untested}
+    assert {part for part in named if part.startswith("inputs of")} == untested
 
 
 def test_a_fault_of_the_device_is_found_where_a_probe_does_not_fit():

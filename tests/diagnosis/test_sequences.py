@@ -54,7 +54,8 @@ def test_healthy_models_give_every_answer(family, dtype, attention):
     assert not [check for check in checks if check.mismatch]
     assert set(untested) == ({"rotary"} if family in ("gpt2", "gpt_bigcode", "opt") else set())
     probes = {check.probe for check in checks}
-    assert {"attention_one_hot", "attention_uniform", "attention_ordinary", "cache", "residual", "chain"} <= probes
+    kernels = {"attention_one_hot", "attention_uniform", "attention_ordinary"}
+    assert {*kernels, "cache", "residual", "chain", "handoff"} <= probes
     assert "logits" in probes
     assert ("norm_in_model" in probes) == (family != "olmo"), "the norms of OLMo do not show their epsilon"
 
@@ -293,3 +294,23 @@ def test_the_lookup_of_kernels_is_restored_after_an_error(monkeypatch):
         probed(model)
     assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_sequences_of_a_batch_that_the_cache_confuses_are_found(part):
+    from transformers import DynamicCache
+
+    own = DynamicCache.update
+
+    def update(cache, keys, values, layer, *args, **kwargs):
+        before = keys.shape[2]
+        keys, values = own(cache, keys, values, layer, *args, **kwargs)
+        past = keys.shape[2] - before
+        if layer == LAYER and past:
+            kept = {"keys": keys, "values": values}[part]
+            confused = torch.cat([kept[:, :, :past].roll(1, 0), kept[:, :, past:]], 2)
+            keys, values = (confused, values) if part == "keys" else (keys, confused)
+        return keys, values
+
+    with patched(DynamicCache, "update", update):
+        assert places(model_of()) == {(LAYER, "kv_cache")}

@@ -146,8 +146,9 @@ EIGHT = table([1.0] * 8)
 CONTROLS = ("healthy_layers", "random_layers", "wrong_layers")
 
 
-def sigmas_by(strategy, *faulty, rule=None, layers=EIGHT):
-    return layer_sigmas(layers, verdict_on(*faulty), rule or SigmaRule(), strategy)
+def sigmas_by(strategy, *faulty, rule=None, layers=EIGHT, errors=None):
+    errors = errors or dict.fromkeys(range(layers.height), 0.002)
+    return layer_sigmas(layers, verdict_on(*faulty), rule or SigmaRule(), strategy, errors=errors)
 
 
 def test_targeted_puts_a_double_raise_on_the_faulty_layers_alone():
@@ -265,7 +266,47 @@ def test_a_changed_sensitivity_changes_the_sigmas_and_the_published_rule_ignores
     assert sigmas_by("published", layers=other).aqn == sigmas_by("published").aqn
 
 
-@pytest.mark.parametrize("strategy", [*GRADED, "targeted"])
+def test_damage_first_worked_out_by_hand():
+    # cost c*(e/0.1)^2: 0.04, 0.01 and 0.0025; their roots 0.2, 0.1 and 0.05 have a mean square of 0.0175
+    layers = table([1.0] * 3, sensitivity=[0.04, 0.25, 0.0025])
+    errors = {0: 0.1, 1: 0.02, 2: 0.1}
+    scale = 0.05 / 0.0175**0.5
+    found = sigmas_by("damage_first", layers=layers, errors=errors)
+    assert found.aqn.layer_sigmas == pytest.approx({0: 0.2 * scale, 1: 0.1 * scale, 2: 0.05 * scale}, rel=1e-9)
+    assert found.reasons[1] == (
+        "more noise where the measured error costs more; error 2 %, sensitivity 0.25, predicted cost 0.01 nats per "
+        f"token, number 2 of 3: sigma {0.1 * scale:.4g}"
+    )
+    # twice the error in every layer changes no order and no share
+    assert sigmas_by("damage_first", layers=layers, errors={k: 2 * e for k, e in errors.items()}).aqn == found.aqn
+
+
+def test_shuffled_damage_has_the_sigmas_of_damage_first_in_an_order_by_seed():
+    errors = {layer: 0.001 * (1 + layer) for layer in range(8)}
+    first = sigmas_by("damage_first", errors=errors).aqn.layer_sigmas
+    shuffled = [
+        sigmas_by("shuffled_damage", errors=errors, rule=SigmaRule(seed=seed)).aqn.layer_sigmas for seed in range(10)
+    ]
+    assert all(sorted(sigmas.values()) == sorted(first.values()) for sigmas in shuffled)
+    assert len({tuple(sigmas.values()) for sigmas in shuffled}) > 5
+    assert sum(sigma**2 for sigma in first.values()) == pytest.approx(8 * 0.05**2, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        (None, "no measured error of the layers was given"),
+        ({0: 0.1}, r"the parity has layers \[0\], expected those of the diagnosis"),
+        (dict.fromkeys(range(8), 0.0), "costs nothing in any layer"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["damage_first", "shuffled_damage"])
+def test_damage_needs_an_error_of_every_layer(strategy, errors, message):
+    with pytest.raises(DataError, match=message):
+        layer_sigmas(EIGHT, verdict_on(), SigmaRule(), strategy, errors=errors)
+
+
+@pytest.mark.parametrize("strategy", [*GRADED, "targeted", "damage_first", "shuffled_damage"])
 @pytest.mark.parametrize("missing", [pl.lit(None, dtype=pl.Float64), None])
 def test_a_strategy_that_needs_the_sensitivity_refuses_a_diagnosis_without(strategy, missing):
     layers = EIGHT.drop("sensitivity") if missing is None else EIGHT.with_columns(missing.alias("sensitivity"))

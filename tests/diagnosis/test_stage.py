@@ -2,18 +2,19 @@ import hashlib
 
 import polars as pl
 import pytest
+from made_up_parities import identity, operator, parity
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
-from aqnpipe.artifacts.files import read_json, read_table, read_yaml, write_table
+from aqnpipe.artifacts.files import read_json, read_table, read_yaml, write_json, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.noise import Fault, Machine
 from aqnpipe.diagnosis.stage import diagnose, generate_layer_sigmas
-from aqnpipe.errors import DataError, ModelError, ReceiptError
+from aqnpipe.errors import ConfigError, DataError, ModelError, ReceiptError
 
 CONFIG = DiagnosisConfig(num_prompts=2, num_repeats=2, gain_trials=2)
 TEXT = "Tom has many red apples and gives some to his friend . How are left ?"
@@ -65,6 +66,13 @@ def test_healthy_machine(model_dir, problems, tmp_path):
     assert 11 < verdict.exact_forward_equivalents <= 25
     assert verdict.forward_equivalents == pytest.approx(10 + verdict.exact_forward_equivalents, abs=0.01)
     assert digests(tmp_path).keys() == {"layers.parquet", "verdict.json"}
+
+
+def test_a_machine_with_a_device_of_its_own_says_what_it_was_diagnosed_on(model_dir, problems, tmp_path):
+    run(model_dir, problems, tmp_path / "named", Machine(device="cpu"))
+    run(model_dir, problems, tmp_path / "of_the_study", Machine())
+    assert read_json(tmp_path / "named" / "verdict.json", Verdict).origin.device == "cpu"
+    assert '"device"' not in (tmp_path / "of_the_study" / "verdict.json").read_text()
 
 
 def test_sensitivity_is_measured_on_the_faulty_machine_and_changes_the_sigmas(model_dir, problems, tmp_path):
@@ -162,6 +170,34 @@ def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path
     }
     assert sorted(sigmas.aqn.layer_sigmas) == [0, 1, 2, 3]
     assert "base sigma" in sigmas.reasons[1] or "x1.5" in sigmas.reasons[1]
+
+
+def test_sigmas_by_damage_take_the_error_from_the_parity_of_the_same_weights(model_dir, problems, tmp_path):
+    run(model_dir, problems, tmp_path)
+    weights, path = sha256_of_file(model_dir / "model.safetensors"), tmp_path / "parity.json"
+
+    def sigmas(**changed):
+        operators = [operator("q_proj", layer, relative_rms=0.001 * (layer + 1)) for layer in range(4)]
+        norm = operator("input_layernorm", 0, relative_rms=10.0)
+        settings = {"operators": [*operators, norm], "first": identity(weights_sha256=weights), **changed}
+        write_json(path, parity(**settings))
+        files = (tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), tmp_path / "sigmas.yaml")
+        generate_layer_sigmas(*files, "tiny", "cpu", "damage_first", parity=path)
+        return read_yaml(tmp_path / "sigmas.yaml", SigmaFile)
+
+    found = sigmas()
+    assert found.srdd_metadata["parity_sha256"] == sha256_of_file(path)
+    assert "error 0.1 %" in found.reasons[0]
+    assert "error 0.4 %" in found.reasons[3]
+    for changed, message in (
+        ({"first": identity()}, "a parity of other weights"),
+        ({"verdict": "fault", "summary": "layer 2 is wrong."}, "layer 2 is wrong. Expected a parity of a machine that"),
+        ({"same_inputs": False}, "made without --replay"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sigmas(**changed)
+    with pytest.raises(DataError, match=r"the parity has layers \[0\]"):
+        sigmas(operators=[operator("q_proj", 0)])
 
 
 def test_sigmas_of_mixed_up_diagnoses_are_refused(model_dir, problems, tmp_path):

@@ -44,7 +44,7 @@ def problems(tmp_path_factory):
     return path
 
 
-def run(folder, problems, backend, say=lambda _: None, model=None, dtype="float32", **runner):
+def run(folder, problems, backend, say=lambda _: None, model=None, dtype="float32", tensor_parallel=1, **runner):
     spec = EvaluationSpec(
         model_role="base",
         arm_id="test",
@@ -54,7 +54,7 @@ def run(folder, problems, backend, say=lambda _: None, model=None, dtype="float3
         dtype=dtype,
         attention="sdpa",
         prompt={},
-        generation={"backend": backend},
+        generation={"backend": backend, "tensor_parallel": tensor_parallel},
         evaluation={"noise_levels": (0.0, 0.2), "noise_seeds": (0, 1), "max_response_tokens": 24, "batch_size": 4},
     )
     folder.mkdir()
@@ -146,3 +146,19 @@ def test_two_actors_with_an_engine_each_give_the_same_bytes(tmp_path, problems, 
     assert lines[0].startswith("2 evaluation workers, on ")
     for name in ("table", "receipt", "record"):
         assert sha256_of_file(getattr(on_vllm, name)) == sha256_of_file(getattr(shared, name)), name
+
+
+def test_two_workers_that_share_every_layer_answer_as_one_and_the_receipt_says_so(tmp_path, problems, on_vllm):
+    shared = run(tmp_path / "shared", problems, "vllm", tensor_parallel=2)
+    # All but the last digits of what was measured, which is added up in another order.
+    assert read_table(shared.table, EvaluationTable).equals(read_table(on_vllm.table, EvaluationTable))
+    ours, theirs = (read_json(outputs.receipt, EvaluationReceipts) for outputs in (shared, on_vllm))
+    assert (ours.facts.shards, theirs.facts.shards) == (2, 1)
+    assert ours.facts.model_copy(update={"shards": 1}) == theirs.facts
+    assert ours.problems() == []
+    for mine, other in zip(ours.passes, theirs.passes, strict=True):
+        assert [(cell.operator, cell.layer, cell.calls, cell.elements) for cell in mine.receipt.cells] == [
+            (cell.operator, cell.layer, cell.calls, cell.elements) for cell in other.receipt.cells
+        ]
+    record, other = (read_json(outputs.record, RunRecord) for outputs in (shared, on_vllm))
+    assert (record.generation["workers"], record.config["generation"]["tensor_parallel"]) == (2, 2)

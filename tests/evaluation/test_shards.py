@@ -4,8 +4,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from tiny_evaluation import evaluation_spec
 
-from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import WorkerError
 from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import Shard, ShardResult, assembled_passes, shards_of
@@ -14,24 +14,7 @@ PROMPTS = [[5] * length for length in (4, 9, 4, 2, 7)]
 
 
 def spec(**changes):
-    settings = {
-        "model_role": "base",
-        "arm_id": "test",
-        "seed": 0,
-        "step": 1,
-        "device": "cpu",
-        "dtype": "float32",
-        "attention": "eager",
-        "prompt": {},
-        "evaluation": {
-            "noise_levels": (0.0, 0.2),
-            "noise_seeds": (3, 4),
-            "max_response_tokens": 4,
-            "batch_size": 2,
-            "sampling": {"temperature": 1.0, "num_samples": 2},
-        },
-    }
-    return EvaluationSpec.model_validate(settings | changes)
+    return evaluation_spec({"noise_seeds": (3, 4)}, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Which backend a study gets, and the message if vLLM is not installed."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 import aqnpipe.generation.backend_choice as choice
 import aqnpipe.generation.vllm.requirements as requirements
 from aqnpipe.config.generation import GenerationConfig
-from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.model import builtin_folder, read_model_config
 from aqnpipe.device import Device
-from aqnpipe.errors import ModelError
+from aqnpipe.errors import DeviceError, ModelError
 
 CPU, GPU = Device("cpu", 1, ("cpu",)), Device("cuda", 1, ("some GPU",))
 
@@ -49,3 +50,46 @@ def test_vllm_requested_but_missing_is_one_line_with_the_remedy(monkeypatch, dev
             threads=1,
         )
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("for_training", "devices"), [(False, 2), (True, 1)])
+def test_an_engine_has_the_devices_of_evaluations_and_in_training_one(monkeypatch, for_training, devices):
+    monkeypatch.setattr(choice, "VllmEngine", lambda *_, **settings: settings)
+    started = choice.open_engine(
+        GenerationConfig(backend="vllm", tensor_parallel=2),
+        builtin_folder("tiny"),
+        SimpleNamespace(eos_token_id=1),
+        dtype="float32",
+        device=CPU,
+        max_tokens=64,
+        batch_size=4,
+        threads=1,
+        for_training=for_training,
+    )
+    assert started["tensor_parallel"] == devices
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "says"),
+    [
+        (0, ModelError, "tensor parallelism: found 0, expected 1 or more"),
+        (-1, ModelError, "found -1"),
+        (3, ModelError, "tensor parallelism over 3 workers: 4 attention heads do not divide by 3"),
+        (4, DeviceError, "tensor parallelism over 4 workers: found 2 CPU cores; every worker of an engine needs one"),
+    ],
+)
+def test_shards_that_cannot_be_are_one_line(monkeypatch, number, error, says):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    folder = builtin_folder("tiny")
+    with pytest.raises(error) as refused:
+        requirements.check_tensor_parallel(folder, read_model_config(folder), "cpu", number)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_as_many_shards_as_devices_are_accepted(monkeypatch):
+    monkeypatch.setattr(requirements, "resolve_device", lambda kind: Device(kind, 2, ("GPU",) * 2))
+    folder = builtin_folder("tiny")
+    requirements.check_tensor_parallel(folder, read_model_config(folder), "cuda", 2)
+    with pytest.raises(DeviceError, match="found 2 cuda devices"):
+        requirements.check_tensor_parallel(folder, read_model_config(folder), "cuda", 4)

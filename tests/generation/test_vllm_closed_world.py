@@ -109,7 +109,8 @@ def test_an_honest_pass_is_audited_in_both_kinds_of_forwards(engine, operators):
         assert record.audit.passes["several tokens"] == 7
         assert record.audit.passes["one token"] >= 7
         assert record.audit.classified > 200
-        assert record.audit.numbers > 5000
+        # At least 64 of each of 5 outputs of a layer (qkv_proj and gate_up_proj are one each), in two whole forwards.
+        assert record.audit.numbers > 2 * 6 * 5 * 64
         assert record.audit.largest_deviation <= 1
         assert record.audit.contradictions == {}
 

@@ -198,12 +198,14 @@ def test_a_common_prefix_is_read_once_but_by_each_prompt_under_noise(engine, ref
 
 
 def test_a_prompt_that_was_not_read_under_its_own_noise_is_refused(engine, few_shot, monkeypatch):
-    import vllm
+    enqueue = engine._llm.enqueue
 
-    parameters = vllm.SamplingParams
-    monkeypatch.setattr(
-        vllm, "SamplingParams", lambda **requested: parameters(**requested | {"skip_reading_prefix_cache": False})
-    )
+    def read_from_the_cache(prompts, parameters, **rest):
+        for each in parameters:
+            each.skip_reading_prefix_cache = False
+        return enqueue(prompts, parameters, **rest)
+
+    monkeypatch.setattr(engine._llm, "enqueue", read_from_the_cache)
     with pytest.raises(ReceiptError, match=r"vLLM read [1-9]\d+ prompt tokens from its cache"):
         run(engine, noise(), few_shot)
 
@@ -367,26 +369,6 @@ def test_missing_measurements_of_a_worker_are_refused(engine, prompts, monkeypat
     )
     with pytest.raises(ReceiptError, match=r"measurements of workers \[\], expected 1"):
         run(engine, noise(), prompts)
-
-
-def test_a_tensor_parallel_model_responds_the_same_but_supports_no_noise(start, reference, prompts, monkeypatch):
-    """No study can request tensor parallelism; an engine that is started with it refuses noise at once."""
-    from aqnpipe.generation.vllm import engine as engines
-
-    start_whole = engines.start
-    monkeypatch.setattr(
-        engines,
-        "start",
-        lambda folder, requested, *rest: start_whole(folder, requested | {"tensor_parallel_size": 2}, *rest),
-    )
-    with start(builtin_folder("tiny")) as shared:
-        assert len(set(shared.worker_processes)) == shared.description["workers"] == 2
-        assert tokens(shared.generate(prompts, SAMPLING)) == tokens(run(reference, PassNoise(), prompts)[0])
-        for requested in (noise(), modules("linear")):
-            with pytest.raises(ModelError, match=r"does not reach .*2 tensor-parallel shares\).*transformers supports"):
-                shared.begin_pass(requested)
-        with pytest.raises(ReceiptError, match="receipt refused"):
-            run(shared, PassNoise(), prompts)[1].check()
 
 
 @pytest.mark.parametrize("stop_text", ["####", "+"])

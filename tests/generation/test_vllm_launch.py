@@ -23,6 +23,12 @@ def test_head_dim_counts_where_a_model_names_it():
     assert kv_cache_bytes({**QWEN_1_5B, "head_dim": 64}, "float32", 128, 1) == 3 * 128 * 2 * 28 * 2 * 64 * 4
 
 
+@pytest.mark.parametrize(("num_workers", "heads"), [(2, 1), (4, 1)])
+def test_a_tensor_parallel_worker_caches_its_heads_and_at_least_one(num_workers, heads):
+    per_block = 128 * 2 * 28 * heads * 128 * 2
+    assert kv_cache_bytes(QWEN_1_5B, "bfloat16", 128, 1, num_workers) == 3 * per_block
+
+
 def test_too_little_memory_is_one_line_with_the_remedy(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
     refuse_too_large(tmp_path, 1_000_000, 3_000_000)
@@ -34,12 +40,24 @@ def test_too_little_memory_is_one_line_with_the_remedy(tmp_path):
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", "5"), ("cpu", "4,5")])
-def test_an_engine_sees_only_the_device_of_its_process(tmp_path, monkeypatch, device, expected):
+def test_an_engine_sees_the_device_of_its_process_or_all_if_it_has_several_workers(
+    tmp_path, monkeypatch, device, expected
+):
     """Ray makes all GPUs of a node visible to each training worker, and an engine uses the first visible one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda: dict(os.environ)))
+    several = start(tmp_path, {}, device, threads=3, num_devices=2)
+    assert several["CUDA_VISIBLE_DEVICES"] == "4,5"
     seen = start(tmp_path, {}, device, threads=3)
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["OMP_NUM_THREADS"], seen["VLLM_HOST_IP"]) == (expected, "3", "127.0.0.1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert "VLLM_HOST_IP" not in os.environ
+
+
+def test_engines_run_on_the_model_runner_that_takes_the_stop_processor(tmp_path, monkeypatch):
+    """On GPUs vLLM's default is another one, which refuses the interface of the processor when the engine starts."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda: dict(os.environ)))
+    assert start(tmp_path, {}, "cuda", threads=1)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"

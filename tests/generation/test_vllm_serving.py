@@ -55,6 +55,23 @@ def test_a_server_answers_under_noise_and_gives_its_receipt(example, tmp_path):
 
 @needs_vllm
 @pytest.mark.slow
+def test_a_server_of_two_workers_gives_one_receipt(example, tmp_path):
+    with example.server(tmp_path, example.NOISE, ("--tensor-parallel-size", "2")) as address:
+        for forwards in (8, 16):
+            answer(example, address)
+            results = example.post(f"{address}/collective_rpc", {"method": "aqnpipe_receipt"})["results"]
+            assert [worker["rank"] for worker in results] == [0, 1]
+            assert [worker["problems"] for worker in results] == [[], []]
+            assert results[0]["receipt"] == results[1]["receipt"]
+            measured = Receipt.model_validate(results[0]["receipt"]).check()
+            assert measured.phases[0].forwards == forwards
+            # Keys have half as many columns as queries; both workers' columns are in the receipt.
+            elements = {cell.operator: cell.elements for cell in measured.cells if cell.layer == 0}
+            assert elements["linear.q_proj"] == elements["linear.o_proj"] == 2 * elements["linear.k_proj"]
+
+
+@needs_vllm
+@pytest.mark.slow
 def test_noise_that_cannot_be_stops_the_start(example, tmp_path):
     noise = "error: {kind: fake_quantization, format: mxfp4, operands: weight}\n"
     with pytest.raises(RuntimeError, match="fake_quantization"), example.server(tmp_path, noise):

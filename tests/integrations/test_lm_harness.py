@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from harness_tasks import TASKS
 
-from aqnpipe.errors import ConfigError, ReceiptError
+from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.noise.receipts.receipt import Receipt
 
 pytest.importorskip("lm_eval")
@@ -113,6 +114,16 @@ def test_a_wrong_setting_is_one_line(wrong, says):
         NoisyLM(**{"pretrained": "tiny", "device": "cpu", **wrong})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(is_vllm_installed(), reason="vLLM is installed here")
+def test_the_model_on_vllm_without_vllm_is_one_line():
+    from lm_eval.api.registry import get_model
+
+    import aqnpipe.integrations.lm_harness  # noqa: F401
+
+    with pytest.raises(ModelError, match=r"--model aqnpipe-vllm: vLLM is not installed here: pip install .*"):
+        get_model("aqnpipe-vllm")
 
 
 def test_a_quantised_model_is_refused(monkeypatch):

@@ -5,7 +5,6 @@ import dataclasses
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +155,6 @@ def test_the_study_without_a_mistake_is_valid(tmp_path, monkeypatch, capsys):
     assert "study.yaml: valid" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    server = WarmPython(tmp_path_factory.mktemp("warm"))
-    yield server
-    server.close()
-
-
 @pytest.mark.slow
 def test_snakemake_gives_the_line_of_check(python, tmp_path, monkeypatch, capsys, door):
     failures = []
@@ -190,14 +182,4 @@ def test_snakemake_gives_the_line_of_check(python, tmp_path, monkeypatch, capsys
 
 def dry_run(python: WarmPython, folder: Path, mistake: Mistake) -> subprocess.CompletedProcess[str]:
     overrides = ["--config", *mistake.overrides] if mistake.overrides else []
-    return subprocess.run(
-        [python.stand_in, "-m", "snakemake", "-n", "--configfile", mistake.study, *overrides],
-        cwd=folder,
-        env={**python.environment, "AQNPIPE_WARM_PIDS": tempfile.mkdtemp(dir=python.folder, prefix="pids")},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return python.snakemake(folder, "-n", "--configfile", mistake.study, *overrides, timeout=60)

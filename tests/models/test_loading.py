@@ -74,7 +74,7 @@ def test_failure_keeps_an_older_folder(local, tmp_path):
     output = tmp_path / "out"
     prepare_model(ModelConfig(source="tiny"), output)
     (local / "model.safetensors").write_bytes(b"broken")
-    refuse(local, output, r"model\.safetensors: not a valid safetensors file")
+    refuse(local, output, r"/model\.safetensors: not a valid safetensors file")
     assert read_prepared_model(output).source == "tiny"
 
 

@@ -3,8 +3,9 @@ import sys
 
 import pytest
 from pydantic import ValidationError
+from transformers import BloomConfig, FalconConfig, GPT2Config, GPTJConfig, GPTNeoConfig, MptConfig, OPTConfig
 
-from aqnpipe.config.model import ModelConfig, num_layers_of, source_kind
+from aqnpipe.config.model import ModelConfig, num_layers_of, read_model_config, source_kind
 from aqnpipe.errors import ModelError
 
 
@@ -30,6 +31,20 @@ def test_number_of_layers(tmp_path):
     assert num_layers_of("Qwen/Qwen2.5-1.5B-Instruct") is None
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 28}')
     assert num_layers_of(str(tmp_path)) == 28
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPT2Config(), GPTJConfig(), BloomConfig(), MptConfig(), GPTNeoConfig(), OPTConfig(), FalconConfig()],
+    ids=lambda config: config.model_type,
+)
+def test_sizes_have_their_common_names_in_every_family(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    read = read_model_config(tmp_path)
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+        assert read[name] == getattr(config, name)
+    assert num_layers_of(str(tmp_path)) == config.num_hidden_layers
+    assert read.get("max_position_embeddings") == getattr(config, "max_position_embeddings", None)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"num_hidden_layers": "six"}', '{"num_hidden_layers": 0}', "[]", "{"])

@@ -1,7 +1,7 @@
 import pytest
+from transformers import GPT2Config
 
 from aqnpipe.config.model import BUILTIN_MODELS, ModelConfig
-from aqnpipe.errors import ModelError
 from aqnpipe.models.loading import describe_model, source_folder
 from aqnpipe.models.shapes import KNOWN_SHAPES, ModelShape, ParameterCount, shape_from_config, shape_of
 
@@ -48,7 +48,6 @@ def test_known_hub_models_have_the_sizes_that_their_cards_state():
     assert round((large.num_parameters - 2 * large.head_matmul_parameters) / 1e9, 2) == 6.53
 
 
-def test_other_hub_models_are_unknown_and_incomplete_folders_refused():
+def test_the_shapes_of_other_hub_models_and_of_some_families_are_unknown():
     assert shape_of(ModelConfig(source="some/model")) is None
-    with pytest.raises(ModelError, match=r"'x': config\.json has no intermediate_size, vocab_size"):
-        shape_from_config({"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}, "x")
+    assert shape_from_config(GPT2Config().to_dict()) is None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from noisy_passes import run
 
 import aqnpipe
 from aqnpipe.config.measured_noise import ErrorFigures, LayerErrors, MeasuredError, OperatorError
@@ -32,18 +33,6 @@ def figures_of(model):
 
 def measured(model, multiple=1.0, **changed):
     return MeasuredError(source="machine.json", multiple=multiple, figures=figures_of(model) | changed)
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-def run(model, ids, error, **settings):
-    with aqnpipe.noisy(model, error=error, **settings) as receipt, torch.no_grad():
-        model(input_ids=ids)
-        model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
-    return receipt
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -14,11 +14,6 @@ from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
-@pytest.fixture
-def ids():
-    return torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
 def test_a_generation_has_noise_and_a_receipt(model, ids):
     clean = model(input_ids=ids).logits
     with aqnpipe.noisy(model, scale=0.05, seed=0) as receipt, torch.no_grad():

@@ -17,11 +17,6 @@ def mesh():
     distributed.destroy_process_group()
 
 
-@pytest.fixture
-def ids():
-    return torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
 def new_model():
     return load_model(builtin_folder("tiny"), dtype="float32", attention="eager")
 

@@ -13,8 +13,9 @@ from aqnpipe.config.noise import (
     GlobalDecay,
     LinearDecay,
 )
+from aqnpipe.config.own_noise import OwnSchedule
 from aqnpipe.errors import ConfigError
-from aqnpipe.noise.schedule import max_sigma, sigma_at
+from aqnpipe.noise.schedule import max_sigma, own_sigmas, sigma_at
 
 PUBLISHED_GLOBAL = [
     (0, 11, 0.0),
@@ -119,3 +120,71 @@ def test_constant_and_cosine():
 def test_no_step_exceeds_the_largest_sigma(schedule, largest):
     assert max_sigma(schedule) == largest
     assert max(sigma_at(schedule, step, 120, 2) for step in range(121)) <= largest
+
+
+OWN = """
+def falling(step, num_steps, num_epochs, *, start):
+    return start * (1 - step / num_steps) / num_epochs
+
+def odd(step, num_steps, num_epochs): return 0.1 * (step % 2)
+def numpys(step, num_steps, num_epochs): return __import__("numpy").float32(0.05)
+def never(step, num_steps, num_epochs): return 0.0
+def last(step, num_steps, num_epochs): return float(step == num_steps)
+def negative(step, num_steps, num_epochs): return -0.01
+def large(step, num_steps, num_epochs): return 0.2 if step == 3 else 0.1
+def text(step, num_steps, num_epochs): return "0.1"
+def nan(step, num_steps, num_epochs): return float("nan")
+def broken(step, num_steps, num_epochs): return 0.1 / (2 - step)
+
+calls = []
+def moody(step, num_steps, num_epochs):
+    calls.append(1)
+    return 0.1 / len(calls)
+"""
+
+
+@pytest.fixture
+def own(own_module):
+    module = own_module(OWN)
+    return lambda name, **settings: OwnSchedule(function=f"{module}:{name}", settings=settings, sigma_max=0.1)
+
+
+def test_a_schedule_of_ones_own_gives_what_its_function_returns(own):
+    schedule = own("falling", start=0.1)
+    sigmas = own_sigmas(schedule, 4, 2)
+    # 0.1 * (1 - t/4) / 2.
+    assert sigmas == pytest.approx((0.05, 0.0375, 0.025, 0.0125, 0.0))
+    ready = schedule.model_copy(update={"sigmas": sigmas})
+    assert [sigma_at(ready, step, 4, 2) for step in range(5)] == list(sigmas)
+    assert max_sigma(ready) == 0.1
+    with pytest.raises(ValueError, match="are not those of 5 steps; this is a bug"):
+        sigma_at(ready, 0, 5, 2)
+
+
+def test_a_schedule_of_ones_own_must_be_above_0_when_rollouts_are_drawn(own):
+    # Steps 0 and 2 have rollouts; it is above 0 at 1 and 3 alone.
+    with pytest.raises(ConfigError, match="returned 0 at every rollout of 4 steps"):
+        own_sigmas(own("odd"), 4, 1, steps_per_rollout=2)
+    assert own_sigmas(own("numpys"), 2, 1) == pytest.approx((0.05, 0.05, 0.05))
+    assert own_sigmas(own("odd"), 4, 1) == (0.0, 0.1, 0.0, 0.1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("never", "never: returned 0 at every rollout of 4 steps, expected more at some"),
+        ("last", r"returned '1.0' \(float\) at step 4 of 4, expected a number from 0 to sigma_max 0.1"),
+        ("negative", r"returned '-0.01' \(float\) at step 0 of 4"),
+        ("large", r"returned '0.2' \(float\) at step 3 of 4"),
+        ("text", r"returned '0.1' \(str\) at step 0 of 4, expected a number"),
+        ("nan", r"returned 'nan' \(float\) at step 0 of 4"),
+        ("broken", "raised ZeroDivisionError: float division by zero, at step 2 of 4"),
+        ("moody", r"returned 0.1 and then 0.01\d+ at step 0, expected the same number whenever it is asked"),
+        ("falling", "raised TypeError: .*'start', at step 0 of 4"),
+        ("absent", "has no function absent"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_cannot_be_used_is_one_line(own, name, says):
+    with pytest.raises(ConfigError, match=says) as found:
+        own_sigmas(own(name), 4, 1)
+    assert "\n" not in str(found.value)

@@ -1,3 +1,4 @@
+import polars as pl
 import pytest
 
 from aqnpipe.config.model import builtin_folder
@@ -27,8 +28,6 @@ def test_a_systematic_difference_is_explained_by_its_operator(captured, full):
 def test_differences_of_log_probabilities_by_hand(full):
     import dataclasses
 
-    import polars as pl
-
     shifted = full.tokens.with_columns(
         pl.when(pl.col("sequence") == 0).then(pl.col("log_probability") + 0.4).otherwise(pl.col("log_probability")),
         pl.when(pl.col("sequence") < 2).then(pl.col("predicted") + 1).otherwise(pl.col("predicted")).alias("predicted"),
@@ -40,3 +39,24 @@ def test_differences_of_log_probabilities_by_hand(full):
     assert found.rms == pytest.approx(0.2)
     assert found.largest == pytest.approx(0.4)
     assert found.argmax_changes == pytest.approx(0.5)
+
+
+def test_a_substitution_is_that_of_a_run_of_its_own(captured, full):
+    """Batches of copies: each copy has the operators of its own set, and nothing of its neighbours."""
+    second = captured(dtype="bfloat16", replay=full)
+    sides, _ = sides_of(full, second)
+    model = load_model(builtin_folder("tiny"), dtype="float32", attention="eager")
+    found = Substitutions(model, sides, 1)
+    kinds = ("down_proj", "attention", "rotary_k")
+    sets = [frozenset({kind}) for kind in kinds] + [frozenset(kinds)]
+    together = found._scores(sets)
+    for wanted in sets:
+        changed, unchanged = Substitutions(model, sides, 1)._scores([wanted])[wanted]
+        assert changed.tolist() == pytest.approx(together[wanted][0].tolist(), abs=1e-5)
+        assert unchanged.tolist() == pytest.approx(together[wanted][1].tolist(), abs=1e-5)
+        # The errors of bfloat16 are far above the rounding of float32 that the tolerance is for.
+        assert float((changed - unchanged).abs().max()) > 1e-4
+    # Without substitution the scores are those of the capture itself.
+    sequence, position = 0, 1
+    own = full.tokens.filter((pl.col("sequence") == sequence) & (pl.col("position") == position))["log_probability"]
+    assert float(together[sets[0]][1][0]) == pytest.approx(own[0], abs=1e-4)

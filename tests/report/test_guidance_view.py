@@ -1,8 +1,11 @@
+from types import SimpleNamespace
+
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import AqnSection, DiagnosisOrigin, SigmaFile, Verdict
 from aqnpipe.config.arm import Arm
+from aqnpipe.report.diagnosis_view import device_sentences
 from aqnpipe.report.guidance_view import guidance_sentences
 from aqnpipe.report.inputs import Diagnosis
 from aqnpipe.report.words import load_words
@@ -14,7 +17,7 @@ ARMS = {
 }
 
 
-def diagnosis(machine, *sigmas, faults=(), model="base"):
+def diagnosis(machine, *sigmas, faults=(), model="base", device=None):
     aqn = AqnSection(
         enabled=True,
         layer_specific=True,
@@ -32,6 +35,7 @@ def diagnosis(machine, *sigmas, faults=(), model="base"):
         forward_equivalents=1,
         num_layers=len(sigmas),
         simulated_faults=faults,
+        origin=DiagnosisOrigin(model=model, machine=machine, weights_sha256="", layers_sha256="", device=device),
     )
     strategies = {"published": SigmaFile(aqn=aqn, reasons={}, srdd_metadata={})}
     return Diagnosis(model, machine, pl.DataFrame(), verdict, strategies)
@@ -69,3 +73,22 @@ def test_nothing_is_said_of_the_fault_without_a_healthy_machine_or_of_another_mo
     assert sentences(target) == []
     assert sentences(diagnosis("device", 0.05, 0.075, 0.05, model="large"), target) == []
     assert sentences(DEVICE) == []
+
+
+def test_a_faulty_machine_is_compared_with_a_healthy_one_on_the_same_device_only():
+    faulty = diagnosis("target", 0.05, 0.075, 0.05, faults=FAULTS, device="npu: 1 x 910C")
+    assert sentences(DEVICE, faulty) == []
+    healthy = diagnosis("npu", 0.05, 0.075, 0.05, device="npu: 1 x 910C")
+    (sentence,) = sentences(DEVICE, healthy, faulty)
+    assert "the same sigmas on npu" in sentence
+
+
+def test_devices_are_named_where_a_machine_has_its_own():
+    words, run = load_words("en"), SimpleNamespace(record=SimpleNamespace(device="cuda: 8 x A100"))
+    assert device_sentences([DEVICE], [run], words) == []
+    there = diagnosis("npu", 0.05, device="npu: 1 x 910C")
+    assert device_sentences([DEVICE, there], [run, run], words) == [
+        "Machine npu was diagnosed on npu: 1 x 910C.",
+        "The arms were trained on cuda: 8 x A100.",
+    ]
+    assert len(device_sentences([there], [], load_words("zh"))) == 1

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from aqnpipe.report.claims_view import seeds_per_arm
 from aqnpipe.report.looks_view import look_table
 from aqnpipe.report.summary import _look_lines
 from aqnpipe.report.words import load_words
@@ -39,3 +40,11 @@ def test_the_summary_has_the_same_looks_as_the_page():
 
 def test_a_study_with_fixed_seeds_has_no_such_table():
     assert look_table(SimpleNamespace(claims=(), looks=()), load_words("zh")) is None
+
+
+def test_seeds_per_arm_are_a_range_where_arms_ended_at_different_looks():
+    seeds = {"a": (0, 1), "b": (0, 1, 2, 3), "c": (0, 1)}
+    study = SimpleNamespace(arms=dict.fromkeys(seeds), seeds_of=seeds.__getitem__)
+    assert seeds_per_arm(study, load_words("en")) == "2 to 4"
+    study.arms = {"a": None, "c": None}
+    assert seeds_per_arm(study, load_words("en")) == "2"

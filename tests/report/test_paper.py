@@ -1,12 +1,19 @@
 """Files for papers: every figure and table of the report, in formats that a paper takes."""
 
 import csv
+import dataclasses
 import re
+import shutil
+import subprocess
+import textwrap
 
 import pytest
+import vl_convert
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
+from aqnpipe.report import claims_view
+from aqnpipe.report.claims_chart import claims_panel
 from aqnpipe.report.inputs import read_inputs
 from aqnpipe.report.paper import export_paper
 from aqnpipe.report.words import load_words
@@ -41,7 +48,22 @@ def test_the_claims_are_one_picture_with_their_intervals(written, built):
     svg = next(folder.glob("figures/claims-*.svg")).read_text()
     claims = [claim.claim for claim in read_json(built.folder / "claims.json", ClaimsFile).claims if claim.seeds]
     assert len(claims) == 6
-    assert all(f">{claim}</text>" in svg for claim in claims)
+    lines = [line for claim in claims for line in textwrap.wrap(claim, 58)]
+    assert all(f">{line}</" in svg for line in lines)
+
+
+def test_a_long_claim_is_broken_into_lines_because_a_picture_cuts_what_is_beyond_its_edge(built):
+    data, words = read_inputs(built.made.report_inputs(built.folder)), load_words("en")
+    overview = claims_view.claims_overview(built.study, data, words)
+    long = "Noise in training on every operator of every layer raises accuracy at 10 % noise in evaluation"
+    rows = [
+        row if row.strip is None else dataclasses.replace(row, claim=f"{long} {i}")
+        for i, row in enumerate(overview.rows)
+    ]
+    panel = claims_panel(dataclasses.replace(overview, rows=rows), data.comparisons, words)
+    assert ">Noise in training on every operator of every layer raises</" in vl_convert.vegalite_to_svg(
+        panel.chart.to_dict()
+    )
 
 
 def test_figures_are_in_colours_of_their_own_with_a_legend(written):
@@ -72,6 +94,21 @@ def test_latex_is_escaped(written):
     assert "$-$" in verdicts
     assert not [path for path in folder.glob("tables/*.tex") if "−" in path.read_text().partition("\n")[2]]
     assert all(line.count("&") == 5 for line in verdicts.splitlines() if line.endswith("\\\\"))
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_tables_compile(written, tmp_path):
+    folder, _ = written
+    tables = sorted((folder / "tables").glob("*.tex"))
+    assert len(tables) > 10
+    inputs = "\n\n".join(f"\\input{{{path}}}" for path in tables)
+    packages = "\\usepackage{booktabs,longtable}"
+    (tmp_path / "all.tex").write_text(
+        f"\\documentclass{{article}}\n{packages}\n\\begin{{document}}\n{inputs}\n\\end{{document}}\n"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_chinese_titles_do_not_overwrite_each_other(built, tmp_path):

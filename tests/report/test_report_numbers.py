@@ -33,6 +33,7 @@ def test_formats(text, expected):
     ("value", "form", "expected"),
     [
         (0.705, "percent", "70.5\u00a0%"),
+        (-0.674, "percent", "−67.4\u00a0%"),
         (0.9, "level", "90\u00a0%"),
         (0.0243, "points", "2.4"),
         (0.0623, "points_2", "6.23"),

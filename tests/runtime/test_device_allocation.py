@@ -153,7 +153,7 @@ def test_without_a_profile_a_job_uses_one_device_of_several(four_gpus, requested
 
 
 def test_without_a_profile_a_job_uses_a_device_per_worker(four_gpus):
-    with allocated_devices("cuda", num_workers=2) as given:
+    with allocated_devices("cuda", num_devices=2) as given:
         assert given.ids == ("0", "1")
 
 
@@ -184,7 +184,7 @@ def test_a_torch_for_the_cpu_leases_nothing(four_gpus, monkeypatch):
 def test_a_slurm_job_with_one_worker_uses_its_first_device(in_slurm, monkeypatch):
     in_slurm("")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with allocated_devices("cuda", num_workers=2) as given:
+    with allocated_devices("cuda", num_devices=2) as given:
         assert given.ids == ("4", "5")
     with allocated_devices("cuda") as given:
         assert (given.ids, os.environ["CUDA_VISIBLE_DEVICES"]) == (("4",), "4")

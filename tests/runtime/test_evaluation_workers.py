@@ -11,12 +11,12 @@ import sys
 import polars as pl
 import pytest
 from ray_nodes import two_ray_nodes
+from tiny_evaluation import evaluation_spec
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import DeviceError, ModelError, WorkerError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
@@ -53,24 +53,8 @@ def cluster():
 
 def spec(**changes):
     """Two samples of two passes in batches of two: 16 shards."""
-    settings = {
-        "model_role": "base",
-        "arm_id": "test",
-        "seed": 0,
-        "step": 1,
-        "device": "cpu",
-        "dtype": "float32",
-        "attention": "eager",
-        "prompt": {},
-        "faults": ({"type": "dead_zone", "layer": 0, "magnitude": 0.1},),
-        "evaluation": {
-            "noise_levels": (0.0, 0.2),
-            "max_response_tokens": 5,
-            "batch_size": 2,
-            "sampling": {"temperature": 1.0, "num_samples": 2},
-        },
-    }
-    return EvaluationSpec.model_validate(settings | changes)
+    faults = ({"type": "dead_zone", "layer": 0, "magnitude": 0.1},)
+    return evaluation_spec({"max_response_tokens": 5}, **({"faults": faults} | changes))
 
 
 def outputs(folder):

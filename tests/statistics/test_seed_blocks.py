@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from aqnpipe.statistics import seed_blocks
 from aqnpipe.statistics.seed_blocks import (
     GUARD_LEVEL,
     PRIOR_FREEDOM,
@@ -101,3 +102,32 @@ def test_runs_with_the_same_weights_are_one_run():
 def test_equal_arms_have_no_variance():
     found = SeedBlocks(np.full((4, 3), 0.5)).of_pair(0, 1)
     assert found.variance == pytest.approx(0, abs=1e-25)
+
+
+@pytest.mark.parametrize("shape", [(40, 5), (6, 30), (2, 2)])
+@pytest.mark.parametrize("missing", [0.0, 0.3, 0.8])
+def test_the_interaction_of_many_runs_is_that_of_one_least_squares_problem(shape, missing):
+    means = table(*shape)
+    means[np.random.default_rng(1).random(shape) < missing] = NAN
+    found, expected = seed_blocks._interaction_of_many(means), seed_blocks._interaction(means)
+    assert found == (pytest.approx(expected[0], rel=1e-9, abs=1e-15), expected[1])
+
+
+def test_the_interaction_of_parts_without_a_common_seed():
+    """Two tables of 2 x 2 beside each other: each has 1 degree of freedom and (1 - 2 - 3 + 6)**2 / 4 = 1 of squares."""
+    block = np.array([[1.0, 2.0], [3.0, 6.0]])
+    means = np.full((4, 4), NAN)
+    means[:2, :2] = means[2:, 2:] = block
+    assert seed_blocks._interaction_of_many(means) == (pytest.approx(2.0), 2.0)
+
+
+def test_the_variance_of_many_runs_needs_no_design_of_all_of_them():
+    """2,000 arms x 5 seeds: a design of 10,000 x 2,005 would take a minute for every comparison."""
+    means = table(2000, 5)
+    found = SeedBlocks(means).of_pair(0, 1)
+    centred = means - means.mean(axis=0) - means.mean(axis=1, keepdims=True) + means.mean()
+    pool = (2 * (centred**2).sum() - (means[0] - means[1]).var(ddof=1) * 4) / (1999 * 4 - 4)
+    assert found.num_arms == 2000
+    assert found.own.variance == pytest.approx(
+        moderated(VariancePart.of((means[0] - means[1]).var(ddof=1), 4.0), VariancePart.of(pool, 1999 * 4 - 4)).variance
+    )

@@ -103,6 +103,20 @@ class WarmPython:
             self._server.wait()
         raise RuntimeError("the warm Python did not start")
 
+    def snakemake(self, folder: Path, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+        """Run the command `snakemake` in a folder to its end; standard output and error are one text in `stdout`."""
+        return subprocess.run(
+            [self.stand_in, "-m", "snakemake", *arguments],
+            cwd=folder,
+            env={**self.environment, "AQNPIPE_WARM_PIDS": tempfile.mkdtemp(dir=self.folder, prefix="pids")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
     def set_clock(self, seconds: int) -> "WarmPython":
         """Return a server whose clock is `seconds` ahead of the machine's clock (or behind it) from now on."""
         folder = self.folder / "clocked"
@@ -262,6 +276,15 @@ class FaultedStudy:
         if "report.html" in found:
             found["report.html"] = _COSTS.sub(b"", found["report.html"])
         return found
+
+
+def planned_jobs(dry_run: str) -> dict[str, int]:
+    """Return the jobs per rule in the output of a dry run, without rule `all`."""
+    if "Nothing to be done" in dry_run:
+        return {}
+    table = dry_run.split("Job stats:")[1].split("Reasons:")[0]
+    counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+    return {name: count for name, count in counts.items() if name not in ("total", "all")}
 
 
 def differences(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:

@@ -102,3 +102,25 @@ class SabotagedExtension(NoiseExtension):
             (model.logits_processor, "_get_logits"),
         ):
             vars(module).pop(attribute, None)
+
+
+class SabotagedWorker(NoiseExtension):
+    """Lets the second of two tensor-parallel workers have other noise than the first."""
+
+    _sabotage = None
+
+    def sabotage(self, name):
+        """Sabotage the second worker; None repairs it."""
+        self._sabotage = name if self.rank == 1 else None
+
+    def aqnpipe_begin_batch(self, key):
+        """Install no noise, that of another key, or that of the first worker's columns."""
+        if self._sabotage == "no noise":
+            return {}
+        if self._sabotage == "another key":
+            return super().aqnpipe_begin_batch(key | {"seed": key["seed"] + 1})
+        if self._sabotage == "columns of another worker":
+            for projection in self._aqnpipe_pass.engine.projections().values():
+                if projection.name == "up_proj":
+                    projection.output_shard = projection.output_shard._replace(start=0)
+        return super().aqnpipe_begin_batch(key)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import NOISE, run, teach, training_spec, write_inputs
+from tiny_training import NOISE, run, training_spec, write_inputs
 from torch import nn
 from transformers import TrainerState
 
@@ -14,15 +14,7 @@ from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.training.breakdown import BreakdownGuard
 
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory, make_model):
-    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
-
-
-@pytest.fixture(autouse=True)
-def _rewards_that_teach(monkeypatch):
-    teach(monkeypatch)
+pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 
 
 @pytest.fixture

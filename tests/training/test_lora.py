@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import AQN, NOISE, run, teach, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, training_spec
 from torch import nn
 
 from aqnpipe.artifacts.files import read_json, read_table
@@ -23,18 +23,10 @@ from aqnpipe.training.callbacks import ProgressCallback
 from aqnpipe.training.policy import BaseWeights, load_policy
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 
+pytestmark = pytest.mark.usefixtures("rewards_that_teach")
+
 LORA = {"rank": 4, "alpha": 8}
 TOKENS = torch.arange(2, 50).view(3, 16)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory, make_model):
-    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
-
-
-@pytest.fixture(autouse=True)
-def _rewards_that_teach(monkeypatch):
-    teach(monkeypatch)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from tiny_training import AQN, NOISE, run, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, training_spec
 from torch import nn
 
 from aqnpipe.artifacts.files import read_json
@@ -13,11 +13,6 @@ from aqnpipe.generation import rollout_engines
 from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training import callbacks, trainer
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory, make_model):
-    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
 
 
 def with_noise_in(monkeypatch, module, phase):

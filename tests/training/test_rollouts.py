@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_training import AQN, run, teach, training_spec, write_inputs
+from tiny_training import AQN, run, training_spec
 
 import aqnpipe.generation.backend_choice as choice
 import aqnpipe.training.rollout_backend as rollouts
@@ -15,6 +15,8 @@ from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.rollout_backend import describe_rollouts
 from aqnpipe.training.sampler_distance import SamplerDistance
 
+pytestmark = pytest.mark.usefixtures("rewards_that_teach")
+
 FUSED = {"attention": "fused", "error": {"kind": "relative_gaussian", "scale": 0.05}}
 MXFP4 = {"phases": ["rollout"], "error": {"kind": "fake_quantization", "format": "mxfp4"}}
 
@@ -23,16 +25,6 @@ def changed(spec, **changes) -> TrainingSpec:
     data = spec.model_dump()
     arm = data["arm"] | changes.pop("arm", {})
     return TrainingSpec.model_validate(data | changes | {"arm": arm})
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory, make_model):
-    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
-
-
-@pytest.fixture(autouse=True)
-def _rewards_that_teach(monkeypatch):
-    teach(monkeypatch)
 
 
 def metrics(folder):
@@ -143,4 +135,24 @@ def test_noise_outside_the_rollout_does_not_exclude_vllm(monkeypatch):
     monkeypatch.setattr(choice, "is_vllm_installed", lambda: True)
     noise = {**FUSED, "attention": "decomposed", "phases": ["actor_forward", "backward"]}
     spec = changed(training_spec(aqn=AQN), arm={"operator_noise": noise}, attention="sdpa")
-    assert describe_rollouts(spec) == {"backend": "vllm", "vllm": "vllm 0.32.0", "enforce_eager": True}
+    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+    described = {"backend": "vllm", "vllm": "vllm 0.32.0", "enforce_eager": True}
+    assert describe_rollouts(spec) == described | {"batch_invariant": True}
+
+
+@pytest.mark.parametrize(
+    ("arm", "generation", "reason"),
+    [
+        ({}, {"rollout_batch_invariance": False}, "generation.rollout_batch_invariance is false"),
+        ({"operator_noise": FUSED}, {}, "the arm has operator noise in rollouts"),
+    ],
+)
+def test_the_record_says_why_the_batch_invariant_mode_is_off(monkeypatch, arm, generation, reason):
+    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
+    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
+    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
+    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+    spec = changed(training_spec(), arm=arm, attention="sdpa", generation={"backend": "vllm", **generation})
+    described = describe_rollouts(spec)
+    assert described["batch_invariant"] is False
+    assert str(described["why_not_batch_invariant"]).startswith(reason)

@@ -125,6 +125,8 @@ def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs
     record = read_json(whole / "run.json", RunRecord)
     assert record.generation["backend"] == "vllm"
     assert record.generation["enforce_eager"] is True
+    assert record.generation["batch_invariant"] is False
+    assert "of kind cpu" in str(record.generation["why_not_batch_invariant"])
     receipt = read_json(whole / "receipt.json", Receipt).check()
     assert [sync.step for sync in receipt.weight_syncs] == [0, 1, 2]
     scale, elements = receipt.measured_scale("rollout")
@@ -137,7 +139,13 @@ def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs
 @pytest.mark.usefixtures("_rewards_that_teach")
 def test_without_noise_vllm_draws_by_the_weights_that_learn(inputs, tmp_path):
     """Adapters are merged at each weight sync; a missing sync would show as a growing distance."""
-    table = metrics(run(spec(lora=LORA, learning_rate=0.05, kl_coefficient=0.0), inputs, tmp_path / "run"))
+    folder = run(spec(lora=LORA, learning_rate=0.05, kl_coefficient=0.0), inputs, tmp_path / "run")
+    table = metrics(folder)
+    facts = read_json(folder / "run.json", RunRecord).training
+    assert facts is not None
+    for step in facts.sampler_distance.steps:
+        assert [part.cause for part in step.parts] == ["engine", "batch", "rest"]
+        assert step.parts[-1].rms == 0
     assert table["logp_difference_max"].max() < 1e-4
     assert table["sampler_kl"].max() < 1e-8
     steps = [load_file(tmp_path / "run" / f"checkpoints/step{step}" / ADAPTERS_FILE) for step in (1, 3)]
@@ -158,10 +166,10 @@ def test_an_engine_whose_weights_would_lose_the_first_update_ends_the_run(inputs
 def test_an_engine_that_loses_the_noise_fails_the_run(inputs, tmp_path, monkeypatch):
     from aqnpipe.generation.vllm.engine import VllmEngine
 
-    original = VllmEngine._call
+    original = VllmEngine.call_workers
     monkeypatch.setattr(
         VllmEngine,
-        "_call",
+        "call_workers",
         lambda self, name, *args: [{}] if name == "aqnpipe_begin_batch" else original(self, name, *args),
     )
     with pytest.raises(ReceiptError, match="measured 0 forward passes, the responses took at least"):

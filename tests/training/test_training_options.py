@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import AQN, NOISE, run, teach, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 from torch import nn
 from transformers import modeling_utils
 
@@ -20,15 +20,12 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training import reporting
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 
+pytestmark = pytest.mark.usefixtures("rewards_that_teach")
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, make_model):
     return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16)
-
-
-@pytest.fixture(autouse=True)
-def _rewards_that_teach(monkeypatch):
-    teach(monkeypatch)
 
 
 def metrics(folder) -> pl.DataFrame:

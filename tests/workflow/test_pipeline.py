@@ -12,19 +12,19 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
-from faulted_study import WarmPython, differences
+from faulted_study import WarmPython, differences, planned_jobs
 
 import aqnpipe
 from aqnpipe.artifacts.diagnoses import SigmaFile
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml
+from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.cli.front_door import open_study
 from aqnpipe.cli.report import report_on_existing_results
@@ -50,18 +50,12 @@ class Checkout:
 
     def snakemake(self, *arguments: str, study: str = STUDY) -> subprocess.CompletedProcess[str]:
         """Run snakemake here; standard output and error come back as one text in `stdout`."""
-        command = [SNAKEMAKE]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"}
         if self.python:
-            command = [self.python.stand_in, "-m", "snakemake"]
-            environment = {
-                **self.python.environment,
-                "AQNPIPE_WARM_PIDS": tempfile.mkdtemp(dir=self.python.folder, prefix="pids"),
-            }
+            return self.python.snakemake(self.folder, "--configfile", study, *arguments)
         return subprocess.run(
-            [*command, "--configfile", study, *arguments],
+            [SNAKEMAKE, "--configfile", study, *arguments],
             cwd=self.folder,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -72,12 +66,7 @@ class Checkout:
 
     def planned(self, *arguments: str) -> dict[str, int]:
         """Jobs per rule that a dry run would execute."""
-        output = self.snakemake("--dry-run", *arguments).stdout
-        if "Nothing to be done" in output:
-            return {}
-        table = output.split("Job stats:")[1].split("Reasons:")[0]
-        counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
-        return {name: count for name, count in counts.items() if name not in ("total", "all")}
+        return planned_jobs(self.snakemake("--dry-run", *arguments).stdout)
 
     def edit_yaml(self, name: str, edit) -> None:
         """Change a YAML file in place."""
@@ -99,14 +88,6 @@ def new_checkout(folder: Path, python: WarmPython | None = None) -> Checkout:
     package = python.source / "aqnpipe" if python else Path(aqnpipe.__file__).parent
     shutil.copytree(package, folder / "src" / "aqnpipe", ignore=shutil.ignore_patterns("__pycache__"))
     return Checkout(folder, python)
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """Forks Snakemake and its jobs."""
-    server = WarmPython(tmp_path_factory.mktemp("warm"))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +257,70 @@ def test_a_deleted_result_is_made_again(copy_of, deleted, planned):
 
 
 @pytest.mark.slow
+def test_one_job_evaluates_all_checkpoints_of_a_run_with_the_same_bytes(copy_of):
+    option = ("--set-resources", "evaluate:whole_runs=1")
+    results = copy_of.folder / RESULTS
+    runs = {
+        path: path.read_bytes() for path in results.glob("eval/*/*/seed0/step*.*") if "pretrained" not in path.parts
+    }
+    assert len(runs) == 2 * 2 * 3
+    for path in runs:
+        path.unlink()
+    assert copy_of.planned(*option) == {"evaluate_run": 2, "compare": 1, "report": 1}
+    done = copy_of.snakemake(*option)
+    assert done.returncode == 0, done.stdout
+    assert {path: path.read_bytes() for path in runs} == runs
+    assert not list(results.glob("scratch/evaluate_*"))
+    assert copy_of.planned(*option) == {}
+
+
+def test_an_evaluation_that_is_deleted_is_made_again_with_those_of_its_run(copy_of):
+    (copy_of.folder / RESULTS / "eval/base/baseline/seed0/step8.run.json").unlink()
+    planned = copy_of.planned("--set-resources", "evaluate:whole_runs=1", "--rerun-triggers", "mtime")
+    assert planned == {"evaluate_run": 1, "compare": 1, "report": 1}
+
+
+@pytest.mark.slow
+def test_trained_checkpoints_are_evaluated_on_a_machine_and_what_is_deleted_is_made_again(copy_of):
+    """The machine has a simulated fault in a layer, so its answers are others."""
+    copy_of.edit_yaml(STUDY, lambda study: (study["evaluation"].update(machines=["target"]), study.update(keep="last")))
+    others = {"compare_machines": 1, "compare": 1, "report": 1}
+    assert copy_of.planned() == {"evaluate_on_machine": 5, "remove_weights": 2, **others}
+    run = copy_of.snakemake()
+    assert run.returncode == 0, run.stdout
+    results = copy_of.folder / RESULTS
+    rows = read_table(results / "machines.parquet", MachineDifferenceTable).rows(named=True)
+    assert {(row["arm"], row["trained_on"]) for row in rows} == {
+        ("pretrained", None),
+        ("baseline", "cpu"),
+        ("srdd_guided", "cpu"),
+    }
+    assert all(row["problem"] is None and row["differs_in"] == "simulated faults" for row in rows)
+    assert max(row["flipped"] for row in rows) > 0
+    assert not (results / "runs/base/baseline/seed0/checkpoints/step4/model.safetensors").exists()
+    assert copy_of.planned() == {}
+
+    (results / "machines.parquet").unlink()
+    assert copy_of.planned() == {"compare_machines": 1, "report": 1}
+    (results / "eval_on/target/base/baseline/seed0/step8.receipt.json").unlink()
+    planned = {"evaluate_on_machine": 1, "remove_weights": 1, "compare_machines": 1, "report": 1}
+    assert copy_of.planned() == planned, "weights are removed after every evaluation of their run"
+
+
+def test_an_unknown_arm_in_a_path_is_one_line_in_a_study_of_many_arms(copy_of):
+    """The patterns of rules do not list the arms then, because each file would be compared with all of them."""
+    names = [f"arm{number}" for number in range(101)]
+    copy_of.edit_yaml(
+        "config/arms.yaml", lambda arms: arms["arms"].update(dict.fromkeys(names, arms["arms"]["baseline"]))
+    )
+    copy_of.edit_yaml(STUDY, lambda study: study["arms"].extend(names))
+    run = copy_of.snakemake("--dry-run", str(RESULTS / "runs/base/armX/seed0/run.json"))
+    assert run.returncode == 2
+    assert "results/smoke/runs/base/armX/seed0/run.json: unknown arm 'armX' (did you mean arm" in run.stdout
+    assert "Traceback" not in run.stdout
+
+
+@pytest.mark.slow
 def test_a_folder_may_have_a_space(tmp_path):
     """Also in the path of the interpreter, which Snakemake does not quote."""
     folder = tmp_path / "my clone"
@@ -326,6 +371,19 @@ def test_editing_one_arm_re_runs_that_arm_and_what_follows_it(copy_of):
     assert copy_of.planned() == {"train": 1, "evaluate": 2, "compare": 1, "report": 1}
 
 
+@pytest.mark.slow
+def test_a_run_that_was_trained_again_is_evaluated_again_after_an_interruption(copy_of):
+    """Snakemake compares small files by their content, and a checkpoint's config.json does not change."""
+
+    def halve(content):
+        content["arms"]["srdd_guided"]["aqn"]["schedule"]["ranges"][0]["sigma_start"] = 0.025
+
+    copy_of.edit_yaml("config/arms.yaml", halve)
+    run = copy_of.snakemake("--until", "train")
+    assert run.returncode == 0, run.stdout
+    assert copy_of.planned() == {"evaluate": 2, "compare": 1, "report": 1}
+
+
 def test_editing_an_arm_outside_the_study_re_runs_nothing(copy_of):
     copy_of.edit_yaml("config/arms.yaml", lambda content: content["arms"]["E5"].update(description="other words"))
     assert copy_of.planned() == {}
@@ -360,8 +418,9 @@ def test_weights_that_are_not_kept_go_and_nothing_is_made_again(copy_of):
 
     evaluations = copy_of.folder / RESULTS / "eval"
     before = {path: path.read_bytes() for path in evaluations.rglob("*") if path.is_file()}
-    copy_of.edit_yaml(STUDY, lambda study: study["evaluation"].update(max_response_tokens=20))
     line = "step4: its weights were removed after their evaluation (keep: last); to get them again, remove "
+    assert line in copy_of.snakemake("--dry-run", "--set-resources", "evaluate:whole_runs=1").stdout
+    copy_of.edit_yaml(STUDY, lambda study: study["evaluation"].update(max_response_tokens=20))
     assert line in copy_of.snakemake("--dry-run").stdout
     refused = copy_of.snakemake()
     assert refused.returncode != 0

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 import yte
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,7 @@ def test_jobs_on_a_workstation_lease_devices_and_others_need_none():
         ("train", "devices 1"),
         ("evaluate", "devices 1, workers 1"),
         ("diagnose", "devices 1"),
+        ("parity", "devices 1"),
     }
     assert {given for _, given in dry_run("profiles/default", "--configfile", "config/smoke.yaml")} == {""}
 
@@ -90,9 +92,64 @@ def test_the_parity_of_a_machine_is_measured_on_a_device(profile, given, cluster
     assert ("parity", given) in dry_run(profile, "--configfile", "config/measured.yaml", path=[cluster])
 
 
+OTHER_DEVICE = ("--configfile", "config/measured.yaml", "--config", "device=cuda", "machines={measured: {device: npu}}")
+
+
+@pytest.mark.slow
+def test_jobs_of_a_machine_get_the_resources_of_its_device(cluster):
+    """A workstation leases NPUs for them; a cluster with both kinds has a partition for each."""
+    assert dry_run("workstation", *OTHER_DEVICE)["parity", "devices 1"] == 1
+    assert ("parity", "slurm_partition npu, gres npu:910c:1, runtime 240") in dry_run(
+        "ascend", *OTHER_DEVICE, path=[cluster]
+    )
+    both = cluster / "both"
+    both.mkdir()
+    text = (ROOT / "profiles" / "a100" / "config.yaml").read_text()
+    (both / "config.yaml").write_text(text.replace('npu_partition: ""', "npu_partition: npus"))
+    jobs = dry_run(str(both), *OTHER_DEVICE, path=[cluster])
+    assert ("parity", "slurm_partition npus, gres npu:910c:1, runtime 240") in jobs
+    assert ("diagnose", "slurm_partition gpu, gres gpu:a100:1, runtime 240") in jobs
+
+
+@pytest.mark.slow
+def test_a_place_without_the_device_of_a_planned_job_refuses_and_names_the_jobs(cluster, tmp_path):
+    def planned(*arguments):
+        done = subprocess.run(
+            [SNAKEMAKE, "--profile", "a100", "-n", "--forceall", "--nolock", *OTHER_DEVICE, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{cluster}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout + done.stderr
+
+    refusal = (
+        "ERROR: config/measured.yaml: machines.measured.device: the profile has no npu for srdd_diagnose_npu, expected "
+        "its resources in set-resources; where there are such devices, `--until srdd_diagnose_npu measure_parity_npu` "
+        "runs these jobs alone"
+    )
+    assert refusal in planned()
+    assert "ERROR" not in planned("--until", "prepare_model", "prepare_data")
+
+
 def test_a_workstation_with_eight_devices_runs_a_study_for_eight_as_it_is(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     assert ("train", "devices 8") in dry_run("workstation", "--configfile", "config/qwen2.5-7b.yaml")
+
+
+def test_an_evaluation_gets_the_devices_that_share_its_layers(cluster, tmp_path):
+    """And a worker for every two of them, if the site block gives it more."""
+    study = yaml.safe_load((ROOT / "config" / "qwen2.5-7b.yaml").read_text())
+    study["arms_file"] = str(ROOT / "config" / study["arms_file"])
+    study["generation"] = {"backend": "vllm", "rollout_backend": "transformers", "tensor_parallel": 2}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    given = {
+        given
+        for rule, given in dry_run("a100", "--configfile", str(tmp_path / "study.yaml"), path=[cluster])
+        if rule == "evaluate"
+    }
+    assert given == {"slurm_partition gpu, nodes 1, gres gpu:a100:2, workers 1, runtime 240"}
 
 
 @pytest.mark.parametrize("profile", ["a100", "ascend", "workstation"])

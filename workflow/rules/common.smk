@@ -1,6 +1,8 @@
 """Shared by all rules: the validated study, wildcard constraints, paths, job parameters and the lock of the study."""
 
 import atexit
+import gc
+import os
 import shlex
 import shutil
 import sys
@@ -10,14 +12,25 @@ from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.cli.check import announcement
-from aqnpipe.cli.front_door import device_problem, open_study, shown_path
+from aqnpipe.cli.front_door import device_problem, open_study, shards_problem, shards_without_devices, shown_path
 from aqnpipe.cli.report import PARTIAL
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, DeviceError, ModelError
+from aqnpipe.config.machine_devices import other_kind, rule_on
+from aqnpipe.config.validation_messages import unknown
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceError, ModelError
 from aqnpipe.report.closing import closing_lines
 from aqnpipe.runtime.run_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
+
+# Snakemake keeps its jobs until it ends. Searching them for garbage again and again took a sixth of the processor time of a
+# plan of 2,000 runs (benchmarks/README.md).
+gc.freeze()
+gc.set_threshold(500_000, 50, 100)
+
+EVALUATION_RULES = ("evaluate", "evaluate_run")
+MANY_EVALUATIONS = 5000  # with more jobs than these a line names the faster way
+MANY_ARMS = 100
 
 # Snakemake puts the interpreter into shell commands without quotes; in a folder with a space every job would fail.
 sys.executable = shlex.quote(sys.executable)
@@ -66,9 +79,8 @@ onstart:
             hold_study(RESULTS)
         except AqnpipeError as error:
             refuse(error)
-        problem = device_problem(STUDY.config.device) if workflow.local_exec else None
-        if problem:
-            refuse(DeviceError(f"{STUDY_FILE}: {problem}"))
+        if problem := device_not_in_profile() or device_not_here():
+            refuse(DeviceError(problem))
         if gone := removed_weights_needed():
             refuse(ModelError(gone))
         if DESIGN is not None:
@@ -81,19 +93,61 @@ def removed_weights_needed():
     Asked before anything runs, because Snakemake deletes the outputs of a job, here the earlier evaluation, when it starts.
     """
     dag = workflow.dag
-    needed = [job for job in dag.needrun_jobs(exclude_finished=False) if job.rule.name == "evaluate"]
+    needed = [job for job in dag.needrun_jobs(exclude_finished=False) if job.rule.name.startswith("evaluate")]
     gone = []
     for job in needed if STUDY.has_training else ():
-        is_trained_again = any(dag.needrun(other) for other in dag.dependencies[job] if other.rule.name == "train")
-        if not is_trained_again and (reason := why_weights_are_gone(Path(job.input.model).parent)):
-            gone.append(reason)
+        if not any(dag.needrun(other) for other in dag.dependencies[job] if other.rule.name == "train"):
+            checkpoints = job.input.get("models", [job.input.get("model")])
+            gone += filter(None, (why_weights_are_gone(Path(config).parent) for config in checkpoints))
     return f"{gone[0]}{f' (and {len(gone) - 1} more)' if len(gone) > 1 else ''}" if gone else None
+
+
+def planned_device_jobs():
+    """Yield the kinds of device of the study with the start of a message about it, and the planned rules that need it.
+
+    Only of planned jobs: of a study with several devices, each place makes what it can. None is the study's own device.
+    """
+    needed = {job.rule.name for job in workflow.dag.needrun_jobs(exclude_finished=False)}
+    for kind, rules in PLAN.rules_by_kind().items():
+        planned = {rule: base for rule, base in rules.items() if rule in needed}
+        if planned:
+            key = "" if kind is None else f"machines.{'/'.join(PLAN.machines_on(kind))}.device: "
+            yield kind, f"{STUDY_FILE}: {key}", planned
+
+
+def device_not_in_profile():
+    """Return which planned jobs get no device from the profile, though other jobs do; None if all get theirs."""
+    for kind, where, planned in planned_device_jobs():
+        missing = [rule for rule, base in planned.items() if gives_device(base) and not gives_device(rule)]
+        if missing and kind is None:
+            return f"{where}the profile has no device for {missing[0]}, expected in set-resources what evaluate has"
+        if missing and kind != "cpu":
+            return (
+                f"{where}the profile has no {kind} for {missing[0]}, expected its resources in set-resources; where "
+                f"there are such devices, `--until {' '.join(planned)}` runs these jobs alone"
+            )
+    return None
+
+
+def device_not_here():
+    """Return why this machine has no device for planned jobs; None if it has, or if a cluster runs them."""
+    for kind, where, planned in planned_device_jobs() if workflow.local_exec else ():
+        if problem := device_problem(STUDY.config.device if kind is None else kind):
+            return where + (problem if kind is None else problem.removeprefix("device: "))
+    return None
+
+
+def gives_device(rule):
+    """Return whether the profile gives jobs of a rule devices."""
+    return not {"gres", "devices"}.isdisjoint(workflow.resource_settings.overwrite_resources.get(rule, {}))
 
 
 def announce_refusal():
     """Print at the end of a dry run that the run itself would be refused, and why."""
-    if workflow.scheduler is not None and (gone := removed_weights_needed()):
-        print(f"ERROR: {gone}", file=sys.stderr)
+    if workflow.scheduler is None:
+        return
+    for problem in filter(None, (device_not_in_profile(), removed_weights_needed())):
+        print(f"ERROR: {problem}", file=sys.stderr)
 
 
 def finish() -> None:
@@ -123,8 +177,13 @@ if workflow.is_main_process:
 
 
 # Printed once, before a large study and in its dry run. Every job reads this file again and must print nothing.
-if workflow.is_main_process and (COST := announcement(PLAN)):
-    print(f"{STUDY_FILE}: {COST}", file=sys.stderr)
+if workflow.is_main_process:
+    try:
+        COST = announcement(PLAN)
+    except AqnpipeError as error:
+        refuse(error)
+    if COST:
+        print(f"{STUDY_FILE}: {COST}", file=sys.stderr)
 if PROGRESS:
     print(f"{STUDY_FILE}: {PROGRESS}", file=sys.stderr)
 
@@ -140,14 +199,142 @@ def given(rule: str) -> str:
 
 def workers(rule: str) -> int:
     """Return the workers per job of a rule: the resource `workers` of the profile (no result depends on it), else 1."""
+    return resource(rule, "workers", 1)
+
+
+def evaluation_threads(rule: str, plan=PLAN) -> int:
+    """Return the threads of an evaluating job: those of the plan's evaluations for each process that computes."""
+    return plan.evaluation_threads() * STUDY.config.generation.tensor_parallel * workers(rule)
+
+
+def threads_on(machine):
+    """Return the threads of an evaluation on a machine of `evaluation.machines`."""
+    return evaluation_threads(rule_on("evaluate_on_machine", other_kind(STUDY.config, machine)), ON_MACHINE[machine])
+
+
+def resource(rule, name, default):
+    """Return a whole number that the profile gives as a resource of a rule, needed while the rules are read."""
     requested = workflow.resource_settings.overwrite_resources.get(rule, {})
-    return int(requested["workers"].raw) if "workers" in requested else 1
+    if name not in requested:
+        return default
+    found = str(requested[name].raw)
+    if not found.isdecimal():
+        refuse(ConfigError(f"set-resources: {rule}: {name}: found {found!r}, expected a whole number"))
+    return int(found)
+
+
+# Whether one job evaluates all checkpoints of a run. No result depends on it.
+EVALUATES_RUNS = STUDY.has_training and bool(resource("evaluate", "whole_runs", 0))
+
+
+def sharing_problem():
+    """Return why no evaluating job gets the devices whose workers share every layer; None if all get theirs."""
+    shards = STUDY.config.generation.tensor_parallel
+    on_machines = [rule_on("evaluate_on_machine", kind) for kind in PLAN.evaluated_by_kind()]
+    for name in [*EVALUATION_RULES, *on_machines] if shards > 1 else ():
+        requested = workflow.resource_settings.overwrite_resources.get(name, {})
+        given_to_job = {key: value.raw for key, value in requested.items()}
+        # Snakemake gives a job no more of a resource than all jobs may have at once.
+        if "devices" in given_to_job and "devices" in workflow.global_resources:
+            given_to_job["devices"] = min(resource(name, "devices", 0), int(workflow.global_resources["devices"].raw))
+        if problem := shards_without_devices(name, given_to_job, shards):
+            return problem
+    return shards_problem(STUDY.config.device, shards) if workflow.local_exec else None
+
+
+# After hours of training the evaluations would fail.
+if workflow.is_main_process and (problem := sharing_problem()):
+    refuse(ConfigError(f"{STUDY_FILE}: {problem}"))
+
+# A profile of an older version has no entry for rule evaluate_run, whose jobs would get no device.
+if workflow.is_main_process and EVALUATES_RUNS:
+    SINGLE, WHOLE = (set(workflow.resource_settings.overwrite_resources.get(rule, {})) for rule in EVALUATION_RULES)
+    if missing := sorted(SINGLE - WHOLE - {"whole_runs"}):
+        refuse(
+            ConfigError(
+                f"set-resources: evaluate_run: found no {', '.join(missing)}, expected the resources of evaluate"
+            )
+        )
+
+if workflow.is_main_process and STUDY.has_training and not EVALUATES_RUNS and PLAN.num_evaluations > MANY_EVALUATIONS:
+    print(
+        f"{STUDY_FILE}: {PLAN.num_evaluations} evaluation jobs; planning takes less time with one job per run "
+        "(docs/how-to/thousands-of-runs.md)",
+        file=sys.stderr,
+    )
+
+
+def any_of(names):
+    """Return the pattern of a wildcard that is one of `names`; of none it matches nothing."""
+    return "|".join(names) or "(?!)"
+
+
+def arm_pattern(*, with_pretrained=True):
+    """Return the pattern of the wildcard `arm`: the names, or of very many arms what all names look like.
+
+    Snakemake searches the pattern for every file of every job, 27 microseconds each with 1,000 names.
+    """
+    if len(STUDY.arms) > MANY_ARMS:
+        return r"[\w.-]+" if with_pretrained else rf"(?!{PRETRAINED}/)[\w.-]+"
+    return "|".join([*STUDY.arms, *([PRETRAINED] if with_pretrained else [])])
+
+
+def files_of_evaluations(files):
+    """Return tables, receipts and records of evaluations."""
+    return [path for suffix in ("parquet", "receipt.json", "run.json") for path in files(suffix)]
+
+
+def of_checkpoint(wildcards):
+    """Return the wildcards of an evaluation without the machine."""
+    return {name: value for name, value in wildcards.items() if name != "machine"}
+
+
+def read_files(plan):
+    """Return the files that the tables and the report are made from, without those of looks."""
+    return [
+        *files_of_evaluations(plan.evaluation_files),
+        *(path for name in ("metrics.parquet", "receipt.json", "run.json") for path in plan.run_files(name)),
+        *(path for name in ("layers.parquet", "verdict.json") for path in plan.diagnosis_files(name)),
+        *plan.all_sigmas_files(),
+        *plan.data_files(),
+        *plan.prepared_model_files(),
+        *plan.loss_study_files("claims.json"),
+        *plan.all_parity_files(),
+        *([f"{RESULTS}/published.json"] if STUDY.config.statistics.published else []),
+        *files_of_evaluations(plan.machine_evaluation_files),
+    ]
+
+
+def absent_files(plan):
+    """Return the files to make again although tables or report, which were made from them, exist.
+
+    Where neither exists, both jobs run, and Snakemake makes their inputs anyway. Naming every file here too would cost
+    a quarter of the time that the plan of thousands of runs takes.
+    """
+    if not any(Path(path).exists() for path in [*rules.compare.output, *rules.report.output]):
+        return []
+    return [path for path in read_files(plan) if not Path(path).exists()]
+
+
+def unknown_arm():
+    """Return which file named on the command line is of an arm that the study does not have; None if none is.
+
+    The pattern of very many arms matches such a file, and the input functions of its job would end in a KeyError.
+    """
+    known = [*STUDY.arms, PRETRAINED]
+    for path in sys.argv[1:] if len(STUDY.arms) > MANY_ARMS else ():
+        file = path if os.path.isabs(path) else os.path.relpath(path)
+        for producer in filter(lambda each: each.is_producer(file), workflow.rules):
+            arm = producer.get_wildcards(file).get("arm", PRETRAINED)
+            if arm not in known:
+                return f"{path}: {unknown('arm', arm, known)}"
+    return None
 
 
 wildcard_constraints:
     model="|".join(dict.fromkeys([*STUDY.config.models, *STUDY.model_roles()])),
     machine="|".join(STUDY.config.machines) or "none",
-    arm="|".join([*STUDY.arms, PRETRAINED]),
+    arm=arm_pattern(),
     seed=r"\d+",
     step=r"\d+",
     look=r"\d+",

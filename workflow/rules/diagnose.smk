@@ -3,48 +3,53 @@
 Input: the prepared model and the training questions. Output: srdd/.
 """
 
+# A rule for each kind of device that machines name: a profile gives it the resources of that device.
+for KIND, MACHINES in PLAN.diagnosed_by_kind().items():
 
-rule srdd_diagnose:
-    """Run exact probes and statistical scans of a model on a machine (the device, with or without simulated faults).
+    rule:
+        """Run exact probes and statistical scans of a model on a machine (the device, with or without simulated faults).
 
-    Of a machine that was diagnosed elsewhere, take over its diagnosis.
-    """
-    input:
-        model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
-        problems=f"{RESULTS}/data/train.parquet",
-        elsewhere=lambda wildcards: PLAN.imported_diagnosis(wildcards.model, wildcards.machine),
-    output:
-        layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
-        verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
-    log:
-        f"{RESULTS}/logs/srdd_diagnose/{{model}}_{{machine}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/srdd_diagnose/{{model}}_{{machine}}.tsv"
-    conda:
-        "../envs/aqnpipe.yaml"
-    threads: STUDY.config.diagnosis.threads
-    resources:
-        mem_mb=4000,
-    params:
-        machine=lambda wildcards: STUDY.config.machines[wildcards.machine].model_dump(
-            mode="json", exclude={"description", "counterpart"}
-        ),
-        diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
-        prompt=STUDY.config.prompt.model_dump(mode="json"),
-        model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
-        device=STUDY.config.device,
-        code=code_digest("aqnpipe.diagnosis.imported"),
-    message:
-        f"diagnose: model {{wildcards.model}} on machine {{wildcards.machine}}{given('srdd_diagnose')}"
-    script:
-        "../scripts/srdd_diagnose.py"
+        Of a machine that was diagnosed elsewhere, take over its diagnosis.
+        """
+        name:
+            rule_on("srdd_diagnose", KIND)
+        input:
+            model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
+            problems=f"{RESULTS}/data/train.parquet",
+            elsewhere=lambda wildcards: PLAN.imported_diagnosis(wildcards.model, wildcards.machine),
+        output:
+            layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
+            verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
+        log:
+            f"{RESULTS}/logs/srdd_diagnose/{{model}}_{{machine}}.log",
+        benchmark:
+            f"{RESULTS}/benchmarks/srdd_diagnose/{{model}}_{{machine}}.tsv"
+        wildcard_constraints:
+            machine=any_of(MACHINES),
+        conda:
+            "../envs/aqnpipe.yaml"
+        threads: STUDY.config.diagnosis.threads
+        resources:
+            mem_mb=4000,
+        params:
+            machine=lambda wildcards: PLAN.diagnosed_machine(wildcards.machine),
+            diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
+            prompt=STUDY.config.prompt.model_dump(mode="json"),
+            model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
+            device=lambda wildcards: PLAN.device_of(wildcards.machine),
+            code=code_digest("aqnpipe.diagnosis.imported"),
+        message:
+            f"diagnose: model {{wildcards.model}} on machine {{wildcards.machine}}{given(rule_on('srdd_diagnose', KIND))}"
+        script:
+            "../scripts/srdd_diagnose.py"
 
 
 rule generate_layer_sigmas:
-    """Derive layer sigmas from a diagnosis by one strategy."""
+    """Derive layer sigmas from a diagnosis by one strategy; some need the parity of the machine too."""
     input:
         layers=f"{RESULTS}/srdd/{{model}}/{{machine}}/layers.parquet",
         verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
+        parity=lambda wildcards: PLAN.sigmas_parity_input(**wildcards),
     output:
         f"{RESULTS}/srdd/{{model}}/{{machine}}/sigmas-{{strategy}}.yaml",
     log:

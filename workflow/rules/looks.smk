@@ -17,9 +17,12 @@ def finished_looks(before=None):
 
 
 def after_looks(files):
-    """Return the files of a plan: at once if the seeds are fixed, else as a function that waits for the looks."""
+    """Return an input function for the files of a plan; it waits for the looks of a study that adds seeds.
+
+    A function with fixed seeds too: every job reads these rules again, and thousands of runs have 100,000 files.
+    """
     if STUDY.adaptive_seeds is None:
-        return files(PLAN)
+        return lambda wildcards: files(PLAN)
     return lambda wildcards: files(plan_after(STUDY, finished_looks()))
 
 

@@ -7,7 +7,7 @@ Input: the prepared model and the test questions. Output: loss_study/.
 rule loss_study:
     """Compute the loss of every text at every magnitude of the faults, with and without noise, and the receipts."""
     input:
-        model=f"{RESULTS}/models/{{model}}/config.json",
+        model=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
         test_problems=f"{RESULTS}/data/test.parquet",
         train_problems=PLAN.examples_input(),
     output:

@@ -13,6 +13,12 @@ rule remove_weights:
             for step in PLAN.checkpoint_steps
             for suffix in ("parquet", "receipt.json", "run.json")
         ],
+        on_machines=[
+            f"{RESULTS}/eval_on/{machine}/{{model}}/{{arm}}/seed{{seed}}/step{step}.{suffix}"
+            for machine in STUDY.config.evaluation.machines
+            for step in PLAN.checkpoint_steps
+            for suffix in ("parquet", "receipt.json", "run.json")
+        ],
         metrics=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/metrics.parquet",
         receipt=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/receipt.json",
         record=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/run.json",
@@ -25,10 +31,10 @@ rule remove_weights:
         f"{RESULTS}/logs/remove_weights/{{model}}_{{arm}}_seed{{seed}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/remove_weights/{{model}}_{{arm}}_seed{{seed}}.tsv"
-    conda:
-        "../envs/aqnpipe.yaml"
     # Before further training, which needs the space.
     priority: 2
+    conda:
+        "../envs/aqnpipe.yaml"
     params:
         keep=STUDY.config.keep,
         study=lambda wildcards: PLAN.of_run(wildcards.arm, int(wildcards.seed)).study_params(),

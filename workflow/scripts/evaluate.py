@@ -8,7 +8,8 @@ from aqnpipe.runtime.jobs import logged_device_job
 table = Path(snakemake.output.table)
 spec = EvaluationSpec.model_validate(snakemake.params.spec)
 leases, workers = snakemake.resources.get("devices", 0), int(snakemake.resources.get("workers", 1))
-with logged_device_job(Path(snakemake.log[0]), spec.device, leases, workers, "evaluation or prompt") as say:
+devices = workers * spec.generation.tensor_parallel
+with logged_device_job(Path(snakemake.log[0]), spec.device, leases, devices, "evaluation or prompt") as say:
     from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
     from aqnpipe.runtime.evaluation_workers import evaluation_runner
 

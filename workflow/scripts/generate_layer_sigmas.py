@@ -15,4 +15,5 @@ with logged_job(Path(snakemake.log[0])):
         model=snakemake.wildcards.model,
         machine=snakemake.wildcards.machine,
         strategy=snakemake.wildcards.strategy,
+        parity=Path(snakemake.input.parity[0]) if snakemake.input.get("parity") else None,
     )

@@ -45,8 +45,8 @@ class CaptureIdentity(Artifact):
     driver: str | None
     toolkit: str | None
     threads: int
-    tensor_parallel: int = 1
-    batch_invariant: bool = False
+    tensor_parallel: int = Field(default=1, ge=1)
+    batch_invariant: bool = Field(default=False, description="vLLM's batch-invariant mode was in force")
     batch_size: int = Field(ge=1)
     padding: Literal["left", "right", "none"]
     num_decoded: int = Field(ge=0, description="last tokens of each sequence, run one at a time")
@@ -62,7 +62,9 @@ class CaptureIdentity(Artifact):
     def setting(self) -> str:
         """Backend, dtype and what else differs between captures, in a few words."""
         batch = f"batches of {self.batch_size}, {self.threads} thread{'s' if self.threads > 1 else ''}"
-        return f"{self.backend} {self.dtype} {self.attention} on {self.device}, {batch}"
+        shards = f", {self.tensor_parallel} tensor-parallel workers" if self.tensor_parallel > 1 else ""
+        mode = ", batch-invariant" if self.batch_invariant else ""
+        return f"{self.backend} {self.dtype} {self.attention} on {self.device}, {batch}{shards}{mode}"
 
 
 class CaptureConfig(Artifact):
@@ -73,6 +75,8 @@ class CaptureConfig(Artifact):
     batch_size: int = Field(default=8, ge=1)
     padding: Literal["left", "right"] = "left"
     num_decoded: int = Field(default=4, ge=0)
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, description="CPU threads, of each process")
+    tensor_parallel: int = Field(default=1, ge=1, description="workers of vLLM that share every layer")
+    batch_invariant: bool = Field(default=False, description="vLLM's mode; its workers must report it as requested")
     max_bytes: int = Field(default=200_000_000, ge=1)
     max_rows: int = Field(default=256, ge=1)

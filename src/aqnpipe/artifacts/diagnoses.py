@@ -13,6 +13,9 @@ from aqnpipe.config.diagnosis import DiagnosisMethod
 FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
 """Type of a detected fault: the simulated types, and gain, stuck and other, which only occur on real devices."""
 
+SENSITIVITY_SCALE = 0.1
+"""Relative scale of the noise that `sensitivity` in a LayerTable is of; the estimate is proportional to its square."""
+
 
 class LayerTable(pa.DataFrameModel):
     """results/srdd/<model>/<machine>/layers.parquet: one decoder layer per row, each layer run by itself.
@@ -131,7 +134,8 @@ class Untested(Artifact):
 class DiagnosisOrigin(Artifact):
     """Model and machine of a verdict in the study, digests of the weights and of the layers.parquet beside it.
 
-    `imported_from`: folder, model and machine of a diagnosis made elsewhere; null for one made here.
+    `imported_from`: folder, model and machine of a diagnosis made elsewhere; null for one made here. `device`: what it
+    ran on, as in run.json; absent if it was the device of the whole study.
     """
 
     model: str
@@ -139,6 +143,7 @@ class DiagnosisOrigin(Artifact):
     weights_sha256: str
     layers_sha256: str
     imported_from: str | None = None
+    device: str | None = Field(default=None, exclude_if=lambda device: device is None)
 
 
 class Verdict(Artifact):
@@ -201,6 +206,9 @@ class DiagnosisFile(Verdict):
     """Output of `aqnpipe diagnose --json`: the verdict, what was tested where and when, the metrics of every layer."""
 
     model: str
+    weights_sha256: str | None = Field(
+        default=None, description="of the files that the model was loaded from; null without files"
+    )
     device: str
     dtype: str
     attention: str

@@ -45,7 +45,8 @@ class PassFacts(Artifact):
 class EvaluationFacts(Artifact):
     """What an evaluation used. `prompts`: digest of the prompt that the model read for each question, 16 digits each.
 
-    `unchecked`: what this backend does not let the pipeline observe, in words; empty for transformers.
+    `shards`: workers of vLLM that shared every layer; each engine has so many. `unchecked`: what this backend does not
+    let the pipeline observe, in words; empty for transformers.
     """
 
     dtype: str
@@ -57,6 +58,7 @@ class EvaluationFacts(Artifact):
     weights: str
     prompts: str
     passes: tuple[PassFacts, ...]
+    shards: int = Field(default=1, ge=1)
     unchecked: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
@@ -71,6 +73,7 @@ class EvaluationFacts(Artifact):
             "temperature": sampling["temperature"] if sampling else None,
             "max_response_tokens": evaluation["max_response_tokens"],
             "stop_text": "Question:" if prompt.get("layout") == "question_answer" else None,
+            "shards": config.get("generation", {}).get("tensor_parallel", 1),
         }
         if not self.unchecked:
             requested |= {"dtype": config["dtype"], "attention": config["attention"]}

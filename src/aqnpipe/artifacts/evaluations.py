@@ -6,6 +6,8 @@ from typing import Optional
 
 import pandera.polars as pa
 
+from aqnpipe.config.machine_devices import evaluations_folder
+
 
 @dataclass(frozen=True)
 class EvaluationFiles:
@@ -35,9 +37,11 @@ class EvaluationFiles:
         return all(path.is_file() for path in (self.table, self.receipt, self.record))
 
 
-def evaluation_files(results: Path, model: str, arm: str, seed: int, step: int) -> EvaluationFiles:
-    """Return the files of one evaluation in the results folder of its study."""
-    folder = results / "eval" / model / arm / f"seed{seed}"
+def evaluation_files(
+    results: Path, model: str, arm: str, seed: int, step: int, machine: str | None = None
+) -> EvaluationFiles:
+    """Return the files of one evaluation in the results folder of its study; `machine` as in `evaluations_folder`."""
+    folder = results / evaluations_folder(machine) / model / arm / f"seed{seed}"
     return EvaluationFiles(
         model=model,
         arm=arm,

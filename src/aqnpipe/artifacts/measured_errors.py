@@ -9,7 +9,7 @@ from aqnpipe.artifacts.parities import OperatorParity, ParityFile
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
-from aqnpipe.config.model import Dtype
+from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.errors import ConfigError
@@ -27,20 +27,22 @@ def with_figures(
     error: MeasuredError,
     *,
     dtype: Dtype | None = None,
+    attention: str | None = None,
     config: Mapping[str, object] | None = None,
     weights_sha256: str | None = None,
 ) -> MeasuredError:
     """Return `error` with the figures in its file; unchanged if it has them already.
 
-    dtype, config and weights_sha256 describe the model that gets the noise; None skips that comparison. Raises
-    DataError for a file that is missing, damaged or not by aqnpipe; ConfigError for a parity of another model or dtype,
-    without figures, or in which no operator has an error.
+    dtype, attention (the kernel), config and weights_sha256 describe the model that gets the noise; None skips that
+    comparison. Raises DataError for a file that is missing, damaged or not by aqnpipe; ConfigError for a parity of
+    another model, dtype or attention kernel, without figures, or in which no operator has an error.
     """
     if error.figures is not None:
         return error
     path = Path(error.source)
     parity = read_json(path, ParityFile)
     _refuse_other_model(path, parity, dtype, config or {}, weights_sha256)
+    _refuse_other_attention(path, parity, attention)
     if parity.verdict == "stale weights":
         raise ConfigError(f"{path}: {parity.summary} Expected a parity of the same weights on both sides")
     products = [operator for operator in parity.operators if operator.is_product]
@@ -53,19 +55,43 @@ def with_figures(
     return error.model_copy(update={"figures": figures})
 
 
+def measured_layer_errors(path: Path, weights_sha256: str | None = None) -> dict[int, float]:
+    """Return the relative error of every decoder layer in a parity file; see `ParityFile.layer_errors`.
+
+    Raises DataError for a file that is missing, damaged or not by aqnpipe; ConfigError for one of other weights
+    (`weights_sha256`; None: not compared), made without the same inputs, or with a fault.
+    """
+    parity = read_json(path, ParityFile)
+    _refuse_other_model(path, parity, None, {}, weights_sha256)
+    if parity.verdict in ("fault", "stale weights"):
+        raise ConfigError(f"{path}: {parity.summary} Expected a parity of a machine that computes correctly")
+    if not parity.same_inputs:
+        raise ConfigError(
+            f"{path}: its second capture was made without --replay, which alone measures each operator by itself"
+        )
+    return parity.layer_errors()
+
+
 def training_with_figures(
     spec: TrainingSpec, *, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
 ) -> TrainingSpec:
     """Return a training job's settings with the figures of its arm's measured error; see `with_figures`."""
-    arm = arm_with_figures(spec.arm, dtype=spec.dtype, config=config, weights_sha256=weights_sha256)
+    arm = arm_with_figures(
+        spec.arm, dtype=spec.dtype, attention=spec.attention, config=config, weights_sha256=weights_sha256
+    )
     return spec.model_copy(update={"arm": arm})
 
 
 def arm_with_figures(
-    arm: Arm, *, dtype: Dtype, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
+    arm: Arm,
+    *,
+    dtype: Dtype,
+    attention: Attention,
+    config: Mapping[str, object] | None = None,
+    weights_sha256: str | None = None,
 ) -> Arm:
     """Return an arm with the figures of its measured error, if it has one; see `with_figures`."""
-    found = _noise_with_figures(arm.operator_noise, dtype, config, weights_sha256)
+    found = _noise_with_figures(arm.operator_noise, dtype, attention, config, weights_sha256)
     return arm if found is None else arm.model_copy(update={"operator_noise": found})
 
 
@@ -76,7 +102,8 @@ def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object
     """
     noises = {}
     for name, named in spec.evaluation.noises.items():
-        found = _noise_with_figures(settings_of(named).operator_noise, spec.dtype, config, None)
+        noise = settings_of(named).operator_noise
+        found = _noise_with_figures(noise, spec.dtype, spec.attention, config, None)
         if found is not None:
             noises[name] = settings_of(named).model_copy(update={"operator_noise": found})
     if not noises:
@@ -86,12 +113,16 @@ def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object
 
 
 def _noise_with_figures(
-    noise: Noise | None, dtype: Dtype, config: Mapping[str, object] | None, weights_sha256: str | None
+    noise: Noise | None,
+    dtype: Dtype,
+    attention: Attention,
+    config: Mapping[str, object] | None,
+    weights_sha256: str | None,
 ) -> Noise | None:
     """Return the noise with the figures of its measured error; None if its error is not a measured one."""
     if noise is None or not isinstance(noise.error, MeasuredError):
         return None
-    error = with_figures(noise.error, dtype=dtype, config=config, weights_sha256=weights_sha256)
+    error = with_figures(noise.error, dtype=dtype, attention=attention, config=config, weights_sha256=weights_sha256)
     return noise.model_copy(update={"error": error})
 
 
@@ -114,7 +145,7 @@ def _refuse_other_model(
     if weights_sha256 is not None and first.weights_sha256 != weights_sha256:
         raise ConfigError(
             f"{path}: a parity of other weights: found SHA-256 {first.weights_sha256[:12]} ({first.model}), expected "
-            f"those of the model to be trained, {weights_sha256[:12]}"
+            f"those of the model here, {weights_sha256[:12]}"
         )
     for key in _SHAPE:
         if key in config and key in first.config and config[key] != first.config[key]:
@@ -126,6 +157,16 @@ def _refuse_other_model(
         raise ConfigError(
             f"{path}: the first side computed in {first.dtype}, the model that gets the noise does in {dtype}; "
             "expected a parity whose first side is the machine that computes here"
+        )
+
+
+def _refuse_other_attention(path: Path, parity: ParityFile, attention: str | None) -> None:
+    """Raise ConfigError if the first side had another attention kernel; those of vLLM have other names."""
+    first = parity.first
+    if attention is not None and first.backend == "transformers" and first.attention != attention:
+        raise ConfigError(
+            f"{path}: the first side computed attention with {first.attention}, the model that gets the noise does "
+            f"with {attention}; expected a parity whose first side is the machine that computes here"
         )
 
 

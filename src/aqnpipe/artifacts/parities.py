@@ -20,7 +20,12 @@ _NO_PRODUCTS = ("embed_tokens", "rotary_q", "rotary_k", "activation", "attention
 
 def is_product(kind: str) -> bool:
     """Return whether operators of a kind multiply matrices: linear modules and attention."""
-    return kind not in _NO_PRODUCTS and "norm" not in kind and not kind.startswith("ln_")
+    return kind not in _NO_PRODUCTS and not is_norm(kind)
+
+
+def is_norm(kind: str) -> bool:
+    """Return whether operators of a kind are norms: RMSNorm or LayerNorm."""
+    return "norm" in kind or kind.startswith("ln_")
 
 
 class OperatorParity(Artifact):
@@ -35,6 +40,7 @@ class OperatorParity(Artifact):
     - accumulated_*: of the results in the sides' own passes, whose inputs differ already.
     - figures: how the error depends on result and input; null without the same input, and for operators that are no
       products. figures_rms: the relative RMS that the figures give on the same values.
+    - result_rms: RMS of the first side's results; null in files of older versions.
     """
 
     name: str
@@ -56,6 +62,7 @@ class OperatorParity(Artifact):
     accumulated_correlation: float | None
     figures: ErrorFigures | None = None
     figures_rms: float | None = None
+    result_rms: float | None = None
 
     @property
     def is_product(self) -> bool:
@@ -115,3 +122,11 @@ class ParityFile(Artifact):
     substitution: Substitution | None
     settings: tuple[str, ...] = Field(description="settings that differ between the two sides")
     notes: tuple[str, ...]
+
+    def layer_errors(self) -> dict[int, float]:
+        """Return the relative error of every decoder layer: the root mean square over its products."""
+        squares: dict[int, list[float]] = {}
+        for operator in self.operators:
+            if operator.layer is not None and operator.is_product:
+                squares.setdefault(operator.layer, []).append(operator.relative_rms**2)
+        return {layer: (sum(found) / len(found)) ** 0.5 for layer, found in squares.items()}

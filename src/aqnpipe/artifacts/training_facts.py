@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.sampler_distance import SamplerDistance
 from aqnpipe.config.run import TrainingSpec
 
 DRAWS = "tokens drawn in rollouts"
@@ -65,6 +66,9 @@ class TrainingFacts(Artifact):
     )
     recomputed: dict[str, Recomputed]
     not_checked: tuple[str, ...] = Field(default=(), description="recomputations that the rollout backend prevents")
+    sampler_distance: SamplerDistance = Field(
+        default=SamplerDistance(), description="where the distance between sampler and policy comes from"
+    )
     problems: tuple[str, ...] = Field(default=(), description="differences that were found while the run trained")
 
 

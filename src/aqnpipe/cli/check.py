@@ -1,9 +1,11 @@
 """`aqnpipe check`: validate a study, list its jobs and estimate their cost before anything runs."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
 from aqnpipe.cli.cost_estimate import (
     A100,
@@ -14,7 +16,7 @@ from aqnpipe.cli.cost_estimate import (
     estimate_study,
     mean_prompt_tokens,
 )
-from aqnpipe.cli.front_door import device_problem, open_study
+from aqnpipe.cli.front_door import device_problem, open_study, shards_problem
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, memory_lines
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
@@ -37,6 +39,7 @@ class CheckedStudy(FrozenModel):
     num_comparisons: int
     keep: Keep
     jobs: dict[str, int]
+    devices_per_engine: int = Field(description="devices that share every layer in an evaluation")
     estimate: Estimate | None
     missing: str | None
 
@@ -79,8 +82,21 @@ def check(
         typer.echo(checked.model_dump_json(indent=2))
         return
     typer.echo("\n".join([_summary_of_jobs(study, plan), *_lines(checked), *memory_needed]))
-    if problem := device_problem(plan.study.config.device):
+    requested, shards = plan.study.config.device, plan.study.config.generation.tensor_parallel
+    if problem := device_problem(requested) or shards_problem(requested, shards):
         typer.echo(f"this machine cannot run its jobs: {problem}")
+    for line in _other_devices(plan):
+        typer.echo(line)
+
+
+def _other_devices(plan: StudyPlan) -> Iterator[str]:
+    """Yield a line per further kind of device: its machines and rules, and why this machine cannot run them."""
+    for kind, rules in plan.rules_by_kind().items():
+        if kind is None:
+            continue
+        problem = device_problem(kind)
+        here = "" if problem is None else f"; not on this machine: {problem.removeprefix('device: ')}"
+        yield f"on {kind}: {', '.join(rules)} of {', '.join(plan.machines_on(kind))}{here}"
 
 
 def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
@@ -99,6 +115,7 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
         num_comparisons=len(plan.study.comparisons()),
         keep=plan.study.config.keep,
         jobs=plan.jobs(),
+        devices_per_engine=plan.study.config.generation.tensor_parallel,
         estimate=estimate,
         missing=missing,
     )
@@ -117,12 +134,13 @@ def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) 
 
 def announcement(plan: StudyPlan) -> str | None:
     """Return a line on the cost of a large study, which the workflow prints before it starts; None for a small one."""
-    checked = check_study(plan, Assumptions())
-    if checked.estimate is None:
-        return f"estimated cost: unknown, {checked.missing}"
-    if checked.estimate.device_hours < LARGE_STUDY_HOURS:
+    try:
+        estimate = estimate_study(plan, Assumptions())
+    except ConfigError as error:
+        return f"estimated cost: unknown, {error}"
+    if estimate.device_hours < LARGE_STUDY_HOURS:
         return None
-    return f"{_summary(checked.estimate)} (`aqnpipe check` prints the details)"
+    return f"{_summary(estimate)} (`aqnpipe check` prints the details)"
 
 
 def _sizes(parameters: list[str], plan: StudyPlan) -> dict[str, float]:
@@ -176,6 +194,8 @@ def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
 def _lines(checked: CheckedStudy) -> list[str]:
     jobs = ", ".join(f"{rule} {count}" for rule, count in checked.jobs.items())
     lines = [f"jobs: {jobs}; {sum(checked.jobs.values())} in all"]
+    if checked.devices_per_engine > 1:
+        lines.append(f"each evaluation: {checked.devices_per_engine} devices per worker, which share every layer")
     if checked.estimate is None:
         return [*lines, f"no estimate of the cost: {checked.missing}"]
     estimate = checked.estimate

@@ -19,7 +19,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.generation import RequestedBackend
-from aqnpipe.config.model import BUILTIN_MODELS, Attention
+from aqnpipe.config.model import BUILTIN_MODELS, Attention, num_layers_in, source_kind
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import LoraConfig, TrainingConfig
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
@@ -187,8 +187,13 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         parameters={role: float(size.num_parameters) for role, size in sizes.items()},
         rates=rates,
         assumed=(prompt_source, _response_source(assumptions)),
-        not_counted=("noise", "diagnoses", "loss studies", "statistics and report"),
+        not_counted=("noise", "diagnoses", "loss studies", *_on_machines(plan), "statistics and report"),
     )
+
+
+def _on_machines(plan: StudyPlan) -> tuple[str, ...]:
+    machines = plan.study.config.evaluation.machines
+    return (f"evaluations on {', '.join(machines)}",) if machines else ()
 
 
 def default_rates(plan: StudyPlan) -> Rates:
@@ -206,11 +211,19 @@ def default_rates(plan: StudyPlan) -> Rates:
 def _size_of(plan: StudyPlan, role: str, assumptions: Assumptions) -> Size:
     if role in assumptions.parameters:
         return ParameterCount(num_parameters=assumptions.parameters[role])
-    shape = shape_of(plan.study.config.models[role])
-    if shape is None:
-        source = plan.study.config.models[role].source
-        raise ConfigError(f"the size of {source} is unknown before the download: give it as --parameters {role}=N")
-    return shape
+    model = plan.study.config.models[role]
+    shape = shape_of(model)
+    if shape is not None:
+        return shape
+    if source_kind(model.source) == "hub":
+        raise ConfigError(
+            f"the size of {model.source} is unknown before the download: give it as --parameters {role}=N"
+        )
+    # Imported here: it takes polars along, and `--help` should be quick.
+    from aqnpipe.models.loading import num_parameters_in, source_folder
+
+    folder = source_folder(model)
+    return ParameterCount(num_parameters=num_parameters_in(folder), num_layers=num_layers_in(folder))
 
 
 def mean_prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, str]:

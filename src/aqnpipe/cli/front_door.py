@@ -15,7 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from aqnpipe.cli.own_noise import own_noise_problems
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
+from aqnpipe.config.diagnosis import NEED_SENSITIVITY
 from aqnpipe.config.model import builtin_folder, read_json_object, source_kind
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
@@ -23,6 +25,7 @@ from aqnpipe.config.study import Study, load_study_files, read_study_file
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError, ModelError
+from aqnpipe.runtime.device_allocation import devices_to_compute_on
 
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 
@@ -77,15 +80,66 @@ def refuse_unreadable_studies() -> None:
 
 def workers_of_given_study() -> int:
     """Return `training.num_workers` of the study given to Snakemake, for a profile; 1 if it says nothing."""
-    workers: object = 1
+    return _number_in_given_study("training", "num_workers")
+
+
+def shards_of_given_study() -> int:
+    """Return `generation.tensor_parallel` of the study given to Snakemake, for a profile; 1 if it says nothing."""
+    return _number_in_given_study("generation", "tensor_parallel")
+
+
+def shards_problem(requested: RequestedDevice, shards: int) -> str | None:
+    """Return why no engine of an evaluation can have a device for each of its `shards` here; None if it can.
+
+    For jobs of this machine. An existing Ray cluster may have devices elsewhere.
+    """
+    if shards == 1 or os.environ.get("RAY_ADDRESS"):
+        return None
+    kind, ids = devices_to_compute_on(requested)
+    if kind == "cpu" and requested not in ("cpu", "auto"):
+        return None  # `device_problem` says why there is none.
+    found = len(ids) or len(os.sched_getaffinity(0))
+    if shards <= found:
+        return None
+    what = "CPU cores" if kind == "cpu" else f"{kind} devices"
+    return f"generation.tensor_parallel: found {shards}, this machine has {found} {what}; every worker needs one"
+
+
+def shards_without_devices(rule: str, given: Mapping[str, Any], shards: int) -> str | None:
+    """Return why the devices that a profile gives to an evaluating job do not fit its engines; None if they do.
+
+    given: the resources of the rule in the profile. shards: `generation.tensor_parallel`, the devices of each of its
+    `workers`. Resources that are not numbers are left to Snakemake.
+    """
+    workers, nodes = (_whole(given.get(name, 1)) for name in ("workers", "nodes"))
+    gres = str(given.get("gres", "")).rpartition(":")[2]
+    for name, found, per_job in (("devices", _whole(given.get("devices")), 1), ("gres", _whole(gres), nodes)):
+        if shards == 1 or found is None or workers is None or per_job is None:
+            continue
+        # An engine is on one node.
+        fitting = found // shards * per_job
+        if fitting < workers:
+            return (
+                f"set-resources: {rule}: {name}: found {found} devices{' per node' if name == 'gres' else ''}, enough "
+                f"for {fitting} of {workers} workers with the {shards} of generation.tensor_parallel each"
+            )
+    return None
+
+
+def _whole(value: object) -> int | None:
+    return int(str(value)) if str(value).isdecimal() else None
+
+
+def _number_in_given_study(section: str, key: str) -> int:
+    number: object = 1
     for path in _given_studies():
         try:
-            training = read_study_file(shown_path(path)).get("training")
+            content = read_study_file(shown_path(path)).get(section)
         except AqnpipeError:
             return 1  # The default profile ends with its line.
-        if isinstance(training, Mapping):
-            workers = training.get("num_workers", workers)
-    return workers if isinstance(workers, int) and workers > 0 else 1
+        if isinstance(content, Mapping):
+            number = content.get(key, number)
+    return number if isinstance(number, int) and number > 0 else 1
 
 
 def _given_studies() -> list[Path]:
@@ -129,8 +183,10 @@ def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from _design_problems(study, source)
     yield from _dataset_problems(study, source)
     yield from _diagnosis_problems(study, source)
+    yield from _parity_problems(study, source)
     yield from _reward_problems(study, source)
     yield from _scorer_problems(study, source)
+    yield from own_noise_problems(study, source)
     yield from _chat_template_problems(study, source)
     yield from _checkpoint_problems(study, source)
     published = study.config.statistics.published
@@ -184,12 +240,39 @@ def _task_problems(dataset: LmEvalDataset, source: str) -> Iterator[str]:
 
 
 def _diagnosis_problems(study: Study, source: str) -> Iterator[str]:
-    """Yield files of diagnoses made elsewhere that are missing."""
+    """Yield files of diagnoses made elsewhere that are missing, or lack a sensitivity that sigmas need."""
     plan = StudyPlan(study)
     for model, machine in plan.diagnoses():
-        for path in plan.imported_diagnosis(model, machine):
-            if not Path(path).is_file():
-                yield f"{source}: machines.{machine}.diagnosed_in: found no {path}, expected a diagnosis of {model}"
+        where, paths = f"{source}: machines.{machine}.diagnosed_in", plan.imported_diagnosis(model, machine)
+        missing = [path for path in paths if not Path(path).is_file()]
+        yield from (f"{where}: found no {path}, expected a diagnosis of {model}" for path in missing)
+        needing = [strategy for strategy in plan.strategies(model, machine) if strategy in NEED_SENSITIVITY]
+        if paths and needing and not missing:
+            yield from _sensitivity_problems(Path(paths[0]), needing[0], where)
+
+
+def _parity_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield files of measured machines that are missing."""
+    for model, name, path in StudyPlan(study).all_parities():
+        machine = study.config.machines.get(name)
+        if machine is not None and machine.measured_in is not None and not Path(path).is_file():
+            yield (
+                f"{source}: machines.{name}.measured_in: no file {path}, expected one that `aqnpipe parity --json` "
+                f"wrote of {model}"
+            )
+
+
+def _sensitivity_problems(layers: Path, strategy: str, where: str) -> Iterator[str]:
+    from aqnpipe.artifacts.diagnoses import LayerTable
+    from aqnpipe.artifacts.files import read_table
+
+    try:
+        table = read_table(layers, LayerTable)
+    except DataError as error:
+        yield f"{where}: {error}"
+        return
+    if table["sensitivity"].null_count():
+        yield f"{where}: {layers} has no sensitivity of the layers, which the sigmas {strategy} need"
 
 
 def _reward_problems(study: Study, source: str) -> Iterator[str]:

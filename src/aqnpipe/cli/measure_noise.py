@@ -7,6 +7,7 @@ import typer
 from pydantic import ValidationError
 
 from aqnpipe.cli.diagnose.options import check_writable
+from aqnpipe.cli.own_noise import unusable_errors
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
@@ -45,6 +46,8 @@ def measure_noise(
     if arm not in known:
         raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
     requested = _without_machine(arm, known[arm])
+    for problem in unusable_errors({f"{arms}: arms.{arm}": requested}):
+        raise ConfigError(problem)
     if json is not None:
         check_writable("--json", json)
     try:
@@ -53,7 +56,8 @@ def measure_noise(
         raise ConfigError(describe_validation_error(error).removeprefix("source: ")) from error
     loaded = load_model(source_folder(settings), dtype=dtype, attention=attention)
     config = loaded.config.to_dict()
-    measured = arm_with_figures(requested, dtype=dtype, config=config).on_attention(attention)
+    measured = arm_with_figures(requested, dtype=dtype, attention=attention, config=config).on_attention(attention)
+    measured = measured.planned()
     receipt = measure_arm(loaded, measured)
     if json is not None:
         write_json(json, receipt)

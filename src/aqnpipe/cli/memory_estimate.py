@@ -1,8 +1,8 @@
 """Memory of one device during training, from the configuration of a study and the shape of its model.
 
-Three moments have different needs: generating (all weights and the cache of keys and values), the forward and backward
-passes (logits, activations), and both have what is always there: weights, gradients, moments and the reference. The
-formulas and what they leave out: docs/cost-estimate.md.
+Three moments have different needs: rollouts and validations (all weights and the cache of keys and values), and the
+forward and backward passes (logits, activations). All have what is always there: weights, gradients, moments and the
+reference. The formulas and what they leave out: docs/cost-estimate.md.
 """
 
 from math import ceil
@@ -38,19 +38,23 @@ _RUNTIME = 2.5e9
 
 
 class MemoryEstimate(FrozenModel):
-    """Bytes on one device; `total` is the larger of generating and training passes, with what is always there."""
+    """Bytes on one device; `total` is the largest of passes, rollouts and validations, with what is always there."""
 
     role: str
     trained: float = Field(description="weights, gradients, moments, and the buckets of data parallelism")
     reference: float
     passes: float = Field(description="logits, activations and gathered weights of a forward and backward pass")
     generating: float = Field(description="gathered weights and cache of rollouts by transformers")
+    validating: float = Field(description="gathered weights and cache of validations, which are always by transformers")
     engine: float = Field(description="vLLM's share of the device")
+    engine_needs: float = Field(description="what vLLM must hold at least: all weights, and the cache of one sequence")
 
     @property
     def total(self) -> float:
         """Bytes at the worst moment."""
-        return self.trained + self.reference + max(self.passes, self.generating) + self.engine + _RUNTIME
+        return (
+            self.trained + self.reference + max(self.passes, self.generating, self.validating) + self.engine + _RUNTIME
+        )
 
 
 def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_tokens: float) -> MemoryEstimate | None:
@@ -76,14 +80,17 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
     tokens = prompt_tokens + training.max_response_tokens
     sequences = training.sequences_per_step * training.steps_per_rollout / training.num_workers
     gathered = shape.num_parameters * base * (1 - 1 / shares)
-    cache = sequences * tokens * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * computed
+    validated = ceil(training.validation_questions / training.num_workers)
+    cache = tokens * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * computed
     return MemoryEstimate(
         role=role,
         trained=trained,
         reference=reference,
         passes=_passes(training, model, shape, tokens, base),
-        generating=gathered + (0.0 if vllm else cache),
+        generating=gathered + (0.0 if vllm else sequences * cache),
+        validating=gathered + validated * cache,
         engine=config.generation.rollout_gpu_memory_utilization * device_bytes if vllm else 0.0,
+        engine_needs=shape.num_parameters * computed + cache if vllm else 0.0,
     )
 
 
@@ -116,21 +123,26 @@ def memory_lines(plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: 
     for role in plan.study.model_roles():
         found = memory_per_device(plan, role, gigabytes * 1e9, prompt_tokens)
         if found is None:
-            lines.append(
-                f"memory of a training device: not estimated, the shape of {role} is unknown before the download"
-            )
+            lines.append(f"memory of a training device: not estimated, the shape of {role} is unknown")
             continue
         parts = {
             "trained weights, gradients, moments": found.trained,
             "reference": found.reference,
             "forward and backward": found.passes,
             "rollouts": found.generating,
+            "validation": found.validating,
             "vLLM": found.engine,
         }
         shown = ", ".join(f"{name} {part / 1e9:.3g} GB" for name, part in parts.items() if part)
         lines.append(f"memory of a training device: {role} {ceil(found.total / 1e9)} GB of {gigabytes:g} ({shown})")
         if found.total > gigabytes * 1e9:
             raise ConfigError(f"{_too_large(training, found, device, gigabytes)} ({shown})")
+        if found.engine_needs > found.engine:
+            raise ConfigError(
+                f"generation.rollout_gpu_memory_utilization: vLLM gets {found.engine / 1e9:.3g} GB of {gigabytes:g}, "
+                f"the weights of models.{role} and the cache of one sequence take {found.engine_needs / 1e9:.3g} GB; "
+                f"expected at least {ceil(found.engine_needs / gigabytes / 1e7) / 100:g}"
+            )
     return lines
 
 

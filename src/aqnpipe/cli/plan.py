@@ -48,6 +48,7 @@ class StudyPrognosis(FrozenModel):
     largest_family: int
     wanted: float
     device_hours: float
+    devices_per_engine: int = Field(description="devices that share every layer in an evaluation")
     levels: tuple[PlannedLevel, ...]
 
 
@@ -116,6 +117,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         largest_family=largest,
         wanted=wanted,
         device_hours=estimate.device_hours,
+        devices_per_engine=config.generation.tensor_parallel,
         levels=tuple(level_found(level) for level in sorted(config.evaluation.noise_levels)),
         num_arms=len(opened.study.arms),
         alpha=config.statistics.alpha,
@@ -214,7 +216,7 @@ def _by_level(path: Path, scorer: str) -> "Iterator[tuple[float, FloatArray]]":
 def _lines(found: StudyPrognosis) -> Iterator[str]:
     yield (
         f"{found.study}: {found.num_arms} arms, {found.num_seeds} seeds, {found.num_questions:,} questions, "
-        f"{found.num_draws} noise draws; about {found.device_hours:.3g} device hours"
+        f"{found.num_draws} noise draws; about {found.device_hours:.3g} device hours{_shared(found)}"
     )
     if found.adds_seeds:
         yield (
@@ -233,6 +235,11 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
         yield f"{level.noise_level:>7.0%}{limits}  {scatter:<24}{_split(level)}"
     if found.num_seeds < 2:
         yield "With one seed per arm no difference of arms can be shown."
+
+
+def _shared(found: StudyPrognosis) -> str:
+    number = found.devices_per_engine
+    return f", evaluations on {number} devices per worker" if number > 1 else ""
 
 
 def _points(limit: float | None) -> str:

@@ -1,5 +1,7 @@
 """`aqnpipe run`: Snakemake with the workflow of the installed package, in the working directory."""
 
+import contextlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -7,10 +9,19 @@ from typing import Annotated
 
 import typer
 
+from aqnpipe.cli.front_door import open_study
+from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 from aqnpipe.shipped import SNAKEFILE
 
 _DEFAULT_STUDY = Path("config/config.yaml")
+_CONFIG_FILES = frozenset({"--configfile", "--configfiles"})
+_INFORMATION = frozenset({"--help", "-h", "--version", "-v"})
+_NAME_A_STUDY = _CONFIG_FILES | _INFORMATION | {"--profile"}
+"""With these a study among the arguments, or at the usual place, is not needed."""
+
+_USUAL_OPTIONS = _INFORMATION | {"-n", "--dry-run", "--profile", "--config", "--configfile", "--cores", "-c", "--until"}
+"""With other options Snakemake's own parser is asked, whose import takes a second."""
 
 
 def run(
@@ -19,21 +30,38 @@ def run(
         typer.Argument(metavar="[STUDY] [SNAKEMAKE OPTIONS]...", help="default study: config/config.yaml"),
     ] = None,
 ) -> None:
-    """Run a study here: what is missing or has changed. Everything behind the study file is passed to Snakemake.
+    """Run a study here: what is missing or has changed. Everything but the study file is passed to Snakemake.
 
     Examples: `aqnpipe run`, `aqnpipe run config/smoke.yaml -n`, `aqnpipe run --profile a100`.
     """
-    command = [sys.executable, "-m", "snakemake", *snakemake_arguments(arguments or [])]
+    given = arguments or []
+    study = study_among(given)
+    command = [sys.executable, "-m", "snakemake", *snakemake_arguments(given, study)]
+    _refuse_mistakes(given, study)
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - Snakemake takes the place of this process, signals included
 
 
-def snakemake_arguments(arguments: list[str]) -> list[str]:
-    """Return the arguments for Snakemake; ConfigError if there is no study to run."""
+def _refuse_mistakes(arguments: list[str], study: str | None) -> None:
+    """Raise AqnpipeError for a mistake in the study, as Snakemake's workflow would, which takes seconds to start."""
+    if "SNAKEMAKE_PROFILE" in os.environ or _options(arguments) & {*_NAME_A_STUDY, "--config", "-C"}:
+        return  # The study may have settings from elsewhere, which the workflow puts together.
+    open_study([Path(study) if study is not None else _DEFAULT_STUDY])
+
+
+def snakemake_arguments(arguments: list[str], study: str | None) -> list[str]:
+    """Return the arguments for Snakemake; `study` is the study file among those that are given, if there is one.
+
+    Raises ConfigError if there is no study to run, or Snakemake does not know an option.
+    """
     workflow = ["--snakefile", str(SNAKEFILE)]
-    if arguments and not arguments[0].startswith("-"):
-        return [*workflow, "--configfile", arguments[0], *arguments[1:]]
-    if not _names_a_study(arguments) and not _DEFAULT_STUDY.is_file():
+    if study is not None:
+        if named := _options(arguments) & _CONFIG_FILES:
+            raise ConfigError(f"aqnpipe run: found the study {study} and {min(named)}, expected one of them")
+        place = arguments.index(study)
+        # With `=`, because Snakemake would take what follows for further files.
+        return [*workflow, f"--configfile={study}", *arguments[:place], *arguments[place + 1 :]]
+    if not _options(arguments) & _NAME_A_STUDY and not _DEFAULT_STUDY.is_file():
         raise ConfigError(
             f"{_DEFAULT_STUDY}: no such file, expected a study here: name one (`aqnpipe run STUDY`), or make a folder "
             "of studies (`aqnpipe init FOLDER`)"
@@ -41,6 +69,36 @@ def snakemake_arguments(arguments: list[str]) -> list[str]:
     return [*workflow, *arguments]
 
 
-def _names_a_study(arguments: list[str]) -> bool:
-    options = {argument.partition("=")[0] for argument in arguments}
-    return bool(options & {"--configfile", "--configfiles", "--profile", "--help", "-h", "--version", "-v"})
+def study_among(arguments: list[str]) -> str | None:
+    """Return the study among the arguments: the first of them, or a YAML file behind options and their values."""
+    is_first = bool(arguments) and not arguments[0].startswith("-")
+    if _options(arguments) <= _USUAL_OPTIONS and (is_first or not any(map(_is_yaml, arguments))):
+        return arguments[0] if is_first else None
+    targets = _targets(arguments)
+    return arguments[0] if is_first else next(filter(_is_yaml, targets), None)
+
+
+def _targets(arguments: list[str]) -> list[str]:
+    """Return the arguments that are neither options nor values of options; ConfigError for an unknown option."""
+    from snakemake.cli import get_argument_parser
+
+    parser = get_argument_parser()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            found, unknown = parser.parse_known_args(arguments)
+        except SystemExit as ended:
+            if not ended.code:
+                raise  # behind --help or --version
+            raise ConfigError(f"aqnpipe run: {said.getvalue().strip().rpartition('error: ')[2]}") from ended
+    if unknown:
+        near = did_you_mean(unknown[0], parser._option_string_actions)
+        raise ConfigError(f"aqnpipe run: neither it nor Snakemake has the option {unknown[0]}{near}")
+    return [str(target) for target in found.targets or ()]
+
+
+def _is_yaml(argument: str) -> bool:
+    return argument.endswith((".yaml", ".yml"))
+
+
+def _options(arguments: list[str]) -> set[str]:
+    return {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}

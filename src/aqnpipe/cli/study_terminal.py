@@ -59,6 +59,10 @@ _NOISE = (
 )
 """How messages begin that say nothing about the study."""
 
+_OF_A_FAILED_JOB = (
+    "RuleException:\nCalledProcessError in file",  # outside of rules, as in onsuccess, no job fails with the command
+    "WorkflowError:\nAt least one job did not complete",
+)
 _UNSHOWN_EVENTS = frozenset(
     {
         LogEvent.WORKFLOW_STARTED,
@@ -264,7 +268,7 @@ def _is_noise(record: logging.LogRecord) -> bool:
     text = record.getMessage().strip() if record.msg is not None else ""
     if not text or record.levelno < logging.INFO or text.startswith(_NOISE):
         return True
-    return "CalledProcessError in file" in text or text.startswith("WorkflowError:\nAt least one job did not complete")
+    return text.startswith(_OF_A_FAILED_JOB)
 
 
 class LogHandler(LogHandlerBase):

@@ -1,7 +1,6 @@
 """Resolve a comparison to two aligned score matrices, or to the reason why it cannot be made."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from aqnpipe.artifacts.comparisons import RefusalKind, SeedComparison
 from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
+from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
@@ -104,6 +104,7 @@ class Contrasts:
         self._evaluations = evaluations
         self._resampler = resampler
         self._seed_means: dict[tuple[str, float, bool], dict[str, FloatArray]] = {}
+        self._weights_of: dict[tuple[str, str], list[str | None]] = {}
 
     def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
         """Return every comparison with its data; comparisons of equal sides get numbered ids."""
@@ -220,19 +221,20 @@ class Contrasts:
         """
         if not compared or any(name not in means for name in compared):
             return None
-        order = [*compared, *(name for name in means if name not in compared and self._shares_seeds(name, compared))]
+        # Only arms whose seeds are those of all compared ones: an A/A control may have seeds of its own.
+        offsets = {self._study.arms[name].seed_offset for name in compared}
+        others = (name for name in means if name not in compared and {self._study.arms[name].seed_offset} == offsets)
+        order = [*compared, *others]
         table = distinct_runs(np.stack([means[name] for name in order]), [self._weights(model, name) for name in order])
         blocks = SeedBlocks(table)
         return blocks.of_arm(0) if len(compared) == 1 else blocks.of_pair(0, 1)
 
-    def _shares_seeds(self, arm: str, compared: Sequence[str]) -> bool:
-        """Whether the seeds of an arm are those of all compared arms; an A/A control may have seeds of its own."""
-        return {self._study.arms[name].seed_offset for name in compared} == {self._study.arms[arm].seed_offset}
-
     def _weights(self, model: str, arm: str) -> list[str | None]:
-        step = self._last_step(arm)
-        found = (self._evaluations.get((model, arm, seed, step)) for seed in self._study.seeds)
-        return [None if evaluation is None else evaluation.weights for evaluation in found]
+        if (model, arm) not in self._weights_of:
+            step = self._last_step(arm)
+            found = (self._evaluations.get((model, arm, seed, step)) for seed in self._study.seeds)
+            self._weights_of[model, arm] = [None if one is None else one.weights for one in found]
+        return self._weights_of[model, arm]
 
     def _means_of_arms(self, model: str, levels: Sequence[float]) -> Iterator[tuple[str, FloatArray]]:
         """Yield every trained arm with its mean scores [seed] at the last level, less those at the first of two."""
@@ -285,25 +287,6 @@ def checkpoint_name(checkpoint: Checkpoint) -> str:
     """Return the name of an evaluated checkpoint in messages."""
     model, arm, seed, step = checkpoint
     return f"{model}/{arm} seed {seed} step {step}"
-
-
-def comparison_ids(comparisons: Sequence[Comparison]) -> dict[str, Comparison]:
-    """Return every comparison by its id; comparisons of equal sides get numbered ids."""
-    named: dict[str, Comparison] = {}
-    counts: Counter[str] = Counter()
-    for comparison in comparisons:
-        wanted = _comparison_id(comparison)
-        counts[wanted] += 1
-        named[wanted if counts[wanted] == 1 else f"{wanted}#{counts[wanted]}"] = comparison
-    return named
-
-
-def _comparison_id(comparison: Comparison) -> str:
-    if comparison.kind == "levels":
-        return f"{comparison.arm}@{comparison.noise_level:g}-vs-0"
-    sides = f"{comparison.treatment}-vs-{comparison.control}"
-    levels = f"0-to-{comparison.noise_level:g}" if comparison.kind == "degradation" else f"{comparison.noise_level:g}"
-    return f"{sides}@{levels}"
 
 
 def _refuse_bad_pair(
@@ -364,8 +347,7 @@ def _difference_by(
     is_degradation: bool,
 ) -> float:
     def mean(runs: Sequence[LoadedEvaluation], level: float) -> float:
-        tables = [run.accuracy.filter(run.accuracy["noise_level"] == level) for run in runs]
-        return float(np.mean([table[f"accuracy_{scorer}"][0] for table in tables]))
+        return float(np.mean([run.accuracy_at[level][f"accuracy_{scorer}"] for run in runs]))
 
     difference = mean(treatment, levels[0]) - mean(control, levels[1])
     return difference - (mean(treatment, 0.0) - mean(control, 0.0)) if is_degradation else difference

@@ -4,17 +4,20 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.looks import LookDesign, LookFile
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.comparison.contrasts import comparison_ids
+from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.seeds import AdaptiveSeeds
 from aqnpipe.config.study import Study
 from aqnpipe.errors import ConfigError, DataError
-from aqnpipe.statistics.group_sequential import Looks
+
+if TYPE_CHECKING:
+    from aqnpipe.statistics.group_sequential import Looks
 
 FOLDER = "looks"
 DESIGN = "design.json"
@@ -50,8 +53,11 @@ def _follows(record: LookFile, before: LookFile, path_before: Path) -> bool:
     return record.previous_sha256 == sha256_of_file(path_before) and record.design == before.design
 
 
-def planned_looks(design: LookDesign) -> Looks:
+def planned_looks(design: LookDesign) -> "Looks":
     """Return the looks of a design."""
+    # Imports SciPy, and every start of the workflow imports this module.
+    from aqnpipe.statistics.group_sequential import Looks
+
     return Looks(start=design.start, step=design.step, planned=design.planned, reserve=design.reserve)
 
 

@@ -15,8 +15,9 @@ from scipy import stats
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.looks import ClaimAtLook, ClaimState, LookDesign, LookFile
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, comparison_ids
+from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
+from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.comparison.judgement import beyond_margin_p, is_decidable, p_value_of, possible_interval
 from aqnpipe.comparison.look_states import look_file, planned_looks, seeds_after
 from aqnpipe.config.study import Study

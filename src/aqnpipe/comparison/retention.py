@@ -36,7 +36,8 @@ def remove_weights(plan: StudyPlan, keep: Keep, output: Path, say: Callable[[str
     ((model, arm, seed),) = plan.runs()
     label, run = f"{model}/{arm} seed {seed}", Path(plan.results, "runs", model, arm, f"seed{seed}")
     evaluations = _evaluations(plan)
-    if problem := _why_refused(evaluations, plan.study.config.evaluation.all_levels()):
+    on_machines = [each for name in plan.study.config.evaluation.machines for each in _evaluations(plan.on(name))]
+    if problem := _why_refused([*evaluations, *on_machines], plan.study.config.evaluation.all_levels()):
         say(f"{label}: all weights are kept: {problem}")
         steps = tuple(plan.checkpoint_steps)
         write_json(output, RetainedRun(keep=keep, kept_steps=steps, removed_steps=(), kept_because=problem))
@@ -79,7 +80,8 @@ def _evaluations(plan: StudyPlan) -> list[LoadedEvaluation]:
     return [
         load_evaluation(
             EvaluationInput(
-                **vars(evaluation_files(Path(plan.results), *run, step)), lineage_problems=problems[*run, step]
+                **vars(evaluation_files(Path(plan.results), *run, step, plan.machine)),
+                lineage_problems=problems[*run, step],
             ),
             config.evaluation.primary_scorer,
             config.statistics.alpha,

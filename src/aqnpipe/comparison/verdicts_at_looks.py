@@ -6,8 +6,9 @@ from dataclasses import replace
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.artifacts.looks import ClaimAtLook, ClaimState, LookFile
 from aqnpipe.artifacts.statements import Statement, statement
-from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, comparison_ids
+from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts
 from aqnpipe.comparison.evaluations import LoadedEvaluation
+from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.comparison.judgement import Judgement
 from aqnpipe.config.analysis import Comparison
 from aqnpipe.config.study import Study

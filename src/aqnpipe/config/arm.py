@@ -70,9 +70,23 @@ class Arm(FrozenModel):
         description="added to the study's seeds in training: gives an independent repetition of an arm",
     )
 
+    @property
+    def has_noised_rollouts(self) -> bool:
+        """Whether operators have noise in the rollouts."""
+        noise = self.operator_noise
+        return noise is not None and noise.is_active and "rollout" in noise.phases
+
     def as_trained(self) -> "Arm":
         """Return the arm without what does not affect its training, so that editing that re-trains nothing."""
         return self.model_copy(update={"description": "", "description_zh": None, "task": None, "aa_control_of": None})
+
+    def planned(self) -> "Arm":
+        """Return the arm with the digests of error models and a schedule of a user's own.
+
+        Raises ConfigError if one has no source, or another than its digest says.
+        """
+        parts = {"operator_noise": self.operator_noise, "module_noise": self.module_noise, "aqn": self.aqn}
+        return self.model_copy(update={name: part.planned() for name, part in parts.items() if part is not None})
 
     def on_attention(self, attention: Attention) -> "Arm":
         """Return the arm with noise on attention as a model with that implementation computes it.

@@ -18,6 +18,7 @@ from aqnpipe.config.cross_references import (
     vllm_evaluation_problems,
 )
 from aqnpipe.config.dataset import LmEvalDataset, PromptFormat
+from aqnpipe.config.machine_devices import machine_device_problems
 from aqnpipe.config.model import source_kind
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
     yield from scorer_problems(study, source)
     yield from _task_problems(study, source)
     yield from machine_problems(study, source)
+    yield from machine_device_problems(study, source)
     yield from layer_problems(study, arms, source)
     yield from noised_attention_problems(study, source)
     yield from vllm_evaluation_problems(study, study.checkpoints, "checkpoints", source)

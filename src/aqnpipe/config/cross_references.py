@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.diagnosis import NEED_PARITY, NEED_SENSITIVITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.machine_devices import arm_device_problems, machine_device_problems
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.model import ModelConfig, num_layers_of
+from aqnpipe.config.model import ModelConfig, builtin_folder, num_layers_of, read_model_config, source_kind
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, OperatorNoise
 from aqnpipe.config.validation_messages import unknown
-from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
+from aqnpipe.config.vllm_support import kinds_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
     yield from size_problems(study, source)
     yield from scorer_problems(study, source)
     yield from machine_problems(study, source)
+    yield from arm_device_problems(study, arms)
+    yield from machine_device_problems(study, source)
     yield from layer_problems(study, arms, source)
     yield from noised_attention_problems(study, source)
     yield from _attention_problems(study, arms, source)
@@ -36,6 +40,7 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
         where = f"{study.arms_file}: arms.{name}.operator_noise.error"
         yield from measured_problems(study, arms[name].operator_noise, where)
     yield from measured_evaluation_problems(study, source)
+    yield from _sigma_problems(study, arms, source)
     yield from _schedule_problems(study, arms)
     known = (*study.arms, PRETRAINED)
     yield from comparison_problems(study, known, source)
@@ -199,10 +204,9 @@ def vllm_evaluation_problems(
     """Yield the evaluation noises, and the models of `section`, that vLLM does not support."""
     on_vllm = study.generation.backend == "vllm" and any(study.evaluation.all_levels())
     for name, named in study.evaluation.noises.items() if study.generation.backend == "vllm" else ():
-        operators = settings_of(named).operator_noise
-        if operators is not None and isinstance(operators.error, FakeQuantization | MeasuredError):
+        for kind in kinds_without_vllm(settings_of(named)):
             yield (
-                f"{source}: evaluation.noises.{name}: found {operators.error.kind}, which vLLM cannot "
+                f"{source}: evaluation.noises.{name}: found {kind}, which vLLM cannot "
                 "compute, expected an error on outputs or generation.backend: transformers"
             )
     for name, model in models.items():
@@ -211,6 +215,20 @@ def vllm_evaluation_problems(
                 f"{source}: {section}.{name}.attention: found {model.attention}, generation.backend vllm "
                 "needs sdpa: it computes attention as one operator"
             )
+    yield from _sharing_problems(study.generation.tensor_parallel, models, section, source)
+
+
+def _sharing_problems(num_workers: int, models: Mapping[str, ModelConfig], section: str, source: str) -> Iterator[str]:
+    """Yield models whose layers tensor-parallel workers cannot share; those of a hub are not known yet."""
+    for name, model in models.items() if num_workers > 1 else ():
+        kind = source_kind(model.source)
+        folder = builtin_folder(model.source) if kind == "builtin" else Path(model.source)
+        if kind == "hub" or not (folder / "config.json").is_file():
+            continue  # A folder without config.json is a problem of its own.
+        reason = why_not_shared(read_model_config(folder), num_workers)
+        if reason is not None:
+            where = f"{source}: generation.tensor_parallel: found {num_workers}"
+            yield f"{where}, but {section}.{name} ({model.source}) cannot be shared so: {reason}"
 
 
 def measured_evaluation_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
@@ -235,8 +253,31 @@ def measured_problems(study: "AnyStudyConfig", noise: OperatorNoise | None, wher
             f"{where}.from: {unknown('machine', error.machine, study.machines)}, or a file of `aqnpipe parity --json` "
             "with the ending .json"
         )
-    elif study.machines[error.machine].counterpart is None:
-        yield f"{where}.from: machine {error.machine} has no counterpart, expected machines.{error.machine}.counterpart"
+    elif not study.machines[error.machine].has_parity:
+        yield (
+            f"{where}.from: machine {error.machine} has no counterpart, expected machines.{error.machine}.counterpart "
+            "or measured_in"
+        )
+
+
+def _sigma_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """Yield arms whose sigmas need a measured error that the study lacks, or an energy outside the bounds of sigmas."""
+    rule = study.sigma_rule
+    for name in study.arms:
+        aqn = arms[name].aqn
+        if aqn is None or aqn.layer_sigmas_from not in study.machines:
+            continue
+        if aqn.layer_sigmas_strategy in NEED_SENSITIVITY and not rule.sigma_min <= rule.base_sigma <= rule.sigma_max:
+            yield (
+                f"{source}: sigma_rule.base_sigma: found {rule.base_sigma:g}, expected sigma_min {rule.sigma_min:g} to "
+                f"sigma_max {rule.sigma_max:g}: the sigmas {aqn.layer_sigmas_strategy} of arm {name} have its energy"
+            )
+        if aqn.layer_sigmas_strategy in NEED_PARITY and not study.machines[aqn.layer_sigmas_from].has_parity:
+            yield (
+                f"{study.arms_file}: arms.{name}.aqn.layer_sigmas_strategy: {aqn.layer_sigmas_strategy} needs the "
+                f"measured error of machine {aqn.layer_sigmas_from}, which has no counterpart, expected "
+                f"machines.{aqn.layer_sigmas_from}.counterpart or measured_in"
+            )
 
 
 def _schedule_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:

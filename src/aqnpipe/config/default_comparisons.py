@@ -13,10 +13,11 @@ ENERGY_CONTROLS: Mapping[SigmaStrategy, tuple[SigmaStrategy, ...]] = {
     "targeted": ("healthy_layers", "random_layers", "wrong_layers"),
     "robust_first": ("shuffled_layers", "fragile_first"),
     "fragile_first": ("shuffled_layers",),
+    "damage_first": ("shuffled_damage",),
 }
 """For strategies with controls: those that put the same energy into other layers (ADR 7)."""
 
-_PURE_CONTROLS = frozenset({"healthy_layers", "random_layers", "wrong_layers", "shuffled_layers"})
+_PURE_CONTROLS = frozenset({"healthy_layers", "random_layers", "wrong_layers", "shuffled_layers", "shuffled_damage"})
 """Strategies that exist only as controls."""
 
 

@@ -54,8 +54,16 @@ SigmaStrategy = Literal[
     "random_layers",
     "wrong_layers",
     "shuffled_layers",
+    "damage_first",
+    "shuffled_damage",
 ]
 """Strategies that derive sigmas from a diagnosis, described in diagnosis/sigmas.py and config/README.md."""
+
+NEED_PARITY: frozenset[SigmaStrategy] = frozenset({"damage_first", "shuffled_damage"})
+"""Strategies that also need the measured error of every layer."""
+
+NEED_SENSITIVITY = NEED_PARITY | {"robust_first", "fragile_first", "shuffled_layers"}
+"""Strategies that always need the sensitivity of every layer."""
 
 
 class SigmaRule(FrozenModel):
@@ -82,7 +90,7 @@ class SigmaRule(FrozenModel):
         le=1,
         description="share of the layers, the most fragile ones, that is targeted if there is no fault",
     )
-    seed: int = Field(default=0, ge=0, description="seed of random_layers and shuffled_layers")
+    seed: int = Field(default=0, ge=0, description="seed of random_layers, shuffled_layers and shuffled_damage")
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

@@ -1,14 +1,15 @@
 """How checkpoints are evaluated."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier, describe_validation_error
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, numbered_levels, settings_of
-from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, OutputErrorModel, RelativeGaussian
+from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 from aqnpipe.config.own_code import OwnFunction, planned_digest
+from aqnpipe.config.vllm_support import kinds_without_vllm
 from aqnpipe.errors import ConfigError
 
 Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
@@ -119,11 +120,18 @@ class EvaluationConfig(FrozenModel):
         return self
 
     def planned(self) -> "EvaluationConfig":
-        """Return these settings with the digest of the scorer's source; ConfigError if there is none, or another."""
-        if ":" not in self.primary_scorer:
-            return self
-        digest = planned_digest(self.primary_scorer, self.scorer_sha256, "scorer_sha256")
-        return self.model_copy(update={"scorer_sha256": digest})
+        """Return these settings with the digests of the user's own scorer and error models.
+
+        Raises ConfigError if one has no source, or another than its digest says.
+        """
+        changed: dict[str, Any] = {
+            "noises": {
+                name: noise if isinstance(noise, str) else noise.planned() for name, noise in self.noises.items()
+            }
+        }
+        if ":" in self.primary_scorer:
+            changed["scorer_sha256"] = planned_digest(self.primary_scorer, self.scorer_sha256, "scorer_sha256")
+        return self.model_copy(update=changed)
 
     @property
     def num_samples(self) -> int:
@@ -138,9 +146,8 @@ class EvaluationConfig(FrozenModel):
 
     @property
     def fits_vllm(self) -> bool:
-        """Whether vLLM can compute every noise: errors on outputs, not formats of operands or measured errors."""
-        operators = [settings_of(noise).operator_noise for noise in self.noises.values()]
-        return all(noise is None or isinstance(noise.error, OutputErrorModel) for noise in operators)
+        """Whether vLLM can compute every noise."""
+        return not any(kind for noise in self.noises.values() for kind in kinds_without_vllm(settings_of(noise)))
 
     def all_levels(self) -> tuple[float, ...]:
         """Return the noise levels and, behind them, the levels of the named noises."""
@@ -163,3 +170,22 @@ class EvaluationConfig(FrozenModel):
             attention="decomposed" if attention == "eager" else "fused",
         )
         return (operator_noise if level else None), None
+
+
+class StudyEvaluationConfig(EvaluationConfig):
+    """Content of `evaluation` in a study file: how checkpoints are evaluated, and on which further machines.
+
+    A class of its own, because the settings of a job do not depend on the other machines.
+    """
+
+    machines: tuple[Identifier, ...] = Field(
+        default=(),
+        description="machines on which every checkpoint is evaluated too, with their device, simulated faults, and the "
+        "dtype, threads and batch_size of their counterpart; the report has the differences",
+    )
+
+    @model_validator(mode="after")
+    def _no_machine_twice(self) -> Self:
+        if len(set(self.machines)) != len(self.machines):
+            raise ValueError("machines must not repeat a value")
+        return self

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import noised_attention
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
@@ -22,6 +23,7 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     is_active,
 )
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError
 
 Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4"]
@@ -92,11 +94,20 @@ class EvaluationNoise(FrozenModel):
         """Return the noise on modules; None if there is none."""
         return None if self.module_noise is None else ModuleNoise.model_validate(self.module_noise.model_dump())
 
+    def planned(self) -> Self:
+        """Return this noise with the digests of the sources of errors of a user's own."""
+        parts = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
+        return self.model_copy(update={name: part.planned() for name, part in parts.items() if part is not None})
+
     @property
     def is_random(self) -> bool:
         """Whether another noise seed gives other numbers; roundings and biases are the same every time."""
         errors = [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
-        return any(isinstance(error, RelativeGaussian | AbsoluteGaussian) and is_active(error) for error in errors)
+        random = RelativeGaussian | AbsoluteGaussian | MeasuredError
+        return any(
+            error.draws > 0 if isinstance(error, OwnError) else isinstance(error, random) and is_active(error)
+            for error in errors
+        )
 
 
 def preset(name: Preset) -> EvaluationNoise:

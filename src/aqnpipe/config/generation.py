@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from aqnpipe.config.base import FrozenModel
 
@@ -20,6 +20,11 @@ class GenerationConfig(FrozenModel):
     rollout_backend: RequestedBackend | None = Field(
         default=None, description="backend of training rollouts; null: same as `backend`"
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="devices that share every layer in evaluations by vLLM; the engine of a training worker has one",
+    )
     gpu_memory_utilization: float = Field(
         default=0.8, gt=0, le=1, description="fraction of a device's memory that vLLM may use; ignored on a CPU"
     )
@@ -33,6 +38,27 @@ class GenerationConfig(FrozenModel):
         default=False,
         description="vLLM frees the memory of its weights and cache between rollouts; GPUs and NPUs only",
     )
+
+    rollout_batch_invariance: bool = Field(
+        default=True,
+        description="training rollouts use vLLM's batch-invariant mode where the device has it (NVIDIA GPUs of compute "
+        "capability 8.0 and above) and the arm has no operator noise in rollouts",
+    )
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _only_vllm_shares_layers(cls, number: int, info: ValidationInfo) -> int:
+        backend = info.data.get("backend", "vllm")
+        if number > 1 and backend != "vllm":
+            raise ValueError(
+                f"found {number} with backend {backend}, expected backend: vllm, which shares layers, or 1"
+            )
+        return number
+
+    @property
+    def for_training(self) -> "GenerationConfig":
+        """What training uses of these settings: a change of what only evaluations use repeats no run."""
+        return self.model_copy(update={"tensor_parallel": 1})
 
     @property
     def requested_for_rollouts(self) -> RequestedBackend:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -19,6 +20,13 @@ Attention = Literal["eager", "sdpa"]
 BUILTIN_MODELS: tuple[str, ...] = get_args(BuiltinModel)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH_PREFIXES = ("/", "./", "../")
+_OTHER_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "max_position_embeddings": ("n_positions",),
+}
+"""Keys of config.json that some families (GPT-2, GPT-J, GPT-Neo, BLOOM, MPT) name differently."""
 
 
 def noised_attention(attention: str) -> Literal["decomposed", "fused"]:
@@ -76,12 +84,25 @@ def builtin_folder(name: str) -> Path:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a model folder; raises ModelError if it is missing or not a JSON object."""
+    """Return config.json of a model folder, with sizes also under their common names.
+
+    Raises ModelError if the file is missing or not a JSON object.
+    """
     path = folder / "config.json"
     if not path.is_file():
         found = "a folder without config.json" if folder.is_dir() else "no such folder"
         raise ModelError(f"model {str(folder)!r}: found {found}, expected a model folder with config.json")
-    return read_json_object(path)
+    return common_names(read_json_object(path))
+
+
+def common_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json in which sizes that its family names differently have their common names."""
+    named = dict(config)
+    for name, others in _OTHER_NAMES.items():
+        found = next((config[other] for other in others if other in config), None)
+        if name not in config and found is not None:
+            named[name] = found
+    return named
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -102,7 +123,11 @@ def num_layers_of(source: str) -> int | None:
     kind = source_kind(source)
     if kind == "hub":
         return None
-    folder = builtin_folder(source) if kind == "builtin" else Path(source)
+    return num_layers_in(builtin_folder(source) if kind == "builtin" else Path(source))
+
+
+def num_layers_in(folder: Path) -> int:
+    """Return the number of decoder layers of the model in a folder; raises ModelError if config.json does not say."""
     num_layers = read_model_config(folder).get("num_hidden_layers")
     if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1:
         raise ModelError(f"{folder / 'config.json'}: num_hidden_layers is {num_layers!r}, expected a positive integer")

@@ -8,6 +8,8 @@ from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.diagnosis import SigmaStrategy
 from aqnpipe.config.measured_noise import LayerErrors, MeasuredError, OperatorError
 from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.config.own_noise import OwnError, OwnSchedule
+from aqnpipe.device import DeviceKind
 
 Phase = Literal["rollout", "reference", "actor_forward", "backward", "validation", "evaluation"]
 """The parts of a study in which a model computes. Each phase has exactly the noise that was requested for it."""
@@ -67,13 +69,19 @@ class FakeQuantization(FrozenModel):
 
 
 ErrorKind = Literal[
-    "relative_gaussian", "absolute_gaussian", "systematic_bias", "mantissa_truncation", "fake_quantization", "measured"
+    "relative_gaussian",
+    "absolute_gaussian",
+    "systematic_bias",
+    "mantissa_truncation",
+    "fake_quantization",
+    "measured",
+    "own",
 ]
 
 ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
 """Errors with a scale; scale 0 means no error."""
 
-OutputErrorModel = ScaledError | MantissaTruncation
+OutputErrorModel = ScaledError | MantissaTruncation | OwnError
 """Errors that are put on a computed tensor."""
 
 ErrorModel = OutputErrorModel | FakeQuantization | MeasuredError
@@ -109,6 +117,8 @@ def quantity_of(error: AppliedError) -> Quantity:
             return "absolute"
         case SystematicBias():
             return "outward"
+        case OwnError():
+            return error.quantity
         case _:
             return "relative"
 
@@ -117,9 +127,11 @@ def requested_size(error: AppliedError | MeasuredError) -> float:
     """Return the expected root mean square of `error`; for roundings of a number format, an upper bound.
 
     The relative error is below 2^-b for truncation to b bits, and at most 1 for rounding to a 4-bit format. The size
-    of a measured error is its multiple.
+    of a measured error is its multiple, that of a user's own the upper limit that was announced.
     """
     match error:
+        case OwnError():
+            return error.sizes[1]
         case OperatorError():
             return error.size
         case MeasuredError():
@@ -197,15 +209,23 @@ class OperatorNoise(FrozenModel):
                 )
         return self
 
+    def is_in(self, layer: int | None) -> bool:
+        """Return whether decoder layer `layer` (None: the output projection) is among those with the error."""
+        return self.include_lm_head if layer is None else self.layers is None or layer in self.layers
+
     def error_in(self, layer: int | None) -> PlacedError | None:
         """Return the error in decoder layer `layer` (None: the output projection), or None if it has none."""
-        wanted = self.include_lm_head if layer is None else self.layers is None or layer in self.layers
-        error = self.error
+        wanted, error = self.is_in(layer), self.error
         if isinstance(error, MeasuredError):
             return error.in_layer(layer) if wanted else None
         if layer in self.layer_scales:
             error = error.model_copy(update={"scale": self.layer_scales[layer]})
         return error if wanted and is_active(error) else None
+
+    def planned(self) -> Self:
+        """Return this noise with the digest of the source of its error, if that is a user's own; see `OwnError`."""
+        error = self.error
+        return self.model_copy(update={"error": error.planned()}) if isinstance(error, OwnError) else self
 
     @property
     def is_active(self) -> bool:
@@ -231,6 +251,11 @@ class ModuleNoise(FrozenModel):
         if self.modules == ():
             raise ValueError("modules is empty, expected a scope or at least one pattern")
         return self
+
+    def planned(self) -> Self:
+        """Return this noise with the digest of the source of its error, if that is a user's own; see `OwnError`."""
+        error = self.error
+        return self.model_copy(update={"error": error.planned()}) if isinstance(error, OwnError) else self
 
     @property
     def is_active(self) -> bool:
@@ -293,7 +318,7 @@ class CosineDecay(FrozenModel):
 
 
 Schedule = Annotated[
-    GlobalDecay | LinearDecay | EpochAwareRanges | EpochAwareGeometric | ConstantSigma | CosineDecay,
+    GlobalDecay | LinearDecay | EpochAwareRanges | EpochAwareGeometric | ConstantSigma | CosineDecay | OwnSchedule,
     Field(discriminator="kind"),
 ]
 
@@ -322,6 +347,11 @@ class AdaptiveNoise(FrozenModel):
         default="published",
         description="rule that derives sigmas from the diagnosis; all rules but published are tests or controls",
     )
+
+    def planned(self) -> Self:
+        """Return this noise with the digest of the source of its schedule, if that is a user's own."""
+        schedule = self.schedule
+        return self.model_copy(update={"schedule": schedule.planned()}) if isinstance(schedule, OwnSchedule) else self
 
     @model_validator(mode="after")
     def _strategy_has_a_machine(self) -> Self:
@@ -408,10 +438,21 @@ class Machine(FrozenModel):
     """The machine that a model runs on: the real device, with or without simulated faults."""
 
     description: str = ""
+    device: DeviceKind | None = Field(
+        default=None,
+        description="device of this machine: cpu, cuda or npu; null: that of the study. Its diagnosis, the "
+        "measurement of its counterpart and evaluations on it (evaluation.machines) run there; training never does",
+    )
     counterpart: Counterpart | None = Field(
         default=None,
         description="the device in another configuration, such as {dtype: bfloat16}. The workflow measures how its "
         "operators differ from those of the study, and `from` of a measured error can name this machine",
+    )
+    measured_in: str | None = Field(
+        default=None,
+        pattern=r"\.json$",
+        description="file that `aqnpipe parity --json` wrote of this machine, in place of a counterpart that is "
+        "measured here, relative to the working directory; {model} in it stands for the role",
     )
     faults: tuple[Fault, ...] = Field(
         default=(), description="simulated faults, applied in this order on a shared site"
@@ -424,8 +465,17 @@ class Machine(FrozenModel):
         "diagnosed here",
     )
 
+    @property
+    def has_parity(self) -> bool:
+        """Whether its error is known: measured as that of its counterpart, or in a file."""
+        return self.counterpart is not None or self.measured_in is not None
+
     @model_validator(mode="after")
     def _is_here_or_elsewhere(self) -> Self:
+        if self.counterpart is not None and self.faults:
+            raise ValueError("counterpart: a parity is measured without simulated faults, remove faults")
+        if self.measured_in is not None and (self.counterpart is not None or self.faults):
+            raise ValueError("measured_in: a machine measured elsewhere has no counterpart and no faults, remove them")
         if self.diagnosed_in is not None and self.faults:
             raise ValueError("diagnosed_in: a machine diagnosed elsewhere has no simulated faults, remove faults")
         return self

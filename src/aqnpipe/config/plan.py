@@ -1,6 +1,6 @@
 """The jobs of a study: their files, steps and parameters, as the workflow needs them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,28 +8,37 @@ from typing import Any
 from aqnpipe.config.analysis import PRETRAINED, ReportConfig
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.dataset import LmEvalDataset, Split
-from aqnpipe.config.diagnosis import SigmaStrategy
+from aqnpipe.config.diagnosis import NEED_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.loss_study import LossStudyConfig
+from aqnpipe.config.machine_devices import by_kind, device_of, evaluations_folder, other_kind, rule_on
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault, OperatorNoise
 from aqnpipe.config.run import EvaluationSpec, LossStudySpec, ParitySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.device import DeviceKind, RequestedDevice
 from aqnpipe.errors import ConfigError
+
+_ON_DEVICE_OF_STUDY = ("train", "evaluate", "evaluate_run", "loss_study")
 
 
 class StudyPlan:
-    """All paths and parameters of the workflow, derived from a validated study. Paths are relative strings."""
+    """All paths and parameters of the workflow, derived from a validated study. Paths are relative strings.
 
-    def __init__(self, study: Study) -> None:
+    `machine`: the one of `evaluation.machines` that evaluations are of; None: those of the study itself.
+    """
+
+    def __init__(self, study: Study, machine: str | None = None) -> None:
         self.study = study
+        self.machine = machine
         self.results = study.config.results_dir
         self.num_steps = study.num_steps
         training = study.config.training
         self.checkpoint_steps = training.checkpoint_steps(self.num_steps) if training else []
+        self._specs: dict[tuple[str, ...], dict[str, Any]] = {}
 
     @property
     def num_evaluations(self) -> int:
@@ -73,11 +82,13 @@ class StudyPlan:
         counts = {
             "prepare_data": len(self.splits()),
             "prepare_model": len({*self.study.models(), *(loss_study.model for loss_study in losses)}),
-            "srdd_diagnose": len(self.diagnoses()),
+            **_by_rule("srdd_diagnose", self.diagnosed_by_kind(), len(self.study.model_roles())),
             "generate_layer_sigmas": len(self.all_sigmas_files()),
-            "measure_parity": len(self.parities()),
+            **_by_rule("measure_parity", self.measured_by_kind(), len(self._parity_models())),
             "train": len(self.runs()),
             "evaluate": self.num_evaluations,
+            **_by_rule("evaluate_on_machine", self.evaluated_by_kind(), self.num_evaluations),
+            "compare_machines": int(bool(self.study.config.evaluation.machines)),
             "remove_weights": len(self.removal_files()),
             "look": int(self.study.adaptive_seeds is not None),
             "loss_study": len(losses),
@@ -115,7 +126,8 @@ class StudyPlan:
     def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
         """Return the sigma strategies for a diagnosis: `published`, and those that arms of the model request.
 
-        A machine without simulated faults gets those of every other machine too, to show what the faults change.
+        A machine without simulated faults gets those of every other machine too, to show what the faults change, but
+        not those that need a parity if it has none.
         """
         is_healthy = not self.study.config.machines[machine].faults
         requested = [
@@ -125,6 +137,7 @@ class StudyPlan:
             and arm.aqn is not None
             and arm.aqn.layer_sigmas_from is not None
             and (is_healthy or arm.aqn.layer_sigmas_from == machine)
+            and (self.study.config.machines[machine].has_parity or arm.aqn.layer_sigmas_strategy not in NEED_PARITY)
         ]
         return list(dict.fromkeys(["published", *requested]))
 
@@ -148,9 +161,31 @@ class StudyPlan:
     def evaluation_files(self, suffix: str) -> list[str]:
         """Return the file with `suffix` of every evaluation, in the order of `evaluations`."""
         return [
-            f"{self.results}/eval/{role}/{arm}/seed{seed}/step{step}.{suffix}"
+            f"{self.results}/{evaluations_folder(self.machine)}/{role}/{arm}/seed{seed}/step{step}.{suffix}"
             for role, arm, seed, step in self.evaluations()
         ]
+
+    def on(self, machine: str) -> "StudyPlan":
+        """Return the plan whose evaluations are those on a machine of `evaluation.machines`."""
+        return StudyPlan(self.study, machine)
+
+    def machine_evaluation_files(self, suffix: str) -> list[str]:
+        """Return the file with `suffix` of every evaluation on every machine of `evaluation.machines`."""
+        return [
+            path
+            for machine in self.study.config.evaluation.machines
+            for path in self.on(machine).evaluation_files(suffix)
+        ]
+
+    def evaluation_threads(self) -> int:
+        """Return the threads per worker of an evaluation."""
+        return self._evaluation_on_machine().threads
+
+    def _evaluation_on_machine(self) -> EvaluationConfig:
+        """Return the settings of evaluations, with threads and batch size of the machine's counterpart."""
+        machine = None if self.machine is None else self.study.config.machines[self.machine].counterpart
+        changes = {} if machine is None else machine.model_dump(include={"threads", "batch_size"}, exclude_none=True)
+        return self.evaluation_settings.model_copy(update=changes)
 
     def loss_study_files(self, suffix: str) -> list[str]:
         """Return the file with `suffix` of every loss study, in the order of the study."""
@@ -177,23 +212,89 @@ class StudyPlan:
             return []
         return [self.sigmas_file(model, aqn.layer_sigmas_from, aqn.layer_sigmas_strategy)]
 
+    def sigmas_parity_input(self, model: str, machine: str, strategy: SigmaStrategy) -> list[str]:
+        """Return the parity file that a strategy needs, as a list; empty if it needs none."""
+        return [self.parity_file(model, machine)] if strategy in NEED_PARITY else []
+
     def sigmas_file(self, model: str, machine: str, strategy: SigmaStrategy = "published") -> str:
         """Return the file of the layer sigmas that a strategy derives from the diagnosis of a machine."""
         return f"{self.results}/srdd/{model}/{machine}/{sigmas_name(strategy)}"
 
     def parities(self) -> list[tuple[str, str]]:
         """Return (model, machine) of every parity that is measured: of machines with a counterpart."""
-        models = self.study.model_roles() if self.study.has_training else tuple(self.study.config.models)
-        machines = [name for name, machine in self.study.config.machines.items() if machine.counterpart]
-        return [(model, machine) for model in models for machine in machines]
+        machines = [machine for group in self.measured_by_kind().values() for machine in group]
+        return [(model, machine) for model in self._parity_models() for machine in machines]
+
+    def diagnosed_by_kind(self) -> dict[DeviceKind | None, tuple[str, ...]]:
+        """Return the diagnosed machines by kind of device; None: that of the study, or none needed (`diagnosed_in`)."""
+        config = self.study.config
+        here = [name for name, machine in config.machines.items() if machine.diagnosed_in is None]
+        elsewhere = tuple(name for name in config.machines if name not in here)
+        found = by_kind(config, here)
+        return {**found, None: (*found[None], *elsewhere)} if self.study.has_training else {None: ()}
+
+    def measured_by_kind(self) -> dict[DeviceKind | None, tuple[str, ...]]:
+        """Return the machines whose counterpart is measured, by kind of device; None: that of the study."""
+        machines = self.study.config.machines
+        return by_kind(self.study.config, (name for name in machines if machines[name].counterpart))
+
+    def evaluated_by_kind(self) -> dict[DeviceKind | None, tuple[str, ...]]:
+        """Return the machines of `evaluation.machines` by kind of device, those that there are; None: the study's."""
+        found = by_kind(self.study.config, self.study.config.evaluation.machines)
+        return {kind: machines for kind, machines in found.items() if machines}
+
+    def rules_by_kind(self) -> dict[DeviceKind | None, dict[str, str]]:
+        """Return the rules whose jobs need a device, by its kind (None: that of the study), each with its base rule."""
+        found: dict[DeviceKind | None, dict[str, str]] = {None: {rule: rule for rule in _ON_DEVICE_OF_STUDY}}
+        of_machines = {"srdd_diagnose": self.diagnosed_by_kind(), "measure_parity": self.measured_by_kind()}
+        for rule, groups in of_machines.items():
+            for kind in groups:
+                found.setdefault(kind, {})[rule_on(rule, kind)] = rule
+        for kind in self.evaluated_by_kind():
+            found.setdefault(kind, {})[rule_on("evaluate_on_machine", kind)] = "evaluate"
+        return found
+
+    def machines_on(self, kind: DeviceKind) -> list[str]:
+        """Return the machines on devices of a kind other than the study's."""
+        return [name for name in self.study.config.machines if other_kind(self.study.config, name) == kind]
+
+    def diagnosed_machine(self, machine: str) -> dict[str, Any]:
+        """Return what a diagnosis needs of a machine, as plain data."""
+        settings = self.study.config.machines[machine]
+        unused = {"description", "counterpart", "measured_in"} | (set() if settings.device else {"device"})
+        return settings.model_dump(mode="json", exclude=unused)
+
+    def device_of(self, machine: str) -> RequestedDevice:
+        """Return the device of a machine: its own, else that of the study."""
+        return device_of(self.study.config, machine)
 
     def parity_file(self, model: str, machine: str) -> str:
-        """Return the file of the parity of a model between the device and the counterpart of a machine."""
+        """Return the file of the parity of a model on a machine: of its counterpart, or the one that it names."""
+        named = self.study.config.machines[machine].measured_in
+        if named is not None:
+            return named.replace("{model}", model)
         return f"{self.results}/parity/{model}/{machine}.json"
 
+    def all_parities(self) -> list[tuple[str, str, str]]:
+        """Return (model, machine or file, path) of the parities that are measured here or named as a file."""
+        machines = [name for name, machine in self.study.config.machines.items() if machine.has_parity]
+        of_machines = [
+            (model, name, self.parity_file(model, name)) for model in self._parity_models() for name in machines
+        ]
+        errors = [
+            *((arm.model, arm.operator_noise) for arm in self.study.arms.values()),
+            *((model, noise) for model in self._parity_models() for noise in self._evaluation_noises()),
+        ]
+        named = [
+            (model, noise.error.source, noise.error.source)
+            for model, noise in errors
+            if noise is not None and isinstance(noise.error, MeasuredError) and noise.error.machine is None
+        ]
+        return list(dict.fromkeys([*of_machines, *named]))
+
     def all_parity_files(self) -> list[str]:
-        """Return the files of `parities`."""
-        return [self.parity_file(*pair) for pair in self.parities()]
+        """Return the files of `all_parities`, each once."""
+        return list(dict.fromkeys(path for _, _, path in self.all_parities()))
 
     def training_parity_input(self, model: str, arm: str) -> list[str]:
         """Return the parity file that the measured error of an arm needs, as a list; empty if it needs none."""
@@ -202,9 +303,7 @@ class StudyPlan:
 
     def evaluation_parity_input(self, *, model: str, arm: str, **_: str) -> list[str]:
         """Return the parity files that the measured errors of an evaluation need."""
-        noises = map(settings_of, self.study.config.evaluation.noises.values())
-        used = [noise.operator_noise for noise in noises if noise.operator_noise is not None]
-        return self._parity_input(self.prepared_model(model, arm) or model, used)
+        return self._parity_input(self.prepared_model(model, arm) or model, self._evaluation_noises())
 
     def parity_spec(self, *, model: str, machine: str) -> dict[str, Any]:
         """Return the parameters of the measurement of a parity (`ParitySpec` as plain data)."""
@@ -214,18 +313,26 @@ class StudyPlan:
                 "model_role": model,
                 "machine": machine,
                 "counterpart": config.machines[machine].counterpart,
-                "device": config.device,
+                "device": self.device_of(machine),
                 "dtype": config.models[model].dtype,
                 "attention": config.models[model].attention,
                 "prompt": config.prompt,
             }
         ).model_dump(mode="json")
 
+    def _parity_models(self) -> Sequence[str]:
+        return self.study.model_roles() if self.study.has_training else tuple(self.study.config.models)
+
+    def _evaluation_noises(self) -> list[OperatorNoise]:
+        noises = map(settings_of, self.study.config.evaluation.noises.values())
+        return [noise.operator_noise for noise in noises if noise.operator_noise is not None]
+
     def _parity_input(self, model: str, noises: Sequence[OperatorNoise]) -> list[str]:
         errors = [noise.error for noise in noises if isinstance(noise.error, MeasuredError)]
-        return sorted({self._measured(error, model).source for error in errors})
+        return sorted({self.measured_error(error, model).source for error in errors})
 
-    def _measured(self, error: MeasuredError, model: str) -> MeasuredError:
+    def measured_error(self, error: MeasuredError, model: str) -> MeasuredError:
+        """Return the error with the file of its parity in the place of a machine of the study."""
         return error if error.machine is None else error.measured_in(self.parity_file(model, error.machine))
 
     def _with_parity_file(self, arm: Arm, model: str) -> Arm:
@@ -233,7 +340,7 @@ class StudyPlan:
         noise = arm.operator_noise
         if noise is None or not isinstance(noise.error, MeasuredError):
             return arm
-        found = noise.model_copy(update={"error": self._measured(noise.error, model)})
+        found = noise.model_copy(update={"error": self.measured_error(noise.error, model)})
         return arm.model_copy(update={"operator_noise": found})
 
     def _with_parity_files(self, evaluation: EvaluationConfig, model: str) -> EvaluationConfig:
@@ -241,7 +348,7 @@ class StudyPlan:
         for name, named in evaluation.noises.items():
             noise = settings_of(named).operator_noise
             if noise is not None and isinstance(noise.error, MeasuredError):
-                found = noise.model_copy(update={"error": self._measured(noise.error, model)})
+                found = noise.model_copy(update={"error": self.measured_error(noise.error, model)})
                 changed[name] = settings_of(named).model_copy(update={"operator_noise": found})
         return evaluation.model_copy(update={"noises": {**evaluation.noises, **changed}}) if changed else evaluation
 
@@ -250,11 +357,18 @@ class StudyPlan:
         return [f"{self.results}/data/train.parquet"] if self.study.config.prompt.num_examples else []
 
     def checkpoint_input(self, *, model: str, arm: str, seed: str, step: str) -> str:
-        """Return the config.json of the model that an evaluation reads."""
+        """Return a file in the folder of the model that an evaluation reads."""
         prepared = self.prepared_model(model, arm)
         if prepared is not None:
-            return f"{self.results}/models/{prepared}/config.json"
+            return f"{self.results}/models/{prepared}/aqnpipe_model.json"
         return f"{self.results}/runs/{model}/{arm}/seed{seed}/checkpoints/step{step}/config.json"
+
+    def checkpoint_record(self, *, model: str, arm: str, seed: str, **_: str) -> list[str]:
+        """Return the record with the digests of the weights of a trained checkpoint, as a list; else an empty list.
+
+        Snakemake compares small files by their content, and config.json is the same for other weights.
+        """
+        return [] if self.prepared_model(model, arm) else [f"{self.results}/runs/{model}/{arm}/seed{seed}/run.json"]
 
     def model_fingerprint(self, role: str) -> str:
         """Return text that changes with the weights: the recipe, or sizes and times of local files; "" for a hub id."""
@@ -276,17 +390,30 @@ class StudyPlan:
         return training.model_copy(update={"rewards": tuple(reward.planned() for reward in training.rewards)})
 
     @cached_property
+    def _planned_arms(self) -> dict[str, Arm]:
+        """The arms as they are trained, with the digests of error models and schedules of the user's own."""
+        return {name: arm.as_trained().planned() for name, arm in self.study.arms.items()}
+
+    @cached_property
     def evaluation_settings(self) -> EvaluationConfig:
-        """The settings of evaluations, with the digest of a scorer of the user's own."""
+        """The settings of evaluations, with the digests of a scorer and error models of the user's own."""
         return self.study.config.evaluation.planned()
 
     def training_spec(self, arm: str, seed: int) -> dict[str, Any]:
-        """Return the parameters of a training job (`TrainingSpec` as plain data)."""
+        """Return the parameters of a training job (`TrainingSpec` as plain data); they share what they have in common.
+
+        Validated once per arm: a plan of thousands of runs asks for each.
+        """
+        if ("train", arm) not in self._specs:
+            self._specs["train", arm] = self._training_spec(arm, seed)
+        return {**self._specs["train", arm], "seed": seed}
+
+    def _training_spec(self, arm: str, seed: int) -> dict[str, Any]:
         config, role = self.study.config, self.study.arms[arm].model
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
-            arm=self._with_parity_file(self.study.arms[arm].as_trained(), role),
+            arm=self._with_parity_file(self._planned_arms[arm], role),
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,
@@ -294,31 +421,43 @@ class StudyPlan:
             dtype=config.models[role].dtype,
             attention=config.models[role].attention,
             prompt=config.prompt,
-            generation=config.generation,
+            generation=config.generation.for_training,
             training=self._planned_training,
             scorer=self.evaluation_settings.primary_scorer,
             scorer_sha256=self.evaluation_settings.scorer_sha256,
         ).model_dump(mode="json")
 
     def evaluation_spec(self, *, model: str, arm: str, seed: str, step: str) -> dict[str, Any]:
-        """Return the parameters of an evaluation job (`EvaluationSpec` as plain data)."""
+        """Return the parameters of an evaluation (`EvaluationSpec` as plain data); they share what they have in common.
+
+        Validated once per model and arm, like `training_spec`.
+        """
+        if ("evaluate", model, arm) not in self._specs:
+            self._specs["evaluate", model, arm] = self._evaluation_spec(model, arm, int(seed), int(step))
+        return {**self._specs["evaluate", model, arm], "seed": int(seed), "step": int(step)}
+
+    def evaluation_specs(self, *, model: str, arm: str, seed: str) -> list[dict[str, Any]]:
+        """Return the parameters of the evaluations of a run, in the order of its checkpoints."""
+        return [self.evaluation_spec(model=model, arm=arm, seed=seed, step=str(step)) for step in self.checkpoint_steps]
+
+    def _evaluation_spec(self, model: str, arm: str, seed: int, step: int) -> dict[str, Any]:
         config = self.study.config
         prepared = self.prepared_model(model, arm)
         computed = config.models[prepared or model]
+        machine = config.evaluation.pretrained_machine if prepared is not None else self.study.arms[arm].machine
+        counterpart = None if self.machine is None else config.machines[self.machine].counterpart
         return EvaluationSpec(
             model_role=model,
             arm_id=arm,
-            seed=int(seed),
-            step=int(step),
-            faults=self.faults(
-                config.evaluation.pretrained_machine if prepared is not None else self.study.arms[arm].machine
-            ),
-            device=config.device,
-            dtype=computed.dtype,
+            seed=seed,
+            step=step,
+            faults=self.faults(self.machine or machine),
+            device=config.device if self.machine is None else self.device_of(self.machine),
+            dtype=(counterpart and counterpart.dtype) or computed.dtype,
             attention=computed.attention,
             prompt=config.prompt,
             generation=config.generation,
-            evaluation=self._with_parity_files(self.evaluation_settings, prepared or model),
+            evaluation=self._with_parity_files(self._evaluation_on_machine(), prepared or model),
             task=config.dataset if isinstance(config.dataset, LmEvalDataset) else None,
         ).model_dump(mode="json")
 
@@ -366,6 +505,11 @@ class StudyPlan:
             raise ValueError("the seeds of the study are fixed")
         ending = config.model_copy(update={"seeds": rule.model_copy(update={"max": rule.seeds_at(look)})})
         return StudyPlan(self.study.model_copy(update={"config": ending, "seeds_per_arm": None})).study_params()
+
+
+def _by_rule(rule: str, machines: Mapping[DeviceKind | None, Sequence[str]], num_models: int) -> dict[str, int]:
+    """Return the jobs of each rule: one per machine and model."""
+    return {rule_on(rule, kind): len(group) * num_models for kind, group in machines.items()}
 
 
 def sigmas_name(strategy: SigmaStrategy) -> str:

@@ -16,7 +16,7 @@ from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
 from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
-from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.evaluation import StudyEvaluationConfig
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
@@ -57,7 +57,7 @@ class _SharedSettings(FrozenModel):
         "find the requested device fails",
     )
     generation: GenerationConfig = GenerationConfig()
-    evaluation: EvaluationConfig
+    evaluation: StudyEvaluationConfig
     statistics: StatisticsConfig = StatisticsConfig()
     comparisons: tuple[Comparison, ...] = Field(
         default=(), description="comparisons to test; empty: the usual ones for the arms, or all pairs of checkpoints"
@@ -379,7 +379,11 @@ def read_study_file(path: Path) -> Mapping[str, Any]:
 
 def read_arms(path: Path) -> dict[str, Arm]:
     """Return the arms of an arms file by id; ConfigError if it is missing or invalid."""
-    return validated(ArmsFile, without_auto(read_yaml_file(path)), str(path)).arms
+    content = without_auto(read_yaml_file(path))
+    if isinstance(content, Mapping) and isinstance(content.get("arms"), Mapping):
+        arms = {name: _with_own_noise(arm, path.parent) for name, arm in content["arms"].items()}
+        content = {**content, "arms": arms}
+    return validated(ArmsFile, content, str(path)).arms
 
 
 def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
@@ -396,7 +400,22 @@ def _with_own_code(content: Mapping[str, Any], study_file: Path) -> Mapping[str,
         rewards = [_with_located(reward, "function", folder) for reward in training["rewards"]]
         found["training"] = {**training, "rewards": rewards}
     if isinstance(evaluation, Mapping):
-        found["evaluation"] = _with_located(evaluation, "primary_scorer", folder)
+        found["evaluation"] = located_evaluation = dict(_with_located(evaluation, "primary_scorer", folder))
+        if isinstance(evaluation.get("noises"), Mapping):
+            noises = {name: _with_own_noise(noise, folder) for name, noise in evaluation["noises"].items()}
+            located_evaluation["noises"] = noises
+    return found
+
+
+def _with_own_noise(part: Any, folder: Path) -> Any:
+    """Return an arm, or a named noise, with the folder of each error model or schedule whose module is in `folder`."""
+    if not isinstance(part, Mapping):
+        return part
+    found = dict(part)
+    for key, inner in (("operator_noise", "error"), ("module_noise", "error"), ("aqn", "schedule")):
+        noise = part.get(key)
+        if isinstance(noise, Mapping) and inner in noise:
+            found[key] = {**noise, inner: _with_located(noise[inner], "function", folder)}
     return found
 
 

@@ -1,8 +1,7 @@
 """False-alarm counts of the detection benchmarks (benchmarks/README.md). A test compares them with their results.
 
 EXACT counts the healthy runs of detection.md, all on a CPU: as it is, with other settings, and with emulated arithmetic
-of other devices, which differs more from the reference. The probes of longer sequences, experts and norms within the
-model are younger than these runs (benchmarks/README.md). STATISTICAL counts those of detection_simulated.md.
+of other devices, which differs more from the reference. STATISTICAL counts those of detection_simulated.md.
 """
 
 from dataclasses import dataclass

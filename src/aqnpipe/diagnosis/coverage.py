@@ -26,6 +26,8 @@ PARTS = {
     "norms outside a mean square of 1024": ("norm_range",),
     "attention over more than one key": ("attention_one_hot", "attention_uniform"),
     "KV cache and decode": ("cache",),
+    "inputs of attention": ("attention_input",),
+    "inputs of MLPs": ("mlp_input",),
     "weights in memory": ("weights",),
     "backward pass": ("backward",),
     "kernels for other shapes": ("shapes",),

@@ -16,6 +16,7 @@ from aqnpipe.diagnosis.capture import NonFiniteOutputError
 from aqnpipe.diagnosis.exact import ExactResult, run_exact
 from aqnpipe.diagnosis.non_finite import verdict_without_scans
 from aqnpipe.diagnosis.scans import run_scans
+from aqnpipe.diagnosis.stored_weights import compare_with_file
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.layout import decoder_layers
@@ -55,7 +56,9 @@ def diagnose_model(
     """
     with simulated_faults(model, faults) as records:
         # The scans run first, so that a cached threshold is taken from an ordinary forward and not from a probe.
-        scans, unscanned = (None, None) if method == "exact" else _scan(model, prompt_ids, config, show_progress)
+        scans, unscanned = (
+            (None, None) if method == "exact" else _scan(model, prompt_ids, config, weights, show_progress)
+        )
         exact = None if method == "statistical" else run_exact(model, config, show_progress, weights)
     simulated = [describe_fault(record) for record in records]
     if unscanned is None:
@@ -67,15 +70,21 @@ def diagnose_model(
 
 
 def _scan(
-    model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisConfig, show_progress: Callable[[str], None]
+    model: nn.Module,
+    prompt_ids: Sequence[Tensor],
+    config: DiagnosisConfig,
+    weights: Path | None,
+    show_progress: Callable[[str], None],
 ) -> tuple[tuple[pl.DataFrame, list[Finding], float] | None, NonFiniteOutputError | None]:
     """Return the result of the scans, or the reason why there is none."""
     show_progress(f"statistical scans: {len(prompt_ids)} prompts")
     try:
         return run_scans(model, prompt_ids, config), None
     except NonFiniteOutputError as error:
-        weights = decoder_layers(model)[error.layer].parameters()
-        if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+        own = decoder_layers(model)[error.layer].parameters()
+        is_broken = not all(bool(torch.isfinite(weight).all()) for weight in own)
+        # Weights that became NaN in memory are a fault of the machine, which the comparison with their file names.
+        if is_broken and not (weights and any(check.mismatch for check in compare_with_file(model, weights))):
             raise ModelError(f"{error}: its weights are not finite") from error
         return None, error
 

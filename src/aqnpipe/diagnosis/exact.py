@@ -24,9 +24,15 @@ from aqnpipe.diagnosis.linears import product_bits
 from aqnpipe.diagnosis.locate import Evidence, mismatching, suspects
 from aqnpipe.diagnosis.patterns import exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
+from aqnpipe.diagnosis.reference import LEAST_ROWS
 from aqnpipe.diagnosis.refine import refine_fault
 from aqnpipe.diagnosis.repeats import repeat
-from aqnpipe.diagnosis.stored_weights import compare_with_earlier, compare_with_file, row_checksums
+from aqnpipe.diagnosis.stored_weights import (
+    compare_with_earlier,
+    compare_with_file,
+    refuse_weights_that_are_not_finite,
+    row_checksums,
+)
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import LayerSites, layer_sites
 
@@ -63,13 +69,16 @@ def run_exact(
     and in any case with itself before and after the probes.
 
     Cost is measured in multiply-adds of the linear modules of the layers. One forward equivalent is one pass of the
-    probe's batch of tokens through all layers. Raises ModelError if the structure of the layers is unknown.
+    probe's batch of tokens through all layers. Raises ModelError if the structure of the layers is unknown
+    or a weight is not finite and its file, if there is one, says the same.
     """
     layers = [layer_sites(layer) for layer in decoder_layers(model)]
     like = next(iter(layers[0].layer.parameters()))
     num_tokens = tokens_needed(config, like.dtype)
     inputs = ProbeInputs(num_tokens, like.dtype, like.device, seed=config.seed)
     checks: list[Check] = [] if weights is None else compare_with_file(model, weights)
+    if not any(check.mismatch for check in checks):  # what differs from its file is a fault of the memory
+        refuse_weights_that_are_not_finite(model)
     before = row_checksums(model)
     reordered: set[str] = set()
     with inference(model), determinism_requested(), metered(layers, num_tokens) as cost:
@@ -110,7 +119,7 @@ def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
     elements = log(config.miss_probability) / log(1 - config.intermittent_rate)
     period = len(exponent_ladder(dtype))
     squares = ceil(elements / (config.exact_repeats + 1) / period)
-    return period * max(_LEAST_SQUARES, squares, _MANY_ROWS // period + 1)
+    return period * max(_LEAST_SQUARES, squares, ceil(LEAST_ROWS / period))
 
 
 _COUNTED = ("identity", "linear", "mantissa", "integer", "accumulator", "bias", "attention", "mlp", "norm", "repeat")
@@ -118,9 +127,6 @@ _COUNTED = ("identity", "linear", "mantissa", "integer", "accumulator", "bias", 
 
 _LEAST_SQUARES = 4
 """Two for each half of a linear probe: one of powers of two, one of full mantissas."""
-
-_MANY_ROWS = 512
-"""Rows of a large tile of matrix units; a fault of the rows behind them shows in no smaller batch."""
 
 
 def probe_layer(

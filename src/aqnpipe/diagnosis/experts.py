@@ -7,12 +7,15 @@ other channels, and the gate is where the activation is the identity, so that th
 of the core.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare, num_wrong
 from aqnpipe.diagnosis.patterns import selection, selection_weight
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings
 
@@ -47,46 +50,86 @@ def router_of(layer: nn.Module) -> nn.Module | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Tokens [tokens, hidden], the expert that each is for, its choices and their shares [tokens, experts of a token].
+
+    `number` is that of each token among those that were drawn. `index` starts with the own expert, which is the only
+    one with a share in `alone`. `shares` are those of all.
+    """
+
+    number: Tensor
+    x: Tensor
+    own: Tensor
+    index: Tensor
+    alone: Tensor
+    shares: Tensor
+
+    def rows(self, count: int) -> "_Batch":
+        """Return the first `count` tokens; more than there are repeat them."""
+        chosen = torch.arange(count) % len(self.x)
+        parts = (self.number, self.x, self.own, self.index, self.alone, self.shares)
+        return _Batch(*(part[chosen] for part in parts))
+
+
 def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Generator) -> list[Check]:
     """Return one check per expert, at the sites `experts.0`, `experts.1` and so on, and one of the sum at `experts`."""
     gate_up, down = module.gate_up_proj, module.down_proj
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return []
-    dtype, device = gate_up.dtype, gate_up.device
     count, hidden, width = down.shape
-    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
-    x = full_mantissas((_TOKENS_PER_EXPERT * count, hidden), bits, generator)
-    x[:, 0] = 1.0
-    tokens = torch.arange(len(x))
-    own = tokens % count
-    index = torch.stack([(own + turn) % count for turn in range(top_k)], dim=1)
-    alone = torch.zeros(len(x), top_k, dtype=torch.float64)
-    alone[:, 0] = 1.0
-    shares = _drawn_shares(len(x), top_k, generator)
-
-    def run(share: Tensor) -> Tensor:
-        output: Tensor = module(x.to(device, dtype), index.to(device), share.to(device, dtype))
-        return output.cpu()
-
+    batch = _drawn_batch(count, hidden, top_k, gate_up.dtype, generator)
     up = [_turned(selection(width, hidden, skip=1), expert) for expert in range(count)]
     shown_up = torch.stack([_gate_and_up(chosen, signs, gate_up) for chosen, signs in up])
-    expected, outputs, sums = [], [], []
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    sums = []
     for turn in range(-(-width // hidden)):  # every channel between the projections reaches an output
         picked = [_turned(_slice_of_selection(hidden, width, turn), expert) for expert in range(count)]
         shown_down = torch.stack([selection_weight(chosen, signs, down[0]) for chosen, signs in picked])
-        answers = torch.stack([_answers(x, *chosen) for chosen in zip(up, picked, strict=True)])
-        expected.append(answers[own, tokens])
+        answers = torch.stack([_answers(batch.x, *chosen) for chosen in zip(up, picked, strict=True)])
+        calls = [batch] if turn else [batch.rows(count) for count in _numbers_of_rows(len(batch.x))]
         with substituted([(gate_up, shown_up), (down, shown_down)]):
-            outputs.append(run(alone))
-            if top_k > 1 and turn == 0:
-                sums.append(_sum_check(layer, answers[index.T, tokens] * shares.T.unsqueeze(-1), run(shares)))
+            for call in calls:
+                results.append((call.own, answers[call.own, call.number], _run(module, down, call, call.alone)))
+                if top_k > 1 and turn == 0:
+                    terms = answers[call.index.T, call.number] * call.shares.T.unsqueeze(-1)
+                    sums.append(_sum_check(layer, terms, _run(module, down, call, call.shares)))
+    return _checks_by_expert(layer, count, results) + sums
+
+
+def _drawn_batch(count: int, hidden: int, top_k: int, dtype: torch.dtype, generator: torch.Generator) -> _Batch:
+    """Return tokens with full mantissas, some for each of `count` experts; their first channel is 1, for the gate."""
+    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
+    x = full_mantissas((_TOKENS_PER_EXPERT * count, hidden), bits, generator)
+    x[:, 0] = 1.0
+    number = torch.arange(len(x))
+    own = number % count
+    index = torch.stack([(own + turn) % count for turn in range(top_k)], dim=1)
+    alone = torch.zeros(len(x), top_k, dtype=torch.float64)
+    alone[:, 0] = 1.0
+    return _Batch(number, x, own, index, alone, _drawn_shares(len(x), top_k, generator))
+
+
+def _numbers_of_rows(num_tokens: int) -> tuple[int, ...]:
+    """Return numbers of tokens of a call: kernels are chosen by it, and on some devices experts have a capacity."""
+    return (num_tokens, 1, LEAST_ROWS) if num_tokens < LEAST_ROWS else (num_tokens, 1)
+
+
+def _run(module: nn.Module, like: Tensor, batch: _Batch, share: Tensor) -> Tensor:
+    """Return the output of the experts for a batch, in the dtype and on the device of `like`."""
+    output: Tensor = module(batch.x.to(like), batch.index.to(like.device), share.to(like))
+    return output.cpu()
+
+
+def _checks_by_expert(layer: int, count: int, results: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Check]:
+    """Return one check per expert of `results`, which are own expert, right and observed output of every token."""
+    own, expected, observed = (torch.cat(part) for part in zip(*results, strict=True))
     checks = []
     for expert in range(count):
-        wanted = torch.cat([answer[own == expert] for answer in expected])
-        seen = torch.cat([output[own == expert] for output in outputs])
+        wanted, seen = expected[own == expert], observed[own == expert]
         site = f"{EXPERT_SITE}.{expert}"
-        checks.append(compare("experts", layer, site, wanted, seen, allowed=few_roundings(wanted, dtype)))
-    return checks + sums
+        checks.append(compare("experts", layer, site, wanted, seen, allowed=few_roundings(wanted, seen.dtype)))
+    return checks
 
 
 def _answers(x: Tensor, up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> Tensor:

@@ -20,12 +20,15 @@ from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
+from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
 from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, SMALL, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
 _NO_GRADIENT = "the module has no gradient"
+_NORMS_OF_HEADS = frozenset({"q_norm", "k_norm", "q_layernorm", "k_layernorm"})
+"""Norms between the projections and the rotation."""
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
@@ -63,12 +66,17 @@ def _other_shapes(num_layers: int) -> Untested:
 
 
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
-    """Return what no diagnosis tests: some gradients, longer sequences and other kernels of attention."""
+    """Return what no diagnosis tests: learned positions, some gradients, longer sequences, other attention kernels."""
     used = getattr(model.config, "_attn_implementation", None)
     without_probe = ["embedding", "gains", "biases", "rotary embedding", "residual sums", "lm_head"]
     if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
         without_probe[1:1] = ["experts", "router"]
+    tokens = model.get_input_embeddings()  # type: ignore[operator]
+    others = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module is not tokens
+    ]
     return [
+        *(Untested(part=name, reason="no probe looks its rows up") for name in others),
         Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(part="longer sequences", reason=f"the longest had {longest_sequence(model)} tokens"),
         Untested(part="other attention kernels", reason=f"the model ran with {used}"),
@@ -142,7 +150,8 @@ def without_consequences(checks: Sequence[Check]) -> list[Check]:
     """Return `checks` without those whose mismatch follows from another: one fault is not reported twice.
 
     Gradients go back through the output of their linear, a core through its activation, and the sum of experts through
-    each of them. A check of a faulty source says nothing about what follows it.
+    each of them. The rotation is compared between two passes, through the norms of heads, which differ between them
+    if their fault is random. A check of a faulty source says nothing about what follows it.
     """
     wrong = {(check.layer, check.site) for check in checks if check.mismatch and check.probe != "backward"}
 
@@ -151,6 +160,8 @@ def without_consequences(checks: Sequence[Check]) -> list[Check]:
             return (check.layer, check.site.rsplit(".", 1)[0]) in wrong
         if check.site == EXPERT_SITE:
             return any(layer == check.layer and site.startswith(f"{EXPERT_SITE}.") for layer, site in wrong)
+        if check.site == ROTARY_SITE:
+            return any((check.layer, name) in wrong for name in _NORMS_OF_HEADS)
         return check.site == CORE_SITE and (check.layer, MODULE_SITE) in wrong
 
     return [check for check in checks if not (check.mismatch and follows(check))]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, LEAST_ROWS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import weight_of
@@ -18,9 +18,6 @@ from aqnpipe.models.layout import weight_of
 _EXPONENTS = {torch.float16: (-12, 10)}
 _WIDE_EXPONENTS = (-12, 48)
 """Exponents of the inputs: sums of squares stay finite in float32 with up to 2^28 channels."""
-
-_LEAST_ROWS = 513
-"""More rows than a large tile has."""
 
 _ROWS_OF_GRADIENT = 32
 _SHARE_OF_MEAN = 0.25
@@ -138,7 +135,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     """Return [rows, 1, *shape]: full mantissas of one exponent per row, within three powers of two of each other."""
     low, high = _EXPONENTS.get(dtype, _WIDE_EXPONENTS)
     scales = 2.0 ** torch.arange(low, high + 1, dtype=torch.float64)
-    scales = scales.repeat(-(-_LEAST_ROWS // len(scales)))
+    scales = scales.repeat(-(-LEAST_ROWS // len(scales)))
     values = full_mantissas((len(scales), 1, *shape), mantissa_bits(dtype), generator)
     values *= 2.0 ** torch.randint(-2, 1, values.shape, generator=generator).double()
     values += _SHARE_OF_MEAN

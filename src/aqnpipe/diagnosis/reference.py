@@ -12,6 +12,9 @@ FLOAT32_EPS = 2.0**-23
 PRODUCT_BITS = 11
 """Significant bits of operands whose product is exact in float32, also after rounding to TF32."""
 
+LEAST_ROWS = 513
+"""More rows than a large tile of matrix units has; a fault of the rows behind them shows in no smaller batch."""
+
 _MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 

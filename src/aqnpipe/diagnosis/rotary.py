@@ -37,8 +37,8 @@ def shown_projections(
 ) -> Iterator[None]:
     """Replace the outputs of the projections to queries, keys and values by test numbers while the body runs.
 
-    Every token has its own numbers up to position `longest`; `total` returns the number of tokens so far, with those of
-    the call.
+    Every token has its own numbers up to position `longest`, and every sequence has them at other channels; `total`
+    returns the number of tokens so far, with those of the call.
     """
 
     def show(layer: int, number: int, output: Tensor) -> Tensor:
@@ -46,7 +46,10 @@ def shown_projections(
         with on_host():
             bits = mantissa_bits(output.dtype)
             numbers = full_mantissas((longest, output.shape[-1]), bits, generator)
-            return torch.empty_like(output).copy_(numbers[total() - output.shape[-2] : total()].expand(output.shape))
+            shown = numbers[total() - output.shape[-2] : total()].expand(output.shape).clone()
+            for sequence in range(1, len(shown)):  # equal sequences would hide that a cache confuses them
+                shown[sequence] = shown[sequence].roll(sequence, -1)
+            return torch.empty_like(output).copy_(shown)
 
     handles = [
         module.register_forward_hook(lambda m, a, out, i=index, n=number: show(i, n, out))

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from aqnpipe.artifacts.diagnoses import SENSITIVITY_SCALE
 from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
 from aqnpipe.diagnosis.scored_texts import ScoredText, summed_losses, text_batches
 from aqnpipe.errors import ModelError
@@ -43,9 +44,6 @@ from aqnpipe.noise.injection.operators import (
     escaping_functions,
     noised_functions,
 )
-
-TABLE_SCALE = 0.1
-"""Scale of the noise in LayerTable. The estimate is proportional to its square, so it does not change their ratio."""
 
 
 def layer_noise(model: nn.Module, layer: int | None, scale: float) -> OperatorNoise:
@@ -90,7 +88,7 @@ def with_sensitivity(
 ) -> pl.DataFrame:
     """Return a LayerTable with the estimate of every layer, at noise of 10 % and with `faults` simulated."""
     with simulated_faults(model, faults):
-        *layers, _output_projection = first_order_estimates(model, texts, TABLE_SCALE)
+        *layers, _output_projection = first_order_estimates(model, texts, SENSITIVITY_SCALE)
     return table.with_columns(pl.Series("sensitivity", layers))
 
 

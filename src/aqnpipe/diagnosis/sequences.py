@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aqnpipe.diagnosis.attention_kernel import GRADIENT_SITE, SITE, Observation, replaced_operands
 from aqnpipe.diagnosis.attention_operands import KINDS
+from aqnpipe.diagnosis.blocks import block_hooks
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.ends import changed_logits
 from aqnpipe.diagnosis.norms import has_answer, norm_in_model
@@ -24,7 +25,7 @@ from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
 from aqnpipe.diagnosis.reference import on_host
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.rotary import TABLE_SITE, rotation_checks, shown_projections, table_checks, zero_angles
-from aqnpipe.diagnosis.trace import first_tensor
+from aqnpipe.diagnosis.trace import first_input, first_tensor
 from aqnpipe.models.layout import output_projection, weight_of
 from aqnpipe.models.sites import LayerSites
 
@@ -180,6 +181,7 @@ class _Observer:
             )
         if not self.is_known:
             return handles
+        handles += block_hooks(sites, index, self.observation.checks.append)
         for site, block, end in _blocks_with_end(sites):
             handles += [
                 end.register_forward_hook(lambda m, a, out: self.ends.__setitem__(m, out)),
@@ -203,7 +205,7 @@ class _Observer:
         return module.register_forward_hook(check)
 
     def _enter(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = first_input(args, kwargs)
         self.calls[index] = _LayerCall(hidden)
         table = kwargs.get("position_embeddings")
         if isinstance(table, tuple) and len(table) == 2:

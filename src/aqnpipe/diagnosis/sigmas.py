@@ -8,6 +8,8 @@
 | robust_first | more noise where the model is robust, by the measured sensitivity; energy of uniform sigmas |
 | fragile_first | the sigmas of robust_first in reverse order: more noise where the model is fragile |
 | shuffled_layers | control: the sigmas of robust_first in a random order |
+| damage_first | more noise where a measured machine's error costs more, error times root sensitivity; same energy |
+| shuffled_damage | control: the sigmas of damage_first in a random order |
 | healthy_layers | control: all layers without noise in targeted, with equal energy |
 | random_layers | control: as many layers as in targeted, drawn from the others |
 | wrong_layers | control: as many layers as in targeted, those farthest from it in depth |
@@ -19,6 +21,7 @@ is in the column sensitivity (diagnosis/sensitivity_estimate.py).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +31,7 @@ from numpy.typing import NDArray
 
 from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
+from aqnpipe.diagnosis.sigmas_by_damage import damage_sigmas
 from aqnpipe.diagnosis.sigmas_by_sensitivity import graded_sigmas, measured_sensitivity
 from aqnpipe.errors import DataError
 from aqnpipe.noise.control_layers import control_layers
@@ -47,16 +51,18 @@ def layer_sigmas(
     rule: SigmaRule,
     strategy: SigmaStrategy = "published",
     *,
+    errors: Mapping[int, float] | None = None,
     schedule_kind: str = "epoch_aware",
     metadata: dict[str, int | float | str] | None = None,
 ) -> SigmaFile:
     """Return a sigma and a reason for every row of a LayerTable by `strategy`; `metadata` is added to srdd_metadata.
 
-    `targeted` and its controls use the layers of the verdict's faults, the others only the metrics. Raises DataError
-    for a table without rows, a sat_prop layer without a source, a control without any layer, or a sensitivity that is
-    needed and was not measured; ConfigError for a base sigma outside the bounds, where equal energy is impossible.
+    `targeted` and its controls use the layers of the verdict's faults, the others only the metrics, and damage_first
+    with its control the measured `errors` by layer. Raises DataError for a table without rows, a sat_prop layer without
+    a source, a control without any layer, or a sensitivity or error that is needed and was not measured; ConfigError
+    for a base sigma outside the bounds, where equal energy is impossible.
     """
-    plan = _plan(table.sort("layer"), verdict, rule, strategy)
+    plan = _plan(table.sort("layer"), verdict, rule, strategy, errors)
     energy = sum(sigma**2 for sigma in plan.sigmas.values())
     known: dict[str, int | float | str] = {
         "num_layers": table.height,
@@ -82,7 +88,13 @@ def layer_sigmas(
     )
 
 
-def _plan(table: pl.DataFrame, verdict: Verdict, rule: SigmaRule, strategy: SigmaStrategy) -> _Plan:
+def _plan(
+    table: pl.DataFrame,
+    verdict: Verdict,
+    rule: SigmaRule,
+    strategy: SigmaStrategy,
+    errors: Mapping[int, float] | None,
+) -> _Plan:
     if strategy == "published":
         return _published(table, rule)
     if strategy == "variable":
@@ -90,6 +102,8 @@ def _plan(table: pl.DataFrame, verdict: Verdict, rule: SigmaRule, strategy: Sigm
     if strategy == "robust_first" or strategy == "fragile_first" or strategy == "shuffled_layers":
         _median(table, "gain")  # refuses a table without rows
         return _Plan(*graded_sigmas(table, rule, strategy))
+    if strategy == "damage_first" or strategy == "shuffled_damage":
+        return _Plan(*damage_sigmas(table, rule, strategy, errors))
     return _targeted_or_control(table, verdict, rule, strategy)
 
 

@@ -46,7 +46,6 @@ def graded_sigmas(
     """
     sensitivity = measured_sensitivity(table)
     order = np.argsort(sensitivity, kind="stable")
-    falling = np.sort(_with_energy_of_base(1 / np.sqrt(np.maximum(sensitivity, np.finfo(np.float64).tiny)), rule))[::-1]
     match strategy:
         case "robust_first":
             placed, words = order, "more noise where the model is robust"
@@ -57,14 +56,26 @@ def graded_sigmas(
             placed = draws.permutation(len(order))
             words = f"control: the sigmas of robust_first in an order drawn at random (seed {rule.seed})"
     layers = [int(layer) for layer in table["layer"]]
-    sigmas = {layers[row]: round(float(sigma), 12) for row, sigma in zip(placed, falling, strict=True)}
+    weights = 1 / np.sqrt(np.maximum(sensitivity, np.finfo(np.float64).tiny))
+    sigmas = placed_sigmas(layers, weights, placed, rule)
     rank = {int(row): number for number, row in enumerate(order[::-1], start=1)}
     reasons = {
         layer: f"{words}; sensitivity {sensitivity[row]:.3g}, number {rank[row]} of {len(layers)} in fragility: "
         f"sigma {sigmas[layer]:.4g}"
         for row, layer in enumerate(layers)
     }
-    return dict(sorted(sigmas.items())), reasons
+    return sigmas, reasons
+
+
+def placed_sigmas(layers: list[int], weights: Floats, order: NDArray[np.intp], rule: SigmaRule) -> dict[int, float]:
+    """Return a sigma per layer: proportional to `weights`, clamped, with the energy of the base sigma in every layer.
+
+    The largest goes to the first row of `order`, whichever weight is its own. Raises ConfigError if the base sigma is
+    outside the bounds of sigmas.
+    """
+    falling = np.sort(_with_energy_of_base(weights, rule))[::-1]
+    sigmas = {layers[row]: round(float(sigma), 12) for row, sigma in zip(order, falling, strict=True)}
+    return dict(sorted(sigmas.items()))
 
 
 def _with_energy_of_base(weights: Floats, rule: SigmaRule) -> Floats:

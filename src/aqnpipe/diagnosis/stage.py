@@ -11,6 +11,7 @@ from torch import Tensor
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, LayerTable, Verdict
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table, write_yaml
 from aqnpipe.artifacts.lineage import has_digest
+from aqnpipe.artifacts.measured_errors import measured_layer_errors
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.dataset import PromptFormat
@@ -52,12 +53,14 @@ def diagnose(
     """Diagnose the model on `machine` and write layers.parquet and verdict.json, each atomically.
 
     The scans use the first num_prompts questions, the sensitivity at most the first sensitivity_texts. `names`: model
-    and machine in the study, recorded in the verdict. `say` gets what is probed, every 10 seconds, and the verdict.
-    Raises DataError if there are too few questions, ModelError if the layer or site of a fault does not exist or a
-    layer outputs NaN or infinity, ReceiptError if a simulated fault changed no value.
+    and machine in the study, recorded in the verdict, as is the device of a machine that names its own. `say` gets what
+    is probed, every 10 seconds, and the verdict. Raises DataError if there are too few questions, ModelError if the
+    layer or site of a fault does not exist or a layer outputs NaN or infinity, ReceiptError if a simulated fault
+    changed no value.
     """
     torch.set_num_threads(config.threads)
-    target = torch_device(resolve_device(device).kind)
+    found = resolve_device(device)
+    target = torch_device(found.kind)
     tokenizer = load_tokenizer(model_dir)
     prompt_ids = [ids.to(target) for ids in read_prompts(problems, prompt, tokenizer, config.num_prompts)]
     model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
@@ -75,6 +78,7 @@ def diagnose(
         machine=names[1],
         weights_sha256=sha256_of(sorted(model_dir.glob("*.safetensors"))),
         layers_sha256=sha256_of_file(output_dir / LAYERS_FILE),
+        device=found.label if machine.device is not None else None,
     )
     write_json(output_dir / VERDICT_FILE, diagnosed.verdict.model_copy(update={"origin": origin}))
     say(f"{'/'.join(names)}: {diagnosed.verdict.verdict}")
@@ -101,10 +105,12 @@ def generate_layer_sigmas(
     model: str,
     machine: str,
     strategy: SigmaStrategy = "published",
+    parity: Path | None = None,
 ) -> None:
-    """Write the sigmas file that `strategy` derives from a diagnosis.
+    """Write the sigmas file that `strategy` derives from a diagnosis, and from a parity if it needs one.
 
-    Raises DataError if the two files are not from the same diagnosis, or not of `model` on `machine`.
+    Raises DataError if the two files are not from the same diagnosis, or not of `model` on `machine`; ConfigError if
+    the parity is of other weights or no machine's noise.
     """
     table = read_table(layers, LayerTable)
     judged = read_json(verdict, Verdict)
@@ -121,7 +127,11 @@ def generate_layer_sigmas(
         "machine": machine,
         "weights_sha256": origin.weights_sha256,
     }
-    write_yaml(output, layer_sigmas(table, judged, rule, strategy, metadata=metadata))
+    errors = None
+    if parity is not None:
+        errors = measured_layer_errors(parity, origin.weights_sha256)
+        metadata["parity_sha256"] = sha256_of_file(parity)
+    write_yaml(output, layer_sigmas(table, judged, rule, strategy, errors=errors, metadata=metadata))
 
 
 def read_prompts(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.experts import EXPERT_SITE
+from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers, is_norm, layer_of
 from aqnpipe.models.loading import load_model
 
@@ -66,6 +67,13 @@ def compare_with_earlier(model: nn.Module, before: Mapping[str, Tensor]) -> list
             for expert in range(weight.shape[0])
         ]
     return checks
+
+
+def refuse_weights_that_are_not_finite(model: nn.Module) -> None:
+    """Raise ModelError if a weight of `model` is NaN or infinite: outputs are then, without a fault of the machine."""
+    for name, weight in _weights(model):
+        if not bool(torch.isfinite(weight).all()):
+            raise ModelError(f"{type(model).__name__}: {name} has NaN or infinity, expected finite weights")
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

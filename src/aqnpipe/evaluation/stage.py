@@ -84,7 +84,8 @@ def evaluate(
     tables, passes, graders = [], [], graders_of(config.primary_scorer, config.scorer_sha256)
     max_tokens = max(map(len, prompts)) + config.max_response_tokens
     with open_runner(spec, model_dir, max_tokens) as runner:
-        judge = Judge(expected, model_dir, str(runner.description["backend"]))
+        described = runner.description
+        judge = Judge(expected, model_dir, str(described["backend"]), int(described.get("workers", 1)))
         for result in assembled_passes(spec, shards, runner.run(shards)):
             level, noise_seed = result.noise_level, result.noise_seed
             passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=result.receipt.check()))

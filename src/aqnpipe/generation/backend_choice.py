@@ -76,8 +76,13 @@ def open_engine(
     batch_size: int,
     threads: int,
     for_training: bool = False,
+    batch_invariant: bool | None = None,
 ) -> VllmEngine:
-    """Start vLLM on the model in `folder`; the caller closes it. In training it gets less memory and may sleep."""
+    """Start vLLM on the model in `folder`; the caller closes it. In training it has less memory and may sleep.
+
+    There it is on the one device of its training worker. batch_invariant: vLLM's batch-invariant mode; None leaves it
+    to the environment.
+    """
     return VllmEngine(
         folder,
         end_token=tokenizer.eos_token_id,
@@ -90,4 +95,6 @@ def open_engine(
             requested.rollout_gpu_memory_utilization if for_training else requested.gpu_memory_utilization
         ),
         sleeps=for_training and requested.rollout_sleep,
+        batch_invariant=batch_invariant,
+        tensor_parallel=1 if for_training else requested.tensor_parallel,
     )

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-STOP_TEXT, END_TOKEN = "aqnpipe_stop_text", "aqnpipe_end_token"
-"""Keys of the extra arguments of a vLLM request: the stop text, and the token to force behind it."""
+STOP_TEXTS, END_TOKEN = "aqnpipe_stop_texts", "aqnpipe_end_token"
+"""Keys of the extra arguments of a vLLM request: the stop texts, and the token to force behind any of them."""
 
 
 class StopText:

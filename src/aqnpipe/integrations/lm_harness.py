@@ -4,7 +4,8 @@ Every batch that the harness gives to the model is one step of the noise, so its
 and the order of the batches, which the harness derives from the task. The receipt becomes part of the results; if it is
 refused, the evaluation fails before results are returned or written.
 
-Importing this module registers the model `aqnpipe`. `aqnpipe lm-eval` is the harness's own command line with it.
+Importing this module registers the models `aqnpipe` and, on vLLM, `aqnpipe-vllm` (`lm_harness_vllm`). `aqnpipe lm-eval`
+is the harness's own command line with them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lm_eval.api.registry import register_model
+from lm_eval.api.registry import model_registry, register_model
 from lm_eval.models.huggingface import HFLM
 from pydantic import ValidationError
 
@@ -25,6 +26,8 @@ from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.receipt import Receipt
 
+model_registry.register("aqnpipe-vllm", target="aqnpipe.integrations.lm_harness_vllm:NoisyVllm")
+
 _PLAIN_LINEAR = "noise is defined on the products of plain linear modules"
 _REFUSED = {
     "trust_remote_code": "code that comes with a model is never executed",
@@ -34,6 +37,10 @@ _REFUSED = {
     "gptqmodel": _PLAIN_LINEAR,
     "peft": "merge the adapter first",
     "delta": "merge the weights first",
+    "lora_local_path": "merge the adapter first",
+    "quantization": _PLAIN_LINEAR,
+    "tensor_parallel_size": "noise is applied in one process on one device",
+    "data_parallel_size": "noise is applied in one process on one device",
     "gguf_file": "weights are read from safetensors only",
 }
 
@@ -90,40 +97,67 @@ class NoisyLM(NoisyHFLM):
         **kwargs: Any,
     ) -> None:
         """Load the model. Raises ConfigError for settings that cannot be, ModelError if noise cannot reach it."""
-        for name, reason in _REFUSED.items():
-            if kwargs.get(name):
-                raise ConfigError(f"--model_args {name}={kwargs[name]}: not with the model aqnpipe: {reason}")
-        if str(batch_size).startswith("auto"):
-            raise ConfigError(
-                "--batch_size auto: not with the model aqnpipe, because the noise depends on the batches; "
-                "expected a number"
-            )
+        kwargs = accepted("aqnpipe", kwargs)
+        refuse_batches_of_no_number("aqnpipe", batch_size)
         if kwargs.get("backend", "default") not in ("default", "causal"):
             raise ConfigError(f"--model_args backend={kwargs['backend']}: expected causal, a decoder")
         super().__init__(pretrained=_folder_or_id(pretrained), batch_size=batch_size, use_safetensors=True, **kwargs)
-        if getattr(self.model.config, "quantization_config", None) is not None:
-            raise ConfigError(f"--model_args pretrained={pretrained}: found a quantised model; {_PLAIN_LINEAR}")
+        refuse_quantised(pretrained, getattr(self.model.config, "quantization_config", None))
         if self.world_size != 1:
             raise ConfigError(f"found {self.world_size} processes, expected one: noise is applied in one process")
         attention = noised_attention(self.model) if noise else "fused"
-        self.begin_pass(_requested(noise, noise_seed, noise_operators, noise_lm_head, attention))
+        self.begin_pass(noise_of(noise, noise_seed, noise_operators, noise_lm_head, attention))
 
     def set_cache_hook(self, cache_hook: Any) -> NoReturn:
-        """Refuse `--use_cache`: the harness keys stored answers by their questions, not by the noise."""
-        raise ConfigError(
-            "--use_cache: not with the model aqnpipe, because stored answers of another noise would be taken"
-        )
+        """Refuse `--use_cache`."""
+        refuse_stored_answers("aqnpipe")
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the entries of the results about the model, with the receipt; ReceiptError if it is refused.
 
         The harness calls this when all answers are there, before it returns or writes results.
         """
-        receipt = self.receipt.check()
-        return super().get_model_info() | {
-            "aqnpipe_version": version("aqnpipe"),
-            "aqnpipe_receipt": receipt.model_dump(mode="json"),
-        }
+        return super().get_model_info() | receipt_entries(self.receipt.check())
+
+
+def accepted(model: str, given: dict[str, Any], supported: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the settings without those that noise rules out; raises ConfigError if one of these asks for anything.
+
+    supported: settings that `model` has under noise although others have not.
+    """
+    refused = {name: reason for name, reason in _REFUSED.items() if name not in supported}
+    for name, reason in refused.items():
+        value = given.get(name)
+        if value and not (name.endswith("_parallel_size") and value == 1):
+            raise ConfigError(f"--model_args {name}={value}: not with the model {model}: {reason}")
+    return {name: value for name, value in given.items() if name not in refused}
+
+
+def refuse_batches_of_no_number(model: str, batch_size: int | str | None) -> None:
+    """Raise ConfigError if the machine would choose the size of batches."""
+    if batch_size is not None and not (str(batch_size).isdecimal() and int(batch_size) > 0):
+        raise ConfigError(
+            f"--batch_size {batch_size}: not with the model {model}, because the noise depends on the batches; "
+            "expected a number"
+        )
+
+
+def refuse_quantised(pretrained: str, quantization: object) -> None:
+    """Raise ConfigError if a model's configuration has a quantisation."""
+    if quantization is not None:
+        raise ConfigError(f"--model_args pretrained={pretrained}: found a quantised model; {_PLAIN_LINEAR}")
+
+
+def refuse_stored_answers(model: str) -> NoReturn:
+    """Raise ConfigError: the harness keys stored answers by their questions, not by the noise."""
+    raise ConfigError(
+        f"--use_cache: not with the model {model}, because stored answers of another noise would be taken"
+    )
+
+
+def receipt_entries(receipt: Receipt) -> dict[str, Any]:
+    """Return the entries of the results about the noise."""
+    return {"aqnpipe_version": version("aqnpipe"), "aqnpipe_receipt": receipt.model_dump(mode="json")}
 
 
 def _folder_or_id(pretrained: str) -> str:
@@ -133,7 +167,8 @@ def _folder_or_id(pretrained: str) -> str:
     return str(builtin_folder(pretrained)) if source_kind(pretrained) == "builtin" else pretrained
 
 
-def _requested(scale: float, seed: int, operators: str, lm_head: bool, attention: str) -> PassNoise:
+def noise_of(scale: float, seed: int, operators: str, lm_head: bool, attention: str) -> PassNoise:
+    """Return the noise that the arguments of a model request; ConfigError if it cannot be."""
     content: dict[str, Any] = {"noise_seed": seed}
     if scale != 0:
         content["operator_noise"] = {

@@ -153,23 +153,20 @@ def describe_model(folder: Path, source: str, revision: str | None = None) -> Pr
         raise ModelError(f"model {source!r}: config.json has no {', '.join(missing)}")
     if not isinstance(model_config["architectures"], list):
         raise ModelError(f"model {source!r}: architectures in config.json is not a list")
-    weights = sorted(folder.glob("*.safetensors"))
     try:
-        return _described(folder, source, revision, model_config, weights)
+        return _described(folder, source, revision, model_config)
     except ValidationError as error:
         raise ModelError(f"model {source!r}: config.json: {describe_validation_error(error)}") from error
 
 
-def _described(
-    folder: Path, source: str, revision: str | None, model_config: Mapping[str, Any], weights: list[Path]
-) -> PreparedModel:
+def _described(folder: Path, source: str, revision: str | None, model_config: Mapping[str, Any]) -> PreparedModel:
     return PreparedModel(
         source=source,
         revision=revision,
         architecture=model_config["architectures"][0],
         num_layers=model_config["num_hidden_layers"],
         hidden_size=model_config["hidden_size"],
-        num_parameters=sum(_count_parameters(path) for path in weights),
+        num_parameters=num_parameters_in(folder),
         **_digests(folder),
     )
 
@@ -205,6 +202,11 @@ def refuse_damaged(folder: Path) -> None:
             )
 
 
+def num_parameters_in(folder: Path) -> int:
+    """Return the number of values in the weights in a model folder, without loading them."""
+    return sum(_count_parameters(path) for path in folder.glob("*.safetensors"))
+
+
 def _count_parameters(path: Path) -> int:
     """Return the number of values in a safetensors file, read from its header."""
     from safetensors import SafetensorError, safe_open
@@ -213,7 +215,7 @@ def _count_parameters(path: Path) -> int:
         with safe_open(path, framework="numpy") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
     except SafetensorError as error:
-        raise ModelError(f"{path.name}: not a valid safetensors file ({error})") from error
+        raise ModelError(f"{path.parent.name}/{path.name}: not a valid safetensors file ({error})") from error
     total = 0
     for shape in shapes:
         count = 1

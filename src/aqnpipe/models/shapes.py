@@ -8,7 +8,6 @@ from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.model import ModelConfig, builtin_folder, read_model_config, source_kind
-from aqnpipe.errors import ModelError
 
 
 class ModelShape(FrozenModel):
@@ -105,23 +104,22 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """Return the shape of a built-in, local or well-known model; None for a hub model that must be downloaded first.
+    """Return the shape of a built-in, local or well-known model.
 
-    Raises ModelError if a folder's config.json lacks a size.
+    None for a hub model that must be downloaded first, and for a family whose config.json has not all sizes.
     """
     kind = source_kind(model.source)
     if kind == "hub":
         return KNOWN_SHAPES.get(model.source)
     folder = builtin_folder(model.source) if kind == "builtin" else Path(model.source)
-    return shape_from_config(read_model_config(folder), model.source)
+    return shape_from_config(read_model_config(folder))
 
 
-def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
-    """Return the shape that a config.json describes; ModelError if a size is missing."""
+def shape_from_config(config: dict[str, Any]) -> ModelShape | None:
+    """Return the shape that a config.json describes; None if a size is missing."""
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [key for key in needed if not isinstance(config.get(key), int)]
-    if missing:
-        raise ModelError(f"model {name!r}: config.json has no {', '.join(missing)}, needed to compute its size")
+    if not all(isinstance(config.get(key), int) for key in needed):
+        return None
     num_heads = config["num_attention_heads"]
     return ModelShape(
         hidden_size=config["hidden_size"],

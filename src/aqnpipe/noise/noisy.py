@@ -15,11 +15,13 @@ from torch.overrides import TorchFunctionMode
 from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
 from aqnpipe.models.sharding import gathered_first
 from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.kernels.own import refuse_unusable
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -117,7 +119,12 @@ def _requested(
         if backward or operators != "matmul":
             raise ConfigError("noisy: a measured error is of matmul operators in forward passes, found other arguments")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        error = with_figures(error, dtype=dtype, config=model.config.to_dict())  # type: ignore[arg-type, union-attr, operator]
+        config: Any = model.config
+        attention = config._attn_implementation
+        error = with_figures(error, dtype=dtype, attention=attention, config=config.to_dict())  # type: ignore[arg-type]
+    if isinstance(error, OwnError):
+        refuse_unusable(error)
+        error = error.planned()
     phases: tuple[Phase, ...] = ("actor_forward", "backward") if backward else ("evaluation",)
     noise = OperatorNoise.model_validate(
         {

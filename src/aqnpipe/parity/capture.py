@@ -29,6 +29,9 @@ from aqnpipe.parity.taps import watch
 _SHARE_OF_LIMIT = 0.95
 """The rest is for tables and names."""
 
+_LOGITS_AT_ONCE = 2**19
+"""Logits that are made float64 at once: no more than fit into a processor's caches."""
+
 Score = tuple[float, int]
 
 
@@ -118,11 +121,16 @@ def score_rows(
     ]
     if not behind:
         return {}
-    chosen = logits[[row for row, _ in behind]].double()
-    targets = torch.tensor([sequences[sequence][position] for _, (sequence, position) in behind], device=chosen.device)
-    values = chosen.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
-    scores = zip(values, chosen.argmax(-1).tolist(), strict=True)
-    return {place: score for (_, place), score in zip(behind, scores, strict=True)}
+    found: dict[tuple[int, int], Score] = {}
+    at_once = max(1, _LOGITS_AT_ONCE // logits.shape[1])
+    for first in range(0, len(behind), at_once):
+        part = behind[first : first + at_once]
+        chosen = logits[[row for row, _ in part]].double()
+        targets = torch.tensor([sequences[sequence][position] for _, (sequence, position) in part]).to(chosen.device)
+        values = chosen.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+        scores = zip(values, chosen.argmax(-1).tolist(), strict=True)
+        found |= {place: score for (_, place), score in zip(part, scores, strict=True)}
+    return found
 
 
 def capture(
@@ -202,7 +210,10 @@ def assemble(
         dtype=config.dtype,
         threads=config.threads,
         batch_size=config.batch_size,
-        padding=config.padding if len(set(map(len, sequences))) > 1 else "none",
+        tensor_parallel=config.tensor_parallel,
+        batch_invariant=config.batch_invariant,
+        # vLLM has one row per token.
+        padding="none" if facts["backend"] == "vllm" or len(set(map(len, sequences))) == 1 else config.padding,
         num_decoded=config.num_decoded,
         replay_of=None if replay is None else replay.digest,
         members={},

@@ -154,7 +154,8 @@ def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[st
         at_channels = error = (other.double() - exact[1]) - (one.double() - exact[0])
     scale = one.double()
     algorithms = _algorithms(first, second)
-    rms = float(scale.square().mean().sqrt()) or 1.0
+    result_rms = scale.square().mean().sqrt()
+    rms = float(result_rms) or 1.0
     gain = finite((error * scale).mean() / rms**2)
     verdict, reason = _judged(sides, first, second, one, other, drift, algorithms, gain)
     units = ulps(error, scale, dtype)
@@ -183,6 +184,7 @@ def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[st
         accumulated_correlation=_correlation(own_one.flatten(), own_other.flatten()),
         figures=figures,
         figures_rms=None if figures_rms is None else figures_rms / rms,
+        result_rms=finite(result_rms),
     )
 
 

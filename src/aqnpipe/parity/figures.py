@@ -5,6 +5,8 @@ figures that are not negative. Both are fitted with weights from the variance, i
 the largest values would decide them alone otherwise: their errors are the most scattered ones.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,12 +38,14 @@ def error_figures(results: Tensor, errors: Tensor, input_rms: Tensor | None) -> 
     rows = np.zeros(y.shape) if input_rms is None else np.broadcast_to(input_rms.double().numpy()[:, None], y.shape)
     columns = np.stack([np.ones(y.size), np.square(rows).ravel(), np.square(y).ravel()])
     chosen = _sampled(y.size)
+    drawn = columns[:, chosen]
     weights = np.ones(y.shape)
-    for _ in range(_ROUNDS_OF_LINE):
+    for turn in range(_ROUNDS_OF_LINE):
         bias, gain = _line(y, error, weights)
         squares = np.square(error - bias - gain * y).ravel()
-        factors = _factors(columns[:, chosen], squares[chosen])
-        weights = 1 / np.maximum(factors @ columns, _SMALLEST_SHARE * squares.mean() or 1.0).reshape(y.shape)
+        factors = _factors(drawn, squares[chosen])
+        if turn < _ROUNDS_OF_LINE - 1:
+            weights = 1 / np.maximum(factors @ columns, _SMALLEST_SHARE * squares.mean() or 1.0).reshape(y.shape)
     absolute, per_input, per_result = np.sqrt(factors)
     figures = ErrorFigures(
         bias=bias,
@@ -54,7 +58,9 @@ def error_figures(results: Tensor, errors: Tensor, input_rms: Tensor | None) -> 
     return figures, mean_square**0.5
 
 
+@lru_cache(maxsize=64)
 def _sampled(count: int) -> IntArray:
+    """Return the elements that the variance is fitted on; the same array each time, not to be written to."""
     if count <= _MOST_ELEMENTS:
         return np.arange(count)
     return np.random.default_rng(0).choice(count, _MOST_ELEMENTS, replace=False)
@@ -84,8 +90,12 @@ def _factors(columns: FloatArray, squares: FloatArray) -> FloatArray:
     factors = np.where(means > 0, squares.mean() / (len(means) * np.where(means > 0, means, 1.0)), 0.0)
     if not squares.any():
         return np.zeros(len(means))
+    smallest = _SMALLEST_SHARE * squares.mean()
+    variances, ratios = np.empty_like(squares), np.empty_like(squares)
     for _ in range(_STEPS):
-        variances = np.maximum(factors @ columns, _SMALLEST_SHARE * squares.mean())
-        wanted, found = columns @ (squares / variances**2), columns @ (1 / variances)
+        # In place: new arrays would cost as much as the arithmetic.
+        np.maximum(np.matmul(factors, columns, out=variances), smallest, out=variances)
+        wanted = columns @ np.divide(squares, np.square(variances, out=ratios), out=ratios)
+        found = columns @ np.divide(1.0, variances, out=ratios)
         factors = factors * np.sqrt(wanted / np.where(found > 0, found, 1.0))
     return np.asarray(factors)

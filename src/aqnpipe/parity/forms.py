@@ -45,11 +45,15 @@ class LinearForm:
     weight: Tensor
     bias: Tensor | None
 
+    def rows(self, channels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of the weight that make some output channels, and their bias."""
+        chosen = channels.to(self.weight.device)
+        return self.weight.detach()[chosen], None if self.bias is None else self.bias.detach()[chosen]
+
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
         """See `Form`."""
-        chosen = channels.to(self.weight.device)
-        bias = None if self.bias is None else self.bias.detach()[chosen].cpu()
-        return expected.linear(inputs[0].cpu(), self.weight.detach()[chosen].cpu(), bias, dtype)
+        weight, bias = self.rows(channels)
+        return expected.linear(inputs[0].cpu(), weight.cpu(), None if bias is None else bias.cpu(), dtype)
 
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """See `Form`; sums differ in their order, which the bounds judge."""
@@ -63,10 +67,13 @@ class EmbeddingForm:
     weight: Tensor
     scale: float = 1.0
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of token ids."""
+        return self.weight.detach()[ids.to(self.weight.device)]
+
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
         """See `Form`; `inputs` are token ids [rows, 1]."""
-        ids = inputs[0][:, 0].to(self.weight.device)
-        return expected.copy(self.weight.detach()[ids][:, channels.to(ids.device)].cpu().double() * self.scale, dtype)
+        return expected.copy(self.rows(inputs[0][:, 0]).cpu()[:, channels].double() * self.scale, dtype)
 
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """See `Form`."""

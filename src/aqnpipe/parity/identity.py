@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -13,6 +13,7 @@ from torch import Tensor
 from aqnpipe.artifacts.hardware import read_hardware
 from aqnpipe.config.model import read_model_config, source_kind
 from aqnpipe.models.loading import describe_model
+from aqnpipe.noise.kernels.shards import Shard
 
 _COMPARED_VALUES = 4096
 """Values of each parameter that are compared with the files; every optimiser step changes some of them."""
@@ -61,25 +62,50 @@ def tokens_sha256(sequences: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(map(int, ids)) for ids in sequences]).encode()).hexdigest()
 
 
-def compare_with_files(held: Mapping[str, Tensor], folder: Path) -> tuple[int, tuple[str, ...]]:
+class Share(NamedTuple):
+    """The part of a weight that a tensor-parallel worker has: some rows (`dim` 0) or columns (`dim` 1)."""
+
+    dim: int
+    shard: Shard
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether it is a part of this weight, by its shape."""
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.shard.width
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """Return the part of the whole weight."""
+        return tensor.narrow(self.dim, self.shard.start, self.shard.size)
+
+    def without_padding(self, held: Tensor) -> Tensor:
+        """Return what a worker holds, without the rows that pad a vocabulary."""
+        return held.narrow(self.dim, 0, self.shard.size)
+
+
+def compare_with_files(
+    held: Mapping[str, Tensor],
+    folder: Path,
+    shares: Mapping[str, Share] | None = None,
+    *,
+    every_value: bool = False,
+) -> tuple[int, tuple[str, ...]]:
     """Return how many parameters in memory were compared with the model's files, and the names of those that differ.
 
-    About 4,096 evenly spaced values of each are compared, after rounding to the dtype in memory. Parameters that have
-    another name or shape in the files are not compared.
+    About 4,096 evenly spaced values of each are compared, unless it shall be every value, after rounding to the dtype
+    in memory. Parameters that have another name or shape in the files are not compared. `shares`: which part of a
+    parameter this process holds.
     """
     compared, stale = 0, []
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
             for name in sorted(set(stored.keys()) & held.keys()):
-                tensor, own = stored.get_tensor(name), held[name]
+                tensor, own = stored.get_tensor(name), held[name].detach()
+                share = None if shares is None else shares.get(name)
+                if share is not None and share.is_of(tensor):
+                    tensor, own = share.of_whole(tensor), share.without_padding(own)
                 if tensor.shape != own.shape:
                     continue
                 compared += 1
-                if not torch.equal(_some(tensor).to(own.dtype), _some(own.detach()).cpu()):
+                step = 1 if every_value else max(1, own.numel() // _COMPARED_VALUES)
+                if not torch.equal(tensor.reshape(-1)[::step].to(own.dtype), own.reshape(-1)[::step].cpu()):
                     stale.append(name)
     return compared, tuple(stale)
-
-
-def _some(tensor: Tensor) -> Tensor:
-    values = tensor.reshape(-1)
-    return values[:: max(1, values.numel() // _COMPARED_VALUES)]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -27,8 +28,9 @@ class Edits(Protocol):
         """Return what replaces `values` [rows, width] of an operator; None to leave them."""
 
 
+@lru_cache(maxsize=64)
 def sampled_channels(width: int) -> Tensor:
-    """Return the sampled output channels of an operator, in order; random, because a stride meets the same lanes."""
+    """Return the sampled output channels, in order, not to be written to; random: a stride meets the same lanes."""
     if width <= MAX_CHANNELS:
         return torch.arange(width)
     return torch.randperm(width, generator=keyed_generator("cpu", 0, "parity.channels", width))[:MAX_CHANNELS].sort()[0]
@@ -284,14 +286,8 @@ class Recorder:
 
 
 def _empty(operator: Operator, width: int, kept: Tensor, channels: int, rows: int) -> Recorded:
-    return Recorded(
-        operator=operator,
-        width=width,
-        output=torch.zeros(rows, kept.shape[1], dtype=kept.dtype),
-        exact=torch.zeros(rows, channels, dtype=torch.float64),
-        bound=torch.zeros(rows, channels),
-        input_rms=torch.zeros(rows),
-    )
+    output, exact = torch.zeros(rows, kept.shape[1], dtype=kept.dtype), torch.zeros(rows, channels, dtype=torch.float64)
+    return Recorded(operator, width, output, exact, bound=torch.zeros(rows, channels), input_rms=torch.zeros(rows))
 
 
 def _largest(ratios: Tensor) -> float:

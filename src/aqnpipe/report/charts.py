@@ -1,6 +1,8 @@
 """The figures of the report: sets of small panels that wrap on narrow screens; accuracy by arm, and cost."""
 
-from collections.abc import Mapping, Sequence
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,12 @@ PANEL_WIDTH, PANEL_HEIGHT = 270, 170
 ROW_HEIGHT = 34
 MANY_ARMS = 40
 """With more arms than this a picture has lower rows, and values at the means alone: a page has to stay usable."""
+MANY_RUNS = 1000
+"""With more runs than this in one picture, too, dots have no values of their own."""
+MAX_ARMS_IN_PICTURES = 256
+"""Pictures show the first arms up to this number; the page says so, and the tables beside it have all."""
 _LOW_ROW_HEIGHT = 13
+_ARM_LABEL_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,11 @@ def published_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words
 
 def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Return the wall time of every training run by arm, from zero; `rows` as `costs_view.cost_rows`."""
-    names = [key.name for key in keys if key.name in set(rows["arm"])]
+    names = _present(keys, rows)
     about = pl.Series(
         [
             small_dot(arm)
-            if len(names) > MANY_ARMS
+            if is_crowded(len(names), len(rows))
             else described(arm, words("mark.minutes", arm=arm, seed=seed, minutes=f"{minutes:.2f}"))
             for arm, seed, minutes in rows.select("arm", "seed", "minutes").iter_rows()
         ],
@@ -91,8 +98,8 @@ def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> 
 
 
 def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float], words: Words) -> alt.TopLevelMixin:
-    names = [key.name for key in keys if key.name in set(rows["arm"])]
-    many = len(names) > MANY_ARMS
+    names = _present(keys, rows)
+    many = is_crowded(len(names), len(rows))
     y = _arm_axis(names)
     offset = alt.YOffset("seed:N").scale(paddingOuter=0.5)
     title = words("axis.accuracy")
@@ -121,6 +128,11 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
     return alt.layer(*([] if many else [intervals]), *layers)
 
 
+def is_crowded(num_arms: int, num_runs: int) -> bool:
+    """Whether a picture of so many arms and runs shows values at the means alone."""
+    return num_arms > MANY_ARMS or num_runs > MANY_RUNS
+
+
 def _about_seed(row: Mapping[str, Any], words: Words) -> str:
     who = row["arm"] if row["seed"] < 0 else words("run.name", arm=row["arm"], seed=row["seed"])
     return about_seed(row, who, words)
@@ -146,20 +158,41 @@ def about_mean(row: Mapping[str, Any], name: str, words: Words) -> str:
     return described(row["arm"], words("mark.mean_accuracy", arm=name, accuracy=accuracy, interval=interval))
 
 
+def _present(keys: Sequence[SeriesKey], rows: pl.DataFrame) -> list[str]:
+    arms = set(rows["arm"].unique())
+    return [key.name for key in keys if key.name in arms]
+
+
 def row_height(names: Sequence[str]) -> int:
     """Return the height of the row of an arm in pixels."""
     return _LOW_ROW_HEIGHT if len(names) > MANY_ARMS else ROW_HEIGHT
 
 
 def _arm_axis(names: Sequence[str]) -> alt.Y:
+    size = 9 if len(names) > MANY_ARMS else 11
     return (
         alt.Y("arm:N")
         .sort(list(names))
         .title(None)
         .axis(
-            labelColor=INK, ticks=False, domain=False, labelLimit=110, labelFontSize=9 if len(names) > MANY_ARMS else 11
+            labelColor=INK,
+            ticks=False,
+            domain=False,
+            labelLimit=_ARM_LABEL_WIDTH,
+            labelFontSize=size,
+            minExtent=room_for_labels(names, size, _ARM_LABEL_WIDTH),
         )
     )
+
+
+def room_for_labels(labels: Iterable[str], font_size: float, limit: float = math.inf) -> float:
+    """Return the width for labels in pixels, where they are cut off at a measured width of `limit`.
+
+    A page shows labels in its own font, which may be wider than the one that they were measured with; what is then
+    beyond the edge of a picture would be lost. The width is that of DejaVu Sans: Latin letters 0.6 of the font's size.
+    """
+    ems = (sum(1.0 if unicodedata.east_asian_width(letter) in "WF" else 0.6 for letter in text) for text in labels)
+    return min(font_size * max(ems, default=0.0), 1.25 * limit)
 
 
 def base_chart(table: pl.DataFrame) -> alt.Chart:

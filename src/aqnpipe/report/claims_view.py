@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
@@ -12,7 +12,7 @@ from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table
 from aqnpipe.report.translation import in_language
 from aqnpipe.report.verdicts import VERDICT_SYMBOLS, counted_verdicts
 from aqnpipe.report.words import Words
@@ -20,6 +20,9 @@ from aqnpipe.report.words import Words
 _STRETCH = 2.5
 """Upper limit of the common scale in multiples of the largest difference; wider intervals are cut, with an arrow."""
 _SMALLEST_REACH = 0.02
+MAX_CLAIMS_ON_PAGE = 600
+MAX_SEEDS_ON_PAGE = 3000
+"""Rows of paired outcomes over all claims; with more, a claim shows its first seeds. claims.json has all."""
 _NOT_IN_ANCHORS = re.compile(r"[^A-Za-z0-9_.]+")
 _TICK_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
@@ -80,6 +83,14 @@ class ClaimGroup:
     line: str
     decided: tuple[ClaimRow, ...]
     open: tuple[ClaimRow, ...]
+    num_left_out: int = 0
+
+    def shortened(self, shown: Set[str]) -> "ClaimGroup":
+        """Return the group with the claims of the ids in `shown`; the number of the others is `num_left_out`."""
+        decided = tuple(row for row in self.decided if row.comparison_id in shown)
+        undecided = tuple(row for row in self.open if row.comparison_id in shown)
+        left_out = len(self.decided) + len(self.open) - len(decided) - len(undecided)
+        return replace(self, decided=decided, open=undecided, num_left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -106,13 +117,16 @@ def claims_overview(study: Study, data: ReportData, words: Words) -> ClaimsOverv
     by_id = {row["comparison_id"]: row for row in data.comparisons.iter_rows(named=True)}
     reach = _reach(list(by_id.values()))
     anchors = _anchors([claim.comparison_id for claim in claims.claims])
+    max_seeds = _seeds_per_claim(claims)
     rows = tuple(
-        _claim_row(claim, by_id.get(claim.comparison_id, {}), reach, claims, words, anchors[claim.comparison_id])
+        _claim_row(
+            claim, by_id.get(claim.comparison_id, {}), reach, claims, max_seeds, words, anchors[claim.comparison_id]
+        )
         for claim in claims.claims
     )
     return ClaimsOverview(
         rows=rows,
-        groups=tuple(_groups(rows, words)),
+        groups=shown_groups(tuple(_groups(rows, words))),
         ticks=_ticks(reach) if any(row["difference"] is not None for row in by_id.values()) else (),
         limits=tuple(limits(study, claims, data.comparisons, words)),
     )
@@ -141,17 +155,26 @@ def _group(heading: str, rows: Sequence[ClaimRow], words: Words) -> ClaimGroup:
     )
 
 
-def _first_shown(row: ClaimRow) -> tuple[bool, bool]:
-    """Sort key: the primary claim, then those that the data decide, then the invalid ones."""
-    return row.role != "primary", row.verdict == "invalid"
+def shown_groups(groups: Sequence[ClaimGroup], most: int = MAX_CLAIMS_ON_PAGE) -> tuple[ClaimGroup, ...]:
+    """Return the groups with at most `most` claims in all, the first ones by `_first_shown` over all groups."""
+    rows = sorted((row for group in groups for row in (*group.decided, *group.open)), key=_first_shown)
+    shown = {row.comparison_id for row in rows[:most]}
+    return tuple(group.shortened(shown) for group in groups)
+
+
+def _first_shown(row: ClaimRow) -> tuple[bool, bool, bool]:
+    """Sort key: the primary claim, then those that the data decide, then the invalid ones, then the open ones."""
+    return row.role != "primary", row.is_open, row.verdict == "invalid"
 
 
 def _anchors(identifiers: Sequence[str]) -> dict[str, str]:
     """Return the anchor of every comparison: its id with other characters than letters, digits, `_`, `.` as dashes."""
     anchors: dict[str, str] = {}
+    taken: set[str] = set()
     for identifier in identifiers:
         name = f"claim-{_NOT_IN_ANCHORS.sub('-', identifier).strip('-')}"
-        anchors[identifier] = f"{name}-{len(anchors)}" if name in anchors.values() else name
+        anchors[identifier] = f"{name}-{len(anchors)}" if name in taken else name
+        taken.add(anchors[identifier])
     return anchors
 
 
@@ -180,6 +203,12 @@ def sentence_text(claim: Claim, words: Words) -> str:
     return words.all_of(claim.statements)
 
 
+def seeds_per_arm(study: Study, words: Words) -> str:
+    """Return how many seeds an arm has, as a range where a study added seeds to some arms only."""
+    fewest, most = (f(len(study.seeds_of(arm)) for arm in study.arms) for f in (min, max))
+    return words("span", low=str(fewest), high=str(most)) if fewest < most else str(most)
+
+
 def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> list[str]:
     """Return what the study cannot show, from its sizes and verdicts."""
     verdicts = {claim.verdict for claim in claims.claims}
@@ -191,7 +220,8 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
     if num_seeds > 1 and not between.is_empty():
         found = between["minimum_detectable_difference"]
         detectable = _range(float(found.min()), float(found.max()), words)  # type: ignore[arg-type]
-        sentences.append(words("sure.detectable", seeds=num_seeds, range=detectable, power=settings.power))
+        seeds = seeds_per_arm(study, words)
+        sentences.append(words("sure.detectable", seeds=seeds, range=detectable, power=settings.power))
     if "not_shown" in verdicts:
         sentences.append(words("sure.not_shown"))
     if "invalid" in verdicts:
@@ -212,7 +242,7 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
     return sentences
 
 
-def paired_table(claim: Claim, level: float, words: Words) -> Table:
+def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Table:
     """Return the paired 2x2 table of one comparison, a row per seed; intervals have confidence `level`."""
     rows = tuple(
         Row(
@@ -243,11 +273,11 @@ def paired_table(claim: Claim, level: float, words: Words) -> Table:
     )
     headers = tuple(words(f"column.{name}") for name in names)
     caption = words("paired.table", comparison=claim.comparison_id, level=level)
-    return Table(f"paired-{claim.comparison_id}", caption, headers, rows, 0)
+    return Table(f"paired-{claim.comparison_id}", caption, headers, rows, 0, max_rows=max_rows)
 
 
 def _claim_row(
-    claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, words: Words, anchor: str
+    claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, max_seeds: int, words: Words, anchor: str
 ) -> ClaimRow:
     compared = row.get("difference") is not None
     text = in_language(claim.claim, claim.claim_zh, words)
@@ -261,11 +291,17 @@ def _claim_row(
         difference=numbers.points(row["difference"]) if compared else numbers.MISSING,
         interval=words.span(row["ci_low"], row["ci_high"], numbers.points) if compared else "",
         strip=_strip(row, reach, words) if compared and row["ci_low"] is not None else None,
-        paired=paired_table(claim, 1 - claims.alpha, words) if claim.seeds else None,
+        paired=paired_table(claim, 1 - claims.alpha, words, max_seeds) if claim.seeds else None,
         family=row.get("family", ""),
         role=claim.role,
         anchor=anchor,
     )
+
+
+def _seeds_per_claim(claims: ClaimsFile) -> int:
+    if sum(len(claim.seeds) for claim in claims.claims) <= MAX_SEEDS_ON_PAGE:
+        return MAX_ROWS_ON_PAGE
+    return min(max(MAX_SEEDS_ON_PAGE // min(len(claims.claims), MAX_CLAIMS_ON_PAGE), 5), MAX_ROWS_ON_PAGE)
 
 
 def _strip(row: Mapping[str, Any], reach: float, words: Words) -> Strip:

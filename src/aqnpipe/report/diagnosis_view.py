@@ -5,7 +5,7 @@ from typing import Literal
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, Verdict
 from aqnpipe.report import numbers
-from aqnpipe.report.inputs import Diagnosis
+from aqnpipe.report.inputs import Diagnosis, Run
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import Words
 
@@ -32,6 +32,14 @@ def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
     )
     headers = tuple(words(f"column.{name}") for name in ("machine", "fault", "found", "right", "reason", "forwards"))
     return Table("diagnosis-verdicts", words("diagnosis.verdicts"), headers, rows, 5)
+
+
+def device_sentences(diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> list[str]:
+    """Return which machines were diagnosed on a device of their own, and on what arms were trained; else nothing."""
+    named = [each for each in diagnoses if each.device]
+    found = [words("diagnosis.on_device", machine=each.machine, device=each.device) for each in named]
+    trained = sorted({run.record.device for run in runs})
+    return [*found, words("diagnosis.trained_on", device="; ".join(trained))] if found and trained else found
 
 
 def outcome(verdict: Verdict) -> Outcome:

@@ -28,7 +28,7 @@ def _sentences(name: str, arm: Arm, diagnoses: Sequence[Diagnosis], words: Words
     if _is_uniform(sigmas):
         yield words("guidance.uniform", arm=name, machine=machine, strategy=rule)
         return
-    healthy = next((d for d in diagnoses if _is_healthy(d, arm.model) and strategy in d.strategies), None)
+    healthy = next((d for d in diagnoses if _is_healthy_twin(d, own) and strategy in d.strategies), None)
     if not own.verdict.simulated_faults or healthy is None:
         return
     changed = _changed_layers(sigmas, healthy.strategies[strategy])
@@ -46,8 +46,10 @@ def _sentences(name: str, arm: Arm, diagnoses: Sequence[Diagnosis], words: Words
     )
 
 
-def _is_healthy(diagnosis: Diagnosis, model: str) -> bool:
-    return diagnosis.model == model and not diagnosis.verdict.simulated_faults
+def _is_healthy_twin(diagnosis: Diagnosis, faulty: Diagnosis) -> bool:
+    """Whether a diagnosis is of the same model on the same device, without simulated faults."""
+    is_same = (diagnosis.model, diagnosis.device) == (faulty.model, faulty.device)
+    return is_same and not diagnosis.verdict.simulated_faults
 
 
 def _is_uniform(sigmas: SigmaFile) -> bool:

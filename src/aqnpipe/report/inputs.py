@@ -1,7 +1,7 @@
 """Inputs of the report: the paths of all artifacts, and the content of those that exist, read and validated."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,8 @@ from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable, eval
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
 from aqnpipe.artifacts.lineage import has_digest, record_problems
 from aqnpipe.artifacts.loss_studies import LossStudyFile
+from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
+from aqnpipe.artifacts.parities import ParityFile
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord, TrainingMetrics
@@ -63,10 +65,19 @@ class DiagnosisInput:
 
 
 @dataclass(frozen=True)
+class ParityInput:
+    """The parity of one model with a machine of the study, or with what a file was measured on."""
+
+    model: str
+    machine: str
+    path: Path
+
+
+@dataclass(frozen=True)
 class ReportInputs:
     """Paths of all artifacts that the report shows; the report lists those that do not exist.
 
-    `published` is None where the study names no published figures.
+    `published` is None where the study names no published figures, `machines` where it evaluates on no further ones.
     """
 
     accuracy: Path
@@ -80,6 +91,8 @@ class ReportInputs:
     evaluations: tuple[EvaluatedInput, ...]
     diagnoses: tuple[DiagnosisInput, ...]
     loss_studies: tuple[Path, ...] = ()
+    parities: tuple[ParityInput, ...] = ()
+    machines: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -133,9 +146,22 @@ class Diagnosis:
     strategies: Mapping[str, SigmaFile]
 
     @property
+    def device(self) -> str | None:
+        """The device that it ran on, if the machine names one; None: that of the study, or not known."""
+        return None if self.verdict.origin is None else self.verdict.origin.device
+
+    @property
     def sigmas(self) -> SigmaFile:
         """The sigmas of the published rule."""
         return self.strategies["published"]
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """A parity as it was read."""
+
+    source: ParityInput
+    parity: ParityFile
 
 
 @dataclass(frozen=True)
@@ -161,6 +187,8 @@ class ReportData:
     missing_evaluations: tuple[EvaluatedInput, ...]
     missing_diagnoses: tuple[DiagnosisInput, ...]
     loss_studies: tuple[LossStudyFile, ...] = ()
+    parities: tuple[MeasuredMachine, ...] = ()
+    machines: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
 def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
@@ -203,6 +231,8 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
         evaluations=tuple(evaluated_input(*checkpoint) for checkpoint in plan.evaluations()),
         diagnoses=tuple(diagnosis_input(*names) for names in plan.diagnoses()),
         loss_studies=tuple(root / path for path in plan.loss_study_files("claims.json")),
+        parities=tuple(ParityInput(model, machine, root / path) for model, machine, path in plan.all_parities()),
+        machines=results / "machines.parquet" if plan.study.config.evaluation.machines else None,
     )
 
 
@@ -240,6 +270,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         for files in inputs.diagnoses
     ]
     loss_studies = [json(path, LossStudyFile) for path in inputs.loss_studies]
+    parities = [(files, json(files.path, ParityFile)) for files in inputs.parities]
     claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
     for path in (inputs.accuracy, inputs.comparisons, inputs.robustness, inputs.differences):
         if path.name in claims.tables_sha256 and not has_digest(path, claims.tables_sha256[path.name]):
@@ -262,6 +293,8 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         missing_evaluations=tuple(files for files, evaluated in evaluations if not evaluated),
         missing_diagnoses=tuple(files for files, diagnosis in diagnoses if not diagnosis),
         loss_studies=tuple(study for study in loss_studies if study),
+        parities=tuple(MeasuredMachine(files, parity) for files, parity in parities if parity),
+        machines=pl.DataFrame() if inputs.machines is None else table(inputs.machines, MachineDifferenceTable),
     )
 
 

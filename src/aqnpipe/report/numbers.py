@@ -50,7 +50,7 @@ def level(fraction: float) -> str:
 
 
 def _percent_with_sign(fraction: float) -> str:
-    return f"{percent(fraction)}{NBSP}%"
+    return _true_minus(f"{percent(fraction)}{NBSP}%")
 
 
 def _p_with_relation(value: float) -> str:

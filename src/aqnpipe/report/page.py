@@ -21,6 +21,7 @@ from aqnpipe.report import (
     training_charts,
 )
 from aqnpipe.report.charts import SeriesKey
+from aqnpipe.report.distance_view import distance_table, growth_sentences
 from aqnpipe.report.inputs import Diagnosis, ReportData, Run
 from aqnpipe.report.leaps import leap_sentences, leap_table, leaps
 from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
@@ -59,18 +60,27 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
     differences = data.differences.filter(pl.col("model") == model)
     last = last_steps(accuracy)
     runs = [run for run in data.runs if run.model == model]
-    keys = _arm_keys(study, {*accuracy["arm"], *(run.arm for run in runs)})
+    every_key = _arm_keys(study, {*accuracy["arm"], *(run.arm for run in runs)})
+    keys = every_key[: charts.MAX_ARMS_IN_PICTURES]
+    cut = left_out_sentence(len(keys), len(every_key), words)
     diagnoses = [diagnosis for diagnosis in data.diagnoses if diagnosis.model == model]
     source = study.config.models[model].source if model in study.config.models else ""
     heading = words("model.heading", model=model, source=source) if study.has_training else words("model.checkpoints")
     return ModelSection(
         heading=heading,
-        accuracy=None if last.is_empty() else _accuracy_figure(study, last, accuracy, keys, words, run_link),
-        robustness=None if last.is_empty() else _robustness_figure(study, last, robustness, differences, keys, words),
-        training=_training_figure(runs, keys, words) if runs else None,
-        diagnosis=_diagnosis_figure(study, diagnoses, words) if diagnoses else None,
+        accuracy=None if last.is_empty() else _accuracy_figure(study, last, accuracy, keys, cut, words, run_link),
+        robustness=None
+        if last.is_empty()
+        else _robustness_figure(study, last, robustness, differences, keys, cut, words),
+        training=_training_figure(runs, keys, cut, words) if runs else None,
+        diagnosis=_diagnosis_figure(study, diagnoses, runs, words) if diagnoses else None,
         diagnosis_verdicts=diagnosis_view.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
     )
+
+
+def left_out_sentence(num_shown: int, num_arms: int, words: Words) -> list[str]:
+    """Return the sentence on arms that the pictures leave out, as a list; empty if they show all."""
+    return [words("pictures.left_out", shown=num_shown, all=num_arms)] if num_shown < num_arms else []
 
 
 def model_roles(data: ReportData) -> list[str]:
@@ -111,9 +121,12 @@ def cost_figure(study: Study, data: ReportData, words: Words) -> Figure | None:
     if rows.is_empty():
         return None
     training, evaluation = costs_view.total_minutes(data.runs, data.evaluations)
+    every_key = _arm_keys(study, set(rows["arm"]))
+    keys = every_key[: charts.MAX_ARMS_IN_PICTURES]
+    caption = words("costs.caption", training=training, evaluation=evaluation)
     return Figure(
-        caption=words("costs.caption", training=training, evaluation=evaluation),
-        groups=(PanelGroup(charts.cost_panels(rows, _arm_keys(study, set(rows["arm"])), words)),),
+        caption=words.paragraph([caption, *left_out_sentence(len(keys), len(every_key), words)]),
+        groups=(PanelGroup(charts.cost_panels(_of_arms(rows, keys), keys, words)),),
         tables=(costs_view.cost_table(data.runs, data.evaluations, words),),
     )
 
@@ -153,16 +166,18 @@ def _accuracy_figure(
     last: pl.DataFrame,
     accuracy: pl.DataFrame,
     keys: Sequence[SeriesKey],
+    cut: Sequence[str],
     words: Words,
     run_link: RunLink,
 ) -> Figure:
+    caption = words(
+        "accuracy.caption",
+        level=1 - study.config.statistics.alpha,
+        questions=int(last["num_questions"].max()),  # type: ignore[arg-type]
+    )
     return Figure(
-        caption=words(
-            "accuracy.caption",
-            level=1 - study.config.statistics.alpha,
-            questions=int(last["num_questions"].max()),  # type: ignore[arg-type]
-        ),
-        groups=(PanelGroup(charts.accuracy_panels(last, keys, words)),),
+        caption=words.paragraph([caption, *cut]),
+        groups=(PanelGroup(charts.accuracy_panels(_of_arms(last, keys), keys, words)),),
         tables=(tables.accuracy_table(accuracy, study.config.evaluation.primary_scorer, words, run_link),),
     )
 
@@ -173,12 +188,14 @@ def _robustness_figure(
     robustness: pl.DataFrame,
     differences: pl.DataFrame,
     keys: Sequence[SeriesKey],
+    cut: Sequence[str],
     words: Words,
 ) -> Figure:
     level = 1 - study.config.statistics.alpha
     caption = [words("robustness.caption", level=level)]
     if study.config.evaluation.noises:
         caption.append(words("robustness.named_noises", names=", ".join(study.config.evaluation.noises)))
+    caption += cut
     slopes = () if robustness.is_empty() else (tables.robustness_table(robustness, level, words),)
     compared = () if differences.is_empty() else (tables.difference_table(differences, level, words),)
     return Figure(
@@ -189,7 +206,8 @@ def _robustness_figure(
 
 
 def _noise_group(group: Sequence[SeriesKey], last: pl.DataFrame, differences: pl.DataFrame, words: Words) -> PanelGroup:
-    names, many = [key.name for key in group], last["arm"].n_unique() > charts.MANY_ARMS
+    names = [key.name for key in group]
+    many = charts.is_crowded(last["arm"].n_unique(), last.select("arm", "seed").n_unique())
     own = differences.filter(pl.col("arm").is_in(names) & pl.col("difference").is_not_null())
     panels = [] if own.is_empty() else [noise_charts.difference_panel(own, group, words)]
     shown = last.filter(pl.col("arm").is_in(names))
@@ -212,13 +230,19 @@ def _pictures(keys: Sequence[SeriesKey]) -> list[Sequence[SeriesKey]]:
     return [keys[start : start + ARMS_PER_PICTURE] for start in range(0, len(keys), ARMS_PER_PICTURE)]
 
 
-def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Words) -> Figure:
+def _of_arms(rows: pl.DataFrame, keys: Sequence[SeriesKey]) -> pl.DataFrame:
+    return rows.filter(pl.col("arm").is_in([key.name for key in keys]))
+
+
+def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequence[str], words: Words) -> Figure:
     metrics = training_table(runs)
-    trained = [key for key in keys if key.name in set(metrics["arm"])]
-    found = leaps(runs)
+    arms = set(metrics["arm"].unique())
+    trained = [key for key in keys if key.name in arms]
+    found, distances = leaps(runs), distance_table(runs, words)
     curves = tables.curve_tables(runs, words)
     caption = [words("training.caption")]
     caption += [] if curves else [words("training.no_curve_tables", runs=len(runs))]
+    caption += cut
     return Figure(
         caption=words.paragraph(caption),
         groups=tuple(
@@ -234,12 +258,12 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], words: Word
             )
             for group in _pictures(trained)
         ),
-        tables=(*([leap_table(found, words)] if found else []), *curves),
-        alerts=tuple(leap_sentences(found, words)),
+        tables=(*([distances] if distances else []), *([leap_table(found, words)] if found else []), *curves),
+        alerts=(*leap_sentences(found, words), *growth_sentences(runs, words)),
     )
 
 
-def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], words: Words) -> Figure:
+def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> Figure:
     keys = [SeriesKey(diagnosis.machine, number) for number, diagnosis in enumerate(diagnoses, start=1)]
     faults = [fault for diagnosis in diagnoses for fault in diagnosis.verdict.simulated_faults]
     fault_layers = [layer for fault in faults if isinstance(layer := fault.get("layer"), int)]
@@ -247,6 +271,7 @@ def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], words: Words
     caption = [words("diagnosis.caption")]
     caption += [words("diagnosis.rule")] if fault_layers else []
     caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []
+    caption += diagnosis_view.device_sentences(diagnoses, runs, words)
     caption += guidance_view.guidance_sentences(study.arms, diagnoses, words)
     strategies, reasons = sigmas_view.strategy_group(diagnoses, words), sigmas_view.strategy_table(diagnoses, words)
     return Figure(

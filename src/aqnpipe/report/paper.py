@@ -183,7 +183,7 @@ def _latex(table: Table) -> str:
         for number, letter in enumerate(letters)
     )
     body = body.replace(f"\\begin{{{environment}}}{{{letters}}}", f"\\begin{{{environment}}}{{{columns}}}", 1)
-    caption = " ".join(visible(f"{table.caption} {table.note}").split())
+    caption = " ".join(visible(f"{table.caption}. {table.note}").split()).removesuffix(".")
     return f"% {caption}\n{body}\n"
 
 

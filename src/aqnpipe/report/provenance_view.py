@@ -2,19 +2,27 @@
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.study import Study
+from aqnpipe.report import tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Row, RunLink, Table
 from aqnpipe.report.words import Words
 
 SHORT_DIGEST = 12
+MAX_ARMS_IN_STUDY = 256
+"""The text of 2,000 arms would be the largest part of a page."""
 
 
 def run_links(runs: Sequence[Run]) -> RunLink:
-    """Return the function from (model, arm, seed) to the anchor of the run in the provenance table; "" if none."""
-    anchors = {(run.model, run.arm, run.seed): f"run-{number}" for number, run in enumerate(runs, start=1)}
+    """Return the function from (model, arm, seed) to the anchor of the run in the provenance table; "" if none.
+
+    Runs beyond the rows that the page shows have none.
+    """
+    shown = enumerate(islice(runs, tables.MAX_ROWS_ON_PAGE), start=1)
+    anchors = {(run.model, run.arm, run.seed): f"run-{number}" for number, run in shown}
     return lambda model, arm, seed: anchors.get((model, arm, seed), "")
 
 
@@ -34,7 +42,7 @@ def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: R
     """Return one row per evaluated checkpoint; each links to the run that trained it."""
     rows = tuple(
         Row(
-            (str(evaluated.source.record), *_record_cells(evaluated.record)),
+            (str(evaluated.source.record), *_evaluation_cells(evaluated, words)),
             link=run_link(evaluated.source.model, evaluated.source.arm, evaluated.source.seed),
         )
         for evaluated in evaluations
@@ -55,12 +63,21 @@ def version_table(data: ReportData, words: Words) -> Table:
 
 
 def study_text(study: Study) -> str:
-    """Return the resolved study with its arms as indented JSON."""
-    return json.dumps(study.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    """Return the resolved study with its first `MAX_ARMS_IN_STUDY` arms as indented JSON."""
+    content = study.model_dump(mode="json")
+    content["arms"] = dict(islice(content["arms"].items(), MAX_ARMS_IN_STUDY))
+    return json.dumps(content, indent=1, ensure_ascii=False)
 
 
 def _headers(words: Words) -> tuple[str, ...]:
     return tuple(words(f"column.{name}") for name in ("record", "device", "code", "inputs"))
+
+
+def _evaluation_cells(evaluated: Evaluated, words: Words) -> tuple[str, str, str]:
+    """Return the cells of an evaluation; the device with the number of shards if its layers were shared."""
+    device, code, inputs = _record_cells(evaluated.record)
+    shards = evaluated.receipts.facts.shards
+    return words("provenance.shards", device=device, shards=shards) if shards > 1 else device, code, inputs
 
 
 def _record_cells(record: RunRecord) -> tuple[str, str, str]:

@@ -23,13 +23,17 @@ _CONTENTS = {
 }
 """Paths in the results, and the keys of their descriptions in the catalogue."""
 
+_ON_MACHINES = {"machines": "readme.machines", "eval_on/MACHINE/MODEL/ARM/seedS/": "readme.machine_evaluations"}
+"""Those of a study that evaluates on further machines."""
+
 
 def readme(study: Study, words: Words) -> str:
     """Return the text of the README; the same for the same study."""
     arms = ", ".join(study.config.arms)
     trained = words("readme.made_by", arms=arms, seeds=", ".join(map(str, study.seeds)))
     made_by = trained if study.has_training else words("readme.made_of_checkpoints", checkpoints=arms)
-    rows = [f"| `{path}` | {words(key)} |" for path, key in _CONTENTS.items()]
+    contents = _CONTENTS | (_ON_MACHINES if study.config.evaluation.machines else {})
+    rows = [f"| `{path}` | {words(key)} |" for path, key in contents.items()]
     return "\n".join(
         [
             f"# {words('readme.title', study=study.config.study)}\n",

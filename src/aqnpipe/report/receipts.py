@@ -15,6 +15,7 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     ScaledError,
 )
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord
 from aqnpipe.report import numbers
@@ -176,6 +177,9 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
             return f"{where}{error.kind.replace('_', ' ')}, {error.mantissa_bits} bits"
         case FakeQuantization():
             return f"{where}{error.kind.replace('_', ' ')}, {error.format}"
+        case OwnError():
+            size = " to ".join(dict.fromkeys(map(numbers.scale, error.sizes)))
+            return f"{where}{error.function.rpartition('/')[2]} {size}"
         case MeasuredError():
             return f"{where}measured error of {error.source} × {error.multiple:g}"
         case _:

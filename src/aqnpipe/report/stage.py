@@ -12,6 +12,8 @@ from aqnpipe.report import (
     export,
     faults_view,
     looks_view,
+    machine_scale_view,
+    machines_view,
     numbers,
     page,
     provenance_view,
@@ -61,10 +63,12 @@ def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> 
     flipped, num_questions, num_seeds = explorer.flips(pair, study, data) if pair else explorer.no_flips()
     explored = explorer.explorer(pair, flipped, num_questions, num_seeds) if pair and num_seeds else None
     overview = claims_view.claims_overview(study, data, words)
-    html = _render(study, data, words, overview, explored)
+    scales = machine_scale_view.machine_scales(study, data, words)
+    html = _render(study, data, words, overview, explored, scales)
     write_text(outputs.readme, readme(study, words))
     write_text(outputs.html, html)
-    write_text(outputs.summary, render_summary(study, data, overview, page.last_steps(data.accuracy), words))
+    last = page.last_steps(data.accuracy)
+    write_text(outputs.summary, render_summary(study, data, overview, last, scales, words))
     export.write_pair(outputs.tables, "training", page.training_table(data.runs))
     export.write_pair(outputs.tables, "layers", page.layer_table(data.diagnoses))
     export.write_pair(outputs.tables, "flips", flipped, left_out=explorer.TEXT_COLUMNS)
@@ -76,6 +80,7 @@ def _render(
     words: Words,
     overview: claims_view.ClaimsOverview,
     explored: explorer.Explorer | None,
+    scales: tuple[machine_scale_view.MachineScale, ...],
 ) -> str:
     """Return the page as HTML. All text is made visible and escaped; only the SVGs of `svg.py` stay markup."""
     run_link = provenance_view.run_links(data.runs)
@@ -99,6 +104,8 @@ def _render(
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=[page.model_section(study, data, model, words, run_link) for model in page.model_roles(data)],
         published=page.published_section(study, data.published, data.accuracy, words) if data.published else None,
+        scales=scales,
+        machines=machines_view.machines_section(study, data.machines, words),
         faults=faults_view.fault_section(data, words),
         costs=page.cost_figure(study, data, words),
         explored=explored,
@@ -114,6 +121,8 @@ def _render(
         evaluation_table=provenance_view.evaluation_table(data.evaluations, words, run_link),
         versions=provenance_view.version_table(data, words),
         study_text=provenance_view.study_text(study),
+        study_arms=(min(provenance_view.MAX_ARMS_IN_STUDY, len(study.arms)), len(study.arms)),
+        max_rows=tables.MAX_ROWS_ON_PAGE,
         colour_of=svg.palette_position,
         dash_of=lambda index: " ".join(map(str, svg.series_dash(index))),
     )
@@ -131,7 +140,7 @@ def _facts(study: Study, data: ReportData, words: Words) -> str:
     return words(
         "page.facts",
         arms=len(config.arms),
-        seeds=len(study.seeds),
+        seeds=claims_view.seeds_per_arm(study, words),
         steps=study.num_steps,
         questions=numbers.count(data.accuracy["num_questions"].max()),  # type: ignore[arg-type]
         levels=len(config.evaluation.all_levels()),

@@ -11,6 +11,7 @@ from aqnpipe.report import numbers
 from aqnpipe.report.claims_view import ClaimsOverview, answer_text
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.looks_view import look_table
+from aqnpipe.report.machine_scale_view import MachineScale
 from aqnpipe.report.overview import arm_table
 from aqnpipe.report.provenance_view import SHORT_DIGEST
 from aqnpipe.report.tables import mean_accuracy
@@ -18,18 +19,31 @@ from aqnpipe.report.text import visible
 from aqnpipe.report.verdicts import summary_line
 from aqnpipe.report.words import Words
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|^[-+=]|^\d+(?=[.)]))")
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|^[-+=])")
+_NUMBERED = re.compile(r"^(\d+)([.)])")
+"""The start of a list. A backslash has to stand before the point, because digits cannot be escaped."""
 _MENTION = re.compile(r"@")
 
 
 def markdown(text: str) -> str:
     """Escape untrusted text for Markdown: no markup, no HTML, no table break, and no mention of a user."""
     flat = " ".join(visible(text).split())
-    return _MENTION.sub("@<!-- -->", _SPECIAL.sub(r"\\\1", flat))
+    escaped = _NUMBERED.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", flat))
+    return _MENTION.sub("@<!-- -->", escaped)
 
 
-def render_summary(study: Study, data: ReportData, overview: ClaimsOverview, last: pl.DataFrame, words: Words) -> str:
-    """Return the answer, the question, the verdicts, the looks, what the study cannot show, and accuracy by arm."""
+def render_summary(
+    study: Study,
+    data: ReportData,
+    overview: ClaimsOverview,
+    last: pl.DataFrame,
+    scales: Sequence[MachineScale],
+    words: Words,
+) -> str:
+    """Return the answer, the question, the verdicts, the looks, what the study cannot show, and accuracy by arm.
+
+    Behind them are the noises of the study in units of the machines that were measured, its `scales`.
+    """
     claims = summary_line((row.verdict for row in overview.rows), words)
     incomplete = [f"> {words('incomplete.title')}", ""] if data.missing else []
     answer = answer_text(data.claims, words)
@@ -47,6 +61,7 @@ def render_summary(study: Study, data: ReportData, overview: ClaimsOverview, las
         *(f"- {markdown(limit)}" for limit in overview.limits),
         "",
         *_accuracy_lines(study, last, words),
+        *_scale_lines(scales),
         _provenance(study, data, words),
     ]
     return "\n".join(parts) + "\n"
@@ -96,6 +111,16 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]
         no_answer=float(max(means["parse_failure_fraction"])),
     )
     return [words("summary.accuracy"), "", *_table(header, rows), unanswered, ""]
+
+
+def _scale_lines(scales: Sequence[MachineScale]) -> list[str]:
+    lines = []
+    for scale in scales:
+        lines += [markdown(scale.heading), "", *(f"- {markdown(sentence)}" for sentence in scale.sentences), ""]
+        rows = [[markdown(row.cells[0]), *row.cells[1:]] for row in scale.brief.rows]
+        if rows:
+            lines += [*_table([markdown(head) for head in scale.brief.headers], rows), markdown(scale.brief.note), ""]
+    return lines
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -39,13 +39,15 @@ class Table:
     rows: tuple[Row, ...]
     num_text_columns: int = 1
     note: str = ""
+    max_rows: int = MAX_ROWS_ON_PAGE
 
     @property
     def shown(self) -> tuple[Row, ...]:
-        """The rows that the page shows: the first ones, and any problem among the others."""
-        if len(self.rows) <= MAX_ROWS_ON_PAGE:
+        """The rows that the page shows: the first ones, and as many problems among the others."""
+        if len(self.rows) <= self.max_rows:
             return self.rows
-        return (*self.rows[:MAX_ROWS_ON_PAGE], *(row for row in self.rows[MAX_ROWS_ON_PAGE:] if row.alert))
+        problems = [row for row in self.rows[self.max_rows :] if row.alert]
+        return (*self.rows[: self.max_rows], *problems[:MAX_ROWS_ON_PAGE])
 
     @property
     def num_left_out(self) -> int:

@@ -69,23 +69,23 @@ def environment_of_node(node: str) -> dict[str, str]:
 
 
 @contextmanager
-def allocated_devices(requested: RequestedDevice, num_leases: int = 0, num_workers: int = 1) -> Iterator[Allocation]:
+def allocated_devices(requested: RequestedDevice, num_leases: int = 0, num_devices: int = 1) -> Iterator[Allocation]:
     """Restrict this process to its devices while the body runs, and yield them.
 
     num_leases: how many devices of this machine to lease, waiting until they are free; 0 if the profile does not say.
-    Then a job without a scheduler leases one device per worker if the machine has several, and a Slurm job with a
-    single worker uses the first of its devices. Otherwise transformers would spread a single worker over all of them,
-    which TRL refuses, and jobs that run at once would share the first one. Raises DeviceError if the machine has fewer
-    devices than `num_leases`.
+    Then a job without a scheduler leases `num_devices`, those that its workers need, if the machine has several, and a
+    Slurm job that needs one uses the first of its devices. Otherwise transformers would spread a single worker over all
+    of them, which TRL refuses, and jobs that run at once would share the first one. Raises DeviceError if the machine
+    has fewer devices than `num_leases`.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if num_leases == 0:
-        own = _devices_of_torch(requested) if job is None else ("cpu", ())
-        if len(own[1]) <= 1 or len(own[1]) < num_workers:
-            alone = num_workers == 1 and requested != "cpu"
+        own = devices_to_compute_on(requested) if job is None else ("cpu", ())
+        if len(own[1]) <= 1 or len(own[1]) < num_devices:
+            alone = num_devices == 1 and requested != "cpu"
             yield _first_device(current_allocation()) if alone else current_allocation()
             return
-        with _leased(*own, num_workers) as allocation:
+        with _leased(*own, num_devices) as allocation:
             yield allocation
         return
     if job is not None:
@@ -119,7 +119,7 @@ def _first_device(allocation: Allocation) -> Allocation:
     return Allocation(allocation.kind, allocation.ids[:1])
 
 
-def _devices_of_torch(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
+def devices_to_compute_on(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
     """Return kind and ids of the devices that a study can compute on here: those in the environment, else in /dev."""
     for kind in _DEVICE_FILES:
         if requested in (kind, "auto") and can_compute_on(kind):

@@ -1,4 +1,4 @@
-"""Shards of an evaluation run by Ray actors, each with its own engine and device.
+"""Shards of an evaluation run by Ray actors, each with its own engine and its own devices.
 
 Every actor is an `EvaluationActor`, with JSON as arguments and results. Which actor runs which shard depends on timing
 and does not affect the results (see `evaluation.shards`). If an actor dies, another one runs its shard again.
@@ -16,13 +16,13 @@ from typing import Any
 
 from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.device import Device, resolve_device
+from aqnpipe.device import Device, RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.evaluation.local_runner import load_generator, local_shard_runner
 from aqnpipe.evaluation.shards import OpenShardRunner, Shard, ShardResult, ShardRunner, run_shard
 from aqnpipe.generation.noisy_passes import NoisyGenerator
 from aqnpipe.runtime.device_allocation import this_node
-from aqnpipe.runtime.ray_cluster import RESOURCES, ray_cluster, send_output_to
+from aqnpipe.runtime.ray_cluster import RESOURCES, how_it_ended, ray_cluster, send_output_to
 
 REQUESTED_BY = "resource workers of rule evaluate"
 """Name of the setting for the number of actors, for messages."""
@@ -40,8 +40,39 @@ def evaluation_runner(num_workers: int, folder: Path, say: Callable[[str], None]
     return partial(ray_shard_runner, num_workers=num_workers, folder=folder, say=say)
 
 
+@contextmanager
+def evaluation_workers(
+    num_workers: int,
+    requested: RequestedDevice,
+    folder: Path,
+    say: Callable[[str], None] = print,
+    devices_each: int = 1,
+) -> Iterator[OpenShardRunner]:
+    """Yield a function that opens the same workers for one evaluation after the other; end them with the context.
+
+    This process for one worker, else `num_workers` Ray actors with `devices_each` devices each, those of an actor on
+    one of the nodes of this job. folder: for the actors' logs, on a file system that all nodes share; kept if the body
+    or an actor fails. Raises DeviceError if there are too few devices; an opened runner raises what `ray_shard_runner`
+    does.
+    """
+    if num_workers == 1:
+        yield local_shard_runner
+        return
+    folder = folder.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    device = resolve_device(requested)
+    with ray_cluster(device, num_workers, REQUESTED_BY, folder, devices_each):
+        actors = _ActorPool(device, num_workers, folder, say, devices_each)
+        try:
+            yield actors.open
+        finally:
+            actors.close()
+    shutil.rmtree(folder)
+
+
 class EvaluationActor:
-    """One worker, which holds the checkpoint on the device that Ray gave to its process."""
+    """One worker, which holds a checkpoint on the devices that Ray gave to its process."""
 
     def __init__(self, log: str) -> None:
         send_output_to(Path(log))
@@ -50,6 +81,10 @@ class EvaluationActor:
 
     def load(self, spec: str, model_dir: str, max_tokens: int) -> str:
         """Load the checkpoint; return the node, process, code, device and engine of this worker as JSON."""
+        if self._generator is not None:
+            # Two checkpoints may not fit the device.
+            self._generator.close()
+            self._generator = None
         self._spec = EvaluationSpec.model_validate_json(spec)
         self._generator = load_generator(self._spec, Path(model_dir), max_tokens)
         return json.dumps(
@@ -78,62 +113,68 @@ def ray_shard_runner(
     folder: Path,
     say: Callable[[str], None] = print,
 ) -> Iterator[ShardRunner]:
-    """Start `num_workers` Ray actors, one per device, on the nodes of this job; end them with the context.
+    """Start `num_workers` Ray actors for one evaluation; end them with the context.
 
-    folder: for the actors' logs, on a file system that all nodes share; kept if the body or an actor fails. Raises
-    DeviceError if there are too few devices, and WorkerError if fewer actors start than were requested or an actor runs
-    other code than this process. An AqnpipeError of an actor is raised here unchanged.
+    folder: see `evaluation_workers`. Raises DeviceError if there are too few devices, and WorkerError if fewer actors
+    start than were requested or an actor runs other code than this process. An AqnpipeError of an actor is raised here
+    unchanged.
     """
-    folder = folder.absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    device = resolve_device(spec.device)
-    with ray_cluster(device, num_workers, REQUESTED_BY, folder):
-        actors = _ActorPool(device, num_workers, folder, say)
-        try:
-            workers = actors.load(spec, model_dir, max_tokens)
-            nodes = sorted({str(worker["node"]) for worker in workers})
-            say(f"{num_workers} evaluation workers, on {', '.join(nodes)}")
-            yield ShardRunner(workers[0]["generation"], actors.run)
-        finally:
-            actors.close()
-    shutil.rmtree(folder)
+    with (
+        evaluation_workers(num_workers, spec.device, folder, say, spec.generation.tensor_parallel) as open_runner,
+        open_runner(spec, model_dir, max_tokens) as runner,
+    ):
+        yield runner
 
 
 class _ActorPool:
     """The actors that are alive, by number."""
 
-    def __init__(self, device: Device, num_workers: int, folder: Path, say: Callable[[str], None]) -> None:
-        import ray
+    def __init__(
+        self, device: Device, num_workers: int, folder: Path, say: Callable[[str], None], devices_each: int = 1
+    ) -> None:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._folder, self._say, self._num_workers = folder, say, num_workers
-        devices = {} if device.kind == "cpu" else {RESOURCES[device.kind]: 1}
-        places = placement_group([{"CPU": 1, **devices}] * num_workers)
+        devices = {} if device.kind == "cpu" else {RESOURCES[device.kind]: devices_each}
+        # A bundle lies on one node, so the devices of an engine do.
+        places = placement_group([{"CPU": devices_each, **devices}] * num_workers)
         if not places.wait(_SECONDS_TO_GET_DEVICES):
             raise WorkerError(
                 f"{REQUESTED_BY} is {num_workers}: the Ray cluster had no free device for each of them within "
                 f"{_SECONDS_TO_GET_DEVICES} s"
             )
-        options: dict[str, Any] = {
-            "num_cpus": 1,
+        self._options: dict[str, Any] = {
+            "num_cpus": devices_each,
             "num_gpus": devices.get("GPU", 0),
             "resources": {name: count for name, count in devices.items() if name != "GPU"},
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        self._actors: dict[int, Any] = {
-            number: ray.remote(EvaluationActor)
-            .options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(places, number))
-            .remote(str(folder / f"worker{number}.log"))
-            for number in range(num_workers)
-        }
+        self._place = partial(PlacementGroupSchedulingStrategy, places)
+        self._actors: dict[int, Any] = {}
+        self._start_missing()
+
+    @contextmanager
+    def open(self, spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> Iterator[ShardRunner]:
+        """Load a checkpoint in place of the last one; yield its runner. An actor that died before is replaced."""
+        self._start_missing()
+        workers = self.load(spec, model_dir, max_tokens)
+        nodes = sorted({str(worker["node"]) for worker in workers})
+        self._say(f"{self._num_workers} evaluation workers, on {', '.join(nodes)}")
+        yield ShardRunner(workers[0]["generation"], self.run)
+
+    def _start_missing(self) -> None:
+        import ray
+
+        for number in sorted(set(range(self._num_workers)) - set(self._actors)):
+            actor = ray.remote(EvaluationActor).options(**self._options, scheduling_strategy=self._place(number))
+            self._actors[number] = actor.remote(str(self._log(number)))
 
     def load(self, spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> list[dict[str, Any]]:
         """Load the checkpoint in every actor; return their descriptions. Raises WorkerError if an actor fails to."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
         arguments = (spec.model_dump_json(), str(model_dir.absolute()), max_tokens)
         calls = {number: actor.load.remote(*arguments) for number, actor in self._actors.items()}
@@ -141,14 +182,14 @@ class _ActorPool:
         for number, call in calls.items():
             try:
                 workers.append(json.loads(ray.get(call)))
-            except RayActorError as error:
+            except (RayActorError, OutOfMemoryError) as error:
                 raise WorkerError(
-                    f"evaluation worker {number} of {self._num_workers} did not start, expected all of "
-                    f"them; log: {self._log(number)}"
+                    f"evaluation worker {number} of {self._num_workers} {how_it_ended(error)} before its model was "
+                    f"loaded, expected all of them; log: {self._log(number)}"
                 ) from error
             except RayTaskError as error:
                 raise _cause(error) from error
-        for number, worker in enumerate(workers):
+        for number, worker in zip(calls, workers, strict=True):
             for what in ("code", "device", "generation"):
                 expected = code_digest(__name__) if what == "code" else workers[0][what]
                 if worker[what] != expected:
@@ -164,7 +205,7 @@ class _ActorPool:
         Raises WorkerError when no actor is left.
         """
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
         waiting, idle = deque(shards), deque(self._actors)
         under_way: dict[Any, tuple[int, Shard]] = {}
@@ -181,12 +222,12 @@ class _ActorPool:
             number, shard = under_way.pop(done)
             try:
                 result = ShardResult.from_json(ray.get(done))
-            except RayActorError:
+            except (RayActorError, OutOfMemoryError) as error:
                 del self._actors[number]
                 waiting.appendleft(shard)
                 self._say(
-                    f"evaluation worker {number} of {self._num_workers} died (killed, or out of memory?): the others "
-                    f"run its shard again; log: {self._log(number)}"
+                    f"evaluation worker {number} of {self._num_workers} {how_it_ended(error)}: the others run its "
+                    f"shard again; log: {self._log(number)}"
                 )
                 continue
             except RayTaskError as error:

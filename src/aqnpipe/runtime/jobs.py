@@ -74,15 +74,15 @@ def _opened(log: Path) -> TextIO:
 
 @contextmanager
 def logged_device_job(
-    log: Path, requested: RequestedDevice, num_leases: int = 0, num_workers: int = 1, settings: str = ""
+    log: Path, requested: RequestedDevice, num_leases: int = 0, num_devices: int = 1, settings: str = ""
 ) -> Iterator[Say]:
     """Like `logged_job`, for a job that computes on a device; the log names the devices given and used.
 
-    num_leases, num_workers: how many devices the profile lets the job lease, and how many it needs without a profile.
+    num_leases, num_devices: how many devices the profile lets the job lease, and how many it needs without a profile.
     Import the stage in the body, because stages import torch, which may query the devices at once. A missing device
     ends the job.
     """
-    with logged_job(log, settings) as say, allocated_devices(requested, num_leases, num_workers) as allocation:
+    with logged_job(log, settings) as say, allocated_devices(requested, num_leases, num_devices) as allocation:
         print(allocation)  # noqa: T201
         device = resolve_device(requested)
         unused = " (a rehearsal: the devices given are not used)" if device.kind == "cpu" and allocation.ids else ""

@@ -54,8 +54,10 @@ _LONGEST_TEMPORARY_FOLDER = 40
 
 
 @contextmanager
-def ray_cluster(device: Device, num_workers: int, requested_by: str, shared: Path) -> Iterator[None]:
-    """Connect to a Ray cluster with a device for each worker while the body runs.
+def ray_cluster(
+    device: Device, num_workers: int, requested_by: str, shared: Path, devices_each: int = 1
+) -> Iterator[None]:
+    """Connect to a Ray cluster with `devices_each` devices for each worker while the body runs.
 
     If RAY_ADDRESS names a cluster, it is used as it is. Otherwise a private cluster is started on the nodes of this
     process's Slurm job, or on this machine. requested_by: name of the setting for `num_workers`, for messages. shared:
@@ -70,10 +72,11 @@ def ray_cluster(device: Device, num_workers: int, requested_by: str, shared: Pat
             nodes = nodes_of_job()
             here = len(os.sched_getaffinity(0)) if device.kind == "cpu" else device.count
             where = "on this machine" if len(nodes) < 2 else f"on {len(nodes)} nodes"
-            _check_devices(requested_by, num_workers, device.kind, here * max(1, len(nodes)), where)
-            resources = stack.enter_context(_private_cluster(device.kind, num_workers, nodes, shared))
+            _check_devices(requested_by, num_workers, devices_each, device.kind, here * max(1, len(nodes)), where)
+            per_node = math.ceil(num_workers / max(1, len(nodes))) * devices_each
+            resources = stack.enter_context(_private_cluster(device.kind, per_node, nodes, shared))
         found = int(resources.get(RESOURCES[device.kind], 0))
-        _check_devices(requested_by, num_workers, device.kind, found, "in the Ray cluster")
+        _check_devices(requested_by, num_workers, devices_each, device.kind, found, "in the Ray cluster")
         yield
 
 
@@ -86,19 +89,34 @@ def send_output_to(path: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _check_devices(requested_by: str, num_workers: int, kind: DeviceKind, found: int, where: str) -> None:
-    if found < num_workers:
+def how_it_ended(error: BaseException) -> str:
+    """Return the end of an actor as the predicate of a sentence; `error` is what Ray raises for it.
+
+    Ray ends processes on a node whose memory is nearly full, which otherwise looks like a kill from outside.
+    """
+    from ray.exceptions import OutOfMemoryError
+
+    if isinstance(error, OutOfMemoryError):
+        return "was ended by Ray, because the memory of its node was nearly full"
+    return "died (killed, or out of memory?)"
+
+
+def _check_devices(
+    requested_by: str, num_workers: int, devices_each: int, kind: DeviceKind, found: int, where: str
+) -> None:
+    if found < num_workers * devices_each:
         what = "CPU cores" if kind == "cpu" else f"{kind} devices"
-        raise DeviceError(f"{requested_by} is {num_workers}, found {found} {what} {where}; every worker needs one")
+        needed = "one" if devices_each == 1 else f"{devices_each} (generation.tensor_parallel)"
+        raise DeviceError(f"{requested_by} is {num_workers}, found {found} {what} {where}; every worker needs {needed}")
 
 
 @contextmanager
 def _private_cluster(
-    kind: DeviceKind, num_devices: int, nodes: tuple[str, ...], shared: Path
+    kind: DeviceKind, devices_per_node: int, nodes: tuple[str, ...], shared: Path
 ) -> Iterator[dict[str, float]]:
-    """Start a private cluster with `num_devices` devices or more over all nodes; yield its resources by Ray's names."""
+    """Start a private cluster with that many devices on each node; yield its resources by Ray's names."""
     alone = len(nodes) < 2
-    offered = _offer(kind, num_devices if alone else math.ceil(num_devices / len(nodes)))
+    offered = _offer(kind, devices_per_node)
     with ExitStack() as stack:
         folder = _temporary_folder()
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -106,6 +124,8 @@ def _private_cluster(
         stack.enter_context(_environment({**_QUIET, **(_LOOPBACK if alone else {}), **access}))
         others = stack.enter_context(_RayNodes(shared))
         address = {"_node_ip_address": "127.0.0.1"} if alone else {}
+        if alone:
+            stack.enter_context(_loopback_alone())
         resources = stack.enter_context(
             _connected(**offered, **address, include_dashboard=False, _temp_dir=str(folder))
         )
@@ -113,6 +133,22 @@ def _private_cluster(
             others.start([node for node in nodes if node != this_node()], offered, folder)
             resources = others.wait_until_joined()
         yield resources
+
+
+@contextmanager
+def _loopback_alone() -> Iterator[None]:
+    """Keep Ray on the loopback interface where it was imported before, for instance by a user's scorer.
+
+    Ray reads the variable of `_LOOPBACK` when it is imported, and listens on all interfaces if it did not see it then.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 class _RayNodes:

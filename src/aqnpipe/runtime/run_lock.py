@@ -22,6 +22,14 @@ def run_lock(scratch: Path) -> Iterator[None]:
         yield
 
 
+def remove_locked(scratch: Path) -> None:
+    """Remove a scratch folder whose lock this process holds.
+
+    NFS keeps a deleted file that is open, here the lock, under another name, so the folder itself may stay.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
 def remove_scratch(scratches: Path) -> None:
     """Remove the scratch folder of every finished run under `scratches` that no process works on.
 
@@ -31,6 +39,6 @@ def remove_scratch(scratches: Path) -> None:
     for finished in scratches.glob("*/*/finished.json"):
         scratch = finished.parents[1]
         with suppress(RunLockedError), run_lock(scratch):
-            shutil.rmtree(scratch)
+            remove_locked(scratch)
     with suppress(OSError):
         scratches.rmdir()

@@ -28,11 +28,11 @@ from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.disk_errors import disk_errors
-from aqnpipe.runtime.ray_cluster import RESOURCES, ray_cluster, send_output_to
+from aqnpipe.runtime.ray_cluster import RESOURCES, how_it_ended, ray_cluster, send_output_to
 from aqnpipe.runtime.run_lock import run_lock
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.run import TrainingInputs, run_label, run_worker
-from aqnpipe.training.stage import train, with_measured_error
+from aqnpipe.training.stage import train, with_measurements
 from aqnpipe.training.workspace import Workspace
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
@@ -59,7 +59,7 @@ def run_training_job(
     Raises what `train` and `launch_workers` raise, RunInterruptedError after one of `STOP_SIGNALS`, RunLockedError if
     another process works on the run, and StorageError on a full or read-only disk.
     """
-    spec = with_measured_error(spec, inputs)
+    spec = with_measurements(spec, inputs)
 
     def launch(workspace: Workspace, resume_from: Path | None) -> None:
         with stop_on_signals(workspace):
@@ -249,11 +249,12 @@ def _raise_cause(error: Exception, setup: _WorkerSetup) -> NoReturn:
     for failure in failures.values():
         if isinstance(failure, AqnpipeError):
             raise failure
-    dead = [str(rank) for rank, failure in failures.items() if isinstance(failure, WorkerHealthCheckFailedError)]
+    dead = {rank: each for rank, each in failures.items() if isinstance(each, WorkerHealthCheckFailedError)}
     if dead:
+        ends = sorted({how_it_ended(each.health_check_failure) for each in dead.values()})
         raise WorkerError(
-            f"{run_label(setup.spec)}: worker {', '.join(dead)} of {setup.spec.training.num_workers} died (killed, or "
-            "out of memory?), so all were ended; the same command continues from the last resume point; logs: "
+            f"{run_label(setup.spec)}: worker {', '.join(map(str, dead))} of {setup.spec.training.num_workers} "
+            f"{' or '.join(ends)}, so all were ended; the same command continues from the last resume point; logs: "
             f"{setup.logs}"
         ) from error
     raise error

@@ -21,11 +21,13 @@ from transformers import TrainerCallback
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync_tree, write_durably
+from aqnpipe.artifacts.sampler_distance import DistanceProgress
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.models.shares import is_sharded, is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.training.audit.auditor import AuditState, TrainingAudit
+from aqnpipe.training.distance.probe import DistanceProbe
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.workspace import Workspace
@@ -123,10 +125,16 @@ class RankState(Artifact):
     faults: tuple[ActiveFaultState, ...]
     validation_accuracy: dict[int, float]
     audit: AuditState
+    distance: DistanceProgress
 
 
 def save_rank_state(
-    folder: Path, rank: int, noise: NoisePlan, audit: TrainingAudit, validation_accuracy: Mapping[int, float]
+    folder: Path,
+    rank: int,
+    noise: NoisePlan,
+    audit: TrainingAudit,
+    distance: DistanceProbe,
+    validation_accuracy: Mapping[int, float],
 ) -> None:
     """Write the measurements of `rank` into a resume point."""
     state = RankState(
@@ -134,16 +142,20 @@ def save_rank_state(
         faults=noise.faults.states(),
         validation_accuracy=dict(validation_accuracy),
         audit=audit.state(),
+        distance=distance.state(),
     )
     (folder / f"rank{rank}.json").write_text(state.model_dump_json(), encoding="utf-8")
 
 
-def load_rank_state(point: Path, rank: int, noise: NoisePlan, audit: TrainingAudit) -> dict[int, float]:
-    """Restore recorder, faults and audit from a resume point; return the validation accuracies by step."""
+def load_rank_state(
+    point: Path, rank: int, noise: NoisePlan, audit: TrainingAudit, distance: DistanceProbe
+) -> dict[int, float]:
+    """Restore recorder, faults, audit and distances from a resume point; return the validation accuracies by step."""
     state = RankState.model_validate_json((point / f"rank{rank}.json").read_bytes())
     noise.recorder.restore(RecorderState.from_json(state.receipt))
     noise.faults.restore(state.faults)
     audit.restore(state.audit)
+    distance.restore(state.distance)
     return state.validation_accuracy
 
 

@@ -9,10 +9,11 @@ import torch
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.data.prompts import tokenize_prompts
-from aqnpipe.device import resolve_device
+from aqnpipe.device import nvidia_capability, resolve_device
 from aqnpipe.errors import ConfigError
 from aqnpipe.generation.backend_choice import chosen_backend, open_engine
 from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine, VllmRolloutEngine
+from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
 from aqnpipe.generation.vllm.launch import vllm_version
 from aqnpipe.generation.vllm.requirements import check_vllm
 from aqnpipe.models.adapters import MergedForEngine
@@ -27,7 +28,14 @@ def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
     if _backend(spec) == "transformers":
         return {"backend": "transformers"}
     check_vllm(resolve_device(spec.device).kind)
-    return {"backend": "vllm", "vllm": vllm_version(), "enforce_eager": True}
+    reason = _why_not_batch_invariant(spec)
+    described: dict[str, str | int | bool] = {
+        "backend": "vllm",
+        "vllm": vllm_version(),
+        "enforce_eager": True,
+        "batch_invariant": reason is None,
+    }
+    return described if reason is None else described | {"why_not_batch_invariant": reason}
 
 
 def merges_adapters(spec: TrainingSpec) -> bool:
@@ -57,6 +65,7 @@ def open_rollouts(
         batch_size=training.sequences_per_step * training.steps_per_rollout // num_workers,
         threads=training.threads,
         for_training=True,
+        batch_invariant=_why_not_batch_invariant(spec) is None,
     )
     return VllmRolloutEngine(
         engine,
@@ -64,6 +73,16 @@ def open_rollouts(
         weights=MergedForEngine(getattr(torch, spec.dtype)),
         dtype=getattr(torch, spec.dtype),
         sleeps=spec.generation.rollout_sleep,
+    )
+
+
+def _why_not_batch_invariant(spec: TrainingSpec) -> str | None:
+    device = resolve_device(spec.device).kind
+    return why_not_batch_invariant(
+        is_requested=spec.generation.rollout_batch_invariance,
+        device=device,
+        capability=nvidia_capability(device),
+        noised_rollouts=spec.arm.has_noised_rollouts,
     )
 
 

@@ -16,6 +16,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.models.prepared import read_prepared_model
+from aqnpipe.noise.schedule import with_own_sigmas
 from aqnpipe.training.reporting import prepare_reporting
 from aqnpipe.training.resume import prepare_resume
 from aqnpipe.training.rollout_backend import describe_rollouts
@@ -42,7 +43,7 @@ def train(
     signals and several workers. Raises ReceiptError if measured and requested noise differ, TrainingError if the
     numbers break down, and RunInterruptedError after a stop request.
     """
-    spec = with_measured_error(spec, inputs)
+    spec = with_measurements(spec, inputs)
     record = _run_record(spec, inputs)
     prepare_reporting(
         spec.training.report_to, output_dir.with_name(f"{output_dir.name}.logs"), f"{spec.arm_id} seed {spec.seed}"
@@ -65,8 +66,13 @@ def train(
     promote(workspace, output_dir)
 
 
-def with_measured_error(spec: TrainingSpec, inputs: TrainingInputs) -> TrainingSpec:
-    """Return the settings with the figures of the arm's measured error, which must be of the model to be trained."""
+def with_measurements(spec: TrainingSpec, inputs: TrainingInputs) -> TrainingSpec:
+    """Return the settings with the numbers of the arm's noise that a file or a function of the user's own contains.
+
+    These are the sigmas of an own schedule, and the figures of a measured error, which must be of the model to be
+    trained.
+    """
+    spec = with_own_sigmas(spec)
     noise = spec.arm.operator_noise
     if noise is None or not isinstance(noise.error, MeasuredError):
         return spec

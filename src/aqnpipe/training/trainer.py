@@ -29,6 +29,7 @@ from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
+from aqnpipe.training.distance.probe import DistanceProbe
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, compute_in_bfloat16
 from aqnpipe.training.resume import (
@@ -58,6 +59,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         prompt_format: PromptFormat,
         guard: BreakdownGuard,
         audit: TrainingAudit,
+        distance_probe: DistanceProbe,
         workspace: Workspace,
         validation_accuracy: dict[int, float],
         **kwargs: Any,
@@ -69,6 +71,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self._prompt_format = prompt_format
         self._guard = guard
         self.audit = audit
+        self.distance_probe = distance_probe
         kl_coefficient = args.beta
         if has_adapters(model):
             # With beta 0 TRL does not load a second model for the reference.
@@ -174,6 +177,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
         # Without gradients this is a whole batch of rollouts: for the reference, or for the old log-probabilities of a
         # policy that makes several steps with the batch. The latter are counted after the micro-steps of this step.
         first = 0 if phase == "reference" else self.args.gradient_accumulation_steps
+        place = self._step % self.args.steps_per_generation
+        if torch.is_grad_enabled() and self._buffered_inputs is not None:
+            self.distance_probe.before_pass(self.policy, self._buffered_inputs, place, self.state.global_step)
         chunks = [
             self._log_probabilities(
                 model,
@@ -191,6 +197,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         log_probabilities = torch.cat([chunk[0] for chunk in chunks])
         if torch.is_grad_enabled():
             self._compare_with_sampler(log_probabilities.detach())
+            self.distance_probe.after_pass(place, log_probabilities.detach())
         entropies = torch.cat([chunk[1] for chunk in chunks if chunk[1] is not None]) if compute_entropy else None
         return log_probabilities, entropies, None
 
@@ -304,7 +311,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
             if self.args.should_save:
                 save_weights(self.policy, folder)
             self._save_optimizer_and_scheduler(str(folder))
-        save_rank_state(folder, self.accelerator.process_index, self.noise_plan, self.audit, self.validation_accuracy)
+        rank = self.accelerator.process_index
+        save_rank_state(folder, rank, self.noise_plan, self.audit, self.distance_probe, self.validation_accuracy)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Restore the trained weights into the model, which was loaded from the initial policy's folder."""
@@ -319,7 +327,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, self.noise_plan, self.audit))
+            measured = (self.noise_plan, self.audit, self.distance_probe)
+            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, *measured))
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     @property

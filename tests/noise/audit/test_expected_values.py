@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aqnpipe.config.noise import AbsoluteGaussian, MantissaTruncation, RelativeGaussian, SystematicBias
-from aqnpipe.noise.audit.expected_values import expected_values, spacing
+from aqnpipe.noise.audit.expected_values import deviations, expected_values, spacing
 from aqnpipe.noise.audit.random_numbers import Draws
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
@@ -29,12 +29,11 @@ def values(dtype, numel=1 << 18, seed=0):
     return (torch.randn(numel, dtype=torch.float64, generator=generator) * size).clamp(-3e4, 3e4).to(dtype)
 
 
-def deviations(clean, used, error, key=5):
+def deviations_of(clean, used, error, key=5):
     draws = Draws(*(np.array(value, np.uint64) for value in (key, 3, 1)))
-    expected, allowed = expected_values(clean.double().numpy(), error, clean.dtype, draws, np.arange(clean.numel()))
-    difference = np.abs(used.double().numpy() - expected)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where((difference == 0) | (allowed == np.inf), 0.0, difference / allowed)
+    values, noised = clean.double().numpy(), used.double().numpy()
+    expected, allowed = expected_values(values, error, clean.dtype, draws, np.arange(clean.numel()))
+    return deviations(values, noised, expected, allowed, clean.dtype)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{error.kind} {getattr(error, 'scale', '')}")
@@ -42,7 +41,7 @@ def deviations(clean, used, error, key=5):
 def test_every_value_of_the_kernel_is_within_what_rounding_explains(dtype, error):
     clean = values(dtype)
     used = apply_error_(clean.clone(), error, NoiseStream(5, 3, 1))
-    assert deviations(clean, used, error).max() <= 1
+    assert deviations_of(clean, used, error).max() <= 1
 
 
 def uniform(z, generator):
@@ -71,9 +70,26 @@ def test_other_numbers_of_the_same_size_are_outside(dtype, name):
     z = standard_normal(clean.numel(), NoiseStream(5, 3, 1))
     other = OTHER_DRAWS[name](z, torch.Generator().manual_seed(1))
     used = (clean.float() * (1 + 0.05 * other)).to(dtype)
-    wrong = deviations(clean, used, RelativeGaussian(scale=0.05)) > 1
+    wrong = deviations_of(clean, used, RelativeGaussian(scale=0.05)) > 1
     # The truncated draw differs from the right one in 4.6 % of the elements only.
     assert wrong.mean() > (0.03 if name == "truncated at 2" else 0.3)
+
+
+def test_a_number_that_cannot_be_compared_is_wrong_unless_it_was_none_before():
+    largest = torch.finfo(torch.float16).max
+    clean = np.array([1, 1, 1, 1, largest, largest, -largest, np.nan])
+    used = np.array([1, 3, np.nan, 1, np.inf, 1, np.inf, np.nan])
+    expected = np.array([1, 2, 2, np.nan, largest, largest, -largest, np.nan])
+    allowed = np.array([0, 0.5, 0.5, 0.5, np.inf, np.inf, np.inf, np.inf])
+    found = deviations(clean, used, expected, allowed, torch.float16)
+    assert found.tolist() == [0, 2, np.inf, np.inf, 0, np.inf, np.inf, 0]
+
+
+@pytest.mark.parametrize(("value", "is_large"), [(1.0, False), (-3.4e38, True), (np.nan, False)])
+def test_only_near_the_largest_number_may_a_result_be_infinite(value, is_large):
+    draws, elements = Draws.of(5, 3, 1), np.array([0])
+    _, allowed = expected_values(np.array([value]), SystematicBias(scale=0.01), torch.float32, draws, elements)
+    assert (allowed[0] == np.inf) == is_large
 
 
 def test_spacing_is_that_of_the_number_format():

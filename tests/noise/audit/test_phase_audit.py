@@ -245,8 +245,8 @@ def test_module_noise_on_some_modules_only_is_refused(model, monkeypatch, point)
     from aqnpipe.noise.injection.module_errors import ModuleErrors
 
     @replaced(monkeypatch, ModuleErrors, "_noised")
-    def noised(original, errors, name, ordinal, tensor):
-        changed = original(name, ordinal, tensor)
+    def noised(original, errors, name, ordinal, shard, tensor):
+        changed = original(name, ordinal, shard, tensor)
         return tensor if ordinal % 2 else changed
 
     modules = ModuleNoise(modules="linear", error=FIVE_PERCENT, phases=("rollout",), point=point)

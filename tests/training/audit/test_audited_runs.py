@@ -9,7 +9,7 @@ import torch
 import trl.trainer.grpo_trainer as grpo
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from tiny_training import AQN, NOISE, run, scattered_rewards, teach, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, write_inputs
 from transformers import Trainer
 from trl import GRPOTrainer
 
@@ -26,6 +26,8 @@ from aqnpipe.training.callbacks import CheckpointCallback
 from aqnpipe.training.sampler import PromptSampler
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 
+pytestmark = pytest.mark.usefixtures("rewards_that_teach")
+
 LORA = {"rank": 4, "alpha": 8}
 OFF_POLICY = {"num_steps": 2, "steps_per_rollout": 2, "learning_rate": 1e-2}
 
@@ -33,11 +35,6 @@ OFF_POLICY = {"num_steps": 2, "steps_per_rollout": 2, "learning_rate": 1e-2}
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, make_model):
     return write_inputs(tmp_path_factory.mktemp("inputs"), make_model, num_problems=16)
-
-
-@pytest.fixture(autouse=True)
-def _rewards_that_teach(monkeypatch):
-    teach(monkeypatch)
 
 
 def with_correction(mode):

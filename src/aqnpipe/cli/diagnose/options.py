@@ -81,7 +81,9 @@ def usable_device(name: str) -> "torch.device":
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise ConfigError(f"--device {name}: not usable here ({first_line(error)})") from error
+        # torch goes on with a list of all of its backends.
+        reason = first_line(error).split(". ")[0]
+        raise ConfigError(f"--device {name}: not usable here ({reason})") from error
     return device
 
 

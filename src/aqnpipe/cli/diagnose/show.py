@@ -118,7 +118,8 @@ def _show_device(console: Console, device: "DeviceReport") -> None:
     for site in device.repetition.sites if device.repetition else ():
         console.print(f"{device.device}: {_where(site)}: {_rate(site.rate)}")
     if device.repetition:
-        console.print(f"{device.device}: faults elsewhere: {_rate(device.repetition.any_other_site)}")
+        elsewhere = "elsewhere" if device.repetition.sites else "at any site"
+        console.print(f"{device.device}: faults {elsewhere}: {_rate(device.repetition.any_other_site)}")
     if device.repetition and device.repetition.interrupted:
         console.print(f"{device.device}: interrupted; the runs above were complete")
     if device.log is not None:

@@ -6,8 +6,10 @@ from typing import Any
 
 from aqnpipe.cli.doctor.checks import Check, Status, build_check, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
+from aqnpipe.cli.front_door import device_problem, shards_without_devices
+from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study, load_study_file
-from aqnpipe.device import resolve_device
+from aqnpipe.device import VISIBLE_DEVICES, resolve_device
 from aqnpipe.errors import AqnpipeError, ConfigError, DeviceError
 from aqnpipe.runtime.device_allocation import devices_of_machine
 
@@ -36,13 +38,16 @@ def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition,
         return [Check(name="study", status="problem", found=str(error), advice="choose another with --configfile")]
     study_check = Check(name="study", status="ok", found=f"{name}: device {study.config.device}")
     workers_check = _workers_check(profile, study)
+    shares = list(_share_checks(profile, study))
     if profile.get("executor") == "slurm":
         build = build_check(study.config.device)
         if build.status == "problem" and profile.get("precommand", "true") != "true":
             # The jobs get their environment from this command.
             build = build.model_copy(update={"status": "untested"})
-        return [study_check, workers_check, build, _plugin_check(), *_slurm_checks(profile, partitions)]
-    return [study_check, workers_check, *_machine_checks(profile, study)]
+        others = _other_kinds_checks(profile, study)
+        of_jobs = _slurm_checks(profile, study, partitions)
+        return [study_check, workers_check, *shares, build, _plugin_check(), *of_jobs, *others]
+    return [study_check, workers_check, *shares, *_machine_checks(profile, study)]
 
 
 def _workers_check(profile: Mapping[str, Any], study: Study) -> Check:
@@ -63,6 +68,22 @@ def _workers_check(profile: Mapping[str, Any], study: Study) -> Check:
     return Check(name="workers", status="problem" if workers > devices else "untested", found=found, advice=advice)
 
 
+def _share_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
+    """Yield the check that every engine of an evaluation has its devices, of studies whose engines have several."""
+    shards = study.config.generation.tensor_parallel
+    given = profile.get("set-resources", {})
+    # The rules of evaluations on further machines too.
+    of_plan = StudyPlan(study).rules_by_kind().values()
+    evaluating = [rule for rules in of_plan for rule, base in rules.items() if base in ("evaluate", "evaluate_run")]
+    found = (shards_without_devices(rule, given.get(rule, {}), shards) for rule in evaluating)
+    problem = next((line for line in found if line is not None), None)
+    if problem is not None:
+        advice = f"set evaluate_devices in the site block of the profile to {shards} or a multiple"
+        yield Check(name="evaluations", status="problem", found=problem, advice=advice)
+    elif shards > 1:
+        yield Check(name="evaluations", status="ok", found=f"{shards} devices per worker")
+
+
 def _plugin_check() -> Check:
     """Return the check of the executor plugin, which cluster profiles need."""
     name = "snakemake-executor-plugin-slurm"
@@ -70,15 +91,30 @@ def _plugin_check() -> Check:
     return check if check.status != "missing" else check.model_copy(update={"status": "problem"})
 
 
-def _slurm_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition, ...] | None) -> Iterator[Check]:
-    """Yield a check per rule with resources of its own in the profile, and one for all other jobs."""
+def _other_kinds_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
+    """Yield a problem for each rule on another kind of device than the study's to which the profile gives none."""
+    given = profile.get("set-resources", {})
+    for kind, rules in StudyPlan(study).rules_by_kind().items():
+        for rule in rules if kind in VISIBLE_DEVICES else ():
+            if rule not in given:
+                advice = f"give {rule} a partition with {kind} in set-resources, or run these jobs where there are some"
+                yield Check(name=rule, status="problem", found=f"the profile has no {kind} for it", advice=advice)
+
+
+def _slurm_checks(
+    profile: Mapping[str, Any], study: Study, partitions: tuple[SlurmPartition, ...] | None
+) -> Iterator[Check]:
+    """Yield a check per rule of the study with resources of its own in the profile, and one for all other jobs."""
     if not partitions:
         advice = "run this on a login node of the cluster, where sbatch works"
         yield Check(name="Slurm", status="problem", found="no cluster here", advice=advice)
         return
     defaults = profile.get("default-resources", {})
     yield _job_check("other jobs", defaults, partitions)
+    planned = {rule for rules in StudyPlan(study).rules_by_kind().values() for rule in rules}
     for rule, resources in profile.get("set-resources", {}).items():
+        if rule.endswith(tuple(f"_{kind}" for kind in VISIBLE_DEVICES)) and rule not in planned:
+            continue
         yield _job_check(rule, {**defaults, **resources}, partitions)
 
 
@@ -119,6 +155,10 @@ def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]
         yield Check(name="device", status="ok", found=resolve_device(requested).label)
     except DeviceError as error:
         yield Check(name="device", status="problem", found=str(error))
+    for kind in (kind for kind in StudyPlan(study).rules_by_kind() if kind is not None):
+        problem = device_problem(kind)
+        found = resolve_device(kind).label if problem is None else problem.removeprefix("device: ")
+        yield Check(name=f"device of machines ({kind})", status="problem" if problem else "ok", found=found)
     leases = {rule: int(resources.get("devices", 0)) for rule, resources in profile.get("set-resources", {}).items()}
     if not any(leases.values()):
         return

@@ -36,6 +36,13 @@ def capture(
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="workers of vLLM that share every layer, each on a device of its own")
+    ] = 1,
+    batch_invariant: Annotated[
+        bool | None,
+        typer.Option(help="vLLM's batch-invariant mode; default: its environment variable VLLM_BATCH_INVARIANT"),
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="tokens whose operators are recorded, at most")] = 256,
     max_megabytes: Annotated[int, typer.Option(min=1, help="size of the file, at most")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="seed of random token ids")] = 0,
@@ -50,11 +57,12 @@ def capture(
 
     given = given_options(context)
     check_writable("--output", output)
-    refuse_unused("--backend vllm", backend, given)
+    refuse_unused(f"--backend {backend}", backend, given)
     side = validated(
         "capture",
         {"backend": backend, "dtype": dtype, "attention": attention, "device": device, "batch_size": batch_size}
-        | {"padding": padding, "decode": decode, "threads": threads},
+        | {"padding": padding, "decode": decode, "threads": threads}
+        | {"tensor_parallel": tensor_parallel, "batch_invariant": batch_invariant},
     )
     bounds = Bounds(max_megabytes, rows)
     other = None if replay is None else read_capture(replay)

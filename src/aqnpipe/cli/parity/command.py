@@ -37,7 +37,7 @@ def parity(
         str | None,
         typer.Option(
             help="first configuration of --model: key=value pairs with commas between them, keys backend, dtype, "
-            "attention, device, batch_size, padding, decode, threads",
+            "attention, device, batch_size, padding, decode, threads, tensor_parallel, batch_invariant",
             rich_help_panel=_LIVE,
         ),
     ] = None,

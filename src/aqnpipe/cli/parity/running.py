@@ -1,5 +1,6 @@
 """Makes captures from the options of the command line."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,24 @@ from aqnpipe.cli.diagnose.loading import find_model, load
 from aqnpipe.cli.diagnose.options import usable_device
 from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.device import DeviceKind, nvidia_capability
 from aqnpipe.errors import ConfigError
+from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
+from aqnpipe.generation.vllm.launch import BATCH_INVARIANT
 from aqnpipe.generation.vllm.requirements import check_vllm
 
 if TYPE_CHECKING:
     from aqnpipe.parity.capture_file import Capture
 
 
+_WITHOUT_EFFECT = {"vllm": ("attention", "padding"), "transformers": ("tensor_parallel", "batch_invariant")}
+
+
 class Side(FrozenModel):
-    """One configuration of a model: how and where it is run."""
+    """One configuration of a model: how and where it is run.
+
+    batch_invariant: vLLM's mode; None takes it from vLLM's environment variable.
+    """
 
     backend: Backend = "transformers"
     dtype: Dtype = "float32"
@@ -30,6 +40,8 @@ class Side(FrozenModel):
     padding: str = "left"
     decode: int = 4
     threads: int = 1
+    tensor_parallel: int = 1
+    batch_invariant: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,11 @@ def parse_side(option: str, text: str) -> Side:
 
 
 def refuse_unused(option: str, backend: str | None, given: Iterable[str]) -> None:
-    """Raise ConfigError for settings that a user gave and vLLM has no choice of."""
-    unused = [name for name in given if name in ("attention", "padding")]
-    if backend == "vllm" and unused:
-        raise ConfigError(f"{option}: found {unused[0]}, which has no effect on vLLM, expected none")
+    """Raise ConfigError for settings that a user gave and the backend has no choice of."""
+    unused = [name for name in given if name in _WITHOUT_EFFECT.get(backend or "transformers", ())]
+    if unused:
+        name = "vLLM" if backend == "vllm" else "transformers"
+        raise ConfigError(f"{option}: found {unused[0]}, which has no effect on {name}, expected none")
 
 
 def validated(option: str, settings: dict[str, Any]) -> Side:
@@ -82,6 +95,7 @@ def config_of(side: Side, bounds: Bounds) -> CaptureConfig:
             "padding": side.padding,
             "num_decoded": side.decode,
             "threads": side.threads,
+            "tensor_parallel": side.tensor_parallel,
             "max_bytes": bounds.max_megabytes * 1_000_000,
             "max_rows": bounds.rows,
         }
@@ -103,6 +117,7 @@ def make_capture(
         check_vllm(kind := device.type)  # type: ignore[arg-type]
         from aqnpipe.parity.vllm.capture import capture_vllm
 
+        config = config.model_copy(update={"batch_invariant": _requested_invariance(side, kind)})  # type: ignore[arg-type]
         return capture_vllm(source.folder, model, sequences, config, kind, replay)  # type: ignore[arg-type]
     before = torch.get_num_threads()
     torch.set_num_threads(side.threads)
@@ -115,3 +130,22 @@ def make_capture(
 def folder_of(model: str) -> Path:
     """Return the folder of a model, which is refused if its family is none of a decoder."""
     return find_model(model, "float32", "eager", random_weights=False).folder
+
+
+def _requested_invariance(side: Side, device: DeviceKind) -> bool:
+    """Return whether vLLM's batch-invariant mode is requested; ConfigError if the device does not have it."""
+    found, place = side.batch_invariant, "batch-invariant mode"
+    if found is None:
+        value, place = os.environ.get(BATCH_INVARIANT, "0"), f"the environment variable {BATCH_INVARIANT}"
+        if value not in ("0", "1"):
+            raise ConfigError(f"{place}: found {value!r}, expected 0 or 1")
+        found = value == "1"
+    reason = why_not_batch_invariant(
+        is_requested=True,
+        device=device,
+        capability=nvidia_capability(device),
+        noised_rollouts=False,
+    )
+    if found and reason:
+        raise ConfigError(f"{place}: found it on, expected off: {reason}")
+    return found

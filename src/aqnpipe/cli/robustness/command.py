@@ -9,6 +9,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from aqnpipe.cli.datasets import NAMES, dataset_of
+from aqnpipe.cli.own_noise import unusable_noises
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
@@ -56,6 +57,9 @@ def robustness(
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
     backend: Annotated[RequestedBackend, typer.Option(help="generation backend")] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="devices that share every layer, with --backend vllm")
+    ] = 1,
     device: Annotated[RequestedDevice, typer.Option(help="device")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
     alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="error rate of each kind of comparison")] = 0.05,
@@ -93,11 +97,16 @@ def robustness(
         },
         "--levels, --noises, --noise-seeds, --max-tokens or --batch-size",
     )
+    generation = _validated(
+        GenerationConfig, {"backend": backend, "tensor_parallel": tensor_parallel}, "--backend or --tensor-parallel"
+    )
     for name, named in evaluation.noises.items():
         unlike = settings_of(named).attention_problem(attention)
         if unlike is not None:
             raise ConfigError(f"--noises: {name}.{unlike} (--attention)")
     refuse_unusable_scorer(evaluation)
+    for problem in unusable_noises(evaluation, "--noises: "):
+        raise ConfigError(problem)
     evaluation = evaluation.planned()
     if 0.0 not in evaluation.noise_levels:
         raise ConfigError(f"--levels {levels}: expected 0 among them, to which the other levels are compared")
@@ -111,7 +120,7 @@ def robustness(
             dtype=dtype,
             attention=attention,
             prompt=prompt,
-            generation=GenerationConfig(backend=backend),
+            generation=generation,
             evaluation=evaluation,
         )
         for name in sources

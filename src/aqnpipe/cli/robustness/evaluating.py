@@ -15,7 +15,7 @@ from aqnpipe.config.cross_references import noised_layer_problems
 from aqnpipe.config.dataset import Split
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
-from aqnpipe.config.model import ModelConfig, read_model_config
+from aqnpipe.config.model import ModelConfig, num_layers_in
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.device import resolve_device
@@ -61,7 +61,7 @@ def evaluate_checkpoints(
 
 def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, Path]) -> None:
     for name, folder in folders.items():
-        num_layers = read_model_config(folder)["num_hidden_layers"]
+        num_layers = num_layers_in(folder)
         for noise, named in evaluation.noises.items():
             operators = settings_of(named).operator_noise
             if operators is not None:

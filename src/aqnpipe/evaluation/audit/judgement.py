@@ -29,11 +29,14 @@ _MOST_NAMED = 3
 
 
 class Judge:
-    """Judges the passes of one evaluation, in order. `backend`: the backend that its workers named."""
+    """Judges the passes of one evaluation, in order.
 
-    def __init__(self, expectation: Expectation, model_dir: Path, backend: str) -> None:
+    `backend`, `shards`: the backend that its workers named, and how many of them share every layer.
+    """
+
+    def __init__(self, expectation: Expectation, model_dir: Path, backend: str, shards: int = 1) -> None:
         self._expected, self._model_dir = expectation, model_dir
-        self._is_observed = backend != "vllm"
+        self._is_observed, self._shards = backend != "vllm", shards
         self._weights: str | None = None
         self._passes: list[PassFacts] = []
         self._texts: dict[tuple[int, ...], str] = {}
@@ -67,6 +70,7 @@ class Judge:
             weights=self._weights or "",
             prompts="".join(self._expected.prompts),
             passes=tuple(self._passes),
+            shards=self._shards,
             unchecked=() if self._is_observed else UNOBSERVED,
         )
 

@@ -44,13 +44,19 @@ _NO_PRODUCTS = frozenset(
         "_C.relu_squared",
         "_C.rms_norm",
         "_C.rotary_embedding",
+        "_C.shm_all_gather",
         "_C.silu_and_mul",
+        "c10d._allgather_base_",
+        "vllm.all_gather",
         "vllm.flashinfer_rotary_embedding",
         "vllm_ir.fused_add_rms_norm",
         "vllm_ir.rms_norm",
     }
 )
-"""vLLM's operators that multiply no matrices: norms, activations and rotary embeddings."""
+"""vLLM's operators that multiply no matrices: norms, activations, rotary embeddings, and copies between workers.
+
+Sums over workers are none of them: a sum of products is a product, so it must be part of a noised call.
+"""
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 

@@ -15,15 +15,20 @@ from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise, RolloutNoise
-from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXT, StopText
+from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXTS, StopText
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
-from aqnpipe.generation.vllm.measurements import checked_measurements
-from aqnpipe.generation.vllm.requirements import check_model, check_vllm, with_common_names
+from aqnpipe.generation.vllm.measurements import checked_measurements, shares_of
+from aqnpipe.generation.vllm.requirements import (
+    check_model,
+    check_tensor_parallel,
+    check_vllm,
+    with_common_names,
+)
 from aqnpipe.generation.vllm.worker import NoiseExtension
+from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.injection.phase_state import NoiseKey
-from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.seeding import derive_seed
 
@@ -53,12 +58,17 @@ class VllmEngine:
         gpu_memory_utilization: float = 0.8,
         sleeps: bool = False,
         worker_extension: str = WORKER_EXTENSION,
+        batch_invariant: bool | None = None,
+        tensor_parallel: int = 1,
     ) -> None:
         """Start the engine for batches of `batch_size` prompts.
 
         `max_tokens`: limit of a prompt and its response together. With `sleeps` the engine can free its GPU memory
-        between calls. Raises ModelError if vLLM is missing, cannot load the model, or `sleeps` is set on a CPU;
-        ReceiptError if a worker is not prepared for noise.
+        between calls. `batch_invariant`: vLLM's batch-invariant mode, which every worker must report as requested; None
+        leaves it to the environment. `tensor_parallel`: number of workers that share every layer, each on a device of
+        its own. Raises ModelError if vLLM is missing, cannot load the model or share its layers, or `sleeps` is set on
+        a CPU; DeviceError if there are fewer devices than workers; ReceiptError if a worker is not prepared for noise
+        or has the other mode.
         """
         check_vllm(device)
         if sleeps and device == "cpu":
@@ -66,11 +76,12 @@ class VllmEngine:
         config = read_model_config(folder)
         check_model(folder, config, device)
         config = with_common_names(folder, config)
+        check_tensor_parallel(folder, config, device, tensor_parallel)
         self._folder, self._end_token = folder, end_token
         self._stops: dict[str, StopText] = {}
         self._noise: PassNoise | None = None
         self._at_end = ExitStack()
-        self._min_forwards = 0
+        self._min_forwards = self._longest_batch = 0
         self._noises_operators = False
         arguments: dict[str, Any] = {
             "model": str(folder),
@@ -93,16 +104,21 @@ class VllmEngine:
             "worker_extension_cls": worker_extension,
             "logits_processors": [STOP_TEXT_PROCESSOR],
             "disable_log_stats": True,
+            "tensor_parallel_size": tensor_parallel,
         }
+        if tensor_parallel > 1:
+            # In an actor of Ray vLLM would start its workers as further actors, on devices that others have.
+            arguments["distributed_executor_backend"] = "mp"
         if device == "cpu":
-            cache_bytes = kv_cache_bytes(config, dtype, max_tokens, batch_size)
-            refuse_too_large(folder, cache_bytes, psutil.virtual_memory().available)
+            cache_bytes = kv_cache_bytes(config, dtype, max_tokens, batch_size, tensor_parallel)
+            refuse_too_large(folder, tensor_parallel * cache_bytes, psutil.virtual_memory().available)
             arguments["kv_cache_memory_bytes"] = cache_bytes
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
-        self._llm = start(folder, arguments, device, threads)
+        self._llm = start(folder, arguments, device, threads, batch_invariant, tensor_parallel)
         try:
-            self._workers = self._checked_workers(int(config["num_hidden_layers"]))
+            self._workers = self._checked_workers(int(config["num_hidden_layers"]), tensor_parallel)
+            self._check_invariance(batch_invariant)
         except (ModelError, ReceiptError):
             self.close()
             raise
@@ -126,6 +142,12 @@ class VllmEngine:
         }
 
     @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens that the model has logits of, as vLLM read it from config.json."""
+        size: int = self._llm.model_config.get_vocab_size()
+        return size
+
+    @property
     def worker_processes(self) -> list[int]:
         """The process ids of the workers."""
         return [worker["process"] for worker in self._workers]
@@ -143,14 +165,14 @@ class VllmEngine:
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`. Raises ModelError if vLLM's model does not support the noise."""
         self.call_workers("aqnpipe_begin_pass", noise.model_dump(mode="json"))
-        self._noise, self._min_forwards = noise, 0
+        self._noise, self._min_forwards, self._longest_batch = noise, 0, 0
         self._noises_operators = noise.operator_noise_in(noise.phase) is not None
 
     def begin_rollout(self, noise: RolloutNoise) -> None:
         """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model does not support it."""
         self.call_workers("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
         # A failed pass may not have ended; the rollout is no part of it.
-        self._noise, self._min_forwards = None, 0
+        self._noise, self._min_forwards, self._longest_batch = None, 0, 0
         self._noises_operators = noise.operator_noise_in(noise.phase) is not None
 
     def generate(
@@ -159,17 +181,50 @@ class VllmEngine:
         """Return one completion per prompt, in order; with `key`, under the noise of the pass, keyed by `key`."""
         if not prompts:
             return []
+        from vllm import SamplingParams
+
+        first, stop_text = sampling.first_row, sampling.stop_text
+        parameters = [
+            SamplingParams(
+                max_tokens=sampling.max_response_tokens,
+                temperature=0.0 if sampling.temperature is None else sampling.temperature,
+                seed=None if sampling.temperature is None else derive_seed(sampling.seed, "vllm.sampling", first + row),
+                stop_token_ids=[self._end_token],
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0 if sampling.log_probabilities else None,
+                extra_args=None if stop_text is None else self.ended_at(stop_text),
+            )
+            for row in range(len(prompts))
+        ]
+        stop = None if stop_text is None else self._stop(stop_text)
+        return [self._completion(output.outputs[0], stop) for output in self.complete(prompts, parameters, key)]
+
+    def ended_at(self, *stop_texts: str) -> dict[str, Any]:
+        """Return the `extra_args` of a request that the worker ends behind any of these texts, with the end token."""
+        return {STOP_TEXTS: list(stop_texts), END_TOKEN: self._end_token}
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], key: NoiseKey | None = None
+    ) -> list[Any]:
+        """Return vLLM's `RequestOutput` of every prompt, in order, for its `SamplingParams`.
+
+        Under the noise of the pass with `key`, which keys it. Parameters may have no `stop`: vLLM looks for these texts
+        in another process, so how much is computed would depend on timing.
+        """
         if key is None:
-            return self._generate(prompts, sampling, share_prefix=False)
+            return self._outputs(prompts, parameters, share_prefix=False)
         share_prefix = self._noise is not None and self._noise.is_clean
         self.call_workers("aqnpipe_begin_batch", asdict(key))
         try:
-            completions = self._generate(prompts, sampling, share_prefix)
+            outputs = self._outputs(prompts, parameters, share_prefix)
         finally:
             self.call_workers("aqnpipe_end_batch")
         # Each token of a response takes one forward pass.
-        self._min_forwards += max(len(completion.token_ids) for completion in completions)
-        return completions
+        longest = max(len(output.outputs[0].token_ids) for output in outputs)
+        self._min_forwards += longest
+        self._longest_batch = max(self._longest_batch, longest)
+        return outputs
 
     def end_pass(self) -> PassMeasurements:
         """End the pass and return the measurements of all workers.
@@ -179,17 +234,20 @@ class VllmEngine:
         noise, self._noise = self._noise, None
         if noise is None:
             raise RuntimeError("no pass has begun; this is a bug")
-        workers, _ = self._worker_measurements()
-        states = tuple(worker.state for worker in workers)
-        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], states)
+        replies = self.call_workers("aqnpipe_end_pass")
+        recorder = noise.recorder(self._num_layers, self._workers[0]["num_norms"])
+        workers = checked_measurements(replies, len(self._workers), self._min_forwards, self._audited_forwards)
+        merged = merged_workers(workers, shares_of(replies), recorder)
+        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], (merged,))
 
     def end_rollout(self) -> tuple[RecorderState, tuple[ActiveFaultState, ...]]:
         """End the rollout; return what all workers recorded, for the receipt of the run, and the states of the faults.
 
         Raises ReceiptError if the measurements of a worker are missing or do not cover all forward passes.
         """
-        workers, fault_states = self._worker_measurements()
-        return merge_states([worker.state for worker in workers], per_worker_draws=False), fault_states
+        replies = self.call_workers("aqnpipe_end_pass")
+        (worker,) = checked_measurements(replies, len(self._workers), self._min_forwards, self._audited_forwards)
+        return worker.state, tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
 
     def fall_asleep(self) -> None:
         """Free the GPU memory of weights and cache; the caller sends the weights again before they are used."""
@@ -199,12 +257,9 @@ class VllmEngine:
         """Allocate that memory again."""
         self._llm.wake_up(tags=[what])
 
-    def _worker_measurements(self) -> tuple[list[WorkerMeasurements], tuple[ActiveFaultState, ...]]:
-        """End the pass; return the measurements of each worker, by rank, and the fault states of the first worker."""
-        replies = self.call_workers("aqnpipe_end_pass")
-        workers = checked_measurements(replies, len(self._workers), self._min_forwards, self._noises_operators)
-        first = min(replies, key=lambda reply: int(reply["rank"]))
-        return workers, tuple(ActiveFaultState(**state) for state in first["fault_states"])
+    @property
+    def _audited_forwards(self) -> int:
+        return self._longest_batch if self._noises_operators else 0
 
     def close(self) -> None:
         """End the processes of the engine."""
@@ -215,31 +270,16 @@ class VllmEngine:
         """Call `callback` once the engine's processes have ended."""
         self._at_end.callback(callback)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, share_prefix: bool) -> list[Completion]:
-        from vllm import SamplingParams
-
+    def _outputs(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], share_prefix: bool) -> list[Any]:
         # Earlier cache entries may contain noise, or come from other weights.
         if share_prefix and not self._llm.reset_prefix_cache():
             raise ModelError("vLLM did not empty its prefix cache, although no request is running")
-        first, stop_text = sampling.first_row, sampling.stop_text
-        extra = None if stop_text is None else {STOP_TEXT: stop_text, END_TOKEN: self._end_token}
-        parameters = [
-            SamplingParams(
-                max_tokens=sampling.max_response_tokens,
-                temperature=0.0 if sampling.temperature is None else sampling.temperature,
-                seed=None if sampling.temperature is None else derive_seed(sampling.seed, "vllm.sampling", first + row),
-                stop_token_ids=[self._end_token],
-                ignore_eos=True,
-                detokenize=False,
-                logprobs=0 if sampling.log_probabilities else None,
-                skip_reading_prefix_cache=not share_prefix,
-                extra_args=extra,
-            )
-            for row in range(len(prompts))
-        ]
+        for each in parameters:
+            # A prompt that is read from the cache has no log-probabilities.
+            each.skip_reading_prefix_cache = not share_prefix or each.prompt_logprobs is not None
         # Pause until all requests are queued: which of them share a forward pass must not depend on timing.
         self._llm.sleep(level=0)
-        self._llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False)
+        self._llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], list(parameters), use_tqdm=False)
         self._llm.wake_up(tags=["scheduling"])
         outputs = self._llm.wait_for_completion(use_tqdm=False)
         if len(outputs) != len(prompts):
@@ -253,9 +293,7 @@ class VllmEngine:
                 "its own noise"
             )
         # Request ids are numbers in the order of the queue.
-        in_order = [output.outputs[0] for output in sorted(outputs, key=lambda output: int(output.request_id))]
-        stop = None if stop_text is None else self._stop(stop_text)
-        return [self._completion(output, stop) for output in in_order]
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def _stop(self, text: str) -> StopText:
         if text not in self._stops:
@@ -287,7 +325,12 @@ class VllmEngine:
                 raise ReceiptError(reply["receipt_error"])
         return replies
 
-    def _checked_workers(self, num_layers: int) -> list[Mapping[str, Any]]:
+    def _check_invariance(self, requested: bool | None) -> None:
+        found = [worker["batch_invariant"] for worker in self._workers]
+        if requested is not None and found != [requested] * len(found):
+            raise ReceiptError(f"vLLM's batch-invariant mode: requested {requested}, its workers report {found}")
+
+    def _checked_workers(self, num_layers: int, tensor_parallel: int) -> list[Mapping[str, Any]]:
         self._num_layers = num_layers
         workers = _described(lambda: self.call_workers("aqnpipe_describe"))
         for worker in workers:
@@ -306,6 +349,8 @@ class VllmEngine:
                 )
             if not worker["enforce_eager"]:
                 raise ReceiptError(f"{label} compiles the model; noise needs enforce_eager")
+            if not worker["num_workers"] == worker["tensor_parallel"] == tensor_parallel:
+                raise ModelError(f"{label}: expected {tensor_parallel} workers, which share every layer")
             if worker["num_layers"] != num_layers:
                 raise ReceiptError(f"{label} has {worker['num_layers']} decoder layers, the model has {num_layers}")
         if sorted(worker["rank"] for worker in workers) != list(range(workers[0]["num_workers"])):

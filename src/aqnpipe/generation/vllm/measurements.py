@@ -5,26 +5,24 @@ from typing import Any
 
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.audit import FORWARD_KINDS
+from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 
 
 def checked_measurements(
-    replies: Sequence[Mapping[str, Any]], num_workers: int, min_forwards: int, noises_operators: bool
+    replies: Sequence[Mapping[str, Any]], num_workers: int, min_forwards: int, audited_forwards: int
 ) -> list[WorkerMeasurements]:
     """Return the measurements of each worker, by rank.
 
-    `min_forwards`: the forward passes that the responses took at least. `noises_operators`: operator noise was
-    requested. Raises ReceiptError if the measurements of a worker are missing, do not cover all forward passes, or
-    have operator noise that was not audited.
+    `min_forwards`: the forward passes that the responses took at least. `audited_forwards`: those of the longest batch
+    if operator noise was requested, else 0; a batch whose prompts alone were read took one. Raises ReceiptError if the
+    measurements of a worker are missing, do not cover all forward passes, or have operator noise that was not audited.
     """
     ranks = sorted(reply["rank"] for reply in replies)
     if ranks != list(range(num_workers)):
         raise ReceiptError(f"receipt refused: measurements of workers {ranks}, expected {num_workers}")
-    workers = [
-        WorkerMeasurements(reply["rank"], reply["num_workers"], RecorderState.from_json(reply["state"]))
-        for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
-    ]
+    workers = workers_of(replies)
     for worker in workers:
         forwards = sum(phase.forwards for phase in worker.state.phases)
         if forwards < min_forwards:
@@ -32,17 +30,32 @@ def checked_measurements(
                 f"receipt refused: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
                 f"least {min_forwards}"
             )
-        if noises_operators and min_forwards:
-            _check_audit(worker)
+        _check_audit(worker, audited_forwards)
     return workers
 
 
-def _check_audit(worker: WorkerMeasurements) -> None:
+def _check_audit(worker: WorkerMeasurements, num_forwards: int) -> None:
     """Raise ReceiptError if no layer was observed in one of the kinds of forward passes."""
     for record in worker.state.phases:
-        missing = [kind for kind in FORWARD_KINDS[: record.forwards] if not record.audit.passes.get(kind)]
+        missing = [kind for kind in FORWARD_KINDS[:num_forwards] if not record.audit.passes.get(kind)]
         if missing:
             raise ReceiptError(
                 f"receipt refused: vLLM's {worker.label} audited no layer in {record.phase} "
                 f"(forward passes over {' and over '.join(missing)})"
             )
+
+
+def workers_of(replies: Sequence[Mapping[str, Any]]) -> list[WorkerMeasurements]:
+    """Return the measurements of each worker, by rank, unchecked."""
+    return [
+        WorkerMeasurements(reply["rank"], reply["num_workers"], RecorderState.from_json(reply["state"]))
+        for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
+    ]
+
+
+def shares_of(replies: Sequence[Mapping[str, Any]]) -> list[dict[str, list[Shard]]]:
+    """Return, by rank, the tensor-parallel shares that had noise, by operator."""
+    return [
+        {operator: [Shard(*share) for share in shares] for operator, shares in reply["shards"].items()}
+        for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
+    ]

@@ -1,81 +1,27 @@
 """Finds the operators and sites of a transformers model in vLLM's model, which merges some of them."""
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import ModuleScope
 from aqnpipe.errors import ModelError
+from aqnpipe.generation.vllm.linears import Linear, Projection, Tap, head_of, linear_of, why_not_plain
+from aqnpipe.generation.vllm.shares import find_shares
 from aqnpipe.models.layout import decoder_layers, is_rms_norm, output_projection, select_names
 from aqnpipe.models.sites import attention_of, mlp_of
-
-
-class Tap(nn.Module):
-    """Identity module: a place for hooks on tensors that have no module of their own in vLLM."""
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`."""
-        return tensor
-
-
-@dataclass
-class Projection:
-    """One projection of a linear module, by its name in transformers.
-
-    Hooks on `input` receive its input, hooks on `output` its output, including the bias.
-    """
-
-    name: str
-    width: int
-    input: Tap = field(default_factory=Tap)
-    output: Tap = field(default_factory=Tap)
-
-
-@dataclass
-class Linear:
-    """A linear module of vLLM and the projections that it computes, in the order of its output columns.
-
-    Columns after those of the projections pad a vocabulary.
-    """
-
-    module: Any
-    projections: list[Projection]
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether the module computes several projections."""
-        return len(self.projections) > 1
-
-    @cached_property
-    def widths(self) -> list[int]:
-        """Number of columns of each projection."""
-        return [projection.width for projection in self.projections]
-
-    @cached_property
-    def width(self) -> int:
-        """Number of columns of all projections."""
-        return sum(self.widths)
-
-    def views(self, output: Tensor) -> Sequence[Tensor]:
-        """Return the columns of each projection as views of `output`, without padding columns."""
-        used = output if output.shape[-1] == self.width else output[..., : self.width]
-        return used.split_with_sizes(self.widths, -1) if self.is_merged else (used,)
-
-    def split(self, output: Tensor) -> list[Tensor]:
-        """Return the output of each projection, contiguous; padding columns, if any, are one more item at the end."""
-        padding = output.shape[-1] - self.width
-        outputs = output.split([*self.widths, padding] if padding else self.widths, dim=-1)
-        return [projected.contiguous() for projected in outputs]
+from aqnpipe.noise.kernels.shards import Shard
 
 
 @dataclass
 class EngineLayer:
-    """The modules of one decoder layer; hooks on `output` receive the sum that transformers' layer would return."""
+    """The modules of one decoder layer; hooks on `output` receive the sum that transformers' layer would return.
+
+    `shards`: the columns that this worker has of a module's output, for modules of which it does not have all.
+    """
 
     module: nn.Module
     name: str = ""
@@ -86,6 +32,7 @@ class EngineLayer:
     activations: list[nn.Module] = field(default_factory=list)
     out_of_reach: list[str] = field(default_factory=list)
     output: Tap = field(default_factory=Tap)
+    shards: dict[nn.Module, Shard] = field(default_factory=dict)
 
     @property
     def sites(self) -> dict[str, nn.Module]:
@@ -116,17 +63,19 @@ class EngineModel:
         names = {module: name for name, module in model.named_modules()}
         self.layers = [_engine_layer(layer, names[layer], packed) for layer in decoder_layers(model)]
         head: Any = output_projection(model)
-        self.head = Linear(head, [Projection("lm_head", head.org_vocab_size)])
+        self.head = head_of(head)
         self.logits = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
         self.out_of_reach = [
             f"{name} of layer {index}" for index, layer in enumerate(self.layers) for name in layer.out_of_reach
         ]
         if len(self.logits) != 1:
             self.out_of_reach.append(f"{len(self.logits)} logits processors")
-        self.head_is_plain = not _why_not_plain(head)
-        if not self.head_is_plain:
-            self.out_of_reach.append(f"lm_head ({_why_not_plain(head)})")
+        reason = why_not_plain(head)
+        self.head_is_plain = not reason
+        if reason:
+            self.out_of_reach.append(f"lm_head ({reason})")
 
+        self.shards = {module: shard for layer in self.layers for module, shard in layer.shards.items()}
         self.norm_inputs = {name: Tap() for name, module in model.named_modules() if is_rms_norm(module)}
 
     def projections(self) -> dict[str, Projection]:
@@ -202,11 +151,11 @@ def _engine_layer(layer: nn.Module, name: str, packed: Mapping[str, list[str]]) 
     found = EngineLayer(layer, name)
     for path, module in layer.named_modules():
         if isinstance(module, LinearBase):
-            reason = _why_not_plain(module)
+            reason = why_not_plain(module, len(packed.get(path.rsplit(".", 1)[-1], [path])))
             if reason:
                 found.out_of_reach.append(f"{path} ({reason})")
             else:
-                found.linears.append(_linear(path, module, packed))
+                found.linears.append(linear_of(path, module, packed))
         elif is_rms_norm(module):
             found.norms[path] = module
         elif isinstance(module, LayerNorm | nn.LayerNorm):
@@ -217,27 +166,5 @@ def _engine_layer(layer: nn.Module, name: str, packed: Mapping[str, list[str]]) 
             found.out_of_reach.append(f"{path} ({type(module).__name__})")
         elif path.rsplit(".", 1)[-1] in ("act_fn", "act") or type(module).__name__.endswith("AndMul"):
             found.activations.append(module)
+    find_shares(found)
     return found
-
-
-def _linear(path: str, module: Any, packed: Mapping[str, list[str]]) -> Linear:
-    name = path.rsplit(".", 1)[-1]
-    names = packed.get(name, [name])
-    sizes = module.output_sizes if len(names) > 1 else [module.output_size]
-    if len(sizes) != len(names):
-        raise ModelError(f"vLLM's {path} has {len(sizes)} outputs, its model names {', '.join(names)}")
-    return Linear(module, [Projection(name, size) for name, size in zip(names, sizes, strict=True)])
-
-
-def _why_not_plain(module: Any) -> str:
-    """Return why a linear module is not a plain product with its weight; "" if it is one."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    if not isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-        return type(module.quant_method).__name__
-    if module.tp_size > 1:
-        return f"{module.tp_size} tensor-parallel shares"
-    if not isinstance(module.weight, torch.Tensor) or module.weight.dim() != 2:
-        return "packed weights"
-    return ""

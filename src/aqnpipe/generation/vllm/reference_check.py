@@ -1,5 +1,6 @@
 """Recomputes vLLM's linear modules with plain torch and compares. It shares no code with the injection of noise."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import OperatorNoise
-from aqnpipe.generation.vllm.modules import Linear
+from aqnpipe.generation.vllm.linears import Linear
+from aqnpipe.generation.vllm.replacement import replace
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.phase_state import PhaseState
 
@@ -26,16 +28,24 @@ class EngineReferenceCheck:
         self._handles: list[Any] = []
 
     def install(self, stack: ExitStack, linear: Linear) -> None:
-        """Compare the output of one linear module, ahead of the hooks of any fault on it."""
+        """Compare the output of one linear module, ahead of the hooks of any fault on it.
+
+        Of a row-parallel module the product of this worker is compared, before those of all workers are added up.
+        """
         number, self._number = self._number, self._number + 1
-        hook = partial(self._compare_linear, number % _STRIDE == self._offset)
+        is_selected = number % _STRIDE == self._offset
+        if linear.is_summed:
+            method = linear.module.quant_method
+            replace(stack, method, "apply", partial(self._compared_product, is_selected, method.apply))
+            return
+        hook = partial(self._compare_linear, is_selected)
         self._keep(stack, linear.module.register_forward_hook(hook, prepend=True))
 
-    def install_on_head(self, stack: ExitStack, logits: Any) -> None:
+    def install_on_head(self, stack: ExitStack, logits: Any, head: Linear) -> None:
         """Compare the output projection, unless its logits are scaled or capped."""
         noised = self._operator_noise is None or self._operator_noise.include_lm_head
         if noised and logits.scale == 1.0 and logits.soft_cap is None:
-            self._keep(stack, logits.register_forward_hook(self._compare_head, prepend=True))
+            self._keep(stack, logits.register_forward_hook(partial(self._compare_head, head), prepend=True))
 
     def enter_model(self) -> None:
         """Start a forward; remove the hooks if no later forward needs them."""
@@ -57,17 +67,30 @@ class EngineReferenceCheck:
         used = output[0] if isinstance(output, tuple) else output
         self.compare(args[0], module.weight, None if module.skip_bias_add else module.bias, used)
 
-    def _compare_head(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        head, hidden, *_ = args
-        self.compare(hidden, head.weight, None, output)
+    def _compared_product(
+        self, is_selected: bool, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        product = apply(layer, x, bias)
+        if self._state.reads_one_token or is_selected:
+            self.compare(x, layer.weight, bias, product, is_noised=False)
+        return product
 
-    def compare(self, x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor) -> None:
+    def _compare_head(self, head: Linear, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        _, hidden, *_ = args
+        shard = head.projections[0].output_shard
+        self.compare(hidden, head.module.weight, None, output if shard is None else shard.of(output))
+
+    def compare(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor, *, is_noised: bool | None = None
+    ) -> None:
         """Compare the product of `x` and `weight` with `used`, the output in use, which includes any bias.
+
+        `is_noised`: whether it should have noise; None if as all products of the current place.
 
         Code that changes inputs or outputs inside a linear module calls this itself: the module's own input and output
         then no longer belong to one product.
         """
+        if is_noised is None:
+            is_noised = self._operator_noise is not None and self._state.place.error is not None
         if self._state.is_first_of_kind:
-            self._state.audit.compare_linear(
-                x, weight, bias, used, self._operator_noise is not None and self._state.place.error is not None
-            )
+            self._state.audit.compare_linear(x, weight, bias, used, is_noised)

@@ -8,6 +8,7 @@ it cannot be installed fails, and the server does not start. `aqnpipe_receipt`, 
 `/collective_rpc` (VLLM_SERVER_DEV_MODE=1), returns what was measured since the start.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from pydantic import Field
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.noise import ErrorModel, LayerIndex, OperatorNoise, OperatorSet
 from aqnpipe.config.yaml_file import load_yaml, validated
-from aqnpipe.errors import ModelError
+from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
+from aqnpipe.generation.vllm.measurements import shares_of, workers_of
 from aqnpipe.generation.vllm.plugin import NOISE_FILE
+from aqnpipe.generation.vllm.tensor_parallel import texts_of_all_workers
 from aqnpipe.generation.vllm.worker import NoiseExtension
+from aqnpipe.generation.vllm.worker_merge import merged_workers
+from aqnpipe.models.layout import num_rms_norms
+from aqnpipe.noise.receipts.receipt import Receipt
 
 
 class ServedNoiseFile(FrozenModel):
@@ -56,13 +62,30 @@ class ServedNoise(NoiseExtension):
         _raise(self.aqnpipe_begin_batch({"seed": noise.noise_seed, "step": 0}))
 
     def aqnpipe_receipt(self: Any) -> dict[str, Any]:
-        """Return the receipt since the start, and its problems; what is answered later has further noise."""
+        """Return the receipt since the start, and its problems; what is answered later has further noise.
+
+        Tensor-parallel workers exchange their measurements: each returns the receipt of all together.
+        """
         current = self._aqnpipe_pass
         self.aqnpipe_end_batch()
-        receipt = current.recorder.receipt()
+        receipt, problems = self._aqnpipe_judged(current)
         self._aqnpipe_steps += 1
         _raise(self.aqnpipe_begin_batch({"seed": current.noise.noise_seed, "step": self._aqnpipe_steps}))
-        return {"rank": self.rank, "problems": receipt.problems(), "receipt": receipt.model_dump(mode="json")}
+        return {"rank": self.rank, "problems": problems, "receipt": receipt.model_dump(mode="json")}
+
+    def _aqnpipe_judged(self: Any, current: Any) -> tuple[Receipt, list[str]]:
+        if self.parallel_config.world_size == 1:
+            receipt = current.recorder.receipt()
+            return receipt, receipt.problems()
+        own = json.dumps(current.measured(self.rank, self.parallel_config.world_size))
+        replies = [json.loads(text) for text in texts_of_all_workers(own)]
+        recorder = current.noise.recorder(len(current.engine.layers), num_rms_norms(current.engine.model))
+        try:
+            recorder.restore(merged_workers(workers_of(replies), shares_of(replies), recorder))
+        except ReceiptError as error:
+            return current.recorder.receipt(), list(error.problems)
+        receipt = recorder.receipt()
+        return receipt, receipt.problems()
 
 
 def _raise(reply: dict[str, Any]) -> None:

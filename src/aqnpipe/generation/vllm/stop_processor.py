@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXT, StopText
+from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXTS, StopText
 from aqnpipe.models.loading import load_tokenizer
 
 
 class StopTextProcessor(AdapterLogitsProcessor):
-    """Forces the end token after the stop text of a request, if the request has one."""
+    """Forces the end token after any stop text of a request."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
@@ -32,16 +32,18 @@ class StopTextProcessor(AdapterLogitsProcessor):
     def new_req_logits_processor(self, params: Any) -> Callable[[list[int], Tensor], Tensor] | None:
         """Return the function that changes the logits of a request; None if the request has no stop text."""
         arguments = params.extra_args or {}
-        text = arguments.get(STOP_TEXT)
-        if text is None:
+        stops, end_token = [self._stop_text(text) for text in arguments.get(STOP_TEXTS, ())], arguments.get(END_TOKEN)
+        if not stops:
             return None
-        if text not in self._stop_texts:
-            self._stop_texts[text] = StopText(load_tokenizer(Path(self._folder)), text)
-        stop, end_token = self._stop_texts[text], arguments[END_TOKEN]
 
         def force_end(output_ids: list[int], logits: Tensor) -> Tensor:
-            if stop.is_complete(output_ids):
+            if any(stop.is_complete(output_ids) for stop in stops):
                 logits.fill_(-torch.inf)[end_token] = 0
             return logits
 
         return force_end
+
+    def _stop_text(self, text: str) -> StopText:
+        if text not in self._stop_texts:
+            self._stop_texts[text] = StopText(load_tokenizer(Path(self._folder)), text)
+        return self._stop_texts[text]

@@ -6,6 +6,8 @@ bug and fails the call.
 """
 
 import os
+import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +22,18 @@ from aqnpipe.generation.vllm.weights import load_sent_weights
 from aqnpipe.models.layout import num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.phase_state import NoiseKey
+from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+
+def is_batch_invariant() -> bool:
+    """Return whether vLLM's batch-invariant mode is in force in this process, not merely asked for."""
+    # Set by vLLM 0.32 when the mode is enabled. Its workers on a CPU ignore the environment variable.
+    mode = sys.modules.get("vllm.model_executor.determinism.batch_invariant")
+    return bool(getattr(mode, "_batch_invariant_MODE", False))
+
+
+_NO_TRAINING = {"model_error": "rollouts on tensor-parallel engines are not supported, expected one worker"}
 
 
 class _WorkerPass:
@@ -34,6 +47,29 @@ class _WorkerPass:
         if isinstance(noise, RolloutNoise):
             self.recorder.expect_clean_norms(noise.clean_norms, engine.model)
         self.batch: ExitStack | None = None
+        self.shards: dict[str, set[Shard]] = {}
+        self._batch_shards: Mapping[str, set[Shard]] = {}
+
+    def begin_batch(self, hooks: ExitStack, shards: Mapping[str, set[Shard]]) -> None:
+        """Note the hooks of a batch, and where its tensor-parallel shares will be found."""
+        self.batch, self._batch_shards = hooks, shards
+
+    def measured(self, rank: int, num_workers: int) -> dict[str, Any]:
+        """Return what this worker measured so far, as plain data; between batches."""
+        return {
+            "rank": rank,
+            "num_workers": num_workers,
+            "state": self.recorder.state().to_json(),
+            "shards": {operator: sorted(shards) for operator, shards in self.shards.items()},
+        }
+
+    def end_batch(self) -> None:
+        """Remove the hooks of the batch, if there is one."""
+        if self.batch is not None:
+            batch, self.batch = self.batch, None
+            batch.close()
+            for operator, shards in self._batch_shards.items():
+                self.shards[operator] = self.shards.get(operator, set()) | shards
 
 
 class NoiseExtension:
@@ -47,9 +83,11 @@ class NoiseExtension:
         return {
             "rank": self.rank,
             "num_workers": self.parallel_config.world_size,
+            "tensor_parallel": self.parallel_config.tensor_parallel_size,
             "process": os.getpid(),
             "plugin": version_in_this_process(),
             "enforce_eager": bool(self.model_config.enforce_eager),
+            "batch_invariant": is_batch_invariant(),
             "model": type(model).__name__,
             "num_layers": len(EngineModel(model).layers),
             "num_norms": num_rms_norms(model),
@@ -57,6 +95,8 @@ class NoiseExtension:
 
     def aqnpipe_load_weights(self: Any, path: str, sha256: str) -> dict[str, Any]:
         """Load the weights in the file at `path`, whose SHA-256 is `sha256`; return the SHA-256 of what was loaded."""
+        if self.parallel_config.tensor_parallel_size > 1:
+            return _NO_TRAINING
         try:
             load_sent_weights(EngineModel(self.get_model()), Path(path), sha256)
         except ReceiptError as error:
@@ -69,6 +109,8 @@ class NoiseExtension:
 
     def aqnpipe_begin_rollout(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
         """Start a rollout under `noise` (`RolloutNoise` as plain data)."""
+        if self.parallel_config.tensor_parallel_size > 1:
+            return _NO_TRAINING
         return self._aqnpipe_begin(RolloutNoise.model_validate(noise))
 
     def _aqnpipe_begin(self: Any, noise: PassNoise) -> dict[str, Any]:
@@ -99,29 +141,26 @@ class NoiseExtension:
                             step=noise_key.step,
                         )
                     )
-                stack.enter_context(
+                shards = stack.enter_context(
                     engine_noise(current.engine, noise, noise_key, current.recorder, current.faults, hidden_sigmas)
                 )
             except AqnpipeError as error:
                 return {"model_error": str(error)}
-            current.batch = stack.pop_all()
+            current.begin_batch(stack.pop_all(), shards)
         return {}
 
     def aqnpipe_end_batch(self: Any) -> dict[str, Any]:
         """Remove the noise of the batch; does nothing if there is none."""
         current: _WorkerPass = self._aqnpipe_pass
-        if current.batch is not None:
-            batch, current.batch = current.batch, None
-            batch.close()
+        current.end_batch()
         return {}
 
     def aqnpipe_end_pass(self: Any) -> dict[str, Any]:
-        """End the pass; return rank, number of workers, the recorder's state as JSON, and the states of the faults."""
+        """End the pass; return rank, number of workers, the recorder's state as JSON, and the states of the faults.
+
+        `shards`: by operator, the tensor-parallel shares that had noise.
+        """
         current: _WorkerPass = self._aqnpipe_pass
         del self._aqnpipe_pass
-        return {
-            "rank": self.rank,
-            "num_workers": self.parallel_config.world_size,
-            "state": current.recorder.state().to_json(),
-            "fault_states": [asdict(state) for state in current.faults.states()],
-        }
+        fault_states = [asdict(state) for state in current.faults.states()]
+        return current.measured(self.rank, self.parallel_config.world_size) | {"fault_states": fault_states}

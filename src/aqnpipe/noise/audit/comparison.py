@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aqnpipe.config.noise import TensorError
-from aqnpipe.noise.audit.expected_values import expected_values
+from aqnpipe.config.own_noise import OwnError
+from aqnpipe.noise.audit.expected_values import deviations, expected_values
 from aqnpipe.noise.audit.observer import Claim, Reading
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray
 
@@ -84,22 +86,22 @@ def compare(samples: Sequence[Sample], comparison: Comparison, name: Callable[[C
             expected, allowed = expected_values(
                 clean, found[0].expected_error, found[0].dtype, draws, elements, input_rms
             )
-            deviation = np.where((used == expected) | (allowed == np.inf), 0.0, np.abs(used - expected) / allowed)
-        # Where the product itself is not finite there is nothing to compare.
-        deviation[~np.isfinite(clean)] = 0.0
-        deviation[np.isnan(deviation)] = np.inf
+        deviation = deviations(clean, used, expected, allowed, found[0].dtype)
         comparison.numbers += len(elements)
         comparison.largest_deviation = max(comparison.largest_deviation, float(deviation.max(initial=0.0)))
-        for sample, deviations in zip(found, np.split(deviation, np.cumsum(counts)[:-1]), strict=True):
-            if (deviations > 1).any():
-                comparison.note(f"{name(sample.claim)}: {_difference(sample, deviations)}")
+        for sample, own in zip(found, np.split(deviation, np.cumsum(counts)[:-1]), strict=True):
+            if (own > 1).any():
+                comparison.note(f"{name(sample.claim)}: {_difference(sample, own > 1)}")
 
 
-def _difference(sample: Sample, deviations: FloatArray) -> str:
-    wrong = deviations > 1
+def _difference(sample: Sample, wrong: npt.NDArray[np.bool_]) -> str:
     if (sample.used == sample.clean).all():
         return "the values used have no noise"
+    error = sample.expected_error
+    whose = (
+        f"{error.function}, which must be elementwise, without a state" if isinstance(error, OwnError) else error.kind
+    )
     return (
         f"{np.count_nonzero(wrong) / len(wrong):.0%} of the sampled values are not those of the requested noise "
-        f"({sample.expected_error.kind})"
+        f"({whose})"
     )

@@ -11,6 +11,8 @@ from aqnpipe.config.noise import (
     SystematicBias,
     TensorError,
 )
+from aqnpipe.config.own_noise import OwnError
+from aqnpipe.noise.audit.own_values import own_values
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, normals
 
 _SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -22,6 +24,7 @@ _ROW_SUM = 2.0**-18
 """Relative error of the root mean square of an input row that is computed in float32."""
 
 _NEARLY_LARGEST = 0.999
+_LARGE = 0.5
 _ROUNDED_ONCE = 0.5001
 _FLOAT32_STEPS = 2.0
 
@@ -62,6 +65,9 @@ def expected_values(
             expected = clean + scale * np.sign(clean)
             # torch rounds the scale to the number format of the tensor before it adds.
             slack = spacing(np.full(clean.shape, scale), dtype)
+        case OwnError():
+            expected, slack = own_values(clean, error, dtype, draws, elements)
+            slack += _ARITHMETIC * (np.abs(clean) + np.abs(expected))
         case MantissaTruncation(mantissa_bits=bits):
             exponent = np.maximum(np.frexp(clean)[1], _SMALLEST_EXPONENT[dtype])
             step = np.ldexp(1.0, exponent - 1 - bits)
@@ -69,7 +75,23 @@ def expected_values(
     steps = _ROUNDED_ONCE if dtype in (torch.float16, torch.bfloat16) else _FLOAT32_STEPS
     allowed = slack + steps * spacing(expected, dtype)
     # Near the largest number of the format a result may become infinite.
-    return expected, np.where(np.abs(expected) < _NEARLY_LARGEST * torch.finfo(dtype).max, allowed, np.inf)
+    return expected, np.where(np.abs(expected) >= _NEARLY_LARGEST * torch.finfo(dtype).max, np.inf, allowed)
+
+
+def deviations(
+    clean: FloatArray, used: FloatArray, expected: FloatArray, allowed: FloatArray, dtype: torch.dtype
+) -> FloatArray:
+    """Return the differences of `used` from `expected` as multiples of `allowed`: above 1 contradicts the request.
+
+    Where `allowed` is infinite, `used` must be infinite or large too. Where `clean` is not finite there is nothing to
+    compare.
+    """
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        found = np.abs(used - expected) / allowed
+        is_large = np.sign(expected) * used >= _LARGE * torch.finfo(dtype).max
+    found = np.where(np.isinf(allowed), np.where(is_large, 0.0, np.inf), found)
+    found[np.isnan(found)] = np.inf
+    return np.where((used == expected) | ~np.isfinite(clean), 0.0, found)
 
 
 def measured_sigma(figures: ErrorFigures, clean: FloatArray, input_rms: FloatArray | None) -> FloatArray:

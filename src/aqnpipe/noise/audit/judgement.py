@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from aqnpipe.config.measured_noise import LayerErrors, OperatorError
 from aqnpipe.config.noise import ModuleNoise, Phase, PlacedError, TensorError
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.comparison import Comparison, Sample, compare, values_of
-from aqnpipe.noise.audit.expected_values import measured_size
+from aqnpipe.noise.audit.expected_values import measured_size, spacing
 from aqnpipe.noise.audit.observer import Claim, Followed, Observer
 from aqnpipe.noise.audit.random_numbers import FloatArray, Position, key_at
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -81,7 +83,7 @@ class Judge:
                 if error is not None:
                     dtype = followed.tensor.dtype
                     samples.append(Sample(claim, error, key, dtype, elements, clean[covered], used[covered], rows))
-                self._record(claim, clean[covered], used[covered], rows)
+                self._record(claim, clean[covered], used[covered], rows, followed.tensor.dtype)
             if len(followed.claims) > 1:
                 self._judge_overlap(followed)
         self._judge_draws(observer)
@@ -155,14 +157,17 @@ class Judge:
             if numbers != list(range(1, len(numbers) + 1)):
                 self._comparison.note(f"calls of a layer are numbered {numbers[:4]}..., expected 1, 2, 3, ...")
 
-    def _record(self, claim: Claim, clean: FloatArray, used: FloatArray, input_rms: FloatArray) -> None:
+    def _record(
+        self, claim: Claim, clean: FloatArray, used: FloatArray, input_rms: FloatArray, dtype: torch.dtype
+    ) -> None:
+        rounding = spacing(used, dtype) / np.sqrt(12) if isinstance(claim.error, OwnError) else None
         if isinstance(claim.error, OperatorError):
             # In units of the measured machine: the error over the size that it has there at this element.
             size = measured_size(claim.error.figures, clean, input_rms)
             known = size > 0
             clean, used = size[known], size[known] + (used - clean)[known]
         if claim.operator != HIDDEN_STATES:
-            self._recorder.measure_values(claim.phase, claim.operator, claim.layer, clean, used)
+            self._recorder.measure_values(claim.phase, claim.operator, claim.layer, clean, used, rounding)
 
 
 def _has_its_stream(claim: Claim) -> bool:

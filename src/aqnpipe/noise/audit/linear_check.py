@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import FakeQuantization, PlacedError, quantity_of, requested_size
 from aqnpipe.noise.audit.comparison import Comparison
-from aqnpipe.noise.audit.expected_values import expected_values, measured_size, spacing
+from aqnpipe.noise.audit.expected_values import deviations, expected_values, measured_size, spacing
 from aqnpipe.noise.audit.observer import Claim, Observer
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray
 from aqnpipe.noise.receipts.recorder_state import ReferenceSums
@@ -142,14 +142,16 @@ class LinearCheck:
             return
         draws = Draws.of(claim.key, claim.call, claim.stream)
         expected, allowed = expected_values(product, claim.error, dtype, draws, places, input_rms)
+        added: FloatArray | float = 0.0
         if bias is not None:
             added = bias.double().cpu().numpy()
             expected = expected + added
             allowed = allowed + spacing(expected, dtype)
         allowed = allowed + _SUMMATION * spacing(np.array(np.abs(product).max(initial=0.0)), dtype)
+        wrong = deviations(product + added, found, expected, allowed, dtype) > 1
         # The sum with a large bias keeps too few digits of the noise to measure its size. The choice must not depend on
         # the draw: the larger numbers alone would measure too large a size.
-        noised = found - (added if bias is not None else 0.0)
+        noised = found - added
         if isinstance(claim.error, OperatorError):
             # In units of the measured machine, as the cells of the receipt.
             unit = measured_size(claim.error.figures, product, input_rms)
@@ -158,8 +160,6 @@ class LinearCheck:
             unit = np.abs(product) if quantity_of(claim.error) == "relative" else np.ones(product.shape)
         precise = requested_size(claim.error) * unit > 8 * spacing(expected, dtype)
         self._note(product[precise], noised[precise])
-        with np.errstate(invalid="ignore"):
-            wrong = ~(np.abs(found - expected) <= allowed) & np.isfinite(expected)
         self.comparison.numbers += len(found)
         if wrong.any():
             self.comparison.note(

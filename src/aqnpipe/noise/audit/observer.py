@@ -42,7 +42,10 @@ _ACCUMULATIONS = frozenset({"sum", "add", "add_"})
 
 @dataclass(frozen=True)
 class Claim:
-    """What the injection says that it did to a tensor: the error, its draw, and the part of the storage it covers."""
+    """What the injection says that it did to a tensor: the error, its draw, and the part of the storage it covers.
+
+    `columns`: of a tensor-parallel worker's share of a tensor, its first column, its width and that of the whole.
+    """
 
     phase: Phase
     operator: str
@@ -54,11 +57,13 @@ class Claim:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    columns: tuple[int, int, int] | None = None
 
     def elements_at(self, addresses: IntArray) -> tuple[IntArray, IntArray]:
         """Return which of `addresses` (offsets in the storage) the claimed tensor covers, and their element numbers.
 
         Elements are numbered as they lie in memory if the tensor has no gaps, otherwise in the order of its indices.
+        Those of a share have the numbers that they have in the whole tensor.
         """
         relative, inside = addresses - self.offset, np.ones(addresses.shape, bool)
         dense = _numel(self.shape) == 1 + sum(
@@ -77,7 +82,14 @@ class Claim:
             number = number + index * weight[dimension]
         inside &= rest == 0
         covered = np.flatnonzero(inside)
-        return covered, (relative if dense else number)[covered]
+        return covered, self._in_whole((relative if dense else number)[covered])
+
+    def _in_whole(self, numbers: IntArray) -> IntArray:
+        if self.columns is None:
+            return numbers
+        start, size, width = self.columns
+        rows, columns = np.divmod(numbers, size)
+        return rows * width + start + columns
 
 
 @dataclass
@@ -215,6 +227,14 @@ class Observer(TorchDispatchMode):
             elif followed.claims:
                 _count(self.unused, f"{followed.made_by}")
 
+    def forget(self) -> None:
+        """Forget what was judged, so that it is not counted again if another pass is observed.
+
+        Claims are kept: no draw may be used by two passes.
+        """
+        self.classified = 0
+        self.escapes, self.unused, self.readings = {}, {}, []
+
     @property
     def frame(self) -> Frame | None:
         """The pass that is running."""
@@ -271,14 +291,18 @@ class Observer(TorchDispatchMode):
         layer: int | None,
         error: TensorError,
         draw: tuple[int, int, int],
+        columns: tuple[int, int, int] | None = None,
     ) -> None:
-        """Note that `error` was put on `tensor` with the random numbers of `draw`: key, call and stream."""
+        """Note that `error` was put on `tensor` with the random numbers of `draw`: key, call and stream.
+
+        `columns`: the place of a share in the whole tensor, as in `Claim`.
+        """
         self._call_claims += 1
         with torch._C.DisableTorchFunction():
             is_empty = not tensor.numel()
             followed = self._followed.get(storage_of(tensor))
             geometry = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        claim = Claim(phase, operator, layer, error, *draw, *geometry)
+        claim = Claim(phase, operator, layer, error, *draw, *geometry, columns)
         self.claims.append(claim)
         if is_empty:
             # An expert without tokens: there is nothing to compare.

@@ -180,6 +180,7 @@ class PhaseAudit:
             self._recorder.count_escape(self._phase, what, calls)
         self._recorder.count_classified(self._phase, observer.classified)
         self._judge(forward_origin).judge(observer)
+        observer.forget()
 
     def _frame(self, place: int, layer: int | None, module: nn.Module) -> Frame:
         is_outside = place == self._outside

@@ -9,7 +9,7 @@ from torch import nn
 from aqnpipe.config.noise import AbsoluteGaussian, Phase
 from aqnpipe.models.layout import rms_norms, weight_of
 from aqnpipe.noise.audit.comparison import Comparison
-from aqnpipe.noise.audit.expected_values import expected_values
+from aqnpipe.noise.audit.expected_values import deviations, expected_values
 from aqnpipe.noise.audit.random_numbers import Draws, Position, key_at_step
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -56,7 +56,7 @@ def compare_norms(
         else:
             draws = Draws.of(key, call, 0)
             expected, allowed = expected_values(clean, AbsoluteGaussian(scale=sigma), weight.dtype, draws, elements)
-            wrong = np.abs(used - expected) > allowed
+            wrong = deviations(clean, used, expected, allowed, weight.dtype) > 1
             comparison.numbers += len(elements)
         if wrong.any():
             requested = f"the noise of step {position.step}" if sigma else "clean weights"

@@ -22,6 +22,13 @@ from aqnpipe.noise.receipts.sampling import sample
 _HIDDEN = 8
 
 
+SharedSite = Callable[[nn.Module, Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
+"""Makes a function of a module's whole output one of this worker's share of it.
+
+The size of a fault and its channels depend on the whole output.
+"""
+
+
 @dataclass(frozen=True)
 class _Site:
     """A module whose output gets faults, AQN noise, or both; faults by their index among the machine's faults."""
@@ -36,6 +43,7 @@ class FaultInjection:
     """The sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
 
     `find` returns the module of a site (model, layer index, name), or raises ModelError if there is no such site.
+    `shared` is for sites whose output is spread over tensor-parallel workers.
     """
 
     def __init__(
@@ -44,11 +52,13 @@ class FaultInjection:
         active_faults: Sequence[ActiveFault],
         hidden_sigmas: Mapping[int, float],
         find: Callable[[nn.Module, int, str], nn.Module] = site_module,
+        shared: SharedSite | None = None,
     ) -> None:
         self.state = state
         self._active_faults = active_faults
         self._hidden_sigmas = hidden_sigmas
         self._site_module = find
+        self._shared = shared
         self._sites = self._find()
 
     def install(self, stack: ExitStack, layer: int) -> None:
@@ -74,7 +84,10 @@ class FaultInjection:
         ]
 
     def _leave(self, site: _Site, module: nn.Module, args: Any, output: Any) -> Any:
-        return on_output(partial(self._through, site), module, args, output)
+        through: Callable[[Tensor], Tensor] = partial(self._through, site)
+        if self._shared is not None:
+            through = self._shared(module, through)
+        return on_output(through, module, args, output)
 
     def _through(self, site: _Site, hidden: Tensor) -> Tensor:
         """Return the output of a site after its faults before AQN's noise, the noise, and its faults after the noise.

@@ -11,6 +11,7 @@ from aqnpipe.models.layout import layer_of, select_modules
 from aqnpipe.noise.injection.hooks import keep, on_input, on_output
 from aqnpipe.noise.injection.operators import straight_through
 from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.kernels.stream import NoiseStream
 
 # Above the stream numbers of operators and hidden states, which use the same keys.
@@ -27,23 +28,27 @@ class ModuleErrors:
         self._ordinals = {name: ordinal for ordinal, name in enumerate(selected)}
         state.recorder.expect_modules(len(self._ordinals))
 
-    def install(self, stack: ExitStack, module: nn.Module, name: str) -> None:
-        """Register noise on `module` (qualified name `name`) if it is selected."""
+    def install(self, stack: ExitStack, module: nn.Module, name: str, shard: Shard | None = None) -> None:
+        """Register noise on `module` (qualified name `name`) if it is selected.
+
+        `shard`: the columns that a tensor-parallel worker has of the whole input or output.
+        """
         if name not in self._ordinals:
             return
-        noised = partial(self._noised, name, self._ordinals[name])
+        noised = partial(self._noised, name, self._ordinals[name], shard)
         if self._noise.point == "input":
             keep(stack, module.register_forward_pre_hook(partial(on_input, noised)))
         else:
             keep(stack, module.register_forward_hook(partial(on_output, noised)))
 
-    def _noised(self, name: str, ordinal: int, tensor: Tensor) -> Tensor:
+    def _noised(self, name: str, ordinal: int, shard: Shard | None, tensor: Tensor) -> Tensor:
         """Return a noised copy of the input or output `tensor` of the module `name`."""
         state, place = self._state, self._state.place
         place.module_calls[ordinal] += 1
         source = NoiseStream(place.key, ordinal, _FIRST_MODULE + place.module_calls[ordinal])
         operator = f"module.{name.rsplit('.', 1)[-1]}"
         noised = tensor.detach().clone()
-        state.put_error(state.phase, operator, layer_of(name), self._noise.error, source, noised, repeats=True)
+        error, layer = self._noise.error, layer_of(name)
+        state.put_error(state.phase, operator, layer, error, source, noised, repeats=True, shard=shard)
         state.recorder.count_module(state.phase, name)
         return straight_through(tensor, noised)

@@ -1,7 +1,8 @@
 """State shared by the parts of one phase's injection: the layer that computes, and the key of its random numbers."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from aqnpipe.config.noise import Phase, PlacedError, TensorError
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.models.layout import decoder_layers, output_projection
 from aqnpipe.noise.audit.phase_audit import AuditedPart, PhaseAudit
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shard_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.seeding import derive_seed
@@ -51,6 +54,7 @@ class PhaseState:
     token per row. `is_first_of_kind`: it is the first pass of this phase that does, or the first that does not.
     `audit_at` makes the audit of the phase at a position; by default it observes the layers of transformers' model.
     `recomputing` is true while a checkpointed layer is recomputed, so that nothing is counted or measured twice.
+    `shards`: by operator, the shares of tensors that a tensor-parallel worker has put errors on.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class PhaseState:
         self.reads_one_token = self.is_first_of_kind = False
         self._kinds: set[bool] = set()
         self.recomputing = False
+        self.shards: dict[str, set[Shard]] = defaultdict(set)
         self.outside = self.place = Place()
         seed, step = recorder.position(key.seed, key.step)
         position = Position(seed, step if phase != "validation" else key.step, key.micro_step, key.rank, 0)
@@ -105,23 +110,42 @@ class PhaseState:
         *,
         repeats: bool,
         input_rms: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """Put `error` on `tensor` in place and count it; recomputations count once.
 
-        `input_rms`: for a measured error, the root mean squares of the operator's input rows [..., 1].
+        `input_rms`: for a measured error, the root mean squares of the operator's input rows [..., 1]. `shard`: the
+        columns of the whole tensor that a tensor-parallel worker has, None for all.
 
         Autograd records no operation, so gradients pass straight through. The tensor's version is increased, so the
         backward pass of an operator that needs its unchanged output fails instead of using the noised one.
         """
         values = tensor.detach() if tensor.requires_grad else tensor
         observer = self.audit.observer
-        if observer is None:
-            apply_error_(values, error, source, input_rms)
-        else:
-            with observer.unobserved():
-                apply_error_(values, error, source, input_rms)
-            observer.claim(values, phase, operator, layer, error, source)
+        # Of all errors only one of a user's own may leave every value as it is, so its changes are counted.
+        before = changed = None
+        with observer.unobserved() if observer is not None else nullcontext():
+            if type(error) is OwnError:
+                before = values.clone()
+            _apply(values, error, source, input_rms, shard)
+            if before is not None:
+                changed = ((values != before) & (before == before)).sum()
+        if observer is not None:
+            observer.claim(values, phase, operator, layer, error, source, shard)
+        if shard is not None:
+            self.shards[operator].add(shard)
         if not (repeats and self.recomputing):
             self.recorder.count_call(phase, operator, layer, error, values.numel())
+            if changed is not None:
+                self.recorder.count_changed(phase, operator, layer, changed)
         if torch.is_grad_enabled():
             increment_version(values)
+
+
+def _apply(
+    tensor: Tensor, error: TensorError, source: NoiseStream, input_rms: Tensor | None, shard: Shard | None
+) -> None:
+    if shard is None:
+        apply_error_(tensor, error, source, input_rms)
+    else:
+        apply_error_to_shard_(tensor, shard, error, source)

@@ -10,8 +10,10 @@ from aqnpipe.config.noise import (
     SystematicBias,
     TensorError,
 )
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_, add_relative_gaussian_
 from aqnpipe.noise.kernels.measured import add_measured_
+from aqnpipe.noise.kernels.own import add_own_
 from aqnpipe.noise.kernels.quantization import truncate_mantissa_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
@@ -32,3 +34,5 @@ def apply_error_(tensor: Tensor, error: TensorError, source: NoiseStream, input_
             return tensor.add_(tensor.sign(), alpha=error.scale)
         case MantissaTruncation():
             return truncate_mantissa_(tensor, error.mantissa_bits)
+        case OwnError():
+            return add_own_(tensor, error, source)

@@ -1,6 +1,7 @@
 """Turns the running sums of a recorder into the parts of a receipt."""
 
 from aqnpipe.config.noise import requested_size
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.receipt_content import (
     FaultCell,
     GradientFlow,
@@ -48,6 +49,7 @@ def place_of(cell: CellSums) -> tuple[str, bool, int, str]:
 
 def noise_cell(cell: CellSums) -> NoiseCell:
     """Return the cell of one operator, or kind of module, of one layer in one phase."""
+    is_own = isinstance(cell.error, OwnError)
     return NoiseCell(
         phase=cell.phase,
         operator=cell.operator,
@@ -59,6 +61,8 @@ def noise_cell(cell: CellSums) -> NoiseCell:
         measured=cell.ratios.root_mean_square if cell.ratios.count else None,
         mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
         measured_elements=cell.ratios.count,
+        changed_elements=cell.changed if is_own else None,
+        rounding=(cell.ratios.rounding_squares / cell.ratios.count) ** 0.5 if is_own and cell.ratios.count else None,
     )
 
 

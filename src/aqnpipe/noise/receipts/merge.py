@@ -176,7 +176,8 @@ def _grouped(
     return [merge(group) for group in groups.values()]
 
 
-def _merged_ratios(all_ratios: Sequence[RatioSums]) -> RatioSums:
+def merged_ratios(all_ratios: Sequence[RatioSums]) -> RatioSums:
+    """Return the sums of all errors together."""
     return RatioSums(
         quantity=all_ratios[0].quantity,
         count=sum(ratios.count for ratios in all_ratios),
@@ -185,6 +186,7 @@ def _merged_ratios(all_ratios: Sequence[RatioSums]) -> RatioSums:
         rounded_count=sum(ratios.rounded_count for ratios in all_ratios),
         expected_squares=sum(ratios.expected_squares for ratios in all_ratios),
         expected_variance=sum(ratios.expected_variance for ratios in all_ratios),
+        rounding_squares=sum(ratios.rounding_squares for ratios in all_ratios),
     )
 
 
@@ -194,9 +196,10 @@ def _merged_cell(cells: list[CellSums]) -> CellSums:
         operator=cells[0].operator,
         layer=cells[0].layer,
         error=cells[0].error,
-        ratios=_merged_ratios([cell.ratios for cell in cells]),
+        ratios=merged_ratios([cell.ratios for cell in cells]),
         calls=sum(cell.calls for cell in cells),
         elements=sum(cell.elements for cell in cells),
+        changed=sum(cell.changed for cell in cells),
     )
 
 

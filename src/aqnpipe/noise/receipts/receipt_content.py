@@ -37,7 +37,7 @@ class NoiseCell(ReceiptModel):
     is (y' - y)/y over non-zero y for relative errors, y' - y for absolute ones, (y' - y)*sign(y) for a bias, and for
     measured errors y' - y in units of the measured machine: over the size of its error at y.
     `requested` is the expected value of `measured`: the error's scale, or an upper bound for roundings of a number
-    format.
+    format and errors of a user's own.
     """
 
     phase: Phase
@@ -50,6 +50,16 @@ class NoiseCell(ReceiptModel):
     measured: float | None
     mean_error: float | None
     measured_elements: int
+    changed_elements: int | None = Field(
+        default=None,
+        exclude_if=lambda found: found is None,
+        description="of an error of a user's own: how many of `elements` it changed; else absent",
+    )
+    rounding: float | None = Field(
+        default=None,
+        exclude_if=lambda found: found is None,
+        description="of an error of a user's own: root mean square of what rounding the result adds; else absent",
+    )
 
     @property
     def is_module(self) -> bool:

@@ -93,6 +93,7 @@ class ReceiptRecorder:
         self._weight_factors: dict[int | None, FactorSums] = {}
         # Tensors stay on their device until `settle` reads them all.
         self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._changed: dict[_CellKey, list[Tensor]] = defaultdict(list)
         self._affected: dict[tuple[Phase, int], list[Tensor]] = defaultdict(list)
         self._flows: dict[int, list[Tensor]] = defaultdict(list)
 
@@ -183,6 +184,10 @@ class ReceiptRecorder:
         cell.elements += elements
         self._phase(phase).noised_calls += 1
 
+    def count_changed(self, phase: Phase, operator: str, layer: int | None, changed: Tensor) -> None:
+        """Keep the number of elements (a tensor of one number) that an error of a user's own changed in a call."""
+        self._changed[phase, operator, layer].append(changed)
+
     def expect_modules(self, count: int) -> None:
         """Note the number of modules that the module noise selects."""
         self._num_noised_modules = count
@@ -246,12 +251,23 @@ class ReceiptRecorder:
             sums.flops, sums.noised_flops = flops, noised
 
     def measure_values(
-        self, phase: Phase, operator: str, layer: int | None, clean: FloatArray, used: FloatArray
+        self,
+        phase: Phase,
+        operator: str,
+        layer: int | None,
+        clean: FloatArray,
+        used: FloatArray,
+        rounding: FloatArray | None = None,
     ) -> None:
-        """Add sampled values of an output before and after its noise."""
+        """Add sampled values of an output before and after its noise.
+
+        `rounding`: for an error of a user's own, the standard deviation of the rounding of each value.
+        """
         cell = self._cells.get((phase, operator, layer))
         if cell is not None:
             cell.ratios.add_values(clean, used)
+            if rounding is not None:
+                cell.ratios.add_rounding(clean, rounding)
 
     def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
         """Keep a sample of an output before and after its noise (same shapes), to be summed by `settle`."""
@@ -336,12 +352,15 @@ class ReceiptRecorder:
         for key, pairs in self._samples.items():
             before, after = zip(*pairs, strict=True)
             self._cells[key].ratios.add(torch.cat(before), torch.cat(after))
+        for key, counts in self._changed.items():
+            self._cells[key].changed += sum(int(count) for count in counts)
         for place, counts in self._affected.items():
             self._faults[place].affected_elements += sum(int(count) for count in counts)
         for number, flows in self._flows.items():
             for flow in flows:
                 self._gradients[number].add(flow.tolist())
         self._samples.clear()
+        self._changed.clear()
         self._affected.clear()
         self._flows.clear()
 
@@ -378,6 +397,7 @@ class ReceiptRecorder:
         self._num_noised_modules = state.num_noised_modules
         self._keys = set(state.keys)
         self._samples.clear()
+        self._changed.clear()
         self._affected.clear()
         self._flows.clear()
         self._hidden.clear()

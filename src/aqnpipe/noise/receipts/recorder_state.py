@@ -20,7 +20,8 @@ class RatioSums:
     """Running sums of errors, in the unit of their `Quantity`.
 
     `rounded_count` of the errors are of 16-bit tensors: the expected sum of their squares is `expected_squares`, with
-    the variance `expected_variance` (see `rounding`).
+    the variance `expected_variance` (see `rounding`). `rounding_squares`: of errors of a user's own, the expected sum
+    of the squares of what rounding the result adds.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -32,6 +33,7 @@ class RatioSums:
     rounded_count: int = 0
     expected_squares: float = 0.0
     expected_variance: float = 0.0
+    rounding_squares: float = 0.0
 
     def add(self, before: Tensor, after: Tensor, scale: float | None = None) -> None:
         """Add the errors of `after` relative to `before` (same shapes).
@@ -59,6 +61,12 @@ class RatioSums:
         self.total += float(ratio.sum())
         self.squares += float(np.square(ratio).sum())
 
+    def add_rounding(self, clean: FloatArray, deviation: FloatArray) -> None:
+        """Add the standard deviations of the roundings of values that are `clean` before their error."""
+        known = clean != 0
+        parts = deviation[known] / clean[known] if self.quantity == "relative" else deviation
+        self.rounding_squares += float(np.square(parts).sum())
+
     def _expect(self, before: Tensor, clean: FloatArray, scale: float) -> None:
         """Add the expected squares of the errors of a 16-bit tensor: the noise and the rounding of the result."""
         relative = self.quantity == "relative"
@@ -83,7 +91,10 @@ class RatioSums:
 
 @dataclass
 class CellSums:
-    """One noised operator, or kind of module, of one layer in one phase."""
+    """One noised operator, or kind of module, of one layer in one phase.
+
+    `changed`: the elements that an error of a user's own changed; it is not counted for other errors.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -94,6 +105,7 @@ class CellSums:
     ratios: RatioSums
     calls: int = 0
     elements: int = 0
+    changed: int = 0
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 vLLM has one row per token, without padding. It computes queries, keys and values in one product, gate and up in
 another, and adds the residual stream inside of its norms. So a layer returns (output of the MLP, residual stream), and
-the sum that transformers' layer returns exists only in the next norm, which is where it is recorded.
+the sum that transformers' layer returns exists only in the next norm, which is where it is recorded. What lies on
+several tensor-parallel workers is recorded whole, by all of them (`shares`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.vllm.modules import EngineLayer, EngineModel, Linear
+from aqnpipe.generation.vllm.linears import Linear
+from aqnpipe.generation.vllm.modules import EngineLayer, EngineModel
+from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.parity.expected import AttentionFacts
 from aqnpipe.parity.forms import (
     ActivationForm,
-    EmbeddingForm,
-    LinearForm,
     NormForm,
     Operator,
     RotaryForm,
@@ -29,35 +30,45 @@ from aqnpipe.parity.mapping import RESIDUALS
 from aqnpipe.parity.recorder import Recorder
 from aqnpipe.parity.sample import Call
 from aqnpipe.parity.vllm.forms import FusedNormForm
+from aqnpipe.parity.vllm.shares import embedding_form, linear_form, own_share, whole
+from aqnpipe.parity.vllm.tokens import GivenTokens, Place
 
 
 class EngineTaps:
-    """Hooks on vLLM's model that let `recorder` see the tokens of known sequences. Close the `stack` to remove them.
+    """Hooks on vLLM's model that let `recorder` see the `given` tokens and no others. Close the `stack` to remove them.
 
-    `score` gets the logits of all tokens of a forward pass and their sequences and positions.
+    `requests` returns those of the present pass, as sequence and number of tokens. `score` gets the logits of all
+    tokens of a pass and their sequences and positions.
     """
 
     def __init__(
         self,
         engine: EngineModel,
         recorder: Recorder,
-        sequences: Sequence[Sequence[int]],
-        score: Callable[[Tensor, list[tuple[int, int]]], None],
+        given: GivenTokens,
+        requests: Callable[[], list[Place]],
+        score: Callable[[Tensor, list[Place]], None],
     ) -> None:
         if engine.out_of_reach:
             raise ModelError(f"parity does not map {', '.join(engine.out_of_reach[:3])} of vLLM's model")
         self.stack = ExitStack()
         self._engine, self._recorder, self._score = engine, recorder, score
-        self._waiting = dict(enumerate(map(tuple, sequences)))
-        self._places: list[tuple[int, int]] = []
+        self._given, self._requests = given, requests
+        self._places: list[Place] = []
+        self._scores_pass = False
         self._addends: tuple[Tensor, ...] = ()
         self._rotaries: set[nn.Module] = set()
         self._layer = 0
+        self._columns = [
+            {each.name: each.output_shard for linear in layer.linears for each in linear.projections}
+            for layer in engine.layers
+        ]
         model = engine.model
         self._keep(model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
         self._keep(model.register_forward_hook(self._leave_model))
+        self._keep(engine.logits[0].register_forward_hook(self._choose_given))
         embedding = next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "embed_tokens")
-        self._embed = Operator("embed_tokens", "embed_tokens", None, EmbeddingForm(embedding.weight))
+        self._embed = Operator("embed_tokens", "embed_tokens", None, embedding_form(embedding))
         self._keep(embedding.register_forward_hook(self._see_embedding))
         for index, layer in enumerate(engine.layers):
             self._install_layer(index, layer)
@@ -68,10 +79,9 @@ class EngineTaps:
         self._install_norm(
             last[0], Operator("norm", "norm", None, _norm(last[0])), len(engine.layers) - 1, RESIDUALS[1]
         )
-        head: Any = engine.head.module
-        self._head = Operator(
-            "lm_head", "lm_head", None, LinearForm(head.weight[: engine.head.width], getattr(head, "bias", None)), True
-        )
+        head, weight = engine.head, engine.head.module.weight[: engine.head.width]
+        form = linear_form(head, head.projections[0], weight, getattr(head.module, "bias", None))
+        self._head = Operator("lm_head", "lm_head", None, form, True)
 
     def _install_layer(self, index: int, layer: EngineLayer) -> None:
         for linear in layer.linears:
@@ -80,7 +90,7 @@ class EngineTaps:
             kind = path.rsplit(".", 1)[-1]
             operator = Operator(f"layers.{index}.{kind}", kind, index, _norm(norm))
             if "." in path:
-                self._keep(norm.register_forward_hook(self._plain(operator)))
+                self._keep(norm.register_forward_hook(self._plain(operator, self._engine.shards.get(norm))))
             else:
                 is_first = kind == "input_layernorm"
                 self._install_norm(norm, operator, index - is_first, RESIDUALS[is_first])
@@ -100,18 +110,23 @@ class EngineTaps:
         bias = linear.module.bias
         weights = linear.module.weight.split(linear.widths)
         biases = [None] * len(weights) if bias is None else bias.split(linear.widths)
+        forms = map(linear_form, [linear] * len(weights), linear.projections, weights, biases)
         operators = [
-            Operator(f"layers.{index}.{projection.name}", projection.name, index, LinearForm(weight, part))
-            for projection, weight, part in zip(linear.projections, weights, biases, strict=True)
+            Operator(f"layers.{index}.{projection.name}", projection.name, index, form)
+            for projection, form in zip(linear.projections, forms, strict=True)
         ]
+        shards = [projection.output_shard for projection in linear.projections]
+        input_shard = linear.projections[0].input_shard
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if self._recorder.is_idle:
                 return None
-            whole = output[0] if isinstance(output, tuple) else output
-            inputs = [self._recorder.rows_of(args[0][None])]
-            views = linear.views(whole)
-            edited = [self._see(operator, inputs, view) for operator, view in zip(operators, views, strict=True)]
+            inputs = [whole(self._recorder.rows_of(args[0][None]), input_shard)]
+            views = linear.views(output[0] if isinstance(output, tuple) else output)
+            edited = [
+                self._see(operator, inputs, view, shard)
+                for operator, view, shard in zip(operators, views, shards, strict=True)
+            ]
             if all(part is None for part in edited):
                 return None
             joined = torch.cat([view if part is None else part for view, part in zip(views, edited, strict=True)], -1)
@@ -146,11 +161,11 @@ class EngineTaps:
         self._keep(module.register_forward_pre_hook(before, with_kwargs=True))
         self._keep(module.register_forward_hook(after))
 
-    def _plain(self, operator: Operator) -> Callable[..., Any]:
+    def _plain(self, operator: Operator, shard: Shard | None) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
             if self._recorder.is_idle:
                 return None
-            return self._see(operator, [self._recorder.rows_of(args[0][None])], output)
+            return self._see(operator, [whole(self._recorder.rows_of(args[0][None]), shard)], output, shard)
 
         return hook
 
@@ -171,7 +186,8 @@ class EngineTaps:
                 operator = Operator(f"{layer}.{kind}", kind, self._layer, form)
                 names = (f"{layer}.{letter}_norm", f"{layer}.{letter}_proj")
                 name = next(name for name in names if self._recorder.has(name))
-                edited = self._see(operator, [self._recorder.last(name)], part)
+                shard = self._columns[self._layer].get(f"{letter}_proj")
+                edited = self._see(operator, [self._recorder.last(name)], part, shard)
                 results.append(part if edited is None else edited)
             return tuple(results)
 
@@ -190,14 +206,15 @@ class EngineTaps:
             window, cap = getattr(module, "sliding_window", None), getattr(module.impl, "logits_soft_cap", None)
             facts = AttentionFacts(float(module.impl.scale), window or None, cap or None)
             dim = module.impl.head_size
+            columns = [self._columns[operator.layer or 0].get(f"{letter}_proj") for letter in "qkv"]
             inputs = tuple(
-                self._recorder.rows_of(part.reshape(len(part), -1)[None]).reshape(
-                    -1, part.numel() // len(part) // dim, dim
-                )
-                for part in args[:3]
+                whole(self._recorder.rows_of(part.reshape(len(part), -1)[None]), shard).unflatten(-1, (-1, dim))
+                for part, shard in zip(args[:3], columns, strict=True)
             )
-            edited = self._recorder.see_attention(operator, inputs, facts, output[None])  # type: ignore[arg-type]
-            return None if edited is None else edited[0]
+            shard = self._engine.shards.get(module)
+            seen = whole(output, shard)[None]
+            edited = self._recorder.see_attention(operator, inputs, facts, seen)
+            return None if edited is None else own_share(edited[0], shard, output)
 
         return hook
 
@@ -209,7 +226,8 @@ class EngineTaps:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
             if self._recorder.is_idle:
                 return None
-            return self._see(operator, [self._recorder.last(name) for name in names], output)
+            shard = self._engine.shards.get(module)
+            return self._see(operator, [self._recorder.last(name) for name in names], output, shard)
 
         return hook
 
@@ -218,14 +236,16 @@ class EngineTaps:
             return None
         return self._see(self._embed, [self._recorder.rows_of(args[0][None, :, None])], output)
 
-    def _see(self, operator: Operator, inputs: Sequence[Tensor], output: Tensor) -> Tensor | None:
-        edited = self._recorder.see(operator, inputs, output[None])
-        return None if edited is None else edited[0]
+    def _see(
+        self, operator: Operator, inputs: Sequence[Tensor], output: Tensor, shard: Shard | None = None
+    ) -> Tensor | None:
+        edited = self._recorder.see(operator, inputs, whole(output, shard)[None])
+        return None if edited is None else own_share(edited[0], shard, output)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         named = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
         ids, positions = named["input_ids"].cpu(), named["positions"].cpu()
-        self._places = self._known_tokens(ids.tolist(), positions.tolist())
+        self._places = self._given.take(self._requests(), ids.tolist(), positions.tolist())
         sample = self._recorder.sample
         rows = [
             (0, column, row)
@@ -236,29 +256,19 @@ class EngineTaps:
         places = (numbers, columns, found)
         self._recorder.begin(Call(ids[None], None, positions[None], 0, len(ids), places, places))
 
-    def _known_tokens(self, ids: list[int], positions: list[int]) -> list[tuple[int, int]]:
-        """Return the sequence and position of every token of a pass; empty for a pass that is none of the capture.
-
-        vLLM runs passes of its own, on zeros, to measure memory.
-        """
-        starts = [column for column, position in enumerate(positions) if position == 0]
-        places: list[tuple[int, int]] = []
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-            part = tuple(ids[start:end])
-            number = next((number for number, sequence in self._waiting.items() if sequence == part), None)
-            if number is None or positions[start:end] != list(range(len(part))):
-                return []
-            del self._waiting[number]
-            places += [(number, position) for position in range(len(part))]
-        return places
-
     def _leave_model(self, module: Any, args: Any, output: Tensor) -> None:
         if not self._places:
             return
+        self._scores_pass = True
         logits = module.compute_logits(output)[: len(self._places)]
+        self._scores_pass = False
         if not self._recorder.is_idle:
             self._see(self._head, [self._recorder.rows_of(output[None])], logits)
         self._score(logits, self._places)
+
+    def _choose_given(self, module: nn.Module, args: Any, logits: Tensor) -> Tensor | None:
+        """Leave vLLM's sampler one choice, the next given token."""
+        return None if self._scores_pass or not self._places else self._given.only_next(logits)
 
     def _keep(self, handle: Any) -> None:
         self.stack.callback(handle.remove)

@@ -1,10 +1,13 @@
 """Methods for vLLM's workers that record operators. Arguments and results are plain data; tensors go through files."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,7 +18,9 @@ from aqnpipe.parity.capture import Replay, score_rows
 from aqnpipe.parity.identity import compare_with_files
 from aqnpipe.parity.recorder import Recorder
 from aqnpipe.parity.sample import Sample
+from aqnpipe.parity.vllm.shares import shares_of_weights
 from aqnpipe.parity.vllm.taps import EngineTaps
+from aqnpipe.parity.vllm.tokens import GivenTokens, Place, requests_of
 
 
 class CaptureExtension(NoiseExtension):
@@ -23,30 +28,63 @@ class CaptureExtension(NoiseExtension):
 
     def aqnpipe_compare_with_files(self: Any, folder: str) -> dict[str, Any]:
         """Return how many parameters were compared with the files in `folder`, and which differ."""
-        compared, stale = compare_with_files(EngineModel(self.get_model()).weights(), Path(folder))
+        engine = EngineModel(self.get_model())
+        compared, stale = compare_with_files(engine.weights(), Path(folder), shares_of_weights(engine))
         return {"compared": compared, "stale": list(stale)}
 
+    def aqnpipe_load_for_capture(self: Any, folder: str) -> dict[str, Any]:
+        """Load the weights in `folder`, and compare every value of the model with them."""
+        engine, source = EngineModel(self.get_model()), Path(folder)
+        with torch.no_grad():
+            engine.model.load_weights(_parameters_in(source))  # type: ignore[operator] # every vLLM model has it
+        held = engine.weights()
+        compared, stale = compare_with_files(held, source, shares_of_weights(engine), every_value=True)
+        if stale or compared != len(held):
+            wrong = stale[0] if stale else f"{len(held) - compared} of {len(held)} parameters"
+            return {"receipt_error": f"vLLM's {type(engine.model).__name__} did not load {wrong} of {source.name}"}
+        return {}
+
     def aqnpipe_begin_capture(
-        self: Any, sequences: list[list[int]], lengths: list[int], replay: str | None, judges: bool
+        self: Any,
+        sequences: list[list[int]],
+        num_decoded: int,
+        lengths: list[int],
+        replay: str | None,
+        judges: bool,
     ) -> dict[str, Any]:
-        """Record the first `lengths` tokens of `sequences`; `replay`: file of values to feed to every operator."""
+        """Record the first `lengths` tokens of `sequences`, the last `num_decoded` of each in decode.
+
+        `replay`: file of values to feed to every operator.
+        """
         self._aqnpipe_scores: dict[tuple[int, int], tuple[float, int]] = {}
 
-        def score(logits: Tensor, places: list[tuple[int, int]]) -> None:
+        def score(logits: Tensor, places: list[Place]) -> None:
             self._aqnpipe_scores |= score_rows(logits, places, sequences)
 
         edits = None if replay is None else Replay(load_file(replay))
         self._aqnpipe_recorder = Recorder(Sample(tuple(lengths)), edits=edits, judges=judges, keeps_full=judges)
+        self._aqnpipe_given = given = GivenTokens(sequences, num_decoded)
         try:
-            self._aqnpipe_taps = EngineTaps(EngineModel(self.get_model()), self._aqnpipe_recorder, sequences, score)
+            requests_of(self.model_runner)
+            self._aqnpipe_taps = EngineTaps(
+                EngineModel(self.get_model()),
+                self._aqnpipe_recorder,
+                given,
+                lambda: requests_of(self.model_runner),
+                score,
+            )
         except AqnpipeError as error:
             return {"model_error": str(error)}
         return {}
 
     def aqnpipe_end_capture(self: Any, path: str) -> dict[str, Any]:
-        """Write what was recorded to `path`; return the facts of each operator and the scores of the tokens."""
+        """Return the facts of each operator, the scores of the tokens, and a digest of what was recorded.
+
+        The first of tensor-parallel workers, all of which record the same, writes it to `path`.
+        """
         self._aqnpipe_taps.stack.close()
         try:
+            self._aqnpipe_given.check()
             # The buffers were made in vLLM's passes, which run in inference mode.
             with torch.inference_mode():
                 recorded = self._aqnpipe_recorder.finish()
@@ -69,8 +107,19 @@ class CaptureExtension(NoiseExtension):
                     "tally": asdict(found.tally),
                 }
             )
-        save_file(tensors, path)
+        digest = sha256()
+        for name in sorted(tensors):
+            digest.update(tensors[name].view(torch.uint8).numpy().tobytes())
+        if not self.rank:
+            save_file(tensors, path)
         attention = EngineModel(self.get_model()).layers[0].attentions[0]
         kernel = type(attention.impl).__name__
         scores = [[*place, *score] for place, score in self._aqnpipe_scores.items()]
-        return {"operators": facts, "scores": scores, "attention": kernel}
+        return {"operators": facts, "scores": scores, "attention": kernel, "sha256": digest.hexdigest()}
+
+
+def _parameters_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 # not a mapping
+                yield name, stored.get_tensor(name)

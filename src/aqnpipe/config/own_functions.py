@@ -5,7 +5,8 @@ Foreign code may raise anything, also SystemExit, when it is imported and when i
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,23 +40,34 @@ def load_function(function: str) -> Callable[..., Any]:
 
 
 @cache
+def unchanged_function(function: str, digest: str) -> Callable[..., Any]:
+    """Return a function whose source has the digest with which its job was planned; ConfigError if it has another."""
+    if source_digest(function) != digest:
+        raise ConfigError(f"{function}: its source changed after the run was planned, start the workflow again")
+    return load_function(function)
+
+
+@contextmanager
+def as_config_error(function: str, inputs: str) -> Iterator[None]:
+    """Raise what a user's function raises in the body as a ConfigError of one line; `inputs` describes its inputs."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{function}: raised {_raised(error)}, {inputs}") from error
+
+
+@cache
 def planned_function(function: str, digest: str) -> Callable[[str, str], Any]:
     """Return a function of (response, gold answer) whose source has the digest with which its job was planned.
 
     Raises ConfigError if it has another one, and if the function raises.
     """
-    if source_digest(function) != digest:
-        raise ConfigError(f"{function}: its source changed after the run was planned, start the workflow again")
-    call = load_function(function)
+    call = unchanged_function(function, digest)
 
     def value(response: str, gold: str) -> Any:
-        try:
+        inputs = f"for the response {response[:_SHOWN]!r} and the gold answer {gold[:_SHOWN]!r}"
+        with as_config_error(function, inputs):
             return call(response, gold)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"{function}: raised {_raised(error)}, for the response {response[:_SHOWN]!r} and the gold answer "
-                f"{gold[:_SHOWN]!r}"
-            ) from error
 
     return value
 

@@ -1,0 +1,1 @@
+"""Error models and a schedule for aqnpipe, as a package of its own."""

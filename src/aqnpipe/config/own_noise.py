@@ -1,0 +1,144 @@
+"""Error models and schedules of a user's own: what a study says about them, and the contract of their functions.
+
+Each is a function, named as `package.module:function`, or by the name under which an installed package registers it as
+an entry point (`aqnpipe.error_models` or `aqnpipe.schedules`). The digest of its source is in the settings of every
+job. What a study announces about a function is compared with what was measured; a receipt refuses any difference.
+"""
+
+from numbers import Real
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeGuard
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.own_code import OwnFunction, planned_digest, registered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PACKAGE = "aqnpipe"
+ERROR_MODELS = f"{_PACKAGE}.error_models"
+SCHEDULES = f"{_PACKAGE}.schedules"
+"""Groups of entry points in which an installed package registers functions."""
+
+OwnValue = bool | int | float | str
+"""A setting that is passed to a function by its name."""
+
+MOST_DRAWS = 8
+
+
+class ErrorFunction(Protocol):
+    """An error model: `def my_error(values, normals, **settings)` returns the values with their error.
+
+    values: the computed values, in any shape, in the units of the operator's result. float32, or float64 where the
+    model computes in it; 16-bit results are widened before, and the result is rounded once to their format.
+    normals: [draws, *values.shape], independent N(0, 1) numbers in the dtype of `values`, keyed by seed, step, forward
+    pass, layer, call and element. They are the only random numbers that the function may use.
+    settings: `settings` of the study, by name.
+
+    It returns a finite tensor of the shape, dtype and device of `values`. It must be elementwise: each result depends
+    on its value and its normals alone, so that the audit can recompute any of them by itself, which it does on the
+    CPU. It keeps no state. In the backward phase `values` are gradients.
+    """
+
+    def __call__(self, values: "Tensor", normals: "Tensor", **settings: OwnValue) -> "Tensor":
+        """Return `values` with their error."""
+        ...
+
+
+class ScheduleFunction(Protocol):
+    """A schedule: `def my_schedule(step, num_steps, num_epochs, **settings)` returns AQN's sigma.
+
+    step: optimiser steps that are done, from 0 to num_steps. It returns a finite number from 0 to the announced
+    `sigma_max`, the same for the same arguments: relative for noise on hidden states, in the units of the weights for
+    noise on norms.
+    """
+
+    def __call__(self, step: int, num_steps: int, num_epochs: int, **settings: OwnValue) -> float:
+        """Return sigma after `step` optimiser steps."""
+        ...
+
+
+def _by_name(group: str, what: str) -> BeforeValidator:
+    def resolved(value: Any) -> Any:
+        is_name = isinstance(value, str) and value and ":" not in value
+        return registered(value, group, what) if is_name else value
+
+    return BeforeValidator(resolved)
+
+
+_NAME = WithJsonSchema({"type": "string", "minLength": 1})
+ErrorModelName = Annotated[OwnFunction, _by_name(ERROR_MODELS, "error model"), _NAME]
+ScheduleName = Annotated[OwnFunction, _by_name(SCHEDULES, "schedule"), _NAME]
+
+_Size = Annotated[float, Field(ge=0)]
+
+
+class OwnError(FrozenModel):
+    """An error model of a user's own, which is a function of the contract `ErrorFunction`."""
+
+    kind: Literal["own"] = "own"
+    function: ErrorModelName = Field(
+        description="package.module:function of (values, normals, **settings), or the name of an installed error model"
+    )
+    settings: dict[str, OwnValue] = Field(default={}, description="passed to the function by name")
+    draws: int = Field(
+        default=1, ge=0, le=MOST_DRAWS, description="independent normal numbers per element; 0: it is not random"
+    )
+    quantity: Literal["relative", "absolute"] = Field(
+        default="relative", description="what size is of: (y' - y)/y over values other than 0, or y' - y"
+    )
+    size: _Size | tuple[_Size, _Size] = Field(
+        description="announced root mean square of the error, or its limits [low, high]; what is measured must agree "
+        "within 10 % and the error of the measurement"
+    )
+    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
+
+    @model_validator(mode="after")
+    def _sizes_are_in_order(self) -> Self:
+        low, high = self.sizes
+        if high == 0 or low > high:
+            raise ValueError(f"size: found {self.size}, expected a number above 0, or [low, high] with low below high")
+        return self
+
+    @property
+    def sizes(self) -> tuple[float, float]:
+        """Limits of the announced size."""
+        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+
+    def planned(self) -> "OwnError":
+        """Return this error with the digest of its source; ConfigError if there is none, or another."""
+        digest = planned_digest(self.function, self.source_sha256, "source_sha256")
+        return self.model_copy(update={"source_sha256": digest})
+
+
+class OwnSchedule(FrozenModel):
+    """A schedule of a user's own, which is a function of the contract `ScheduleFunction`."""
+
+    kind: Literal["own"] = "own"
+    function: ScheduleName = Field(
+        description="package.module:function of (step, num_steps, num_epochs, **settings), or the name of an installed "
+        "schedule"
+    )
+    settings: dict[str, OwnValue] = Field(default={}, description="passed to the function by name")
+    sigma_max: float = Field(gt=0, description="announced upper limit of sigma")
+    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
+    sigmas: tuple[float, ...] | None = Field(
+        default=None, description="after each number of steps; a job computes them with the function, not to be given"
+    )
+
+    @model_validator(mode="after")
+    def _sigmas_are_possible(self) -> Self:
+        if self.sigmas is not None and not all(0 <= sigma <= self.sigma_max for sigma in self.sigmas):
+            raise ValueError("sigmas: expected numbers from 0 to sigma_max")
+        return self
+
+    def planned(self) -> "OwnSchedule":
+        """Return this schedule with the digest of its source; ConfigError if there is none, or another."""
+        digest = planned_digest(self.function, self.source_sha256, "source_sha256")
+        return self.model_copy(update={"source_sha256": digest})
+
+
+def is_usable_sigma(sigma: object, largest: float) -> TypeGuard[Real]:
+    """Whether a schedule may return `sigma`: a finite number, also one of NumPy's, from 0 to `largest`."""
+    return isinstance(sigma, Real) and not isinstance(sigma, bool) and 0 <= float(sigma) <= largest

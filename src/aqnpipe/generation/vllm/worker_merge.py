@@ -1,0 +1,160 @@
+"""Judges what the tensor-parallel workers of an engine measured, and makes the measurements of one model of them.
+
+The workers compute one forward together, with one noise: they must agree in all counts and have the same keys, and the
+shares that had noise must together be the whole. A worker without noise is refused by its rank.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.kernels.shards import Shard
+from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_ratios
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder_state import AuditSums, CellSums, PhaseSums, RecorderState, added_counts
+
+Shares = Mapping[str, Iterable[Shard]]
+"""The shares that had noise on one worker, by operator; every worker had noise on the whole of other operators."""
+
+_NORMS = frozenset({"rms_norm", "layer_norm"})
+"""Of these the norms of heads are shares and all others whole, so one worker's measurements are kept."""
+
+_LISTED = 8
+
+
+def merged_workers(
+    workers: Sequence[WorkerMeasurements], shares: Sequence[Shares], recorder: ReceiptRecorder
+) -> RecorderState:
+    """Return the measurements of the model that `workers`, by rank, computed together; `shares` are those of each.
+
+    `recorder` must have been made with the requested noise; its measurements are overwritten. Raises ReceiptError,
+    which names the worker, if one of them had other noise than requested or than the others.
+    """
+    if len(workers) == 1:
+        return workers[0].state
+    problems = [
+        f"vLLM's {worker.label}: {problem}" for worker in workers for problem in _own_problems(worker, recorder)
+    ]
+    for worker in workers[1:]:
+        problems += [f"vLLM's {worker.label}: {each}" for each in _differences(workers[0].state, worker.state)]
+    problems += _incomplete(shares)
+    if problems:
+        text = "; ".join(problems[:_LISTED])
+        more = f"; {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        raise ReceiptError(f"receipt refused: {text}{more}", tuple(problems))
+    return _merged([worker.state for worker in workers], shares)
+
+
+def _own_problems(worker: WorkerMeasurements, recorder: ReceiptRecorder) -> list[str]:
+    if not any(phase.forwards for phase in worker.state.phases):
+        return []
+    recorder.restore(worker.state)
+    return recorder.receipt().problems()
+
+
+def _differences(first: RecorderState, other: RecorderState) -> list[str]:
+    """Return what differs on a worker although all compute the same forwards."""
+    ours, theirs = ({phase.phase: phase for phase in state.phases} for state in (first, other))
+    problems = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        expected, found = (phases.get(name, PhaseSums(name)) for phases in (ours, theirs))
+        if found.forwards != expected.forwards:
+            problems.append(f"{name}: {found.forwards} forward passes, worker 0 had {expected.forwards}")
+        if found.modules != expected.modules:
+            problems.append(
+                f"{name}: module noise on {len(found.modules)} modules, worker 0 had {len(expected.modules)}"
+            )
+    if sorted(first.keys) != sorted(other.keys):
+        problems.append("the noise has other keys than on worker 0")
+    return problems + _call_differences(first, other) + _fault_differences(first, other)
+
+
+def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
+    counts = [{(cell.phase, cell.operator, cell.layer): cell.calls for cell in state.cells} for state in (first, other)]
+    return [
+        f"{phase} {operator} layer {'lm_head' if layer is None else layer}: {counts[1].get(place, 0)} noised calls, "
+        f"worker 0 had {counts[0].get(place, 0)}"
+        for place in dict.fromkeys([*counts[0], *counts[1]])
+        for phase, operator, layer in [place]
+        if counts[0].get(place, 0) != counts[1].get(place, 0)
+    ]
+
+
+def _fault_differences(first: RecorderState, other: RecorderState) -> list[str]:
+    """Every worker applies a fault to the whole output of its site, and counts all of it."""
+    counts = [
+        {(fault.phase, fault.fault): (fault.calls, fault.elements, fault.num_faulty_channels) for fault in state.faults}
+        for state in (first, other)
+    ]
+    return [
+        f"{phase}: fault {number} had other calls, elements or channels than on worker 0"
+        for phase, number in dict.fromkeys([*counts[0], *counts[1]])
+        if counts[0].get((phase, number)) != counts[1].get((phase, number))
+    ]
+
+
+def _incomplete(shares: Sequence[Shares]) -> list[str]:
+    """Return the operators of which the shares with noise are not together the whole."""
+    problems = []
+    for operator in sorted({operator for own in shares for operator in own}):
+        missing = [rank for rank, own in enumerate(shares) if operator not in own]
+        if missing:
+            problems.append(f"{operator}: noise on a share on some workers, but not on worker {missing[0]}")
+            continue
+        found = sorted({share for own in shares for share in own[operator]})
+        for width in sorted({share.width for share in found}):
+            if not _is_whole([share for share in found if share.width == width], width):
+                columns = ", ".join(f"{s.start} to {s.start + s.size}" for s in found if s.width == width)
+                problems.append(f"{operator}: noise on columns {columns} of {width}, expected all of them once")
+    return problems
+
+
+def _is_whole(shares: Sequence[Shard], width: int) -> bool:
+    """Whether different shares, sorted, are the columns 0 to `width` without a gap or an overlap."""
+    end = 0
+    for share in shares:
+        if share.start != end:
+            return False
+        end += share.size
+    return end == width
+
+
+def _merged(states: Sequence[RecorderState], shares: Sequence[Shares]) -> RecorderState:
+    first = states[0]
+    return replace(
+        first,
+        cells=[_merged_cell(index, states, shares) for index in range(len(first.cells))],
+        phases=[_merged_phase([state.phases[index] for state in states]) for index in range(len(first.phases))],
+        foreign_faults=set().union(*(state.foreign_faults for state in states)),
+        mismatches=set().union(*(state.mismatches for state in states)),
+    )
+
+
+def _merged_cell(index: int, states: Sequence[RecorderState], shares: Sequence[Shares]) -> CellSums:
+    """Add up the elements of different shares; of what all workers have, one worker's are kept."""
+    cell = states[0].cells[index]
+    if cell.operator in _NORMS or cell.operator not in shares[0]:
+        return cell
+    different: dict[tuple[Shard, ...], CellSums] = {}
+    for state, own in zip(states, shares, strict=True):
+        found = next(each for each in state.cells if _place(each) == _place(cell))
+        different.setdefault(tuple(sorted(own[cell.operator])), found)
+    return replace(
+        cell,
+        ratios=merged_ratios([each.ratios for each in different.values()]),
+        elements=sum(each.elements for each in different.values()),
+    )
+
+
+def _place(cell: CellSums) -> tuple[str, str, int | None]:
+    return cell.phase, cell.operator, cell.layer
+
+
+def _merged_phase(phases: Sequence[PhaseSums]) -> PhaseSums:
+    audit, escaped = AuditSums(), dict[str, int]()
+    for phase in phases:
+        audit.add(phase.audit)
+        escaped = added_counts(escaped, phase.escaped)
+    # A pass of a layer is one pass, however many workers computed it.
+    audit.passes = phases[0].audit.passes
+    return replace(phases[0], audit=audit, escaped=escaped)

@@ -1,0 +1,71 @@
+"""Checks of an error model of a user's own: that it has an effect, and the size that was announced.
+
+That its values are those of its function is checked where they are recomputed, in the audit.
+"""
+
+import math
+
+from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
+from aqnpipe.config.own_noise import OwnError
+from aqnpipe.noise.receipts.receipt_content import NoiseCell, ReceiptContent
+
+_TOLERANCE = 0.1
+"""Relative deviation of a size from what was announced that is accepted as an approximation of the user's."""
+
+_STANDARD_ERRORS = 5.0
+_LARGEST_KURTOSIS = 9.0
+"""Of the errors, for the standard error of their root mean square: 3 for a normal distribution, 6 for Laplace's."""
+
+_LOST_IN_ROUNDING = 0.5
+
+
+def own_error_problems(receipt: ReceiptContent) -> list[str]:
+    """Return one line per phase whose error of a user's own had no effect, or another size than was announced."""
+    return [
+        problem
+        for noise in (receipt.operator_noise, receipt.module_noise)
+        if noise is not None and isinstance(noise.error, OwnError)
+        for record in receipt.phases
+        if record.phase in noise.phases
+        for problem in _size_problems(noise.error, record.phase, _cells_of(receipt, noise, record.phase))
+    ]
+
+
+def _cells_of(receipt: ReceiptContent, noise: OperatorNoise | ModuleNoise, phase: Phase) -> list[NoiseCell]:
+    of_modules = isinstance(noise, ModuleNoise)
+    return [
+        cell
+        for cell in receipt.cells
+        if (cell.phase, cell.is_module) == (phase, of_modules) and cell.measured_elements and cell.measured is not None
+    ]
+
+
+def _size_problems(error: OwnError, phase: Phase, cells: list[NoiseCell]) -> list[str]:
+    elements = sum(cell.measured_elements for cell in cells)
+    if not elements:
+        return []  # Another check says that nothing was measured.
+    measured, rounding = (
+        math.sqrt(sum((value or 0.0) ** 2 * cell.measured_elements for cell, value in values) / elements)
+        for values in ([(cell, cell.measured) for cell in cells], [(cell, cell.rounding) for cell in cells])
+    )
+    if not any(cell.changed_elements for cell in cells):
+        return [f"{phase}: {error.function} changed none of {sum(cell.elements for cell in cells):,} elements"]
+    smallest, largest = _accepted(error, elements, rounding)
+    if smallest <= measured <= largest:
+        return []
+    announced = f"{error.size:g}" if isinstance(error.size, float) else "{:g} to {:g}".format(*error.sizes)
+    return [
+        f"{phase}: {error.function} has a measured {error.quantity} size of {measured:.4g} over {elements:,} elements, "
+        f"announced {announced}"
+    ]
+
+
+def _accepted(error: OwnError, elements: int, rounding: float) -> tuple[float, float]:
+    """Return the limits of a measured size that agrees with the announced one.
+
+    Rounding adds its own error to a large one, and removes one that is smaller than the spacing of numbers.
+    """
+    low, high = error.sizes
+    tolerance = _TOLERANCE + _STANDARD_ERRORS * math.sqrt((_LARGEST_KURTOSIS - 1) / (4 * elements))
+    rounded_low = max(math.sqrt(max(low**2 - rounding**2, 0.0)), _LOST_IN_ROUNDING * low)
+    return rounded_low * max(1 - tolerance, 0.0), math.hypot(high, rounding) * (1 + tolerance)

@@ -1,0 +1,166 @@
+"""Machines on another device than the study's: their jobs run there, and what cannot run there is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.study import load_study_files
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMOKE = {"device": "cuda", "arms": ["baseline", "srdd_guided"]}
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def plan_of(machines, study="smoke", **settings):
+    return StudyPlan(load_study_files([Path(f"config/{study}.yaml")], {**SMOKE, "machines": machines, **settings}))
+
+
+def refusal(machines, study="smoke", **settings):
+    with pytest.raises(ConfigError) as caught:
+        plan_of(machines, study, **settings)
+    return str(caught.value)
+
+
+def test_jobs_of_a_machine_are_those_of_the_rule_of_its_device():
+    plan = plan_of({"npu": {"device": "npu"}, "also_npu": {"device": "npu", "counterpart": {"dtype": "bfloat16"}}})
+    assert plan.diagnosed_by_kind() == {None: ("device", "target"), "npu": ("npu", "also_npu")}
+    assert plan.measured_by_kind() == {None: (), "npu": ("also_npu",)}
+    jobs = plan.jobs()
+    assert (jobs["srdd_diagnose"], jobs["srdd_diagnose_npu"], jobs["measure_parity_npu"]) == (2, 2, 1)
+    assert "measure_parity" not in jobs
+    assert plan.rules_by_kind()["npu"] == {
+        "srdd_diagnose_npu": "srdd_diagnose",
+        "measure_parity_npu": "measure_parity",
+    }
+    assert plan.machines_on("npu") == ["npu", "also_npu"]
+
+
+def test_each_job_gets_the_device_of_its_machine():
+    plan = plan_of({"npu": {"device": "npu", "counterpart": {"dtype": "bfloat16"}}})
+    assert (plan.device_of("device"), plan.device_of("npu")) == ("cuda", "npu")
+    assert plan.parity_spec(model="base", machine="npu")["device"] == "npu"
+    assert plan.training_spec("srdd_guided", 0)["device"] == "cuda"
+    spec = plan.evaluation_spec(model="base", arm="srdd_guided", seed="0", step="8")
+    assert spec["device"] == "cuda"
+
+
+def test_the_study_s_own_device_needs_no_other_rule_but_is_recorded():
+    plan = plan_of({"device": {"device": "cuda"}})
+    assert plan.diagnosed_by_kind() == {None: ("device", "target")}
+    assert plan.diagnosed_machine("device")["device"] == "cuda"
+    assert "device" not in plan.diagnosed_machine("target")
+
+
+def test_a_diagnosis_named_as_files_needs_no_device():
+    plan = plan_of({"npu": {"device": "npu", "diagnosed_in": "there", "counterpart": {"dtype": "bfloat16"}}})
+    assert plan.diagnosed_by_kind() == {None: ("device", "target", "npu")}
+    assert plan.measured_by_kind() == {None: (), "npu": ("npu",)}
+
+
+def test_an_arm_on_a_machine_of_another_device_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        load_study_files(
+            [Path("config/dead-zone.yaml")], {"device": "cuda", "machines": {"dead_zone": {"device": "npu"}}}
+        )
+    assert str(caught.value).endswith(
+        ".machine: dead_zone is on another device, npu (machines.dead_zone.device), expected a machine on the device "
+        "of the study, cuda"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machines", "settings", "expected"),
+    [
+        (
+            {"target": {"device": "npu"}},
+            {"evaluation": {"pretrained_machine": "target"}},
+            "evaluation.pretrained_machine: target is on another device, npu (machines.target.device), expected a "
+            "machine on the device of the study, cuda",
+        ),
+        (
+            {"npu": {"device": "npu", "diagnosed_in": "there"}},
+            {},
+            "machines.npu.device: found npu, which has no effect: it was diagnosed elsewhere, it has no counterpart to "
+            "measure, and evaluation.machines lacks it; remove device",
+        ),
+    ],
+)
+def test_what_would_not_run_there_is_refused(machines, settings, expected):
+    assert refusal(machines, **settings).endswith(expected)
+
+
+def test_a_device_is_a_kind_and_not_auto():
+    assert "machines.npu.device" in refusal({"npu": {"device": "auto"}})
+    assert "machines.npu.device" in refusal({"npu": {"device": "npu:0"}})
+
+
+def test_a_study_of_checkpoints_diagnoses_nothing():
+    settings = {"machines": {"npu": {"device": "npu"}}}
+    with pytest.raises(ConfigError, match="which has no effect: nothing is diagnosed in this study"):
+        load_study_files([Path("config/checkpoints.yaml")], settings)
+
+
+EVALUATED = {
+    "machines": {
+        "npu": {"device": "npu", "diagnosed_in": "there"},
+        "bf16": {"counterpart": {"dtype": "bfloat16", "threads": 2}},
+    },
+    "evaluation": {"machines": ["npu", "bf16", "target"]},
+}
+CHECKPOINT = {"model": "base", "arm": "baseline", "seed": "0", "step": "8"}
+
+
+def test_every_checkpoint_is_evaluated_on_further_machines_too():
+    plan = plan_of(**EVALUATED)
+    assert plan.evaluated_by_kind() == {None: ("bf16", "target"), "npu": ("npu",)}
+    jobs = plan.jobs()
+    assert (jobs["evaluate"], jobs["evaluate_on_machine"], jobs["evaluate_on_machine_npu"]) == (5, 10, 5)
+    assert jobs["compare_machines"] == 1
+    files = plan.machine_evaluation_files("parquet")
+    assert len(files) == 15
+    assert files[0] == "results/smoke/eval_on/npu/base/pretrained/seed0/step0.parquet"
+    assert plan.rules_by_kind()["npu"]["evaluate_on_machine_npu"] == "evaluate"
+
+
+def test_an_evaluation_on_a_machine_differs_by_what_the_machine_says():
+    plan = plan_of(**EVALUATED)
+    here = plan.evaluation_spec(**CHECKPOINT)
+    assert plan.on("npu").evaluation_spec(**CHECKPOINT) == here | {"device": "npu"}
+    there = plan.on("bf16").evaluation_spec(**CHECKPOINT)
+    assert there == here | {"dtype": "bfloat16", "evaluation": here["evaluation"] | {"threads": 2}}
+    assert plan.on("bf16").evaluation_threads() == 2
+    faulty = plan.on("target").evaluation_spec(**CHECKPOINT)
+    assert faulty["faults"]
+    assert {name for name in here if here[name] != faulty[name]} == {"faults"}
+    assert "machines" not in here["evaluation"]
+
+
+def test_a_study_without_further_machines_has_none_of_these_jobs():
+    plan = plan_of({})
+    assert plan.evaluated_by_kind() == {}
+    assert plan.machine_evaluation_files("parquet") == []
+    assert not [rule for rule in plan.jobs() if "machine" in rule]
+
+
+@pytest.mark.parametrize(
+    ("machines", "named", "expected"),
+    [
+        ({}, ["moon"], "evaluation.machines: unknown machine 'moon'"),
+        ({}, ["device"], "device computes as the study does, expected a machine with another device"),
+        ({"bf": {"counterpart": {"attention": "sdpa"}}}, ["bf"], "noise on attention would be another one"),
+        (
+            {"bf": {"counterpart": {"dtype": "float32"}}},
+            ["bf"],
+            "has a counterpart with the dtype, threads and batch_size",
+        ),
+        ({}, ["target", "target"], "machines must not repeat a value"),
+    ],
+)
+def test_machines_that_cannot_be_compared_are_refused(machines, named, expected):
+    assert expected in refusal(machines, evaluation={"machines": named})

@@ -1,0 +1,188 @@
+"""Error models and schedules of a user's own in a study: their names, sources and digests, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.noise import AdaptiveNoise, ModuleNoise, OperatorNoise
+from aqnpipe.config.own_code import source_digest
+from aqnpipe.config.own_noise import OwnError, OwnSchedule
+from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.study import load_study_file, read_arms
+from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
+from aqnpipe.config.yaml_file import validated
+from aqnpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CODE = "def error(values, normals): return values\ndef sigma(step, num_steps, num_epochs): return 0.1\n"
+ENTRY_POINTS = """[aqnpipe.error_models]
+noisy = {module}:error
+[aqnpipe.schedules]
+falling = {module}:sigma
+"""
+
+
+@pytest.fixture
+def module(own_module):
+    return own_module(CODE)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch, module):
+    """Function (name of a distribution, entry points): install its metadata, as pip leaves it behind."""
+
+    def install(name="package", points=ENTRY_POINTS):
+        folder = tmp_path / "site" / f"{name}-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(points.format(module=module))
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        return module
+
+    return install
+
+
+def error_of(function, **given):
+    return validated(OwnError, {"function": function, "size": 0.05, **given}, "arms.yaml")
+
+
+def test_an_installed_package_gives_names_to_its_functions(installed):
+    module = installed()
+    assert error_of("noisy").function == f"{module}:error"
+    schedule = OwnSchedule(function="falling", sigma_max=0.1)
+    assert schedule.function == f"{module}:sigma"
+    assert schedule.planned().source_sha256 == source_digest(f"{module}:sigma")
+
+
+def test_a_name_that_no_package_has_is_refused_with_the_names_there_are(installed):
+    with pytest.raises(ConfigError, match=r"function: unknown error model 'noisi' \(did you mean noisy\?\)"):
+        installed() and error_of("noisi")
+    with pytest.raises(ConfigError, match="unknown error model 'falling', installed packages have noisy"):
+        error_of("falling")
+
+
+def test_without_such_packages_a_function_is_expected():
+    with pytest.raises(ConfigError, match=r"unknown error model 'gauss', expected package.module:function or the name"):
+        error_of("gauss")
+
+
+def test_a_name_that_two_packages_have_is_refused(installed):
+    installed()
+    installed("other", "[aqnpipe.error_models]\nnoisy = {module}:other\n")
+    with pytest.raises(
+        ConfigError, match=r"noisy: several installed packages have this error model: .*:error, .*:other"
+    ):
+        error_of("noisy")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"size": 0}, "size: found 0.0, expected a number above 0"),
+        ({"size": [0.2, 0.1]}, r"size: found \(0.2, 0.1\), expected a number above 0, or \[low, high\]"),
+        ({"size": -1}, "size"),
+        ({"size": [0.1]}, "size"),
+        ({"draws": 9}, "draws: found 9, expected at most 8"),
+        ({"quantity": "relativ"}, r"quantity: found 'relativ', .*did you mean relative"),
+        ({"function": "module.function"}, "unknown error model 'module.function'"),
+        ({"function": "a b:c"}, "function: found 'a b:c', expected a function as package.module:function"),
+        ({"settings": {"a": [1]}}, "settings.a"),
+        ({"scale": 0.1}, "scale: unknown key"),
+    ],
+)
+def test_mistakes_in_an_error_are_one_line(given, says):
+    with pytest.raises(ConfigError, match=says) as found:
+        error_of(**{"function": "a.b:c", **given})
+    assert "\n" not in str(found.value)
+
+
+def test_layers_have_no_scales_of_their_own():
+    with pytest.raises(ValueError, match="layer_scales: own has no scale"):
+        OperatorNoise(error=error_of("a:b"), layer_scales={0: 0.1})
+
+
+def own_arm(module, **noise):
+    error = error_of(f"{module}:error")
+    given = {"module_noise": ModuleNoise(modules="mlp", error=error), **noise}
+    return Arm(description="", operator_noise=OperatorNoise(error=error, attention="fused"), **given)
+
+
+def test_vllm_draws_no_rollouts_with_it_and_no_evaluations():
+    assert "operator_noise.error is own in the rollout" in why_vllm_cannot_roll_out(own_arm("a"))
+    modules_alone = own_arm("a").model_copy(update={"operator_noise": None})
+    assert "module_noise.error is own in the rollout" in why_vllm_cannot_roll_out(modules_alone)
+    for key in ("operator_noise", "module_noise"):
+        settings = {"error": {"kind": "own", "function": "a:b", "size": 1}}
+        noise = {key: settings | ({"modules": "mlp"} if key == "module_noise" else {})}
+        assert not EvaluationConfig(noises={"own": noise}, max_response_tokens=1, batch_size=1).fits_vllm
+
+
+def test_an_error_with_draws_is_evaluated_with_every_noise_seed():
+    def passes(draws):
+        error = {"kind": "own", "function": "a:b", "size": 1, "draws": draws}
+        noises = {"own": {"operator_noise": {"error": error}}}
+        given = {"noise_levels": [0.0], "noise_seeds": [0, 1], "max_response_tokens": 1, "batch_size": 1}
+        return EvaluationConfig(noises=noises, **given).passes()
+
+    assert passes(1) == [(0.0, 0), (1.0, 0), (1.0, 1)]
+    assert passes(0) == [(0.0, 0), (1.0, 0)]
+
+
+# -- in a study --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def study(tmp_path, module):
+    """Function (): a study in a folder, with the module beside its files; returns the file."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (tmp_path / f"{module}.py").rename(folder / f"{module}.py")
+    error = {"kind": "own", "function": f"{module}:error", "size": 0.05}
+    arm = {
+        "description": "",
+        "operator_noise": {"error": error},
+        "module_noise": {"modules": "mlp", "error": error},
+        "aqn": {"schedule": {"kind": "own", "function": f"{module}:sigma", "sigma_max": 0.1}},
+    }
+    content = yaml.safe_load((ROOT / "config" / "smoke.yaml").read_text())
+    content.update(arms_file="arms.yaml", arms=["baseline", "own"])
+    content["evaluation"]["noises"] = {"own": {"operator_noise": {"error": error}}}
+    content["comparisons"][0].update(treatment="own")
+    (folder / "arms.yaml").write_text(yaml.safe_dump({"arms": {"own": arm, "baseline": {"description": "none"}}}))
+    (folder / "study.yaml").write_text(yaml.safe_dump(content))
+    return folder / "study.yaml"
+
+
+def test_modules_are_found_beside_the_files_that_name_them_and_jobs_have_their_digests(study, module):
+    plan = StudyPlan(load_study_file(study))
+    located = f"{study.parent}/{module}"
+    digest = source_digest(f"{located}:error")
+    arm = plan.training_spec("own", 0)["arm"]
+    noises = plan.evaluation_spec(model="base", arm="own", seed="0", step="8")["evaluation"]["noises"]
+    errors = [
+        *(arm[key]["error"] for key in ("operator_noise", "module_noise")),
+        noises["own"]["operator_noise"]["error"],
+    ]
+    assert {(error["function"], error["source_sha256"]) for error in errors} == {(f"{located}:error", digest)}
+    assert arm["aqn"]["schedule"]["source_sha256"] == digest
+    # Another source is another digest, so the jobs are made again.
+    (study.parent / f"{module}.py").write_text(CODE + "\n# changed\n")
+    assert StudyPlan(load_study_file(study)).training_spec("own", 0)["arm"] != arm
+
+
+def test_arms_read_by_themselves_are_located_too(study, module):
+    noise = read_arms(study.parent / "arms.yaml")["own"].operator_noise
+    assert noise.error.function == f"{study.parent}/{module}:error"
+
+
+def test_a_digest_in_the_study_must_be_that_of_the_source(study):
+    noise = AdaptiveNoise(
+        schedule=read_arms(study.parent / "arms.yaml")["own"].aqn.schedule.model_copy(
+            update={"source_sha256": "0" * 64}
+        )
+    )
+    with pytest.raises(ConfigError, match=r"source_sha256 is 0+, its source has"):
+        noise.planned()

@@ -1,0 +1,73 @@
+"""Rows of a weight that lies on several tensor-parallel workers, without vLLM: every worker's part of the exchange."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from aqnpipe.noise.kernels.shards import Shard
+from aqnpipe.parity.forms import EmbeddingForm
+from aqnpipe.parity.vllm.shares import SharedEmbeddingForm, SharedLinearForm, embedding_form, own_share, whole
+
+WHOLE = torch.arange(1.0, 25.0).reshape(6, 4)
+BIAS = torch.arange(1.0, 7.0)
+
+
+@pytest.fixture
+def as_worker(monkeypatch):
+    """Function (rank, number of workers) that makes this process one of them; a sum is then its own part of it."""
+
+    def become(rank, num_workers):
+        group = SimpleNamespace(rank_in_group=rank, world_size=num_workers)
+        fake = SimpleNamespace(get_tp_group=lambda: group, tensor_model_parallel_all_reduce=lambda part: part)
+        monkeypatch.setitem(sys.modules, "vllm.distributed", fake)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [Shard(0, 3, 6), Shard(3, 3, 6)],
+        # A padded vocabulary: the last worker has fewer rows.
+        [Shard(0, 4, 6), Shard(4, 2, 6)],
+        # Few heads of keys and values: two workers have the same rows, of which one counts.
+        [Shard(0, 3, 6), Shard(0, 3, 6), Shard(3, 3, 6), Shard(3, 3, 6)],
+    ],
+)
+def test_the_parts_of_all_workers_add_up_to_the_rows(as_worker, shares):
+    channels = torch.tensor([5, 0, 3, 3])
+    weight, bias, rows = torch.zeros(4, 4), torch.zeros(4), torch.zeros(4, 4)
+    for rank, shard in enumerate(shares):
+        as_worker(rank, len(shares))
+        own = slice(shard.start, shard.start + shard.size)
+        # Rows behind the own ones pad the vocabulary.
+        padded = torch.cat((WHOLE[own], torch.full((2, 4), 99.0)))
+        part, part_of_bias = SharedLinearForm(WHOLE[own], BIAS[own], output_shard=shard).rows(channels)
+        weight, bias = weight + part, bias + part_of_bias
+        rows += SharedEmbeddingForm(padded, shard=shard).rows(channels)
+    assert torch.equal(weight, WHOLE[channels])
+    assert torch.equal(rows, WHOLE[channels])
+    assert bias.tolist() == [6, 1, 4, 4]
+
+
+def test_columns_of_a_row_parallel_weight_are_gathered_and_its_bias_is_whole(monkeypatch):
+    others = WHOLE[:, 2:]
+    fake = SimpleNamespace(tensor_model_parallel_all_gather=lambda own: torch.cat((own, others[[4, 1]]), -1))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", fake)
+    form = SharedLinearForm(WHOLE[:, :2], BIAS, input_shard=Shard(0, 2, 4))
+    weight, bias = form.rows(torch.tensor([4, 1]))
+    assert torch.equal(weight, WHOLE[[4, 1]])
+    assert bias.tolist() == [5, 2]
+
+
+def test_an_edited_whole_is_cut_to_the_own_heads():
+    edited = torch.arange(8.0).reshape(1, 8)
+    own = own_share(edited, Shard(4, 4, 8), torch.zeros(1, 2, 2))
+    assert own.tolist() == [[[4, 5], [6, 7]]]
+    assert whole(edited, None) is edited
+
+
+def test_an_embedding_that_is_not_shared_is_a_plain_one():
+    assert type(embedding_form(torch.nn.Embedding(4, 2))) is EmbeddingForm
