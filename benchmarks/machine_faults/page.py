@@ -52,8 +52,8 @@ def _head(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
     return (
         "# Detection benchmark\n\n"
         "Command: `OMP_NUM_THREADS=1 python benchmarks/detection.py`. Faults measured at commit: "
-        f"{commits(faults)}. Healthy runs: {commits(healthy)}. Rows: [effects](detection_effects.csv), "
-        "[faults](detection_faults.csv), [healthy devices](detection_healthy.csv).\n\n"
+        f"{commits(faults)}. Healthy runs: {commits(healthy)}. Both landed in cab62a5, together with later changes. "
+        "Rows: [effects](detection_effects.csv), [faults](detection_faults.csv), [healthy devices](detection_healthy.csv).\n\n"
         f"{faults['name'].n_unique()} faults and {healthy['name'].n_unique()} kinds of healthy arithmetic act on an "
         "emulated device: what runs inside the modules of a model is changed from outside, without the project's fault "
         f"simulation. Models: {faults['architecture'].n_unique()} architectures with random weights (4 layers of 64 "
