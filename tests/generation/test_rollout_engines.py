@@ -4,14 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
-from aqnpipe.generation.vllm.weights import load_sent_weights, send_weights
+from aqnpipe.generation.vllm.sealed_memory import SealedMemory, read_sealed
+from aqnpipe.generation.vllm.weights import for_engine, load_sent_weights, shared_weights
+from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase_state import NoiseKey
@@ -50,8 +51,9 @@ class FakeEngine:
     def __init__(self, norms=None, fault_states=()):
         self.calls, self.norms, self.fault_states = [], norms, fault_states
 
-    def load_weights(self, path, sha256):
-        self.calls.append("load" if load_file(path) else "nothing")
+    def load_weights(self, sealed):
+        self.loaded = read_sealed(sealed)
+        self.calls.append("load")
 
     def begin_rollout(self, noise):
         self.noise = noise
@@ -74,10 +76,8 @@ class FakeEngine:
         self.calls.append(f"wake {what}")
 
 
-def rollouts(engine, folder, sleeps=False):
-    return VllmRolloutEngine(
-        engine, folder, weights=lambda model: model.state_dict(), dtype=torch.float32, sleeps=sleeps
-    )
+def rollouts(engine, sleeps=False, dtype=torch.float32):
+    return VllmRolloutEngine(engine, weights=MergedForEngine(dtype), dtype=dtype, sleeps=sleeps)
 
 
 def rollout(spec):
@@ -92,35 +92,36 @@ def rollout(spec):
     )
 
 
-def test_a_sleeping_engine_wakes_for_weights_before_they_are_sent_and_for_its_cache_afterwards(model, tmp_path):
+def test_a_sleeping_engine_wakes_for_weights_before_they_are_sent_and_for_its_cache_afterwards(model):
     engine, spec = FakeEngine(), NoiseSpec()
-    rollout_engine = rollouts(engine, tmp_path, sleeps=True)
+    rollout_engine = rollouts(engine, sleeps=True)
     for _ in range(2):
         rollout_engine.roll_out(model, recorder(spec), rollout(spec))
     once = ["begin", "generate", "sleep"]
     assert engine.calls == ["load", *once, "wake weights", "load", "wake kv_cache", *once]
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_norms_that_are_not_the_trainers_are_refused(model, tmp_path):
+def test_norms_that_are_not_the_trainers_are_refused(model):
     spec = NoiseSpec(aqn=AQN)
     for engine in (FakeEngine(), FakeEngine(norms="other")):
         recorded = recorder(spec)
         if engine.norms is None:
-            rollouts(engine, tmp_path).roll_out(model, recorded, rollout(spec))
+            rollouts(engine).roll_out(model, recorded, rollout(spec))
             assert recorded.last_weight_sync.clean_sha256_before == norms_sha256(model)
             continue
         with pytest.raises(ReceiptError, match="AQN step 0: the clean norm weights in vLLM's worker are not"):
-            rollouts(engine, tmp_path).roll_out(model, recorded, rollout(spec))
+            rollouts(engine).roll_out(model, recorded, rollout(spec))
 
 
-def test_weights_are_sent_once_in_the_format_of_the_engine_and_norms_in_their_own(model, tmp_path):
-    norms = {"model.norm.weight"}
-    send_weights(model.state_dict(), norms, torch.bfloat16, tmp_path / "weights")
-    sent = load_file(tmp_path / "weights")
-    assert "lm_head.weight" not in sent
-    assert {name for name, tensor in sent.items() if tensor.dtype == torch.float32} == norms
-    assert len(sent) == len(model.state_dict()) - 1
+def test_weights_are_sent_once_in_the_format_of_the_engine_and_norms_in_their_own(model):
+    engine, spec = FakeEngine(), NoiseSpec()
+    rollouts(engine, dtype=torch.bfloat16).roll_out(model, recorder(spec), rollout(spec))
+    weights = model.state_dict()
+    assert engine.loaded.keys() == weights.keys() - {"lm_head.weight"}
+    for name, sent in engine.loaded.items():
+        expected = weights[name] if "norm" in name else weights[name].bfloat16()
+        assert sent.dtype == expected.dtype
+        assert torch.equal(sent, expected)
 
 
 class Stubborn(nn.Module):
@@ -135,17 +136,52 @@ class Stubborn(nn.Module):
         for name, tensor in weights:
             if name != "head.weight":
                 self.get_parameter(name).data.copy_(tensor)
+            # A loader may compute in the memory that it was given; the comparison must not notice.
+            tensor.fill_(7.0)
 
 
-def test_a_weight_that_the_model_did_not_load_is_refused(tmp_path):
+def test_a_weight_that_the_model_did_not_load_is_refused():
     model = Stubborn()
     engine = SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters()))
-    path = tmp_path / "weights"
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    load_sent_weights(engine, path, send_weights(weights, set(), torch.float32, path))
-    digest = send_weights(weights | {"head.weight": weights["head.weight"] + 1}, set(), torch.float32, path)
-    with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn differ from .* sent: head\.weight"):
-        load_sent_weights(engine, path, digest)
+    with SealedMemory() as memory, SealedMemory() as other:
+        for name, weight in weights.items():
+            memory.add(name, weight)
+            other.add(name, weight + 1 if name == "head.weight" else weight)
+        load_sent_weights(engine, memory.seal())
+        with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn differ .* sent: head\.weight"):
+            load_sent_weights(engine, other.seal())
+
+
+def shared_by_two(model, others):
+    """Share weights between this process, which writes, and a second worker of the node with the weights `others`."""
+    own, answers = [], []
+
+    def exchange(value):
+        own.append(value)
+        return [value, value]
+
+    with shared_weights(lambda: for_engine(model.state_dict().items(), set(), torch.float32), exchange) as sealed:
+        written = own[-1]
+
+        def of_the_second(value):
+            """The first worker is another process, which wrote the memory."""
+            answers.append(value)
+            first = [(own[0][0], own[0][1] - 1), ((own[0][0], own[0][1] - 1), written[1]), None][len(answers) - 1]
+            return [first, value]
+
+        with shared_weights(lambda: for_engine(others.items(), set(), torch.float32), of_the_second) as of_second:
+            assert of_second == sealed
+    assert answers[1][1] is None
+
+
+def test_workers_of_a_node_share_one_copy_and_each_compares_it_with_its_own_weights(model):
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shared_by_two(model, weights)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for others in (weights | {name: -weights[name]}, {n: t for n, t in weights.items() if n != name}):
+        with pytest.raises(ReceiptError, match=f"not those of this worker's policy: {name}"):
+            shared_by_two(model, others)
 
 
 def test_what_an_engine_recorded_is_added_to_the_run():
@@ -165,11 +201,11 @@ def test_what_an_engine_recorded_is_added_to_the_run():
     assert {phase.phase: phase.forwards for phase in after.phases} == {"rollout": 2, "actor_forward": 1}
 
 
-def test_thresholds_that_an_engine_cached_are_those_of_the_run_afterwards(model, tmp_path):
+def test_thresholds_that_an_engine_cached_are_those_of_the_run_afterwards(model):
     spec = NoiseSpec(faults=(FAULT,))
     states = (ActiveFaultState(num_channels=8, threshold=2.5),)
     engine, requested = FakeEngine(fault_states=states), rollout(spec)
-    rollout_engine = rollouts(engine, tmp_path)
+    rollout_engine = rollouts(engine)
     rollout_engine.roll_out(model, recorder(spec), requested)
     assert engine.noise.fault_states == (ActiveFaultState(num_channels=0, threshold=None),)
     assert requested.faults.states() == states

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec, OperatorNoise, RelativeGaussian
@@ -13,7 +12,8 @@ from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, TransformersRolloutEngine, VllmRolloutEngine
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.generation.vllm.weights import send_weights
+from aqnpipe.generation.vllm.sealed_memory import Sealed, SealedMemory
+from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
@@ -56,10 +56,8 @@ def engine(start):
 
 
 @pytest.fixture
-def rollouts(engine, tmp_path):
-    return VllmRolloutEngine(
-        engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.float32
-    )
+def rollouts(engine):
+    return VllmRolloutEngine(engine, weights=MergedForEngine(torch.float32), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -228,26 +226,35 @@ def test_aqn_on_hidden_states_has_its_size_in_every_layer_and_combines_with_faul
     assert (ours.sigma_requested, ours.targets) == (theirs.sigma_requested, theirs.targets)
 
 
-@pytest.mark.parametrize("flaw", ["changed", "missing", "unknown"])
-def test_weights_that_are_not_those_sent_are_refused(engine, policy, tmp_path, flaw):
-    path = tmp_path / "weights.safetensors"
-    norms = {f"{name}.weight" for name in rms_norms(policy)}
-    digest = send_weights(policy.state_dict(), norms, torch.float32, path)
-    tensors = load_file(path)
-    if flaw == "changed":
-        tensors["model.norm.weight"] += 1e-3
-        save_file(tensors, path)
-        with pytest.raises(ReceiptError, match=r"has SHA-256 \w{12}, the trainer sent"):
-            engine.load_weights(path, digest)
-        return
+@pytest.mark.parametrize(
+    ("flaw", "message"),
+    [
+        ("another", r"has SHA-256 \w{12}, the trainer sent 000000000000"),
+        ("a file", "is not sealed, so its weights may change"),
+        ("gone", "cannot be read: No such file"),
+        ("missing", "on one side only: model.layers.3.mlp.up_proj.weight"),
+        ("unknown", "on one side only: lm_head.weight"),
+    ],
+)
+def test_weights_that_are_not_those_sent_are_refused(engine, policy, tmp_path, flaw, message):
+    weights = dict(MergedForEngine(torch.float32)(policy))
     if flaw == "missing":
-        del tensors["model.layers.3.mlp.up_proj.weight"]
-        message = "on one side only: model.layers.3.mlp.up_proj.weight"
-    else:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-        message = "on one side only: lm_head.weight"
-    with pytest.raises(ReceiptError, match=message):
-        engine.load_weights(path, send_weights(tensors, norms, torch.float32, path))
+        del weights["model.layers.3.mlp.up_proj.weight"]
+    if flaw == "unknown":
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    with SealedMemory() as memory:
+        for name, weight in weights.items():
+            memory.add(name, weight)
+        sealed = memory.seal()
+        path, sha256 = tmp_path / "weights", sealed.sha256
+        path.write_bytes(sealed.path.read_bytes())
+        sent = {
+            "another": Sealed(sealed.path, "0" * 64),
+            "a file": Sealed(path, sha256),
+            "gone": Sealed(tmp_path / "nothing", sha256),
+        }
+        with pytest.raises(ReceiptError, match=message):
+            engine.load_weights(sent.get(flaw, sealed))
 
 
 @pytest.mark.parametrize(
@@ -284,9 +291,7 @@ def test_untied_embeddings_and_norms_in_a_finer_dtype_than_the_engine(start, tmp
     policy = moved(load_model(tmp_path / "model", dtype="float32", attention="sdpa"))
     recorded = recorder(policy, WITH_AQN)
     with start(tmp_path / "model", dtype="bfloat16") as engine:
-        rollouts = VllmRolloutEngine(
-            engine, tmp_path / "weights", weights=lambda model: model.state_dict(), dtype=torch.bfloat16
-        )
+        rollouts = VllmRolloutEngine(engine, weights=MergedForEngine(torch.bfloat16), dtype=torch.bfloat16)
         completions = rollouts.roll_out(policy, recorded, rollout(policy, WITH_AQN, sigma=0.0005))
         (sync,) = recorded.receipt().weight_syncs
         assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5

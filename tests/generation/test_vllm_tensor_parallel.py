@@ -18,6 +18,7 @@ from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, pass_receipt
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.injection.phase_state import NoiseKey
 
@@ -139,4 +140,4 @@ def test_a_rollout_on_two_workers_is_refused_in_one_line(two, tmp_path):
     with pytest.raises(ModelError, match="rollouts on tensor-parallel engines are not supported"):
         two.begin_rollout(RolloutNoise(clean_norms="0" * 64, fault_states=()))
     with pytest.raises(ModelError, match="rollouts on tensor-parallel engines are not supported"):
-        two.load_weights(tmp_path, "0" * 64)
+        two.load_weights(Sealed(tmp_path, "0" * 64))

@@ -228,10 +228,10 @@ def test_an_update_at_the_learning_rate_of_the_7b_study_is_lost_in_bfloat16(make
 
 def test_an_engine_gets_no_weights_that_lost_the_first_update(make_model):
     weights, model = MergedForEngine(torch.bfloat16), adapted_model(make_model, update=0.0)
-    assert weights(model)["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    assert dict(weights(model))["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
     for weight in adapter_weights(model).values():
         weight.data += 1e-6
     with pytest.raises(ReceiptError, match="update is lost"):
         weights(model)
-    exact = MergedForEngine(torch.float32)(model)
+    exact = dict(MergedForEngine(torch.float32)(model))
     assert exact["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32

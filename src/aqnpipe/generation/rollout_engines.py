@@ -1,8 +1,7 @@
 """Rollout engines: they generate responses with the current weights of the policy, under the noise of its run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import RolloutNoise
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.generation.vllm.weights import send_weights
+from aqnpipe.generation.vllm.weights import Exchange, for_engine, shared_weights
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.faults import ActiveFaults
@@ -82,23 +81,24 @@ class TransformersRolloutEngine:
 class VllmRolloutEngine:
     """Rollouts by vLLM, which receives the policy's weights before each; only vLLM's copy of the norms gets AQN noise.
 
-    `weights` returns the policy's weights by their plain names, adapters merged; the weights are passed to vLLM in a
-    file in `folder`. With `sleeps` vLLM frees its memory between rollouts.
+    `weights` returns the policy's weights by their plain names, adapters merged, one after the other. They are passed
+    to vLLM in memory that the workers of a node share; `exchange` returns a value of every worker. With `sleeps` vLLM
+    frees its memory between rollouts.
     """
 
     def __init__(
         self,
         engine: VllmEngine,
-        folder: Path,
         *,
-        weights: Callable[[nn.Module], Mapping[str, Tensor]],
+        weights: Callable[[nn.Module], Iterable[tuple[str, Tensor]]],
         dtype: torch.dtype,
+        exchange: Exchange = lambda value: [value],
         sleeps: bool = False,
     ) -> None:
         self._vllm = engine
-        self._file = folder / "weights.safetensors"
         self._weights = weights
         self._dtype = dtype
+        self._exchange = exchange
         self._sleeps = sleeps
         self._is_asleep = False
 
@@ -138,12 +138,10 @@ class VllmRolloutEngine:
     def _send(self, policy: nn.Module) -> str:
         """Send the weights of `policy` to vLLM; return the SHA-256 of its norm weights."""
         norms = {f"{name}.weight" for name in rms_norms(policy, "all_norms")}
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        digest = send_weights(self._weights(policy), norms, self._dtype, self._file)
-        if self._is_asleep:
-            self._vllm.wake_up("weights")
-        self._vllm.load_weights(self._file, digest)
-        self._file.unlink()
+        with shared_weights(lambda: for_engine(self._weights(policy), norms, self._dtype), self._exchange) as sealed:
+            if self._is_asleep:
+                self._vllm.wake_up("weights")
+            self._vllm.load_weights(sealed)
         if self._is_asleep:
             self._vllm.wake_up("kv_cache")
             self._is_asleep = False

@@ -3,7 +3,7 @@
 Adapters are inserted into the model itself, without a wrapper around it, so layers, norms and hooks keep their places.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, read_adapters_header
 from aqnpipe.models.layout import layer_of, weight_of
-from aqnpipe.models.sharding import whole_state_dict
+from aqnpipe.models.sharding import distinct_weights, whole_state_dict
 
 _ADAPTER = "default"
 _PARTS = ("lora_A", "lora_B")
@@ -138,17 +138,22 @@ def merged_weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict
     Computed in float32 and then rounded once, to `dtype`. The model itself does not change. Without adapters this is
     its own state dict.
     """
+    return dict(_merged(model, whole_state_dict(model).items(), dtype))
+
+
+def _merged(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `weights` of `model` with adapters merged, under the names without adapters."""
     adapted = adapted_modules(model)
-    merged = {}
-    for key, tensor in whole_state_dict(model).items():
+    for key, tensor in weights:
         owner = next((name for name in adapted if key.startswith(f"{name}.")), None)
         if owner is None:
-            merged[key] = tensor
+            yield key, tensor
         elif key == f"{owner}.base_layer.weight":
-            merged[f"{owner}.weight"] = (tensor.float() + _update(adapted[owner])).to(dtype)
+            yield f"{owner}.weight", (tensor.float() + _update(adapted[owner])).to(dtype)
         elif key.startswith(f"{owner}.base_layer."):
-            merged[f"{owner}.{key.removeprefix(f'{owner}.base_layer.')}"] = tensor
-    return merged
+            yield f"{owner}.{key.removeprefix(f'{owner}.base_layer.')}", tensor
 
 
 def merge_loss(model: nn.Module, dtype: torch.dtype) -> float | None:
@@ -187,13 +192,13 @@ class MergedForEngine:
         self._dtype = dtype
         self._is_checked = False
 
-    def __call__(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the weights by their plain names."""
+    def __call__(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Return the weights by their plain names, one after the other; tied ones once, by the first name."""
         if not self._is_checked:
             loss = merge_loss(model, self._dtype)
             refuse_merge_loss(loss, self._dtype)
             self._is_checked = loss is not None
-        return merged_weights(model, self._dtype)
+        return _merged(model, distinct_weights(model), self._dtype)
 
 
 def _update(module: AdaptedLinear) -> Tensor:

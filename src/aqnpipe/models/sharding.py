@@ -86,6 +86,16 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
+def distinct_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in the state dict of `model`, one after the other; tied ones once, by the first name."""
+    seen = set()
+    for name, tensor in whole_state_dict(model).items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if place not in seen:
+            seen.add(place)
+            yield name, tensor
+
+
 def average_whole_gradients(model: nn.Module) -> None:
     """Average the gradients of the weights that every worker has whole; a collective operation.
 

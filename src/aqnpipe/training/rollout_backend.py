@@ -17,7 +17,7 @@ from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
 from aqnpipe.generation.vllm.launch import vllm_version
 from aqnpipe.generation.vllm.requirements import check_vllm
 from aqnpipe.models.adapters import MergedForEngine
-from aqnpipe.training.ranks import rank_and_size
+from aqnpipe.training.ranks import gathered, rank_and_size
 
 
 def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
@@ -44,16 +44,14 @@ def merges_adapters(spec: TrainingSpec) -> bool:
     return spec.training.lora is not None and "vllm" in (_backend(spec), evaluating)
 
 
-def open_rollouts(
-    spec: TrainingSpec, model_folder: Path, prompts: Sequence[str], tokenizer: Any, scratch: Path
-) -> RolloutEngine:
+def open_rollouts(spec: TrainingSpec, model_folder: Path, prompts: Sequence[str], tokenizer: Any) -> RolloutEngine:
     """Return the engine for the rollouts of `spec` on these prompts; the caller closes it.
 
-    Each worker has its own engine for its share of the prompts. Weights are sent to a vLLM engine through `scratch`.
+    Each worker has its own engine for its share of the prompts.
     """
     if _backend(spec) == "transformers":
         return TransformersRolloutEngine(tokenizer)
-    training, (rank, num_workers) = spec.training, rank_and_size()
+    training, (_, num_workers) = spec.training, rank_and_size()
     lengths = map(len, tokenize_prompts(list(prompts), spec.prompt, tokenizer))
     engine = open_engine(
         spec.generation,
@@ -69,9 +67,9 @@ def open_rollouts(
     )
     return VllmRolloutEngine(
         engine,
-        scratch / f"weights{rank}",
         weights=MergedForEngine(getattr(torch, spec.dtype)),
         dtype=getattr(torch, spec.dtype),
+        exchange=gathered,
         sleeps=spec.generation.rollout_sleep,
     )
 

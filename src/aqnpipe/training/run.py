@@ -85,7 +85,7 @@ def run_worker(
     torch.set_num_threads(spec.training.threads)
     tokenizer = load_tokenizer(inputs.model)
     dataset = _train_dataset(spec, inputs, tokenizer)
-    with closing(open_rollouts(spec, inputs.model, dataset["prompt"], tokenizer, workspace.folder)) as rollouts:
+    with closing(open_rollouts(spec, inputs.model, dataset["prompt"], tokenizer)) as rollouts:
         trainer = _build_trainer(spec, inputs, workspace, tokenizer, dataset, rollouts, say)
         _train(spec, trainer, resume_from)
     facts = trainer.audit.facts_of_all()

@@ -24,6 +24,7 @@ from aqnpipe.generation.vllm.requirements import (
     check_vllm,
     with_common_names,
 )
+from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.models.loading import load_tokenizer
@@ -152,14 +153,14 @@ class VllmEngine:
         """The process ids of the workers."""
         return [worker["process"] for worker in self._workers]
 
-    def load_weights(self, path: Path, sha256: str) -> None:
-        """Make every worker load the weights in a safetensors file whose SHA-256 is `sha256`.
+    def load_weights(self, sealed: Sealed) -> None:
+        """Make every worker load the weights in sealed memory.
 
-        Later calls use nothing that was computed with other weights. Raises ReceiptError if any parameter of a worker's
-        model differs in a bit from the file.
+        Later calls use nothing that was computed with other weights. Raises ReceiptError if the memory is not sealed or
+        another, or if any parameter of a worker's model differs from it in a bit.
         """
-        replies = self.call_workers("aqnpipe_load_weights", str(path), sha256)
-        if [reply.get("sha256") for reply in replies] != [sha256] * len(self._workers):
+        replies = self.call_workers("aqnpipe_load_weights", str(sealed.path), sealed.sha256)
+        if [reply.get("sha256") for reply in replies] != [sealed.sha256] * len(self._workers):
             raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers loaded the weights")
 
     def begin_pass(self, noise: PassNoise) -> None:

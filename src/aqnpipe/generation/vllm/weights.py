@@ -1,50 +1,74 @@
-"""Sends weights from a trainer to vLLM's workers: one safetensors file, verified by its SHA-256."""
+"""Weights on their way from a trainer to vLLM's workers: one copy per node in sealed memory, compared bit for bit.
 
-from collections.abc import Mapping, Set
+Of the workers on a node, the first writes its weights and computes their SHA-256 once. Each worker then compares the
+sealed memory with its own policy, and its engine compares what it holds with the sealed memory. An engine thus has the
+weights of its own worker's policy, although another worker may have written them.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.modules import EngineModel
+from aqnpipe.generation.vllm.sealed_memory import Sealed, SealedMemory, read_sealed
 from aqnpipe.models.layout import rms_norms, weight_of
 
+Exchange = Callable[[Any], list[Any]]
+"""Returns the argument of every worker, by rank; a collective operation."""
 
-def send_weights(weights: Mapping[str, Tensor], norms: Set[str], dtype: torch.dtype, path: Path) -> str:
-    """Write `weights` to `path` in `dtype`, the dtype of the engine; return the SHA-256 of the file.
 
-    Weights named in `norms` keep the trainer's dtype, because AQN noise can be smaller than the resolution of bfloat16.
-    If several names share one tensor (tied embeddings), only the first is sent.
+def for_engine(
+    weights: Iterable[tuple[str, Tensor]], norms: Set[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `weights` in `dtype`, the dtype of the engine; those named in `norms` keep the trainer's dtype.
+
+    AQN noise can be smaller than the resolution of bfloat16.
     """
-    seen, sent = set(), {}
-    for name, tensor in weights.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in seen:
-            sent[name] = tensor.detach().to(tensor.dtype if name in norms else dtype).contiguous()
-            seen.add(place)
-    save_file(sent, path)
-    return sha256_of_file(path)
+    for name, tensor in weights:
+        yield name, tensor.detach().to(tensor.dtype if name in norms else dtype)
 
 
-def load_sent_weights(engine: EngineModel, path: Path, sha256: str) -> None:
-    """Load the file of `send_weights` into a worker's model, and compare every parameter with it, bit for bit.
+@contextmanager
+def shared_weights(weights: Callable[[], Iterable[tuple[str, Tensor]]], exchange: Exchange) -> Iterator[Sealed]:
+    """Yield the sealed memory with the weights of this node, for the body to load; a collective operation.
 
-    Raises ReceiptError if the file has another SHA-256, or if any parameter of the model differs from the file.
+    `weights` returns them anew at each call: they are written in a first pass, and compared in a second. Raises
+    ReceiptError if those of this worker differ from what was written.
     """
-    found = sha256_of_file(path)
-    if found != sha256:
-        raise ReceiptError(f"weight sync: {path} has SHA-256 {found[:12]}, the trainer sent {sha256[:12]}")
-    sent = load_file(path)
+    own = (_node(), os.getpid())
+    writer = next(worker for worker in exchange(own) if worker[0] == own[0])
+    with ExitStack() as stack:
+        memory = stack.enter_context(SealedMemory()) if writer == own else None
+        for name, tensor in weights():
+            if memory is not None:
+                memory.add(name, tensor)
+        sealed = dict(exchange((own, memory.seal() if memory is not None else None)))[writer]
+        _refuse_other_weights(weights(), sealed)
+        yield sealed
+        # The memory is freed when all engines of the node have loaded it.
+        exchange(None)
+
+
+def load_sent_weights(engine: EngineModel, sealed: Sealed) -> None:
+    """Load sealed weights into a worker's model, and compare every parameter of it with them, bit for bit.
+
+    Raises ReceiptError if the memory is not the one that was sent, or if any parameter differs from it.
+    """
+    sent = read_sealed(sealed)
     for name, norm in rms_norms(engine.model, "all_norms").items():
         weight = weight_of(norm)
         if f"{name}.weight" in sent:
             weight.data = weight.data.to(sent[f"{name}.weight"].dtype)
     with torch.no_grad():
         engine.model.load_weights(sent.items())  # type: ignore[operator] # every vLLM model has this method
-    held = engine.weights()
+    # Read again: loading may have changed the tensors that it was given.
+    sent, held = read_sealed(sealed), engine.weights()
     model = f"vLLM's {type(engine.model).__name__}"
     differing = sorted(sent.keys() ^ held.keys())
     if differing:
@@ -60,5 +84,22 @@ def load_sent_weights(engine: EngineModel, path: Path, sha256: str) -> None:
         )
 
 
+def _refuse_other_weights(weights: Iterable[tuple[str, Tensor]], sealed: Sealed) -> None:
+    """Raise ReceiptError unless `weights` are those in sealed memory, all of them and bit for bit."""
+    sent = read_sealed(sealed)
+    differing = [name for name, tensor in weights if name not in sent or not _is_same(sent.pop(name), tensor)]
+    if differing or sent:
+        raise ReceiptError(
+            "weight sync: the weights written for the engines of this node are not those of this worker's policy: "
+            f"{', '.join([*differing, *sent][:3])}"
+        )
+
+
 def _is_same(sent: Tensor, held: Tensor) -> bool:
     return sent.dtype == held.dtype and torch.equal(sent.to(held.device), held)
+
+
+def _node() -> str:
+    """Return what processes have in common that can open each other's memory: machine and process ids."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{machine} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -18,6 +18,7 @@ from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise
 from aqnpipe.generation.vllm.injection import check_noise_is_supported, engine_noise
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.plugin import version_in_this_process
+from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.generation.vllm.weights import load_sent_weights
 from aqnpipe.models.layout import num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout
@@ -94,11 +95,11 @@ class NoiseExtension:
         }
 
     def aqnpipe_load_weights(self: Any, path: str, sha256: str) -> dict[str, Any]:
-        """Load the weights in the file at `path`, whose SHA-256 is `sha256`; return the SHA-256 of what was loaded."""
+        """Load the weights in the sealed memory at `path`; return its SHA-256, which must be `sha256`."""
         if self.parallel_config.tensor_parallel_size > 1:
             return _NO_TRAINING
         try:
-            load_sent_weights(EngineModel(self.get_model()), Path(path), sha256)
+            load_sent_weights(EngineModel(self.get_model()), Sealed(Path(path), sha256))
         except ReceiptError as error:
             return {"receipt_error": str(error)}
         return {"sha256": sha256}
