@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import synthetic_evaluations
+import yaml
 from typer.testing import CliRunner
 
 from aqnpipe.cli.main import app
@@ -30,6 +31,29 @@ def test_the_table_has_a_line_per_noise_level():
     assert lines[2].split()[:3] == ["noise", "alone", "family"]
     assert [line.split()[0] for line in lines[3:6]] == ["0%", "5%", "10%"]
     assert "cheapest for 8 points" in lines[2]
+
+
+def test_named_noises_are_planned_with_their_passes(tmp_path):
+    """Levels 0, 10 % (2 draws) and a bias, which is not random: 1 + 2 + 1 passes of the evaluations, not 3."""
+    study = yaml.safe_load((CONFIG / "smoke.yaml").read_text())
+    study["arms_file"] = str(CONFIG / "arms.yaml")
+    study["dataset"]["num_test"] = 100
+    study["evaluation"] |= {"noise_levels": [0.0, 0.1], "noise_seeds": [0, 1]}
+    found = []
+    for noises in (
+        {},
+        {"shifted": {"operator_noise": {"operators": "matmul", "error": {"kind": "systematic_bias", "scale": 0.01}}}},
+    ):
+        study["evaluation"]["noises"] = noises
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(study))
+        result = planned(path, "--json")
+        assert result.exit_code == 0, result.exception
+        found.append(json.loads(result.stdout))
+    assert [level["noise_name"] for level in found[1]["levels"]] == [None, None, "shifted"]
+    assert found[1]["levels"][2]["variances_from"] == "usual values"
+    assert found[1]["device_hours"] > found[0]["device_hours"]
+    assert "shifted" in planned(path).stdout
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

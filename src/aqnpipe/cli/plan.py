@@ -23,6 +23,7 @@ class PlannedLevel(FrozenModel):
     """What a study finds between two arms at a noise level; differences as fractions, null: one seed shows none."""
 
     noise_level: float
+    noise_name: str | None = Field(description="of a named noise; its level numbers it")
     variances_from: str
     seed_sd: float = Field(description="standard deviation of the difference between seeds")
     detectable_alone: float | None = Field(description="as the only comparison")
@@ -85,10 +86,14 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     largest = max((families.count(family) for family in families), default=1)
     sizes = (len(opened.study.seeds), _num_questions(opened), len(config.evaluation.noise_seeds))
     most_questions = config.dataset.num_test or sizes[1]
-    cost = _Cost(sizes, training, evaluation, config.evaluation.noise_levels)
+    noise_names = config.evaluation.noise_names()
+    is_random = {level: config.evaluation.is_random(level) for level in config.evaluation.all_levels()}
+    cost = _Cost(sizes, training, evaluation, tuple(is_random.values()))
 
     def level_found(level: float) -> PlannedLevel:
-        variances, num_arms = measured.get(level, USUAL), len(opened.study.arms)
+        # In other results the level of a named noise may number another one.
+        own = measured.get(level) if level not in noise_names else None
+        variances, num_arms = own or USUAL, len(opened.study.arms)
 
         def limit(tried: tuple[int, int, int], comparisons: int) -> float | None:
             alpha = config.statistics.alpha / comparisons
@@ -98,10 +103,11 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
             found = limit((num_seeds, num_questions, num_draws), largest)
             return found is not None and found <= wanted
 
-        split = cheapest(finds, cost, most_questions, noisy=level > 0)
+        split = cheapest(finds, cost, most_questions, noisy=is_random[level])
         return PlannedLevel(
             noise_level=level,
-            variances_from="results" if level in measured else "usual values",
+            noise_name=noise_names.get(level),
+            variances_from="results" if own else "usual values",
             seed_sd=variances.seed**0.5,
             detectable_alone=limit(sizes, 1),
             detectable_in_family=limit(sizes, largest),
@@ -118,7 +124,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         wanted=wanted,
         device_hours=estimate.device_hours,
         devices_per_engine=config.generation.tensor_parallel,
-        levels=tuple(level_found(level) for level in sorted(config.evaluation.noise_levels)),
+        levels=tuple(level_found(level) for level in sorted(is_random)),
         num_arms=len(opened.study.arms),
         alpha=config.statistics.alpha,
         power=config.statistics.power,
@@ -129,15 +135,15 @@ class _Cost:
     """Device hours of a study with other numbers of seeds, questions and noise draws, in proportion to its estimate."""
 
     def __init__(
-        self, sizes: tuple[int, int, int], training: float, evaluation: float, noise_levels: Sequence[float]
+        self, sizes: tuple[int, int, int], training: float, evaluation: float, level_is_random: Sequence[bool]
     ) -> None:
-        self._noisy_levels = sum(level > 0 for level in noise_levels)
-        self._clean_levels = len(noise_levels) - self._noisy_levels
+        self._random_levels = sum(level_is_random)
+        self._fixed_levels = len(level_is_random) - self._random_levels
         self._per_seed = training / sizes[0]
         self._per_answer = evaluation / (sizes[0] * sizes[1] * self._passes(sizes[2]))
 
     def _passes(self, num_draws: int) -> int:
-        return self._clean_levels + self._noisy_levels * num_draws
+        return self._fixed_levels + self._random_levels * num_draws
 
     def __call__(self, num_seeds: int, num_questions: int, num_draws: int) -> float:
         return num_seeds * (self._per_seed + num_questions * self._passes(num_draws) * self._per_answer)
@@ -228,11 +234,13 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
         f"comparison, and as one of {found.largest_family} (Holm's strictest level)."
     )
     wanted = f"cheapest for {100 * found.wanted:g} points in the family"
-    yield f"{'noise':>7}{'alone':>8}{'family':>8}  {'SD of seeds':<24}{wanted}"
+    width = max(7, *(len(level.noise_name or "") for level in found.levels))
+    yield f"{'noise':>{width}}{'alone':>8}{'family':>8}  {'SD of seeds':<24}{wanted}"
     for level in found.levels:
         limits = "".join(_points(limit) for limit in (level.detectable_alone, level.detectable_in_family))
         scatter = f"{100 * level.seed_sd:.1f} ({level.variances_from})"
-        yield f"{level.noise_level:>7.0%}{limits}  {scatter:<24}{_split(level)}"
+        noise = level.noise_name or f"{level.noise_level:.0%}"
+        yield f"{noise:>{width}}{limits}  {scatter:<24}{_split(level)}"
     if found.num_seeds < 2:
         yield "With one seed per arm no difference of arms can be shown."
 

@@ -140,9 +140,13 @@ class EvaluationConfig(FrozenModel):
 
     def passes(self) -> list[tuple[float, int]]:
         """Return (noise level, noise seed) of every pass; levels that are not random use only the first noise seed."""
-        random = {level: level > 0 for level in self.noise_levels}
-        random |= {level: settings_of(self.noises[name]).is_random for level, name in self.noise_names().items()}
-        return [(level, seed) for level in random for seed in self.noise_seeds[: None if random[level] else 1]]
+        seeds = self.noise_seeds
+        return [(level, seed) for level in self.all_levels() for seed in seeds[: None if self.is_random(level) else 1]]
+
+    def is_random(self, level: float) -> bool:
+        """Whether the noise of a level is drawn anew with every noise seed."""
+        name = self.noise_names().get(level)
+        return level > 0 if name is None else settings_of(self.noises[name]).is_random
 
     @property
     def fits_vllm(self) -> bool:
