@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 from aqnpipe.cli import front_door
 from aqnpipe.cli.front_door import (
@@ -16,9 +18,11 @@ from aqnpipe.cli.front_door import (
     shown_path,
     workers_of_given_study,
 )
+from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "config"
 
 
 @pytest.fixture(autouse=True)
@@ -213,3 +217,23 @@ def test_more_shards_than_devices_are_refused_before_anything_runs(requested, id
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     found = front_door.shards_problem(requested, shards)
     assert found == problem if problem is None else problem in found
+
+
+def test_check_counts_the_devices_of_evaluations_on_another_kind(tmp_path, monkeypatch):
+    study = yaml.safe_load((CONFIG / "smoke.yaml").read_text())
+    study |= {"device": "cuda", "arms_file": str(CONFIG / "arms.yaml")}
+    study["generation"] = {"backend": "vllm", "rollout_backend": "transformers", "tensor_parallel": 2}
+    study["models"]["base"] |= {"attention": "sdpa"}
+    study["machines"]["host"] = {"device": "cpu"}
+    study["evaluation"]["machines"] = ["host"]
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(study))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    shown = []
+    for cores in (1, 2):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, found=cores: set(range(found)))
+        result = CliRunner().invoke(app, ["check", str(path)])
+        assert result.exit_code == 0, result.exception
+        shown.append(next(line for line in result.stdout.splitlines() if line.startswith("on cpu: ")))
+    problem = "not on this machine: generation.tensor_parallel: found 2, this machine has 1 CPU cores"
+    assert [problem in line for line in shown] == [True, False]

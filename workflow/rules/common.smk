@@ -239,7 +239,9 @@ def sharing_problem():
             given_to_job["devices"] = min(resource(name, "devices", 0), int(workflow.global_resources["devices"].raw))
         if problem := shards_without_devices(name, given_to_job, shards):
             return problem
-    return shards_problem(STUDY.config.device, shards) if workflow.local_exec else None
+    kinds = {STUDY.config.device if kind is None else kind for kind in (None, *PLAN.evaluated_by_kind())}
+    problems = (shards_problem(kind, shards) for kind in sorted(kinds)) if workflow.local_exec else ()
+    return next((problem for problem in problems if problem), None)
 
 
 # After hours of training the evaluations would fail.

@@ -94,7 +94,8 @@ def _other_devices(plan: StudyPlan) -> Iterator[str]:
     for kind, rules in plan.rules_by_kind().items():
         if kind is None:
             continue
-        problem = device_problem(kind)
+        shards = plan.study.config.generation.tensor_parallel if kind in plan.evaluated_by_kind() else 1
+        problem = device_problem(kind) or shards_problem(kind, shards)
         here = "" if problem is None else f"; not on this machine: {problem.removeprefix('device: ')}"
         yield f"on {kind}: {', '.join(rules)} of {', '.join(plan.machines_on(kind))}{here}"
 
