@@ -45,11 +45,9 @@ if EVALUATES_RUNS:
     rule evaluate_run:
         """Evaluate all checkpoints of one run, one after the other; the same files as of rule `evaluate`."""
         input:
-            models=[
-                f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/checkpoints/step{step}/config.json"
-                for step in PLAN.checkpoint_steps
-            ],
-            trained=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/run.json",
+            # Named as outputs, so that Snakemake need not search for their rule.
+            models=rules.train.output.checkpoints,
+            trained=rules.train.output.record,
             test_problems=f"{RESULTS}/data/test.parquet",
             train_problems=PLAN.examples_input(),
             parity=lambda wildcards: PLAN.evaluation_parity_input(**wildcards),
