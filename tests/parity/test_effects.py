@@ -4,7 +4,8 @@ import pytest
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.models.loading import load_model
 from aqnpipe.parity.compare import sides_of
-from aqnpipe.parity.effects import Substitutions, log_probability_differences
+from aqnpipe.parity.effects import Substitutions, enough_of, log_probability_differences
+from aqnpipe.parity.sample import Sample
 
 
 def test_a_systematic_difference_is_explained_by_its_operator(captured, full):
@@ -60,3 +61,18 @@ def test_a_substitution_is_that_of_a_run_of_its_own(captured, full):
     sequence, position = 0, 1
     own = full.tokens.filter((pl.col("sequence") == sequence) & (pl.col("position") == position))["log_probability"]
     assert float(together[sets[0]][1][0]) == pytest.approx(own[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "used"),
+    [
+        ((20, 8), [20, 8]),
+        # 15 of 20 tokens beside the 32 that are enough; 16 are kept, and so is a whole sequence.
+        ((20, 12, 15), [20, 12]),
+        ((20, 12, 16), [20, 12, 16]),
+        ((20, 12, 20), [20, 12, 20]),
+    ],
+)
+def test_few_tokens_of_a_cut_sequence_are_left_out_if_others_are_enough(lengths, used):
+    assert list(enough_of(Sample(lengths), [[1] * 20, [1] * 12, [1] * 20]).lengths) == used
+    assert list(enough_of(Sample((20, 12, 8)), [[1] * 20, [1] * 12, [1] * 8]).lengths) == [20, 12, 8]

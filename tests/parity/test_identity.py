@@ -1,11 +1,14 @@
-"""Which weights in memory are those of the files, whole or a tensor-parallel worker's share."""
+"""Digests of a model's files, and which weights in memory are those of the files, whole or a worker's share."""
+
+import os
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.parity.identity import Share, compare_with_files
+from aqnpipe.parity import identity
+from aqnpipe.parity.identity import Share, compare_with_files, model_facts
 
 ROWS, COLUMNS = Share(0, Shard(start=4, size=3, width=7)), Share(1, Shard(start=0, size=2, width=4))
 WHOLE = torch.arange(28.0).reshape(7, 4)
@@ -54,3 +57,23 @@ def test_a_single_value_between_the_compared_ones_is_found_if_every_value_is_ask
     changed = values.index_fill(0, torch.tensor([1]), 1.0)
     assert compare_with_files({"a": changed}, tmp_path) == (1, ())
     assert compare_with_files({"a": changed}, tmp_path, every_value=True) == (1, ("a",))
+
+
+def test_files_of_a_model_are_read_once_until_one_of_them_changes(tiny_folder, monkeypatch):
+    reads = []
+    original = identity.describe_model
+    monkeypatch.setattr(identity, "describe_model", lambda *given: reads.append(given) or original(*given))
+    before = model_facts(tiny_folder, "tiny")
+    assert model_facts(tiny_folder, "tiny") == before
+    assert len(reads) == 1
+    weights = tiny_folder / "model.safetensors"
+    stored = weights.stat()
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    # As `cp --preserve` and rsync do: the same size and time as before.
+    os.utime(weights, ns=(stored.st_atime_ns, stored.st_mtime_ns))
+    after = model_facts(tiny_folder, "tiny")
+    assert len(reads) == 2
+    assert after["weights_sha256"] != before["weights_sha256"]
+    assert after["tokenizer_sha256"] == before["tokenizer_sha256"]

@@ -26,6 +26,9 @@ _MAX_TOGETHER = 5
 _MIN_TOKENS = 32
 """Tokens on which operators are substituted, at least."""
 
+_SHORTEST_CUT = 16
+"""Tokens of a sequence that is cut short, at least, where others are enough: few at once cost more each."""
+
 _TOKENS_AT_ONCE = 64
 """Tokens of a batch of copies, at least: fewer cost more each."""
 
@@ -116,7 +119,7 @@ class Substitutions:
         passes = len(self._different_kinds()) + _MAX_TOGETHER + 1
         # All passes together cost about as much as one over all tokens.
         most = max(_MIN_TOKENS, sides.first.identity.num_tokens // passes)
-        sample = choose_sample(_shared_lengths(sides), most)
+        sample = enough_of(choose_sample(_shared_lengths(sides), most), sequences)
         self._cut = [tuple(sequences[number][:length]) for number, length in enumerate(sample.lengths)]
         config = CaptureConfig(dtype=sides.first.identity.dtype, padding="right", num_decoded=0, threads=threads)
         self._passes = Passes(model, prove(model)[0], config, 0)
@@ -197,6 +200,13 @@ def _change(scores: tuple[Tensor, Tensor], head: Tensor | float = 0.0) -> Tensor
 def _shared_lengths(sides: Sides) -> list[int]:
     lengths = zip(sides.first.sample.lengths, sides.second.sample.lengths, strict=False)
     return [min(pair) for pair in lengths]
+
+
+def enough_of(sample: Sample, sequences: Sequence[Sequence[int]]) -> Sample:
+    """Return the sample without its last sequence, if only few tokens of it are left and the others are enough."""
+    *others, last = sample.lengths
+    is_cut = last < len(sequences[len(others)])
+    return Sample(tuple(others)) if is_cut and last < _SHORTEST_CUT and sum(others) >= _MIN_TOKENS else sample
 
 
 def _operator_errors(sides: Sides) -> dict[str, Tensor]:

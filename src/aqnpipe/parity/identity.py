@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from aqnpipe.artifacts.hardware import read_hardware
 from aqnpipe.config.model import read_model_config, source_kind
 from aqnpipe.models.loading import describe_model
+from aqnpipe.models.prepared import PreparedModel
 from aqnpipe.noise.kernels.shards import Shard
 
 _COMPARED_VALUES = 4096
@@ -28,7 +30,7 @@ def public_name(source: str) -> str:
 
 def model_facts(folder: Path, source: str) -> dict[str, Any]:
     """Return the fields of a capture's identity that come from the files of a model."""
-    described = describe_model(folder, public_name(source))
+    described = _described(folder, public_name(source), _stamps(folder))
     config = {
         key: value
         for key, value in read_model_config(folder).items()
@@ -41,6 +43,18 @@ def model_facts(folder: Path, source: str) -> dict[str, Any]:
         "tokenizer_sha256": described.tokenizer_sha256 if has_tokenizer else None,
         "config": config,
     }
+
+
+def _stamps(folder: Path) -> tuple[tuple[object, ...], ...]:
+    """Return what changes with every write to the files of a folder. A program cannot set the time of the change."""
+    found = [(path, path.stat()) for path in sorted(folder.glob("*")) if path.is_file()]
+    return tuple((path.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for path, at in found)
+
+
+@lru_cache(maxsize=8)
+def _described(folder: Path, name: str, stamps: tuple[tuple[object, ...], ...]) -> PreparedModel:
+    """Return the record of a model folder. Its files are read once while they are unchanged, which takes seconds."""
+    return describe_model(folder, name)
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
