@@ -7,7 +7,7 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.report import charts, claims_view, provenance_view, tables
+from aqnpipe.report import charts, claims_view, provenance_view, summary, tables
 from aqnpipe.report.claims_view import ClaimGroup, ClaimRow, shown_groups
 from aqnpipe.report.tables import Row, Table
 
@@ -44,6 +44,20 @@ def test_nothing_is_left_out_of_a_usual_study(built):
     assert "The pictures show the first" not in built.html
     assert "With the first" not in built.html
     assert "more claims are in" not in built.html
+
+
+def test_the_summary_is_cut_with_a_note(built, tmp_path, monkeypatch):
+    """Decided claims first; of five arms the first two: the model before training and the baseline."""
+    monkeypatch.setattr(summary, "MAX_ROWS", 2)
+    text = (built.build(into=tmp_path).folder / "summary.md").read_text(encoding="utf-8")
+    claims, arms = text.split("\n\n4 more claims are in comparisons.csv and claims.json.\n")
+    assert sum(line.startswith("| ") for line in claims.splitlines()) == 2 + 2
+    assert [line.split(" | ")[0] for line in arms.splitlines() if line.startswith("| ")][2:] == [
+        "| pretrained",
+        "| baseline",
+    ]
+    assert "Shown: 2 of 5 rows." in arms
+    assert "more claims" not in (built.folder / "summary.md").read_text(encoding="utf-8")
 
 
 def group(heading: str, **claims: tuple[str, str]) -> ClaimGroup:

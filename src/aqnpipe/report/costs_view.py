@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import TypeVar
 
 import polars as pl
 
@@ -11,14 +12,18 @@ from aqnpipe.report.inputs import Evaluated, Run
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import Words
 
+Made = TypeVar("Made", Run, Evaluated)
 MINUTE = 60.0
 
 
 def cost_table(runs: Sequence[Run], evaluations: Sequence[Evaluated], words: Words) -> Table:
     """Return one row per arm with means over its runs, relative to the first arm that has measurements."""
-    arms = list(dict.fromkeys((run.model, run.arm) for run in runs if run.cost))
-    first = _mean_seconds_per_step(runs, *arms[0]) if arms else None
-    rows = tuple(Row(_cells(model, arm, runs, evaluations, first, words)) for model, arm in arms)
+    trained, evaluated = _measured(runs), _measured(evaluations)
+    first = _mean_seconds_per_step(next(iter(trained.values()))) if trained else None
+    rows = tuple(
+        Row(_cells(key[1], own, [cost for _, cost in evaluated.get(key, [])], first, words))
+        for key, own in trained.items()
+    )
     names = (
         *("arm", "runs", "seconds_per_run", "seconds_per_step", "times_first", "cpu_seconds"),
         *("peak_mb", "evaluation_seconds"),
@@ -40,32 +45,34 @@ def total_minutes(runs: Sequence[Run], evaluations: Sequence[Evaluated]) -> tupl
     return trained / MINUTE, evaluation / MINUTE
 
 
+def _measured(made: Sequence[Made]) -> dict[tuple[str, str], list[tuple[Made, Cost]]]:
+    """Return what has a measured cost, with it, by model and arm."""
+    found: dict[tuple[str, str], list[tuple[Made, Cost]]] = {}
+    for one in made:
+        if one.cost:
+            found.setdefault((one.source.model, one.source.arm), []).append((one, one.cost))
+    return found
+
+
 def _cells(
-    model: str, arm: str, runs: Sequence[Run], evaluations: Sequence[Evaluated], first: float | None, words: Words
+    arm: str, own: Sequence[tuple[Run, Cost]], evaluations: Sequence[Cost], first: float | None, words: Words
 ) -> tuple[str, ...]:
-    own = [run.cost for run in runs if (run.model, run.arm) == (model, arm) and run.cost]
-    seconds = [cost.seconds for cost in own]
-    per_step = _mean_seconds_per_step(runs, model, arm)
-    evaluation_seconds = [
-        evaluated.cost.seconds
-        for evaluated in evaluations
-        if (evaluated.source.model, evaluated.source.arm) == (model, arm) and evaluated.cost
-    ]
+    costs = [cost for _, cost in own]
+    per_step = _mean_seconds_per_step(own)
     return (
         arm,
         str(len(own)),
-        _mean_and_range(seconds, words),
+        _mean_and_range([cost.seconds for cost in costs], words),
         f"{per_step:.2f}",
         f"{per_step / first:.2f}" if first else numbers.MISSING,
-        _mean([cost.cpu_seconds for cost in own]),
-        _largest(own),
-        f"{fmean(evaluation_seconds):.1f}" if evaluation_seconds else numbers.MISSING,
+        _mean([cost.cpu_seconds for cost in costs]),
+        _largest(costs),
+        f"{fmean(cost.seconds for cost in evaluations):.1f}" if evaluations else numbers.MISSING,
     )
 
 
-def _mean_seconds_per_step(runs: Sequence[Run], model: str, arm: str) -> float:
-    own = [run for run in runs if (run.model, run.arm) == (model, arm)]
-    return fmean(run.cost.seconds / len(run.metrics) for run in own if run.cost)
+def _mean_seconds_per_step(own: Sequence[tuple[Run, Cost]]) -> float:
+    return fmean(cost.seconds / len(run.metrics) for run, cost in own)
 
 
 def _mean_and_range(values: Sequence[float], words: Words) -> str:

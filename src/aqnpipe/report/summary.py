@@ -8,7 +8,7 @@ import polars as pl
 from aqnpipe.config.analysis import ClaimRole
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.claims_view import ClaimsOverview, answer_text
+from aqnpipe.report.claims_view import ClaimsOverview, answer_text, shown_groups
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.looks_view import look_table
 from aqnpipe.report.machine_scale_view import MachineScale
@@ -18,6 +18,9 @@ from aqnpipe.report.tables import mean_accuracy
 from aqnpipe.report.text import visible
 from aqnpipe.report.verdicts import summary_line
 from aqnpipe.report.words import Words
+
+MAX_ROWS = 100
+"""Rows of a table; a description of a pull request holds 65,536 characters."""
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|^[-+=])")
 _NUMBERED = re.compile(r"^(\d+)([.)])")
@@ -72,18 +75,20 @@ def _claim_lines(data: ReportData, overview: ClaimsOverview, words: Words) -> li
         return []
     header = [words("column.verdict"), words("column.claim"), words("summary.difference"), words("column.interval")]
     roles = {claim.comparison_id: claim.role for claim in data.claims.claims}
-    return _table(
-        header,
+    groups = shown_groups(overview.groups, MAX_ROWS)
+    shown = {row.comparison_id for group in groups for row in (*group.decided, *group.open)}
+    rows = [
         [
-            [
-                words(f"verdict.{row.verdict}"),
-                markdown(_with_role(row.claim, roles[row.comparison_id], words)),
-                row.difference,
-                row.interval or numbers.MISSING,
-            ]
-            for row in overview.rows
-        ],
-    )
+            words(f"verdict.{row.verdict}"),
+            markdown(_with_role(row.claim, roles[row.comparison_id], words)),
+            row.difference,
+            row.interval or numbers.MISSING,
+        ]
+        for row in overview.rows
+        if row.comparison_id in shown
+    ]
+    left_out = len(overview.rows) - len(rows)
+    return [*_table(header, rows), *([words("claims.left_out", count=left_out), ""] if left_out else [])]
 
 
 def _with_role(claim: str, role: ClaimRole, words: Words) -> str:
@@ -103,14 +108,16 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]
     table, means = arm_table(study, last, words), mean_accuracy(last)
     header = [words("column.arm"), *table.levels]
     rows = [
-        [markdown(f"{row.model} {row.name}" if table.several_models else row.name), *row.cells] for row in table.rows
+        [markdown(f"{row.model} {row.name}" if table.several_models else row.name), *row.cells]
+        for row in table.rows[:MAX_ROWS]
     ]
+    cut = [words("table.left_out", shown=len(rows), all=len(table.rows)), ""] if len(rows) < len(table.rows) else []
     unanswered = words(
         "summary.unanswered",
         truncated=float(max(means["truncated_fraction"])),
         no_answer=float(max(means["parse_failure_fraction"])),
     )
-    return [words("summary.accuracy"), "", *_table(header, rows), unanswered, ""]
+    return [words("summary.accuracy"), "", *_table(header, rows), *cut, unanswered, ""]
 
 
 def _scale_lines(scales: Sequence[MachineScale]) -> list[str]:
