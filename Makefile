@@ -77,7 +77,8 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 
 test-vllm: vllm
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py \
-	    tests/training/test_training_on_vllm.py tests/parity/test_parity_on_vllm.py tests/integrations
+	    tests/training/test_training_on_vllm.py tests/training/test_sharded_training_on_vllm.py \
+	    tests/parity/test_parity_on_vllm.py tests/integrations
 
 # Tries every sabotage on small studies in two processes and writes what caught it into docs/attacks.md: a quarter of an hour.
 attacks: setup

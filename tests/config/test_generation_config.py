@@ -72,13 +72,10 @@ def test_an_arm_that_names_another_attention_than_the_model_s_is_refused(config,
         load_study(config)
 
 
-def test_rollouts_by_vllm_with_divided_weights_are_refused(config):
+def test_vllm_draws_rollouts_with_divided_weights_too(config):
     config["models"]["base"]["attention"] = "sdpa"
     config["training"] |= {"num_workers": 2, "parallelism": "fsdp"}
-    with pytest.raises(ConfigError, match=r"training\.parallelism: found fsdp, .*rollout_backend: transformers"):
-        load_study(config)
-    config["generation"]["rollout_backend"] = "transformers"
-    load_study(config)
+    assert load_study(config).config.generation.requested_for_rollouts == "vllm"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 from two_workers import logs, run_together
 
+from aqnpipe.errors import ReceiptError
 from aqnpipe.models.sharding import GatheringFirst, gathered_weights, split_groups, whole_state_dict
-from aqnpipe.models.shares import element_of, own_share
+from aqnpipe.models.shares import element_of, own_share, whole
 
 CASES = {
     "clean": {"noisy": False, "checkpointing": False, "tied": True},
@@ -64,6 +65,66 @@ def test_noise_and_receipts_are_at_the_same_places(name, computed):
             assert not theirs["escaped"]
 
 
+SENT = {
+    "tied": {"tied": True, "adapters": False},
+    "untied": {"tied": False, "adapters": False},
+    "adapters": {"tied": True, "adapters": True},
+}
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    jobs = [
+        {"kind": "weights", "folder": str(folder / name / kind), "sharded": kind == "fsdp", **case}
+        for name, case in SENT.items()
+        for kind in ("data", "fsdp")
+    ]
+    assert run_together(jobs, folder) == [0, 0], logs(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SENT)
+def test_an_engine_gets_the_weights_of_data_parallelism_bit_for_bit(name, sent):
+    """Adapters merged, tied weights once; after an update the new ones, although some were gathered before it."""
+    for when in ("before", "after"):
+        data, *others = (
+            load_file(sent / name / kind / f"{when}{rank}.safetensors") for kind in ("data", "fsdp") for rank in (0, 1)
+        )
+        assert ("lm_head.weight" in data) is not SENT[name]["tied"]
+        assert {key for key, weight in data.items() if weight.dtype == torch.float32} == {
+            key for key in data if "norm" in key
+        }
+        for other in others:
+            assert other.keys() == data.keys()
+            assert all(torch.equal(other[key], data[key]) for key in data)
+    earlier = load_file(sent / name / "fsdp" / "before0.safetensors")
+    assert not any(torch.equal(earlier[key], data[key]) for key in data if "bias" not in key)
+
+
+def test_a_gathered_weight_without_the_share_of_this_worker_is_refused(monkeypatch):
+    class Share:
+        def __init__(self, whole, rows):
+            self.gathered, self.rows = whole, rows
+
+        def detach(self):
+            return self
+
+        def full_tensor(self):
+            return self.gathered
+
+        def to_local(self):
+            return self.rows
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    gathered = torch.arange(10.0).view(5, 2)
+    assert whole(Share(gathered, gathered[3:])) is gathered
+    with pytest.raises(ReceiptError, match=r"shape \(5, 2\) was gathered without this worker's share"):
+        whole(Share(gathered, gathered[3:] + 1))
+
+
 def test_the_hook_that_gathers_stays_first_whatever_is_prepended():
     module, called = nn.Linear(1, 1), []
 
@@ -101,9 +162,9 @@ def test_a_share_is_a_part_of_the_rows_and_other_workers_have_0(monkeypatch):
         def to_local(self):
             return self.rows
 
-    whole = torch.arange(10.0).view(5, 2)
+    weight = torch.arange(10.0).view(5, 2)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    for rank, rows in enumerate(whole.chunk(2)):
+    for rank, rows in enumerate(weight.chunk(2)):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         found = [float(element_of(Share(rows), (row, 1))[0]) for row in range(5)]
         assert found == [[1, 3, 5, 0, 0], [0, 0, 0, 7, 9]][rank]
@@ -113,10 +174,10 @@ def test_groups_of_an_optimiser_are_split_by_kind():
     class Share:
         def to_local(self): ...
 
-    share, whole = Share(), torch.zeros(1)
-    groups = [{"params": [share, whole], "lr": 1.0}, {"params": [whole], "lr": 2.0}]
+    share, plain = Share(), torch.zeros(1)
+    groups = [{"params": [share, plain], "lr": 1.0}, {"params": [plain], "lr": 2.0}]
     assert split_groups(groups) == [
         {"params": [share], "lr": 1.0},
-        {"params": [whole], "lr": 1.0},
-        {"params": [whole], "lr": 2.0},
+        {"params": [plain], "lr": 1.0},
+        {"params": [plain], "lr": 2.0},
     ]

@@ -166,13 +166,57 @@ def gradients(job) -> None:
         assert all(hasattr(w, "to_local") or "norm" in name for name, w in network.named_parameters())
 
 
+def weights(job) -> None:
+    """Write the weights that an engine would load, from shares (or not), before and after an update of them."""
+    import torch
+    from safetensors.torch import save_file
+    from torch import distributed
+
+    from aqnpipe.config.training import LoraConfig
+    from aqnpipe.generation.vllm.sealed_memory import read_sealed
+    from aqnpipe.generation.vllm.weights import for_engine, shared_weights
+    from aqnpipe.models.adapters import MergedForEngine, add_adapters
+    from aqnpipe.models.sharding import shard_model
+    from aqnpipe.models.shares import local
+    from aqnpipe.training.ranks import gathered
+    from conftest import random_qwen2
+
+    network = random_qwen2(num_layers=2, tie_word_embeddings=job["tied"])
+    if job["adapters"]:
+        add_adapters(network, LoraConfig(rank=3, alpha=6, target_modules=("q_proj", "down_proj")), seed=0)
+        with torch.no_grad():
+            for name, weight in network.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(generator=torch.Generator().manual_seed(1))
+    trained = dict(network.named_parameters())
+    if job["sharded"]:
+        shard_model(network, torch.device("cpu"))
+        trained = dict(network.named_parameters())
+    source = MergedForEngine(torch.bfloat16)
+    norms = {f"{name}.weight" for name, _ in network.named_modules() if "norm" in name}
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for when in ("before", "after"):
+        if when == "after":
+            # Leaves the embedding gathered, as it was before the update.
+            with torch.no_grad():
+                network(input_ids=torch.ones(1, 2, dtype=torch.long), use_cache=False)
+                for weight in trained.values():
+                    local(weight).mul_(1.5)
+        with shared_weights(lambda: for_engine(source(network), norms, torch.bfloat16), gathered) as sealed:
+            found = {name: tensor.clone() for name, tensor in read_sealed(sealed).items()}
+        save_file(found, folder / f"{when}{distributed.get_rank()}.safetensors")
+    digests = gathered(sealed)
+    assert digests[0] == digests[1]
+
+
 def main(path: str) -> None:
     """Be one of the two workers."""
     from torch import distributed
 
     distributed.init_process_group("gloo")
     for job in json.loads(Path(path).read_text()):
-        {"train": train, "gradients": gradients}[job["kind"]](job)
+        {"train": train, "gradients": gradients, "weights": weights}[job["kind"]](job)
     distributed.destroy_process_group()
 
 

@@ -293,8 +293,6 @@ def uses_vllm_for_rollouts(plan: StudyPlan, arm: Arm) -> bool:
     """Return whether vLLM will draw the rollouts of `arm`, if it is installed."""
     config = plan.study.config
     attention = config.models[arm.model].attention
-    if config.training is not None and config.training.parallelism == "fsdp":
-        return False
     return why_vllm_cannot_roll_out(arm) is None and _uses_vllm(config.generation.requested_for_rollouts, attention)
 
 

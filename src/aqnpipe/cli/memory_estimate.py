@@ -44,7 +44,9 @@ class MemoryEstimate(FrozenModel):
     trained: float = Field(description="weights, gradients, moments, and the buckets of data parallelism")
     reference: float
     passes: float = Field(description="logits, activations and gathered weights of a forward and backward pass")
-    generating: float = Field(description="gathered weights and cache of rollouts by transformers")
+    generating: float = Field(
+        description="gathered weights and cache of rollouts by transformers, or the largest weight on its way to vLLM"
+    )
     validating: float = Field(description="gathered weights and cache of validations, which are always by transformers")
     engine: float = Field(description="vLLM's share of the device")
     engine_needs: float = Field(description="what vLLM must hold at least: all weights, and the cache of one sequence")
@@ -87,11 +89,19 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
         trained=trained,
         reference=reference,
         passes=_passes(training, model, shape, tokens, base),
-        generating=gathered + (0.0 if vllm else sequences * cache),
+        generating=_sent_weight(shape, computed, base, shares) if vllm else gathered + sequences * cache,
         validating=gathered + validated * cache,
         engine=config.generation.rollout_gpu_memory_utilization * device_bytes if vllm else 0.0,
         engine_needs=shape.num_parameters * computed + cache if vllm else 0.0,
     )
+
+
+def _sent_weight(shape: ModelShape, computed: int, base: int, shares: int) -> float:
+    """Return the bytes of the largest weight as an engine gets it: in the computed format.
+
+    Of shares it is gathered into a buffer, and copied from that.
+    """
+    return shape.head_matmul_parameters * (computed + (2 * base if shares > 1 else 0))
 
 
 def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tokens: float, base: int) -> float:

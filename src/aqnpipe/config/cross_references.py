@@ -184,11 +184,6 @@ def _vllm_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -
     used: dict[str, ModelConfig] = {arms[name].model: study.models[arms[name].model] for name in study.arms}
     yield from vllm_evaluation_problems(study, used, "models", source)
     wants_rollouts = study.generation.requested_for_rollouts == "vllm"
-    if wants_rollouts and study.training.parallelism == "fsdp":
-        yield (
-            f"{source}: training.parallelism: found fsdp, with which rollouts by vLLM were never tried; set "
-            "generation.rollout_backend: transformers"
-        )
     for name in study.arms if wants_rollouts else ():
         reason = why_vllm_cannot_roll_out(arms[name])
         if reason is not None:

@@ -15,6 +15,7 @@ from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.weights import Exchange, for_engine, shared_weights
 from aqnpipe.models.layout import norms_sha256, rms_norms
+from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
@@ -65,6 +66,7 @@ class TransformersRolloutEngine:
         """Return one completion per prompt, in order."""
         key = rollout.key
         with (
+            gathered_weights(policy),
             noised_rollout(
                 policy, rollout.spec.aqn, rollout.factors, recorder, sigma=rollout.sigma, seed=key.seed, step=key.step
             ) as hidden_sigmas,

@@ -21,6 +21,7 @@ from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, read_adapters_header
 from aqnpipe.models.layout import layer_of, weight_of
 from aqnpipe.models.sharding import distinct_weights, whole_state_dict
+from aqnpipe.models.shares import whole
 
 _ADAPTER = "default"
 _PARTS = ("lora_A", "lora_B")
@@ -144,16 +145,16 @@ def merged_weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict
 def _merged(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `weights` of `model` with adapters merged, under the names without adapters."""
+    """Yield `weights` of `model` with adapters merged, under the names without adapters; shares are gathered."""
     adapted = adapted_modules(model)
     for key, tensor in weights:
         owner = next((name for name in adapted if key.startswith(f"{name}.")), None)
         if owner is None:
-            yield key, tensor
+            yield key, whole(tensor)
         elif key == f"{owner}.base_layer.weight":
-            yield f"{owner}.weight", (tensor.float() + _update(adapted[owner])).to(dtype)
+            yield f"{owner}.weight", (whole(tensor).float() + _update(adapted[owner])).to(dtype)
         elif key.startswith(f"{owner}.base_layer."):
-            yield f"{owner}.{key.removeprefix(f'{owner}.base_layer.')}", tensor
+            yield f"{owner}.{key.removeprefix(f'{owner}.base_layer.')}", whole(tensor)
 
 
 def merge_loss(model: nn.Module, dtype: torch.dtype) -> float | None:
@@ -164,7 +165,7 @@ def merge_loss(model: nn.Module, dtype: torch.dtype) -> float | None:
     """
     lost = total = 0.0
     for module in adapted_modules(model).values():
-        update, weight = _update(module), weight_of(module.get_base_layer()).detach()
+        update, weight = _update(module), whole(weight_of(module.get_base_layer()))
         arrived = (weight.float() + update).to(dtype).float() - weight.to(dtype).float()
         lost += float((arrived - update).double().square().sum())
         total += float(update.double().square().sum())
@@ -193,7 +194,10 @@ class MergedForEngine:
         self._is_checked = False
 
     def __call__(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights by their plain names, one after the other; tied ones once, by the first name."""
+        """Return the weights by their plain names, one after the other; tied ones once, by the first name.
+
+        Those of a sharded model are gathered one by one: a collective operation.
+        """
         if not self._is_checked:
             loss = merge_loss(model, self._dtype)
             refuse_merge_loss(loss, self._dtype)
@@ -202,8 +206,8 @@ class MergedForEngine:
 
 
 def _update(module: AdaptedLinear) -> Tensor:
-    down, up = (getattr(module, part)[_ADAPTER].weight.detach().float() for part in _PARTS)
-    update: Tensor = (up @ down) * module.scaling[_ADAPTER]
+    down, up = (getattr(module, part)[_ADAPTER].weight for part in _PARTS)
+    update: Tensor = (whole(up).float() @ whole(down).float()) * module.scaling[_ADAPTER]
     return update
 
 

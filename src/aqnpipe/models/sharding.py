@@ -78,18 +78,22 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     if not is_sharded(model):
         return dict(model.state_dict())
-    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for owner, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                named[f"{owner}.{name}" if owner else name] = buffer
-    return {name: tensor.detach() for name, tensor in named.items()}
+    return {name: tensor.detach() for name, tensor in _named_weights(model, tied=True)}
 
 
 def distinct_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in the state dict of `model`, one after the other; tied ones once, by the first name."""
+    """Yield the weights in the state dict of `model`, one after the other; tied ones once, by the first name.
+
+    Those of a sharded model are shares, which `shares.whole` gathers.
+    """
+    if is_sharded(model):
+        for unit in _units(model):
+            # A unit may still be gathered after its last forward pass.
+            unit.reshard()
+        yield from _named_weights(model, tied=False)
+        return
     seen = set()
-    for name, tensor in whole_state_dict(model).items():
+    for name, tensor in model.state_dict().items():
         place = (tensor.data_ptr(), tensor.shape)
         if place not in seen:
             seen.add(place)
@@ -120,6 +124,15 @@ def split_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         parts = [[weight for weight in group["params"] if is_share(weight) is kind] for kind in (True, False)]
         found.extend({**group, "params": part} for part in parts if part)
     return found
+
+
+def _named_weights(model: nn.Module, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers; with `tied` a tied parameter comes by each of its names."""
+    yield from model.named_parameters(remove_duplicate=not tied)
+    for owner, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{owner}.{name}" if owner else name, buffer
 
 
 def _units(model: nn.Module) -> list[Any]:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from aqnpipe.errors import ReceiptError
+
 WHOLE_WEIGHTS = "_aqnpipe_whole_weights"
 """Attribute of a sharded model: the names of the weights that every worker has whole."""
 
@@ -29,8 +31,25 @@ def own_share(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     """Return this worker's share of a weight of `model`, whether it is gathered or not; a whole weight as it is."""
     if not is_sharded(model) or name in getattr(model, WHOLE_WEIGHTS):
         return weight
-    if is_share(weight):
-        return local(weight)
+    return local(weight) if is_share(weight) else _own_rows(weight)
+
+
+def whole(weight: Any) -> Tensor:
+    """Return all of a DTensor, gathered from all workers (a collective operation); another tensor as it is.
+
+    Raises ReceiptError if this worker's share is not in it.
+    """
+    if not is_share(weight):
+        plain: Tensor = weight.detach()
+        return plain
+    gathered: Tensor = weight.detach().full_tensor()
+    if not torch.equal(_own_rows(gathered), local(weight)):
+        raise ReceiptError(f"a weight of shape {tuple(gathered.shape)} was gathered without this worker's share of it")
+    return gathered
+
+
+def _own_rows(weight: Tensor) -> Tensor:
+    """Return the rows of a whole weight that this worker has of a sharded one."""
     chunks = weight.chunk(distributed.get_world_size())
     rank = distributed.get_rank()
     return chunks[rank] if rank < len(chunks) else weight[:0]

@@ -89,8 +89,6 @@ def _backend(spec: TrainingSpec) -> str:
     of_rollouts = spec.generation.model_copy(update={"backend": requested})
     chosen = chosen_backend(of_rollouts, spec.attention, resolve_device(spec.device))
     reason = why_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
-    if chosen == "vllm" and spec.training.parallelism == "fsdp":
-        reason = "training.parallelism is fsdp, with which it was never tried"
     if reason is not None and requested == "vllm":
         raise ConfigError(
             f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers can"

@@ -22,7 +22,7 @@ from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.models.adapters import adapters_off, has_adapters
-from aqnpipe.models.sharding import average_whole_gradients, gathered_weights, shard_model, split_groups
+from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_groups
 from aqnpipe.models.shares import is_sharded
 from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
@@ -146,8 +146,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
             sigma=plan.sigma(step),
             factors=plan.aqn_factors,
         )
-        with gathered_weights(self.policy):
-            completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
+        completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
         self._log_sigma()
         return [answer.token_ids for answer in completions], [answer.log_probabilities or [] for answer in completions]
 

@@ -100,6 +100,6 @@ def _is_same(sent: Tensor, held: Tensor) -> bool:
 
 
 def _node() -> str:
-    """Return what processes have in common that can open each other's memory: machine and process ids."""
+    """Return what processes that can open each other's memory have in common: the machine and its process ids."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{machine} {os.stat('/proc/self/ns/pid').st_ino}"
