@@ -40,9 +40,10 @@ def refused(path, **settings):
     return str(caught.value)
 
 
-def test_the_figures_of_the_products_are_read(write):
+def test_the_figures_of_products_and_norms_are_read(write):
     error = with_figures(MeasuredError(source=str(write()), multiple=4), config=CONFIG, dtype="float32")
     assert error.figures == {
+        "layers.0.input_layernorm": FIGURES,
         "layers.0.q_proj": FIGURES,
         "layers.0.attention": ErrorFigures(),
         "lm_head": FIGURES,
@@ -86,6 +87,24 @@ def test_the_same_weights_are_accepted(write):
 )
 def test_a_parity_that_says_nothing_about_single_operators_is_refused(write, changes, words):
     assert words in refused(write(**changes))
+
+
+def test_a_file_of_an_older_version_has_no_errors_of_norms(write):
+    norms = (operator("input_layernorm", 0), operator("norm"))
+    error = with_figures(MeasuredError(source=str(write(operators=(*norms, *OPERATORS[1:])))), config=CONFIG)
+    assert list(error.figures) == ["layers.0.q_proj", "layers.0.attention", "lm_head"]
+    assert not error.has_norms
+
+
+def test_errors_of_some_norms_alone_are_refused(write):
+    assert "no figures of the error of norm: " in refused(write(operators=(*OPERATORS, operator("norm"))))
+    fault = operator("norm", verdict="fault")
+    assert "norm is a fault: why" in refused(write(operators=(*OPERATORS, fault)))
+
+
+def test_an_error_of_norms_alone_is_an_error(write):
+    nothing = tuple(one.model_copy(update={"figures": ErrorFigures()}) for one in OPERATORS[1:])
+    assert with_figures(MeasuredError(source=str(write(operators=(OPERATORS[0], *nothing))))).has_norms
 
 
 def test_missing_damaged_and_foreign_files_are_refused(write, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from measured_figures import NORMS, OPERATORS, OUTSIDE, figures_of, measured
 from noisy_passes import run
 
 import aqnpipe
@@ -14,26 +15,6 @@ from aqnpipe.noise.injection.measured_operators import MeasuredOperators
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.receipts.receipt import Receipt
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-OPERATORS = (*LINEARS, "attention")
-
-
-def figures_of(model):
-    """Every operator of every layer has figures of its own, a hundredth of what its results are at most."""
-    found = {"lm_head": ErrorFigures(bias=1e-4, per_input=0.002, per_result=0.02)}
-    for layer in range(len(decoder_layers(model))):
-        for number, name in enumerate(OPERATORS):
-            size = 0.002 * (1 + number + len(OPERATORS) * layer)
-            per_input = 0.0 if name == "attention" else size / 10
-            found[f"layers.{layer}.{name}"] = ErrorFigures(
-                bias=size / 100, gain=-size / 10, absolute=size / 20, per_input=per_input, per_result=size
-            )
-    return found
-
-
-def measured(model, multiple=1.0, **changed):
-    return MeasuredError(source="machine.json", multiple=multiple, figures=figures_of(model) | changed)
-
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("multiple", [1, 16])
@@ -41,7 +22,8 @@ def test_every_operator_has_its_own_measured_error(make_model, ids, attention, m
     model = make_model(attn_implementation=attention)
     receipt = run(model, ids, measured(model, multiple)).check()
     cells = {(cell.layer, cell.operator.rpartition(".")[2]): cell for cell in receipt.content.cells}
-    wanted = {(layer, name) for layer in range(len(decoder_layers(model))) for name in OPERATORS} | {(None, "lm_head")}
+    wanted = {(layer, name) for layer in range(len(decoder_layers(model))) for name in OPERATORS}
+    wanted |= {(None, name) for name in OUTSIDE}
     assert wanted == {place for place, cell in cells.items() if cell.requested}
     assert {cells[place].requested for place in wanted} == {multiple}
     # In units of the measured machine, over all operators.
@@ -53,6 +35,7 @@ def test_every_operator_has_its_own_measured_error(make_model, ids, attention, m
 def test_only_the_layers_asked_for_have_it(model, ids):
     receipt = run(model, ids, measured(model), layers=[1], include_lm_head=False).check()
     assert {cell.layer for cell in receipt.content.cells} == {1}
+    assert {cell.operator for cell in receipt.content.cells} >= {f"norm.{name}" for name in NORMS}
 
 
 def test_an_operator_without_a_measured_error_is_not_changed(model, ids):
@@ -256,4 +239,4 @@ def test_errors_are_by_layer_and_the_scores_have_none(model):
     assert isinstance(found, LayerErrors)
     assert found.operators["scores"] == OperatorError(multiple=2, figures=ErrorFigures())
     assert found.operators["q_proj"].figures == error.figures["layers.0.q_proj"]
-    assert set(error.in_layer(None).operators) == {"lm_head"}
+    assert set(error.in_layer(None).operators) == {"lm_head", "norm"}

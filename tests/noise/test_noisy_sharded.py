@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from measured_figures import measured
 from torch import distributed, nn
 
 import aqnpipe
@@ -53,6 +54,20 @@ def test_the_hooks_are_as_before(mesh, ids):
         assert module._forward_pre_hooks is hooks
         assert list(hooks.items()) == list(content.items())
     assert torch.equal(model(input_ids=ids).logits, new_model()(input_ids=ids).logits)
+
+
+def test_a_sharded_model_has_the_measured_errors_of_the_whole_model(mesh, ids):
+    def forward(model):
+        with aqnpipe.noisy(model, error=measured(model, 0.5), seed=0) as receipt:
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients], receipt.check().content
+
+    gradients, whole = forward(new_model())
+    found, receipt = forward(sharded(new_model(), mesh))
+    assert receipt.cells == whole.cells
+    assert {cell.operator for cell in receipt.cells} >= {"norm.input_layernorm", "norm.norm"}
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, gradients, strict=True))
 
 
 class Unobserved(nn.Module):

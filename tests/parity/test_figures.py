@@ -75,6 +75,18 @@ def test_bfloat16_rounds_every_product_and_its_figures_say_how(captured, full):
         assert row.figures_rms == pytest.approx(row.relative_rms, rel=0.15)
 
 
+def test_norms_have_figures_that_do_not_depend_on_the_size_of_their_input(captured, full):
+    parity = parity_of(full, captured(dtype="bfloat16", replay=full))
+    norms = [row for row in parity.operators if row.is_norm]
+    assert len(norms) == 6 * 2 + 1
+    for row in norms:
+        assert row.figures.per_input == 0.0
+        # Its weight, the normalised values and the result are rounded: sqrt(3) of one rounding at most.
+        assert 2.0**-10 / 3**0.5 < row.figures.per_result < 2.0**-8
+        assert row.figures_rms == pytest.approx(row.relative_rms, rel=0.15)
+    assert {row.figures for row in parity.operators if not row.is_norm and not row.is_product} == {None}
+
+
 def test_without_the_same_inputs_there_are_no_figures(captured, full):
     parity = parity_of(full, captured(dtype="bfloat16"))
     assert not parity.same_inputs

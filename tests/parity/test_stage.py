@@ -42,5 +42,5 @@ def test_the_counterpart_has_its_settings_and_the_device_those_of_the_study(meas
     found = [(side.dtype, side.attention, side.batch_size, side.threads) for side in (parity.first, parity.second)]
     assert found == [("float32", "eager", 8, 1), ("bfloat16", "sdpa", 1, 1)]
     error = with_figures(MeasuredError(source=str(path)), dtype="float32", config=read_model_config(tiny_folder))
-    assert len(error.figures) == 6 * 8 + 1
+    assert len(error.figures) == 6 * (8 + 2) + 2
     assert error.in_layer(3).operators["q_proj"].size == 1.0

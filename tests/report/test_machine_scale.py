@@ -77,6 +77,13 @@ def test_a_measured_noise_has_the_size_of_its_own_parity():
     assert times(noise(error)) == {}
 
 
+def test_a_measured_noise_is_on_norms_that_have_figures():
+    there = parity([operator("input_layernorm", 0, figures_rms=0.002), operator("norm", figures_rms=0.0015)])
+    error, parities = MeasuredError(source="there.json", multiple=4), {"there.json": there}
+    assert times(noise(error), parities=parities) == pytest.approx({"layers.0.input_layernorm": 2, "norm": 2})
+    assert set(times(noise(error, include_lm_head=False), parities=parities)) == {"layers.0.input_layernorm"}
+
+
 def test_a_machine_without_an_error_is_infinitely_far():
     assert times(relative(0.05), parity([operator("q_proj", 0, relative_rms=0.0)])) == {"layers.0.q_proj": math.inf}
     assert spread_of([2.0, math.inf, 1.0]) == Spread(2.0, 1.0, math.inf, 3)

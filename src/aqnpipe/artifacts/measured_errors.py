@@ -47,12 +47,13 @@ def with_figures(
         raise ConfigError(f"{path}: {parity.summary} Expected a parity of the same weights on both sides")
     products = [operator for operator in parity.operators if operator.is_product]
     figures = {operator.name: _figures_of(path, parity, operator) for operator in products}
-    if all(found.is_zero for found in figures.values()):
+    of_norms = _norm_figures(path, parity)
+    if all(found.is_zero for found in (*figures.values(), *of_norms.values())):
         raise ConfigError(
-            f"{path}: linear modules and attention give the same bits on both sides, so there is no noise"
+            f"{path}: linear modules, attention and norms give the same bits on both sides, so there is no noise"
         )
     _refuse_missing_layers(path, figures, config or {})
-    return error.model_copy(update={"figures": figures})
+    return error.model_copy(update={"figures": figures | of_norms})
 
 
 def measured_layer_errors(path: Path, weights_sha256: str | None = None) -> dict[int, float]:
@@ -124,6 +125,14 @@ def _noise_with_figures(
         return None
     error = with_figures(noise.error, dtype=dtype, attention=attention, config=config, weights_sha256=weights_sha256)
     return noise.model_copy(update={"error": error})
+
+
+def _norm_figures(path: Path, parity: ParityFile) -> dict[str, ErrorFigures]:
+    """Return the figures of all norms; nothing if no norm has any, as in files of older versions."""
+    norms = [operator for operator in parity.operators if operator.is_norm]
+    if all(norm.figures is None for norm in norms):
+        return {}
+    return {norm.name: _figures_of(path, parity, norm) for norm in norms}
 
 
 def _figures_of(path: Path, parity: ParityFile, operator: OperatorParity) -> ErrorFigures:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.captures import CaptureIdentity
-from aqnpipe.config.measured_noise import ErrorFigures
+from aqnpipe.config.measured_noise import ErrorFigures, is_norm
 
 OperatorVerdict = Literal["equal", "rounding", "different algorithm", "fault"]
 ParityVerdict = Literal["equal", "rounding", "different algorithm", "fault", "not located", "stale weights"]
@@ -23,11 +23,6 @@ def is_product(kind: str) -> bool:
     return kind not in _NO_PRODUCTS and not is_norm(kind)
 
 
-def is_norm(kind: str) -> bool:
-    """Return whether operators of a kind are norms: RMSNorm or LayerNorm."""
-    return "norm" in kind or kind.startswith("ln_")
-
-
 class OperatorParity(Artifact):
     """One operator of both sides. Errors are second minus first, on the same input unless the parity says otherwise.
 
@@ -38,8 +33,8 @@ class OperatorParity(Artifact):
     - equal_share: share of results that are equal after rounding to the coarser dtype; null without the same input.
     - bound_share: largest error over the sum of both forward error bounds.
     - accumulated_*: of the results in the sides' own passes, whose inputs differ already.
-    - figures: how the error depends on result and input; null without the same input, and for operators that are no
-      products. figures_rms: the relative RMS that the figures give on the same values.
+    - figures: how the error depends on result and input; null without the same input, and for operators that are
+      neither products nor norms. figures_rms: the relative RMS that the figures give on the same values.
     - result_rms: RMS of the first side's results; null in files of older versions.
     """
 
@@ -68,6 +63,11 @@ class OperatorParity(Artifact):
     def is_product(self) -> bool:
         """Whether the operator multiplies matrices: a linear module or attention."""
         return is_product(self.kind)
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the operator is an RMSNorm or a LayerNorm."""
+        return is_norm(self.kind)
 
 
 class LogProbabilities(Artifact):

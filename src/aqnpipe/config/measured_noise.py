@@ -20,6 +20,11 @@ ATTENTION = "attention"
 LM_HEAD = "lm_head"
 
 
+def is_norm(kind: str) -> bool:
+    """Return whether operators of a kind, such as `input_layernorm`, are norms: RMSNorm or LayerNorm."""
+    return "norm" in kind or kind.startswith("ln_")
+
+
 class ErrorFigures(FrozenModel):
     """Measured error of an operator with the result y, for an input row of root mean square x.
 
@@ -53,7 +58,7 @@ class OperatorError(FrozenModel):
 
 
 class LayerErrors(FrozenModel):
-    """The measured errors of the operators of one layer, or of the output projection, by name such as `q_proj`."""
+    """The measured errors of the operators of one layer, or outside the layers, by name such as `q_proj`."""
 
     kind: Literal["measured"] = "measured"
     operators: dict[str, OperatorError]
@@ -91,11 +96,20 @@ class MeasuredError(FrozenModel):
         """Return a copy whose errors by layer are those of its own multiple and figures."""
         copied = super().model_copy(update=update, deep=deep)
         # pydantic copies cached properties too, which are those of the original.
-        copied.__dict__.pop("_by_layer", None)
+        for name in ("_by_layer", "has_norms"):
+            copied.__dict__.pop(name, None)
         return copied
 
+    @cached_property
+    def has_norms(self) -> bool:
+        """Whether the errors of norms are among the figures; files of older versions have none."""
+        return any(is_norm(_place_of(name)[1].rpartition(".")[2]) for name in self.figures or ())
+
     def in_layer(self, layer: int | None) -> LayerErrors:
-        """Return the errors of a decoder layer (None: the output projection). Raises ValueError without figures."""
+        """Return the errors of a decoder layer; None: of the output projection and of norms outside the layers.
+
+        Raises ValueError without figures.
+        """
         return self._by_layer.get(layer, LayerErrors(operators={}))
 
     @cached_property
@@ -115,6 +129,8 @@ class MeasuredError(FrozenModel):
 
 
 def _place_of(name: str) -> tuple[int | None, str]:
-    """Return layer and kind of an operator of a parity, such as `layers.3.q_proj` or `lm_head`."""
-    parts = name.split(".")
-    return (int(parts[1]), parts[2]) if len(parts) == 3 else (None, name)
+    """Return layer and name of an operator of a parity, such as `layers.3.q_proj`, `norm` or `lm_head`."""
+    if not name.startswith("layers."):
+        return None, name
+    _, layer, kind = name.split(".")
+    return int(layer), kind

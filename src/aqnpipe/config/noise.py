@@ -152,7 +152,7 @@ def _check_unique(phases: tuple[Phase, ...]) -> None:
 def _check_measured(noise: "OperatorNoise") -> None:
     """Raise ValueError where a parity measures no error of what is asked for."""
     if noise.operators != "matmul":
-        raise ValueError("measured errors are put on linear modules and attention, expected operators: matmul")
+        raise ValueError("measured errors are put on linear modules, attention and norms, expected operators: matmul")
     if "backward" in noise.phases:
         raise ValueError(
             "phases has backward, but a parity measures forward passes only, expected phases without backward"
@@ -172,7 +172,10 @@ class OperatorNoise(FrozenModel):
         min_length=1,
         description="training phases with this error; the study sets the noise levels of evaluations",
     )
-    include_lm_head: bool = Field(default=True, description="whether the output projection has the error too")
+    include_lm_head: bool = Field(
+        default=True,
+        description="whether the output projection has the error too, and of measured errors norms outside the layers",
+    )
     layers: tuple[LayerIndex, ...] | None = Field(
         default=None, description="decoder layers with the error; null means all"
     )
@@ -226,6 +229,11 @@ class OperatorNoise(FrozenModel):
         """Return this noise with the digest of the source of its error, if that is a user's own; see `OwnError`."""
         error = self.error
         return self.model_copy(update={"error": error.planned()}) if isinstance(error, OwnError) else self
+
+    @property
+    def has_measured_norms(self) -> bool:
+        """Whether norms have a measured error."""
+        return isinstance(self.error, MeasuredError) and self.error.has_norms
 
     @property
     def is_active(self) -> bool:

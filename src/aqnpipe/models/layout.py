@@ -133,6 +133,13 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
+def norms_outside_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the norms outside the decoder layers: `norm` if there is one, else all by their qualified names."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    norms = {name: module for name, module in model.named_modules() if is_norm(module) and module not in inside}
+    return dict(zip(["norm"], norms.values(), strict=True)) if len(norms) == 1 else norms
+
+
 def is_mixture_of_experts(model: nn.Module) -> bool:
     """Return whether any module of `model` belongs to a mixture of experts."""
     return any(mark in name for name, _ in model.named_modules() for mark in _EXPERT_MARKS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.captures import CaptureIdentity
 from aqnpipe.artifacts.parities import OperatorParity, OperatorVerdict, is_product
-from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures
+from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures, is_norm
 from aqnpipe.errors import DataError
 from aqnpipe.parity.capture_file import Capture
 from aqnpipe.parity.expected import ulps
@@ -193,12 +193,14 @@ def _figures(
 ) -> tuple[ErrorFigures | None, float | None]:
     """Return the figures of an operator's error, and the root mean square that they give; None where there are none.
 
-    Of attention the input is the query, whose size does not scale the result, so its error shall not depend on it.
+    The error of attention, whose input here is the query, and of norms shall not depend on the size of the input,
+    because it does not scale the result.
     """
     input_rms = sides.first.tensor("input_rms", name)[sides.first_rows]
-    if not is_product(kind) or not sides.same_inputs or not are_finite(results, error, input_rms):
+    has_figures = is_product(kind) or is_norm(kind)
+    if not has_figures or not sides.same_inputs or not are_finite(results, error, input_rms):
         return None, None
-    return error_figures(results, error, None if kind == ATTENTION else input_rms)
+    return error_figures(results, error, None if kind == ATTENTION or is_norm(kind) else input_rms)
 
 
 def _exact_results(sides: Sides, name: str) -> tuple[tuple[Tensor, Tensor], Tensor, float]:

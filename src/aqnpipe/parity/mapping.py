@@ -9,8 +9,8 @@ from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import (
     decoder_layers,
     is_mixture_of_experts,
-    is_norm,
     matrices_outside,
+    norms_outside_layers,
     output_projection,
 )
 from aqnpipe.models.sites import attention_of, layer_sites
@@ -96,11 +96,10 @@ class ModelMap:
         self.embed = Operator("embed_tokens", "embed_tokens", None, EmbeddingForm(embedding.weight, scale))
         self.head = output_projection(model)
         self.lm_head = Operator("lm_head", "lm_head", None, _linear_form(self.head), is_wide=True)
-        inside = {module for layer in self.layers for module in layer.layer.modules()}
-        norms = {name: module for name, module in model.named_modules() if is_norm(module) and module not in inside}
+        paths = {module: path for path, module in model.named_modules()}
         self.norms = {
-            module: Operator("norm" if len(norms) == 1 else name, name.rsplit(".", 1)[-1], None, norm_form(module))
-            for name, module in norms.items()
+            module: Operator(name, paths[module].rsplit(".", 1)[-1], None, norm_form(module))
+            for name, module in norms_outside_layers(model).items()
         }
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from aqnpipe.artifacts.parities import OperatorParity, ParityFile, is_norm
+from aqnpipe.artifacts.parities import OperatorParity, ParityFile
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import AbsoluteGaussian, ErrorModel, OperatorNoise, RelativeGaussian, SystematicBias
 from aqnpipe.config.plan import StudyPlan
@@ -83,12 +83,15 @@ def times_by_operator(
 
 
 def _is_put_on(noise: OperatorNoise, operator: OperatorParity) -> bool:
-    """Return whether a noise is put on an operator: on products and, with operators: all, on norms within layers.
+    """Return whether a noise is put on an operator: on products, and on norms if it is measured.
 
-    Softmax and activations, which that has too, are parts of other operators in a parity.
+    With operators: all, it is put on norms within layers. Softmax and activations, which that has too, are parts of
+    other operators in a parity.
     """
-    is_noised_norm = noise.operators == "all" and is_norm(operator.kind) and operator.layer is not None
-    return operator.is_product or is_noised_norm
+    if operator.is_norm:
+        in_layers = noise.operators == "all" and operator.layer is not None
+        return in_layers or isinstance(noise.error, MeasuredError)
+    return operator.is_product
 
 
 def _measured_sizes(error: ErrorModel, parities: Mapping[str, ParityFile]) -> dict[str, float]:

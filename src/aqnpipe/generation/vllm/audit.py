@@ -22,7 +22,8 @@ from aqnpipe.config.noise import Phase
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.noise.audit.classification import running_module, storage_of
 from aqnpipe.noise.audit.observer import Frame, Observer
-from aqnpipe.noise.audit.phase_audit import AuditedPart, PhaseAudit
+from aqnpipe.noise.audit.parts import AuditedPart
+from aqnpipe.noise.audit.phase_audit import PhaseAudit
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 

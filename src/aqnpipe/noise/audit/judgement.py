@@ -93,7 +93,9 @@ class Judge:
         made_by = f"{followed.made_by} in {origin.name}" if origin.name else followed.made_by
         if origin.needs_noise:
             # Products outside noised calls are already counted where they ran.
-            if followed.call or followed.frame.is_backward:
+            if followed.is_norm:
+                self._comparison.note(f"{made_by}: no measured error was put on its result")
+            elif followed.call or followed.frame.is_backward:
                 self._recorder.count_escape(origin.phase, made_by)
         elif not np.array_equal(clean, used, equal_nan=True):
             self._comparison.note(f"{made_by}: its values were changed, no noise was requested")
@@ -130,8 +132,8 @@ class Judge:
         if not isinstance(origin.error, LayerErrors):
             return origin.error
         identity = followed.identity
-        if identity is None or claim.operator.rpartition(".")[2] != identity.operator:
-            found = identity.operator if identity is not None else "no product"
+        if identity is None or claim.operator.partition(".")[2] != identity.operator:
+            found = identity.operator if identity is not None else "no operator of the parity"
             self._comparison.note(f"{where(claim)}: put on the result of {found}")
         return None if identity is None else origin.error.operators.get(identity.operator)
 
@@ -193,6 +195,8 @@ def input_rms_at(followed: Followed, shape: tuple[int, ...]) -> FloatArray:
 
 def where(claim: Claim) -> str:
     """Return the name of a claim in messages."""
+    if claim.layer is None and claim.operator.startswith("norm."):
+        return f"{claim.operator} outside the layers"
     layer = "lm_head" if claim.layer is None else claim.layer
     return f"{claim.operator} layer {layer}"
 

@@ -125,17 +125,17 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class ProductIdentity:
-    """Which operator a product is, as a parity names it, and the root mean squares of its input rows, if it has any.
+class OperatorIdentity:
+    """Which operator made a tensor, as a parity names it, and the root mean squares of its input rows, if it has any.
 
     Derived from the module whose code runs and from the operands, and not from what the injection claims.
     """
 
     operator: str
-    input_rms: Tensor | None
+    input_rms: Tensor | None = None
 
 
-def identify_product(func: Any, args: Any, frame: Frame) -> ProductIdentity:
+def identify_product(func: Any, args: Any, frame: Frame) -> OperatorIdentity:
     """Return which operator of its layer a product is: of a linear module by its name, else one of attention."""
     path = running_module(frame.module, frame.name)
     module = frame.module.get_submodule(path.removeprefix(frame.name).strip("."))
@@ -143,16 +143,17 @@ def identify_product(func: Any, args: Any, frame: Frame) -> ProductIdentity:
         # The operands are (input, weight), behind a bias if there is one.
         inputs = [value for value in args if isinstance(value, Tensor)][-2]
         name = LM_HEAD if frame.layer is None else path.rpartition(".")[2]
-        return ProductIdentity(name, inputs.detach().double().square().mean(-1).sqrt().reshape(-1))
+        return OperatorIdentity(name, inputs.detach().double().square().mean(-1).sqrt().reshape(-1))
     frame.other_products += 1
     is_first = frame.other_products == 1 and "attention" not in func.overloadpacket.__name__
-    return ProductIdentity(SCORES if is_first else ATTENTION, None)
+    return OperatorIdentity(SCORES if is_first else ATTENTION)
 
 
 @dataclass
 class Followed:
     """A tensor between the operation that made it and the first one that reads it.
 
+    `is_product`: what it holds must have the noise of a matrix product, or as `is_norm` that of a measured norm.
     `identity` is set where errors were measured per operator.
     """
 
@@ -168,7 +169,8 @@ class Followed:
     claims: list[Claim] = field(default_factory=list)
     read_inside: bool = False
     is_passed_on: bool = False
-    identity: ProductIdentity | None = None
+    identity: OperatorIdentity | None = None
+    is_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,17 @@ class Observer(TorchDispatchMode):
     def frame(self) -> Frame | None:
         """The pass that is running."""
         return self._frames[-1] if self._frames else None
+
+    def expect_norm(self, output: Tensor, name: str) -> bool:
+        """Follow the `output` of a norm like a product, which must get its measured error; False if it is unknown."""
+        with torch._C.DisableTorchFunction():
+            followed = self._followed.get(storage_of(output))
+        if followed is None or followed.frame is not self.frame:
+            return False
+        followed.is_product = followed.is_norm = True
+        followed.identity = OperatorIdentity(name)
+        followed.made_by = f"norm {name} of {self._frames[-1].name}"
+        return True
 
     # -- what the injection calls --------------------------------------------------------------------------------------
 
@@ -395,9 +408,10 @@ class Observer(TorchDispatchMode):
                 _running_node() if frame.is_backward else None,
                 operations + sum(followed.operations for followed in carried),
                 identity=carried[0].identity if carried else self._identity_of(func, args, operations),
+                is_norm=any(followed.is_norm for followed in carried),
             )
 
-    def _identity_of(self, func: Any, args: Any, operations: int) -> ProductIdentity | None:
+    def _identity_of(self, func: Any, args: Any, operations: int) -> OperatorIdentity | None:
         frame = self._frames[-1]
         if not operations or frame.is_backward or not isinstance(frame.error, LayerErrors):
             return None

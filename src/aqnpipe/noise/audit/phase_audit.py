@@ -8,7 +8,6 @@ not know the draw, and observed forwards run the same code as all others.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.judgement import HIDDEN_STATES, Judge, Origin, forward_origin
 from aqnpipe.noise.audit.linear_check import LinearCheck
 from aqnpipe.noise.audit.observer import Followed, Frame, Observer
+from aqnpipe.noise.audit.parts import AuditedPart, norms_of, with_norms_outside
 from aqnpipe.noise.audit.random_numbers import Position, key_at
 from aqnpipe.noise.audit.weight_check import compare_norms
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -33,19 +33,6 @@ _LEAST_SHARE = 1 / 64
 _HIDDEN_NOISE_PHASES = ("rollout", "evaluation")
 _SEVERAL = "several tokens"
 _SINGLE = "one token"
-
-
-@dataclass(frozen=True)
-class AuditedPart:
-    """A part of the model that noise can be requested for: a decoder layer, or the output projection (`layer` None).
-
-    `runs_after_model`: the part is called when the forward of the model has returned, as vLLM's logits are.
-    """
-
-    place: int
-    layer: int | None
-    module: nn.Module
-    runs_after_model: bool = False
 
 
 class PhaseAudit:
@@ -65,11 +52,12 @@ class PhaseAudit:
         recorder: ReceiptRecorder,
     ) -> None:
         self._model = model
-        self._parts = parts
         self._outside = parts[-1].place + 1
         self._phase: Phase = phase
         self._recorder = recorder
         self._noise = recorder.requested.operator_noise_in(phase)
+        self._measures_norms = self._noise is not None and self._noise.has_measured_norms
+        self._parts = with_norms_outside(model, parts) if self._measures_norms else parts
         self._modules = recorder.requested.module_noise_in(phase)
         self.position = position._replace(forward=-1)
         # What is observed must not depend on how many numbers earlier observations drew.
@@ -156,6 +144,7 @@ class PhaseAudit:
         else:
             observer.enter(frame)
         self._linears.install(observer, module, frame.name, frame.error)
+        self._expect_norms(observer, frame, part, self._handles.append)
         self._expect_modules(observer, frame)
 
     def _leave_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any, output: Any) -> None:
@@ -242,6 +231,19 @@ class PhaseAudit:
         for name, module in select_modules(self._model, self._modules.modules).items():
             if name != frame.name and name.startswith(f"{frame.name}."):
                 self._expect_noise_at(module, observer, name)
+
+    def _expect_norms(
+        self, observer: Observer, frame: Frame, part: AuditedPart, keep: Callable[[Callable[[], None]], Any]
+    ) -> None:
+        """Follow the results of the norms of a part that was requested to have measured errors, before its hooks."""
+        if not self._measures_norms or frame.error is None:
+            return
+        for name, norm in norms_of(part):
+            self._register(keep, norm.register_forward_hook(partial(self._expect_norm, observer, name), prepend=True))
+
+    def _expect_norm(self, observer: Observer, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not observer.expect_norm(output, name):
+            self._comparison.note(f"norm {name}: its result is no tensor that was made where it runs")
 
     def _expect_noise_at(self, module: nn.Module, observer: Observer, name: str) -> None:
         """Check the input or output of `module`, where module noise on the module called `name` is applied."""
@@ -330,6 +332,7 @@ class PhaseAudit:
             # Reentrant checkpoints run a backward pass of their own through this graph.
             self._ranges.append((started.pop(), torch.autograd._get_sequence_nr(), frame))
 
+        self._expect_norms(observer, frame, part, stack.callback)
         self._register(
             stack.callback,
             part.module.register_forward_pre_hook(enter, prepend=True),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.measured_noise import LayerErrors
+from aqnpipe.config.measured_noise import LayerErrors, OperatorError
 from aqnpipe.config.noise import FakeQuantization, OutputErrorModel
 from aqnpipe.errors import ModelError
 from aqnpipe.noise.injection.measured_operators import MeasuredOperators
@@ -81,6 +81,16 @@ class OperatorErrors:
         if error is not None and not isinstance(error, FakeQuantization | LayerErrors):
             self._noise_output("rms_norm", error, output)
 
+    def after_measured_norm(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Add the measured error of the norm called `name` to its output (forward hook); gradients stay exact."""
+        place = self._state.place
+        if type(place.error) is not LayerErrors:
+            return
+        error = self._measured_error(place.error, name)
+        place.calls += 1
+        source = NoiseStream(place.key, place.calls, _OUTPUT)
+        self._state.put_error(self._state.phase, f"norm.{name}", place.layer, error, source, output, repeats=True)
+
     def _noised_call(
         self, function: TorchFunction, operator: str, error: OutputErrorModel, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
@@ -115,12 +125,7 @@ class OperatorErrors:
     ) -> Any:
         """Run `function` with the error that was measured of it. It includes the bias, as the measurement did."""
         place, name = self._state.place, self._measured.name_of(operator, args, kwargs)
-        error = errors.operators.get(name)
-        if error is None:
-            raise ModelError(
-                f"layer {place.layer}: the parity of the measured error has no operator {name}, found "
-                f"{', '.join(errors.operators)}"
-            )
+        error = self._measured_error(errors, name)
         output = function(*args, **kwargs)
         input_rms = None
         if error.figures.per_input:
@@ -134,6 +139,16 @@ class OperatorErrors:
             self._state.phase, cell, place.layer, error, source, noised, repeats=True, input_rms=input_rms
         )
         return straight_through(output, noised) if keeps else noised
+
+    def _measured_error(self, errors: LayerErrors, name: str) -> OperatorError:
+        """Return the measured error of the operator called `name`; ModelError if the parity has none."""
+        error = errors.operators.get(name)
+        if error is None:
+            raise ModelError(
+                f"layer {self._state.place.layer}: the parity of the measured error has no operator {name}, found "
+                f"{', '.join(errors.operators)}"
+            )
+        return error
 
     def _noised_softmax(self, error: OutputErrorModel, output: Tensor, noised: Tensor, dim: int) -> Tensor:
         """Return the noised `output` as a distribution, and remember how to compute it again from `output`."""

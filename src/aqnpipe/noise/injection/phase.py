@@ -8,9 +8,9 @@ The path from an operator to the receipt:
    are wrapped first, so that their exact gradients get an error too.
 4. The recorder gets a sample of the output before and after the error, and makes the receipt of all samples.
 
-`ModuleErrors` adds noise to whole modules by forward hooks. `FaultInjection` applies the simulated faults to the
-outputs of their sites, after all noise, in every phase. `ReferenceCheck` recomputes linear modules in plain torch,
-independently of the injection.
+A norm with a measured error gets it by a hook on its module. `ModuleErrors` adds noise to whole modules by forward
+hooks. `FaultInjection` applies the simulated faults to the outputs of their sites, after all noise, in every phase.
+`ReferenceCheck` recomputes linear modules in plain torch, independently of the injection.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from torch import nn
 
 from aqnpipe.config.noise import NoiseSpec, Phase, PlacedError
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import is_rms_norm, layer_of
+from aqnpipe.models.layout import is_norm, is_rms_norm, layer_of, norms_outside_layers
 from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK, install_on_checkpoints
 from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.faults import ActiveFaults, simulated_fault_hooks
@@ -106,6 +106,10 @@ class _Injection:
         self.module_errors = ModuleErrors(state, modules) if modules is not None else None
         self.fault_injection = FaultInjection(state, faults, hidden_sigmas)
 
+    @property
+    def _measures_norms(self) -> bool:
+        return self.operator_noise is not None and self.operator_noise.has_measured_norms
+
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
         state = self.state
@@ -115,6 +119,9 @@ class _Injection:
         for index, layer in enumerate([*state.layers, state.head]):
             self._install_place(stack, index, layer)
         self._install_on_modules(stack, state.model, "")
+        if self._measures_norms:
+            for index, (name, norm) in enumerate(norms_outside_layers(state.model).items(), len(state.layers) + 2):
+                self._install_outside_norm(stack, index, name, norm)
         state.recorder.note_foreign_faults(simulated_fault_hooks(state.model))
         for index in range(len(state.layers)):
             self.fault_injection.install(stack, index)
@@ -134,6 +141,12 @@ class _Injection:
         keep(stack, layer.register_forward_pre_hook(partial(self._enter_layer, index)))
         keep(stack, layer.register_forward_hook(self._leave_layer, always_call=True))
 
+    def _install_outside_norm(self, stack: ExitStack, index: int, name: str, norm: nn.Module) -> None:
+        """Register the measured error of a norm outside the layers, which is a place of its own."""
+        keep(stack, norm.register_forward_pre_hook(partial(self._enter_norm, index)))
+        keep(stack, norm.register_forward_hook(partial(self.operator_errors.after_measured_norm, name)))
+        keep(stack, norm.register_forward_hook(self._leave_norm, always_call=True))
+
     def _install_on_modules(self, stack: ExitStack, root: nn.Module, prefix: str) -> None:
         """Register the hooks of single modules within `root` (qualified name `prefix`)."""
         norms = self.operator_noise is not None and self.operator_noise.operators == "all"
@@ -141,6 +154,9 @@ class _Injection:
             if norms and is_rms_norm(module) and layer_of(name) is not None:
                 keep(stack, module.register_forward_pre_hook(self.operator_errors.before_norm))
                 keep(stack, module.register_forward_hook(self.operator_errors.after_norm))
+            if self._measures_norms and is_norm(module) and layer_of(name) is not None:
+                measured = partial(self.operator_errors.after_measured_norm, name.rpartition(".")[2])
+                keep(stack, module.register_forward_hook(measured))
             if self.module_errors is not None:
                 self.module_errors.install(stack, module, name)
 
@@ -161,6 +177,13 @@ class _Injection:
         state.place = self._place(layer, index, error)
         if error is not None and self.watch is not None:
             self.watch.enter_layer(index)
+
+    def _enter_norm(self, index: int, module: nn.Module, args: Any) -> None:
+        noise = self.operator_noise
+        self.state.place = self._place(None, index, noise.error_in(None) if noise is not None else None)
+
+    def _leave_norm(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.state.place = self.state.outside
 
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.watch is not None:

@@ -12,7 +12,8 @@ from torch.autograd.graph import increment_version
 from aqnpipe.config.noise import Phase, PlacedError, TensorError
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.models.layout import decoder_layers, output_projection
-from aqnpipe.noise.audit.phase_audit import AuditedPart, PhaseAudit
+from aqnpipe.noise.audit.parts import AuditedPart
+from aqnpipe.noise.audit.phase_audit import PhaseAudit
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shard_

@@ -119,11 +119,11 @@ def _measured_operators_missing(noise: OperatorNoise, cells: Sequence[NoiseCell]
             "the measured error is zero in all requested layers, expected layers in which the machine has an error"
         )
     for layer, errors in measured.items():
-        reached = {cell.operator.rpartition(".")[2] for cell in cells if cell.layer == layer}
+        reached = {cell.operator.partition(".")[2] for cell in cells if cell.layer == layer}
         missing = sorted(name for name, error in errors.operators.items() if error.size and name not in reached)
         if missing:
-            place = "lm_head" if layer is None else f"layer {layer}"
-            problems.append(f"the measured error of {', '.join(missing)} was put on nothing in {place}")
+            place = "outside the layers" if layer is None else f"in layer {layer}"
+            problems.append(f"the measured error of {', '.join(missing)} was put on nothing {place}")
     return problems
 
 
@@ -168,7 +168,7 @@ def _requested_error(receipt: ReceiptContent, cell: NoiseCell) -> AppliedError |
     if cell.is_module:
         return receipt.module_noise.error if receipt.module_noise else None
     error = receipt.operator_noise.error_in(cell.layer) if receipt.operator_noise else None
-    return error.operators.get(cell.operator.rpartition(".")[2]) if isinstance(error, LayerErrors) else error
+    return error.operators.get(cell.operator.partition(".")[2]) if isinstance(error, LayerErrors) else error
 
 
 def _audit_problems(receipt: ReceiptContent) -> list[str]:

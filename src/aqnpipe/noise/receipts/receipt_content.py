@@ -69,6 +69,8 @@ class NoiseCell(ReceiptModel):
     @property
     def where(self) -> str:
         """Phase, operator and layer, for messages."""
+        if self.layer is None and self.operator.startswith("norm."):
+            return f"{self.phase} {self.operator} outside the layers"
         return f"{self.phase} {self.operator} layer {'lm_head' if self.layer is None else self.layer}"
 
     def problems(self) -> list[str]:
