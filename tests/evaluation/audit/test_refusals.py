@@ -348,7 +348,14 @@ def test_what_another_process_hides_is_recorded_and_its_responses_are_still_judg
 def test_a_prefix_of_other_tokens_is_refused(run, tmp_path, monkeypatch):
     # Rounding, which differs between processors, decides whether a token or only its logit is another one first.
     monkeypatch.setattr(InPlaceLayer, "repeat_first_row", one_prefix)
-    refused(run, tmp_path, "another logit|is not the most probable one", prompt=FEW_SHOT, noise_levels=(0.0,), max_response_tokens=8)
+    refused(
+        run,
+        tmp_path,
+        "another logit|is not the most probable one",
+        prompt=FEW_SHOT,
+        noise_levels=(0.0,),
+        max_response_tokens=8,
+    )
 
 
 def test_draws_of_noise_that_ignore_the_seed_are_refused(run, tmp_path, monkeypatch):
