@@ -73,9 +73,9 @@ rule report:
         claims=f"{RESULTS}/claims.json",
         published=[f"{RESULTS}/published.json"] if STUDY.config.statistics.published else [],
         test_problems=f"{RESULTS}/data/test.parquet",
-        # No other file of runs and evaluations: `compare` has all of them, and whatever repeats it repeats this job. Each
-        # file that is named twice costs a hundredth of the plan of thousands of runs.
+        # Of runs and evaluations only the records, which have the digests of the other files: `compare` has all of them.
         records=after_looks(lambda plan: plan.run_files("run.json")),
+        evaluation_records=after_looks(lambda plan: plan.evaluation_files("run.json")),
         layers=PLAN.diagnosis_files("layers.parquet"),
         verdicts=PLAN.diagnosis_files("verdict.json"),
         sigmas=PLAN.all_sigmas_files(),
