@@ -174,8 +174,8 @@ WITH_VLLM = Section(
   and its attention each change them by 0.027 to 0.028 nats alone in transformers' place (31 tokens, which differ by
   0.026): rounding does not add up.
 - Two tensor-parallel workers in bfloat16 round `o_proj` and `down_proj` more often than one, first in layer 0,
-  probably because each rounds its share of the sum before the shares are added. In `tiny` all other operators have the same bits.
-  Log-probabilities differ by 0.017 to 0.018 nats. In float32 the difference is rounding.""",
+  probably because each rounds its share of the sum before the shares are added. In `tiny` all other operators have the
+  same bits. Log-probabilities differ by 0.017 to 0.018 nats. In float32 the difference is rounding.""",
 )
 TEXT = """# Parity of the built-in models on a CPU
 
