@@ -7,9 +7,10 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.report import charts, claims_view, provenance_view, summary, tables
+from aqnpipe.report import charts, claims_view, looks_view, provenance_view, summary, tables
 from aqnpipe.report.claims_view import ClaimGroup, ClaimRow, shown_groups
 from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.words import load_words
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_the_summary_is_cut_with_a_note(built, tmp_path, monkeypatch):
     """Decided claims first; of five arms the first two: the model before training and the baseline."""
     monkeypatch.setattr(summary, "MAX_ROWS", 2)
     text = (built.build(into=tmp_path).folder / "summary.md").read_text(encoding="utf-8")
-    claims, arms = text.split("\n\n4 more claims are in comparisons.csv and claims.json.\n")
+    claims, arms = re.split(r"\n\n4 more claims are in comparisons.csv and claims.json: [^\n]*\d not shown\.\n", text)
     assert sum(line.startswith("| ") for line in claims.splitlines()) == 2 + 2
     assert [line.split(" | ")[0] for line in arms.splitlines() if line.startswith("| ")][2:] == [
         "| pretrained",
@@ -83,9 +84,30 @@ def test_claims_of_all_families_are_shown_in_their_order(most, shown):
     second = group("b", p=("primary", "not_shown"), b1=SUPPORTED, b2=OPEN)
     found = shown_groups((first, second), most)
     assert " ".join(row.comparison_id for one in found for row in (*one.decided, *one.open)) == shown
-    assert sum(one.num_left_out for one in found) == 6 - most
+    assert sum(len(one.left_out) for one in found) == 6 - most
     if most == 6:
         assert found == (first, second)
+
+
+def test_a_refuted_claim_is_shown_before_those_that_came_out_as_expected_and_the_others_are_counted():
+    (found,) = shown_groups([group("a", a1=SUPPORTED, a2=SUPPORTED, a3=("", "refuted"), a4=OPEN)], 1)
+    assert [row.comparison_id for row in found.decided] == ["a3"]
+    sentence = claims_view.left_out_claims(found.left_out, load_words("en"))
+    assert sentence == "3 more claims are in comparisons.csv and claims.json: 2 supported, 1 not shown."
+    assert claims_view.left_out_claims((), load_words("en")) == ""
+
+
+def test_a_look_names_the_first_claims_that_ended_and_counts_the_others(monkeypatch):
+    monkeypatch.setattr(looks_view, "MAX_CLAIMS_PER_LOOK", 2)
+    states = ["supported", "refuted", "supported", "futile", "supported", "open"]
+    claims = [SimpleNamespace(comparison_id=f"c{number}", state=state) for number, state in enumerate(states)]
+    look = SimpleNamespace(look=1, seeds=2, claims=claims)
+    table = looks_view.look_table(SimpleNamespace(claims=[], looks=[look]), load_words("en"))
+    ended = table.rows[0].cells[2]
+    assert ended.startswith("c0 (supported)")
+    assert "c1 (refuted)" in ended
+    assert "c2" not in ended
+    assert "and 3 more: 2 supported, 1 " in ended
 
 
 def test_a_claim_of_many_seeds_shows_the_first_ones(built, monkeypatch):

@@ -83,14 +83,14 @@ class ClaimGroup:
     line: str
     decided: tuple[ClaimRow, ...]
     open: tuple[ClaimRow, ...]
-    num_left_out: int = 0
+    left_out: tuple[str, ...] = ()
 
     def shortened(self, shown: Set[str]) -> "ClaimGroup":
-        """Return the group with the claims of the ids in `shown`; the number of the others is `num_left_out`."""
+        """Return the group with the claims of the ids in `shown`; the verdicts of the others are `left_out`."""
         decided = tuple(row for row in self.decided if row.comparison_id in shown)
         undecided = tuple(row for row in self.open if row.comparison_id in shown)
-        left_out = len(self.decided) + len(self.open) - len(decided) - len(undecided)
-        return replace(self, decided=decided, open=undecided, num_left_out=left_out)
+        left_out = tuple(row.verdict for row in (*self.decided, *self.open) if row.comparison_id not in shown)
+        return replace(self, decided=decided, open=undecided, left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,13 @@ def _groups(rows: Sequence[ClaimRow], words: Words) -> Iterator[ClaimGroup]:
         yield _group(words("claims.controls"), controls, words)
 
 
+def left_out_claims(verdicts: Sequence[str], words: Words) -> str:
+    """Return the sentence on claims that are not shown, by verdict; empty if all are."""
+    if not verdicts:
+        return ""
+    return words("claims.left_out", count=len(verdicts), parts=counted_verdicts(verdicts, words))
+
+
 def _group(heading: str, rows: Sequence[ClaimRow], words: Words) -> ClaimGroup:
     decided = sorted((row for row in rows if not row.is_open), key=_first_shown)
     return ClaimGroup(
@@ -156,8 +163,8 @@ def _group(heading: str, rows: Sequence[ClaimRow], words: Words) -> ClaimGroup:
 
 
 def shown_groups(groups: Sequence[ClaimGroup], most: int = MAX_CLAIMS_ON_PAGE) -> tuple[ClaimGroup, ...]:
-    """Return the groups with at most `most` claims in all, the first ones by `_first_shown` over all groups."""
-    rows = sorted((row for group in groups for row in (*group.decided, *group.open)), key=_first_shown)
+    """Return the groups with at most `most` claims in all, the first ones by `_last_left_out` over all groups."""
+    rows = sorted((row for group in groups for row in (*group.decided, *group.open)), key=_last_left_out)
     shown = {row.comparison_id for row in rows[:most]}
     return tuple(group.shortened(shown) for group in groups)
 
@@ -165,6 +172,11 @@ def shown_groups(groups: Sequence[ClaimGroup], most: int = MAX_CLAIMS_ON_PAGE) -
 def _first_shown(row: ClaimRow) -> tuple[bool, bool, bool]:
     """Sort key: the primary claim, then those that the data decide, then the invalid ones, then the open ones."""
     return row.role != "primary", row.is_open, row.verdict == "invalid"
+
+
+def _last_left_out(row: ClaimRow) -> tuple[bool, bool, bool, bool]:
+    """Sort key of what is shown if not all is: as `_first_shown`, and of decided claims the refuted ones first."""
+    return *_first_shown(row), row.verdict != "refuted"
 
 
 def _anchors(identifiers: Sequence[str]) -> dict[str, str]:

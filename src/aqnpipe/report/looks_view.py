@@ -1,9 +1,14 @@
 """The looks of a study that adds seeds until its claims are decided: which claims ended at which look."""
 
+from collections import Counter
+
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.report.claims_view import claim_text
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import Words
+
+MAX_CLAIMS_PER_LOOK = 20
+"""Claims that are named where they ended; claims.json has all of them."""
 
 
 def look_table(claims: ClaimsFile, words: Words) -> Table | None:
@@ -20,8 +25,15 @@ def look_table(claims: ClaimsFile, words: Words) -> Table | None:
                 claim=texts.get(claim.comparison_id, claim.comparison_id),
                 state=words(f"looks.state.{claim.state}"),
             )
-            for claim in ended
+            for claim in ended[:MAX_CLAIMS_PER_LOOK]
         ]
+        if others := ended[MAX_CLAIMS_PER_LOOK:]:
+            counts = Counter(claim.state for claim in others)
+            parts = [
+                words("summary.part", count=count, verdict=words(f"looks.state.{state}"))
+                for state, count in counts.items()
+            ]
+            shown.append(words("looks.more", count=len(others), parts=words("summary.separator").join(parts)))
         num_open = sum(state == "open" for state in states.values())
         ended_here = words("list.separator").join(shown) or words("looks.nothing")
         rows.append(Row((str(look.look), str(look.seeds), ended_here, str(num_open))))

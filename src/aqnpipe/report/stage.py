@@ -99,6 +99,7 @@ def _render(
         power=study.config.statistics.power,
         missing=_missing(data),
         overview=overview,
+        left_out=lambda verdicts: claims_view.left_out_claims(verdicts, words),
         answer=claims_view.answer_text(data.claims, words),
         looks=looks_view.look_table(data.claims, words),
         summary=summary_line((row.verdict for row in overview.rows), words),

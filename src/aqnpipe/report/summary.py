@@ -1,14 +1,14 @@
 """A short summary of the study in Markdown, for a pull request."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import polars as pl
 
-from aqnpipe.config.analysis import ClaimRole
+from aqnpipe.config.analysis import PRETRAINED, ClaimRole
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.claims_view import ClaimsOverview, answer_text, shown_groups
+from aqnpipe.report.claims_view import ClaimsOverview, answer_text, left_out_claims, shown_groups
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.looks_view import look_table
 from aqnpipe.report.machine_scale_view import MachineScale
@@ -63,7 +63,7 @@ def render_summary(
         *_look_lines(data, words),
         *(f"- {markdown(limit)}" for limit in overview.limits),
         "",
-        *_accuracy_lines(study, last, words),
+        *_accuracy_lines(study, last, _compared_arms(data, overview), words),
         *_scale_lines(scales),
         _provenance(study, data, words),
     ]
@@ -75,8 +75,7 @@ def _claim_lines(data: ReportData, overview: ClaimsOverview, words: Words) -> li
         return []
     header = [words("column.verdict"), words("column.claim"), words("summary.difference"), words("column.interval")]
     roles = {claim.comparison_id: claim.role for claim in data.claims.claims}
-    groups = shown_groups(overview.groups, MAX_ROWS)
-    shown = {row.comparison_id for group in groups for row in (*group.decided, *group.open)}
+    shown = _shown_claims(overview)
     rows = [
         [
             words(f"verdict.{row.verdict}"),
@@ -87,8 +86,8 @@ def _claim_lines(data: ReportData, overview: ClaimsOverview, words: Words) -> li
         for row in overview.rows
         if row.comparison_id in shown
     ]
-    left_out = len(overview.rows) - len(rows)
-    return [*_table(header, rows), *([words("claims.left_out", count=left_out), ""] if left_out else [])]
+    left_out = left_out_claims([row.verdict for row in overview.rows if row.comparison_id not in shown], words)
+    return [*_table(header, rows), *([left_out, ""] if left_out else [])]
 
 
 def _with_role(claim: str, role: ClaimRole, words: Words) -> str:
@@ -102,14 +101,30 @@ def _look_lines(data: ReportData, words: Words) -> list[str]:
     return [looks.caption, "", *_table(looks.headers, [[markdown(cell) for cell in row.cells] for row in looks.rows])]
 
 
-def _accuracy_lines(study: Study, last: pl.DataFrame, words: Words) -> list[str]:
+def _compared_arms(data: ReportData, overview: ClaimsOverview) -> set[tuple[str, str]]:
+    """Return (model, arm) of the claims in the table of claims."""
+    shown = _shown_claims(overview)
+    rows = data.comparisons.filter(pl.col("comparison_id").is_in(shown))
+    return {(row["model"], row[side]) for row in rows.iter_rows(named=True) for side in ("treatment", "control")}
+
+
+def _shown_claims(overview: ClaimsOverview) -> set[str]:
+    groups = shown_groups(overview.groups, MAX_ROWS)
+    return {row.comparison_id for group in groups for row in (*group.decided, *group.open)}
+
+
+def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, str]], words: Words) -> list[str]:
     if last.is_empty():
         return []
     table, means = arm_table(study, last, words), mean_accuracy(last)
     header = [words("column.arm"), *table.levels]
+    # If not all fit: those of the claims that are shown come first.
+    first = sorted(table.rows, key=lambda row: row.name != PRETRAINED and (row.model, row.name) not in compared)
+    shown = {(row.model, row.name) for row in first[:MAX_ROWS]}
     rows = [
         [markdown(f"{row.model} {row.name}" if table.several_models else row.name), *row.cells]
-        for row in table.rows[:MAX_ROWS]
+        for row in table.rows
+        if (row.model, row.name) in shown
     ]
     cut = [words("table.left_out", shown=len(rows), all=len(table.rows)), ""] if len(rows) < len(table.rows) else []
     unanswered = words(
