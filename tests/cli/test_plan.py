@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from aqnpipe.cli.main import app
-from aqnpipe.errors import DataError
+from aqnpipe.errors import ConfigError, DataError
 
 CONFIG = Path(__file__).parents[2] / "config"
 
@@ -54,6 +54,26 @@ def test_named_noises_are_planned_with_their_passes(tmp_path):
     assert found[1]["levels"][2]["variances_from"] == "usual values"
     assert found[1]["device_hours"] > found[0]["device_hours"]
     assert "shifted" in planned(path).stdout
+
+
+def test_draws_make_no_difference_where_nothing_is_drawn(tmp_path):
+    study = yaml.safe_load((CONFIG / "smoke.yaml").read_text())
+    study |= {"arms_file": str(CONFIG / "arms.yaml"), "seeds": [0, 1, 2]}
+    limits = []
+    for draws in ([0], [0, 1, 2, 3]):
+        study["evaluation"]["noise_seeds"] = draws
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(study))
+        levels = json.loads(planned(path, "--json").stdout)["levels"]
+        limits.append({level["noise_level"]: level["detectable_alone"] for level in levels})
+    assert limits[0][0.0] == limits[1][0.0]
+    assert limits[0][0.1] > limits[1][0.1]
+
+
+def test_a_study_of_given_checkpoints_is_refused():
+    error = planned(CONFIG / "checkpoints.yaml").exception
+    assert isinstance(error, ConfigError)
+    assert "found checkpoints, expected training" in str(error)
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """`aqnpipe plan`: which differences a study can find, what it costs, and the cheapest split for a wanted difference."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ from aqnpipe.cli.front_door import open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.errors import DataError
+from aqnpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from aqnpipe.statistics.planning import FloatArray, PairVariances
@@ -67,6 +68,8 @@ def plan(
 ) -> None:
     """Say which differences between arms a study can find, what it costs, and the cheapest split for a wanted one."""
     opened = open_study([study])
+    if not opened.study.has_training:
+        raise ConfigError(f"{study}: found checkpoints, expected training: plan is about the seeds of trained arms")
     found = prognosis(opened, results, points / 100, Assumptions(prompt_tokens=prompt_tokens))
     typer.echo(found.model_dump_json(indent=2) if json else "\n".join(_lines(found)))
 
@@ -94,6 +97,9 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         # In other results the level of a named noise may number another one.
         own = measured.get(level) if level not in noise_names else None
         variances, num_arms = own or USUAL, len(opened.study.arms)
+        if not is_random[level]:
+            # Its one pass has no draws to average over.
+            variances = replace(variances, draw=0.0)
 
         def limit(tried: tuple[int, int, int], comparisons: int) -> float | None:
             alpha = config.statistics.alpha / comparisons
