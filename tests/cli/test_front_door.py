@@ -235,5 +235,5 @@ def test_check_counts_the_devices_of_evaluations_on_another_kind(tmp_path, monke
         result = CliRunner().invoke(app, ["check", str(path)])
         assert result.exit_code == 0, result.exception
         shown.append(next(line for line in result.stdout.splitlines() if line.startswith("on cpu: ")))
-    problem = "not on this machine: generation.tensor_parallel: found 2, this machine has 1 CPU cores"
+    problem = "; its evaluations not on this machine: generation.tensor_parallel: found 2, this machine has 1 CPU cores"
     assert [problem in line for line in shown] == [True, False]

@@ -1,6 +1,7 @@
 """The wheel alone: built, installed into an environment of its own, and used from an empty folder."""
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -94,6 +95,8 @@ def test_a_study_runs_from_the_wheel_in_an_empty_folder(programs, tmp_path):
         )
     )
     assert "valid" in run(folder, programs / "aqnpipe", "check", "../own.yaml")
+    planned = run(folder, programs / "python", "-m", "snakemake", "-n", "--configfile", "../own.yaml")
+    assert re.search(r"^train +2$", planned, re.MULTILINE)
     said = run(folder, programs / "aqnpipe", "run", "../own.yaml")
     assert said.splitlines()[-1] == f"report: {results}/report.html"
     assert (results / "report.html").is_file()

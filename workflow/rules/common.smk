@@ -134,6 +134,10 @@ def device_not_here():
     for kind, where, planned in planned_device_jobs() if workflow.local_exec else ():
         if problem := device_problem(STUDY.config.device if kind is None else kind):
             return where + (problem if kind is None else problem.removeprefix("device: "))
+        # Those of the study's own device are checked before anything is planned.
+        if kind is not None and "evaluate_on_machine" in planned.values():
+            if problem := shards_problem(kind, STUDY.config.generation.tensor_parallel):
+                return f"{STUDY_FILE}: {problem}"
     return None
 
 
@@ -239,9 +243,7 @@ def sharing_problem():
             given_to_job["devices"] = min(resource(name, "devices", 0), int(workflow.global_resources["devices"].raw))
         if problem := shards_without_devices(name, given_to_job, shards):
             return problem
-    kinds = {STUDY.config.device if kind is None else kind for kind in (None, *PLAN.evaluated_by_kind())}
-    problems = (shards_problem(kind, shards) for kind in sorted(kinds)) if workflow.local_exec else ()
-    return next((problem for problem in problems if problem), None)
+    return shards_problem(STUDY.config.device, shards) if workflow.local_exec else None
 
 
 # After hours of training the evaluations would fail.

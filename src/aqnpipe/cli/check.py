@@ -94,9 +94,11 @@ def _other_devices(plan: StudyPlan) -> Iterator[str]:
     for kind, rules in plan.rules_by_kind().items():
         if kind is None:
             continue
-        shards = plan.study.config.generation.tensor_parallel if kind in plan.evaluated_by_kind() else 1
-        problem = device_problem(kind) or shards_problem(kind, shards)
+        problem = device_problem(kind)
         here = "" if problem is None else f"; not on this machine: {problem.removeprefix('device: ')}"
+        if problem is None and kind in plan.evaluated_by_kind():
+            sharing = shards_problem(kind, plan.study.config.generation.tensor_parallel)
+            here = "" if sharing is None else f"; its evaluations not on this machine: {sharing}"
         yield f"on {kind}: {', '.join(rules)} of {', '.join(plan.machines_on(kind))}{here}"
 
 

@@ -16,6 +16,10 @@ from aqnpipe.shipped import SNAKEFILE
 
 
 include: str(SNAKEFILE)
+
+
+# Snakemake takes no default target from an included file.
+workflow.default_target = "all"
 '''
 _NO_COPIES = shutil.ignore_patterns("README.md", "__pycache__")
 
