@@ -76,9 +76,14 @@ def opening_seconds(page: Path, times: int = 5) -> float | None:
     return statistics.median(found)
 
 
+def artifacts_in(folder: Path, arguments: argparse.Namespace) -> Path:
+    """Return where the list of artifacts of a study of this size is."""
+    return folder / f"artifacts-{arguments.arms}-{arguments.seeds}-{arguments.questions}.pickle"
+
+
 def make(part: str, folder: Path, arguments: argparse.Namespace) -> None:
     """Make one part in this process, and print what it used without imports; artifacts and tables only once."""
-    known = folder / "artifacts.pickle"
+    known = artifacts_in(folder, arguments)
     if (part == "artifacts" and known.exists()) or (part == "compare" and (folder / "claims.json").exists()):
         return
     made = None if part == "artifacts" else pickle.loads(known.read_bytes())  # noqa: S301 - this script wrote it
@@ -104,6 +109,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder for the files (default: one that is removed at the end)")
     parser.add_argument("--part", choices=["artifacts", "compare", "report"], help="make this one in this process")
     arguments = parser.parse_args()
+    folder = arguments.folder
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        if not artifacts_in(folder, arguments).exists():
+            parser.error(f"--folder: {folder} has no artifacts of a study of this size, expected a new or empty folder")
+    if arguments.part and folder is None:
+        parser.error("--part needs --folder")
     if arguments.part:
         make(arguments.part, arguments.folder, arguments)
         return
