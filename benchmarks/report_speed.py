@@ -110,9 +110,9 @@ def main() -> None:
     parser.add_argument("--part", choices=["artifacts", "compare", "report"], help="make this one in this process")
     arguments = parser.parse_args()
     folder = arguments.folder
-    if folder is not None and folder.exists() and any(folder.iterdir()):
-        if not artifacts_in(folder, arguments).exists():
-            parser.error(f"--folder: {folder} has no artifacts of a study of this size, expected a new or empty folder")
+    is_used = folder is not None and folder.exists() and any(folder.iterdir())
+    if is_used and not artifacts_in(folder, arguments).exists():
+        parser.error(f"--folder: {folder} has no artifacts of a study of this size, expected a new or empty folder")
     if arguments.part and folder is None:
         parser.error("--part needs --folder")
     if arguments.part:
