@@ -1,5 +1,7 @@
 """The exchange between a run and vLLM in rollouts, with a stand-in for vLLM: order, weights, measurements."""
 
+import os
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 from torch import nn
 
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec
-from aqnpipe.errors import ReceiptError
+from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
+from aqnpipe.generation.vllm import weights as weight_sync
 from aqnpipe.generation.vllm.sealed_memory import SealedMemory, read_sealed
 from aqnpipe.generation.vllm.weights import for_engine, load_sent_weights, shared_weights
 from aqnpipe.models.adapters import MergedForEngine
@@ -151,6 +154,69 @@ def test_a_weight_that_the_model_did_not_load_is_refused():
         load_sent_weights(engine, memory.seal())
         with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn differ .* sent: head\.weight"):
             load_sent_weights(engine, other.seal())
+
+
+def test_what_loading_changed_is_freed_before_the_weights_are_read_again(monkeypatch):
+    model, first = Stubborn(), []
+
+    def read(sealed):
+        assert all(tensor() is None for tensor in first)
+        found = read_sealed(sealed)
+        first.extend(map(weakref.ref, found.values()))
+        return found
+
+    monkeypatch.setattr(weight_sync, "read_sealed", read)
+    with SealedMemory() as memory:
+        for name, weight in model.named_parameters():
+            memory.add(name, weight)
+        load_sent_weights(SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters())), memory.seal())
+    assert len(first) == 4
+
+
+def test_a_node_without_room_for_a_copy_is_refused_before_anything_is_written(model, monkeypatch):
+    """Two bytes per weight in bfloat16; tied weights count once."""
+    needed = 2 * sum(weight.numel() for weight in model.parameters())
+    engine, spec, free = FakeEngine(), NoiseSpec(), SimpleNamespace(available=needed - 1)
+    monkeypatch.setattr(weight_sync.psutil, "virtual_memory", lambda: free)
+    rollout_engine = rollouts(engine, dtype=torch.bfloat16)
+    with pytest.raises(
+        ModelError, match=r"a copy of the weights takes \S+ GB, .* free; generation\.rollout_backend: tr"
+    ):
+        rollout_engine.roll_out(model, recorder(spec), rollout(spec))
+    assert not engine.calls
+    free.available = needed
+    rollout_engine.roll_out(model, recorder(spec), rollout(spec))
+
+
+def test_processes_that_cannot_open_each_others_memory_are_of_different_nodes(monkeypatch):
+    nodes = [weight_sync._node()]
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    nodes.append(weight_sync._node())
+    for kind in ("user", "pid"):
+        inode = {f"/proc/self/ns/{kind}": SimpleNamespace(st_ino=1)}
+        with monkeypatch.context() as patch:
+            patch.setattr("os.stat", lambda path, inode=inode, stat=os.stat: inode.get(path) or stat(path))
+            nodes.append(weight_sync._node())
+    assert len(set(nodes)) == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "same"), [(0.0, -0.0, False), (float("nan"), float("nan"), True), (1.0, 1.0, True)]
+)
+def test_weights_are_compared_by_their_bits(value, other, same):
+    """0.0 == -0.0 and NaN != NaN, but the bits say otherwise."""
+    for shape in ((), (2,)):
+        written, own = ({"a": torch.full(shape, number)} for number in (value, other))
+        passes = [written, own]
+        if same:
+            with shared_weights(lambda passes=passes: iter(passes.pop(0).items()), lambda value: [value]):
+                pass
+            continue
+        with (
+            pytest.raises(ReceiptError, match="not those of this worker's policy: a"),
+            shared_weights(lambda passes=passes: iter(passes.pop(0).items()), lambda value: [value]),
+        ):
+            pass
 
 
 def shared_by_two(model, others):

@@ -7,7 +7,7 @@ import torch
 
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec, OperatorNoise, RelativeGaussian
-from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.errors import LostPeerError, ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, TransformersRolloutEngine, VllmRolloutEngine
 from aqnpipe.generation.transformers_backend import TransformersBackend
@@ -229,9 +229,9 @@ def test_aqn_on_hidden_states_has_its_size_in_every_layer_and_combines_with_faul
 @pytest.mark.parametrize(
     ("flaw", "message"),
     [
-        ("another", r"has SHA-256 \w{12}, the trainer sent 000000000000"),
+        ("another", r"ends with \w{12}, the trainer's copy with 000000000000"),
         ("a file", "is not sealed, so its weights may change"),
-        ("gone", "cannot be read: No such file"),
+        ("gone", r"the worker that wrote the weights, process \d+, has ended or failed"),
         ("missing", "on one side only: model.layers.3.mlp.up_proj.weight"),
         ("unknown", "on one side only: lm_head.weight"),
     ],
@@ -246,14 +246,14 @@ def test_weights_that_are_not_those_sent_are_refused(engine, policy, tmp_path, f
         for name, weight in weights.items():
             memory.add(name, weight)
         sealed = memory.seal()
-        path, sha256 = tmp_path / "weights", sealed.sha256
+        path, token = tmp_path / "weights", sealed.token
         path.write_bytes(sealed.path.read_bytes())
         sent = {
             "another": Sealed(sealed.path, "0" * 64),
-            "a file": Sealed(path, sha256),
-            "gone": Sealed(tmp_path / "nothing", sha256),
+            "a file": Sealed(path, token),
+            "gone": Sealed(sealed.path.with_name("9999"), token),
         }
-        with pytest.raises(ReceiptError, match=message):
+        with pytest.raises(LostPeerError if flaw == "gone" else ReceiptError, match=message):
             engine.load_weights(sent.get(flaw, sealed))
 
 

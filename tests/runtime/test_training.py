@@ -26,8 +26,9 @@ from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.errors import DeviceError, StorageError, TrainingError, WorkerError
+from aqnpipe.errors import DeviceError, LostPeerError, StorageError, TrainingError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.runtime import training
 from aqnpipe.runtime.training import launch_workers, run_training_job
 from aqnpipe.training.run import run_worker
 from aqnpipe.training.workspace import Workspace
@@ -270,6 +271,45 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
 def test_an_error_of_a_worker_comes_out_as_it_is(cluster, inputs, tmp_path):
     with pytest.raises(TrainingError, match=r"^base/test seed 0: grad_norm is \S+, beyond stop_grad_norm 1e-09"):
         launch_workers(spec(stop_grad_norm=1e-9), inputs, workspace(tmp_path), None)
+
+
+@pytest.mark.parametrize("cause", ["dead", "refused", "bug", None])
+def test_an_error_that_follows_from_a_lost_worker_does_not_hide_the_cause(tmp_path, cause):
+    train, health = pytest.importorskip("ray.train"), pytest.importorskip("ray.train.v2._internal.exceptions")
+    lost = LostPeerError("weight sync: the worker that wrote the weights, process 123, has ended or failed")
+    other = {
+        "dead": health.WorkerHealthCheckFailedError("dead", RuntimeError("it died")),
+        "refused": TrainingError("grad_norm is not finite"),
+        "bug": KeyError("a bug"),
+        None: lost,
+    }[cause]
+    error = train.WorkerGroupError("failed", {0: lost, 1: other})
+    setup = training._WorkerSetup(spec(), None, workspace(tmp_path), None)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 # which one is asserted below
+        training._raise_cause(error, setup)
+    if cause == "dead":
+        assert isinstance(raised.value, WorkerError)
+        assert "worker 1 of 2" in str(raised.value)
+    else:
+        assert raised.value is (error if cause == "bug" else other)
+
+
+def test_a_worker_that_lost_a_peer_holds_its_error_back(tmp_path, monkeypatch):
+    slept = []
+
+    def fail(*_):
+        raise LostPeerError("gone")
+
+    monkeypatch.setattr(training, "run_worker", fail)
+    monkeypatch.setattr(training, "send_output_to", lambda path: None)
+    monkeypatch.setattr(training.time, "sleep", slept.append)
+    monkeypatch.setattr(training.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(training.distributed, "get_rank", lambda: 1)
+    setup = training._WorkerSetup(spec(), None, workspace(tmp_path), None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(LostPeerError):
+        training._ray_worker({"setup": setup})
+    assert slept == [training._SECONDS_TO_DETECT_DEATH]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import RolloutNoise
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.generation.vllm.weights import Exchange, for_engine, shared_weights
+from aqnpipe.generation.vllm.weights import Exchange, for_engine, refuse_without_room, shared_weights
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.noise.aqn import noised_rollout
@@ -140,6 +140,8 @@ class VllmRolloutEngine:
     def _send(self, policy: nn.Module) -> str:
         """Send the weights of `policy` to vLLM; return the SHA-256 of its norm weights."""
         norms = {f"{name}.weight" for name in rms_norms(policy, "all_norms")}
+        # Every worker, before the first of the node writes: afterwards the copy itself is missing from the free memory.
+        refuse_without_room(sum(weight.numel() for weight in policy.parameters()) * self._dtype.itemsize)
         with shared_weights(lambda: for_engine(self._weights(policy), norms, self._dtype), self._exchange) as sealed:
             if self._is_asleep:
                 self._vllm.wake_up("weights")

@@ -43,9 +43,24 @@ def whole(weight: Any) -> Tensor:
         plain: Tensor = weight.detach()
         return plain
     gathered: Tensor = weight.detach().full_tensor()
-    if not torch.equal(_own_rows(gathered), local(weight)):
+    if not same_bits(_own_rows(gathered), local(weight)):
         raise ReceiptError(f"a weight of shape {tuple(gathered.shape)} was gathered without this worker's share of it")
     return gathered
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors on one device have the same dtype, shape and bits: 0.0 is not -0.0, NaN equals itself.
+
+    >>> zero, nan = torch.tensor(0.0), torch.tensor(float("nan"))
+    >>> same_bits(zero, -zero), same_bits(nan, nan.clone())
+    (False, True)
+    """
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    # A tensor without dimensions has no view in another dtype.
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _own_rows(weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import psutil
 
 from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
-from aqnpipe.errors import ModelError, ReceiptError, first_line
+from aqnpipe.errors import LostPeerError, ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise, RolloutNoise
 from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXTS, StopText
@@ -157,10 +157,10 @@ class VllmEngine:
         """Make every worker load the weights in sealed memory.
 
         Later calls use nothing that was computed with other weights. Raises ReceiptError if the memory is not sealed or
-        another, or if any parameter of a worker's model differs from it in a bit.
+        another, or if any parameter of a worker's model differs from it in a bit, and LostPeerError if it is gone.
         """
-        replies = self.call_workers("aqnpipe_load_weights", str(sealed.path), sealed.sha256)
-        if [reply.get("sha256") for reply in replies] != [sealed.sha256] * len(self._workers):
+        replies = self.call_workers("aqnpipe_load_weights", str(sealed.path), sealed.token)
+        if [reply.get("token") for reply in replies] != [sealed.token] * len(self._workers):
             raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers loaded the weights")
 
     def begin_pass(self, noise: PassNoise) -> None:
@@ -316,7 +316,7 @@ class VllmEngine:
     def call_workers(self, method: str, *args: object) -> list[Mapping[str, Any]]:
         """Call a method of the worker extension on every worker; arguments and replies are plain data.
 
-        Raises ModelError or ReceiptError for a user's mistake that a worker reports.
+        Raises ModelError, ReceiptError or LostPeerError for what a worker reports in one line.
         """
         replies: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
         for reply in replies:
@@ -324,6 +324,8 @@ class VllmEngine:
                 raise ModelError(reply["model_error"])
             if "receipt_error" in reply:
                 raise ReceiptError(reply["receipt_error"])
+            if "lost_peer" in reply:
+                raise LostPeerError(reply["lost_peer"])
         return replies
 
     def _check_invariance(self, requested: bool | None) -> None:

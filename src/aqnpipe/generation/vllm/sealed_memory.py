@@ -4,14 +4,17 @@ The memory is a file without a name (memfd). It is freed with its processes, als
 does not limit it. After writing, it is sealed: the kernel refuses every further change, by any process. Readers open it
 as /proc/<process>/fd/<number>, which the kernel allows only to processes of the same user.
 
-Its content is the tensors, an index of them (JSON), and at the end the size of the index and the SHA-256 of both.
+Its content is the tensors, an index of them (JSON), and at the end the size of the index and a random token. The token
+names this copy and is passed with the path. The content is not hashed: it cannot change after the seal, and readers
+compare it with weights of their own.
 """
 
+import errno
 import fcntl
-import hashlib
 import json
 import mmap
 import os
+import secrets
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,28 +22,37 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.errors import LostPeerError, ModelError, ReceiptError
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 """Neither the content, nor the size, nor these seals can be changed."""
 
 _END = struct.Struct("<Q32s")
 _ALIGNMENT = 64
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
 class Sealed(NamedTuple):
-    """Where sealed memory can be read on this node while its writer lives, and its SHA-256."""
+    """Where sealed memory can be read on this node while its writer lives, and the token at its end (64 hex digits)."""
 
     path: Path
-    sha256: str
+    token: str
 
 
 class SealedMemory:
-    """Memory that is written one tensor after the other and then sealed; a context manager that frees it."""
+    """Memory that is written one tensor after the other and then sealed; a context manager that frees it.
+
+    Raises ModelError if the system has none to give.
+    """
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("aqnpipe-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._digest = hashlib.sha256()
+        try:
+            self._file = os.memfd_create("aqnpipe-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise ModelError(
+                f"rollouts by vLLM: no memory file for a copy of the weights: {error.strerror}; "
+                "generation.rollout_backend: transformers needs none"
+            ) from error
         self._size = 0
         self._index: list[dict[str, Any]] = []
 
@@ -62,19 +74,20 @@ class SealedMemory:
         """Make the memory unchangeable; return where it can be read."""
         index = json.dumps(self._index).encode()
         self._write(index)
-        sha256 = self._digest.hexdigest()
-        self._write(_END.pack(len(index), bytes.fromhex(sha256)))
+        token = secrets.token_hex(32)
+        self._write(_END.pack(len(index), bytes.fromhex(token)))
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, SEALS)
-        return Sealed(Path(f"/proc/{os.getpid()}/fd/{self._file}"), sha256)
+        return Sealed(Path(f"/proc/{os.getpid()}/fd/{self._file}"), token)
 
     def _write(self, content: Any) -> None:
         left = memoryview(content)
-        self._digest.update(left)
         self._size += len(left)
         try:
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError as error:
+            if error.errno not in _NO_MEMORY:
+                raise
             raise ModelError(
                 f"rollouts by vLLM: no memory on this node for a copy of the weights, after {self._size / 1e9:.1f} GB "
                 f"({error.strerror}); generation.rollout_backend: transformers needs none"
@@ -84,22 +97,30 @@ class SealedMemory:
 def read_sealed(sealed: Sealed) -> dict[str, Tensor]:
     """Return the tensors in sealed memory by name, without copying them; changes of them stay in this process.
 
-    Raises ReceiptError if the memory is not sealed or has another SHA-256.
+    Raises ReceiptError if the memory is not sealed or ends with another token, LostPeerError if it is gone, and
+    ModelError if this process cannot map it.
     """
-    path, sha256 = sealed
+    path, token = sealed
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        # /proc/<process>/fd/<number>. A writer that lives has freed it only after an error of its own.
+        raise LostPeerError(
+            f"weight sync: the worker that wrote the weights, process {path.parent.parent.name}, has ended or failed"
+        ) from error
     except OSError as error:
         raise ReceiptError(f"weight sync: {path} cannot be read: {error.strerror}") from error
     try:
         if not _is_sealed(file):
             raise ReceiptError(f"weight sync: {path} is not sealed, so its weights may change while they are read")
         memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ModelError(f"weight sync: the weights in {path} cannot be mapped: {error.strerror}") from error
     finally:
         os.close(file)
-    index_size, digest = _END.unpack_from(memory, len(memory) - _END.size)
-    if digest.hex() != sha256:
-        raise ReceiptError(f"weight sync: {path} has SHA-256 {digest.hex()[:12]}, the trainer sent {sha256[:12]}")
+    index_size, found = _END.unpack_from(memory, len(memory) - _END.size)
+    if found.hex() != token:
+        raise ReceiptError(f"weight sync: {path} ends with {found.hex()[:12]}, the trainer's copy with {token[:12]}")
     index = json.loads(memory[-_END.size - index_size : -_END.size])
     return {entry["name"]: _tensor(memory, entry) for entry in index}
 

@@ -1,8 +1,8 @@
 """Weights on their way from a trainer to vLLM's workers: one copy per node in sealed memory, compared bit for bit.
 
-Of the workers on a node, the first writes its weights and computes their SHA-256 once. Each worker then compares the
-sealed memory with its own policy, and its engine compares what it holds with the sealed memory. An engine thus has the
-weights of its own worker's policy, although another worker may have written them.
+Of the workers on a node, the first writes its weights. Each worker then compares the sealed memory with its own
+policy, and its engine compares what it holds with the sealed memory. An engine thus has the weights of its own worker's
+policy, although another worker may have written them.
 """
 
 import os
@@ -11,13 +11,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
-from aqnpipe.errors import ReceiptError
+from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.sealed_memory import Sealed, SealedMemory, read_sealed
 from aqnpipe.models.layout import rms_norms, weight_of
+from aqnpipe.models.shares import same_bits
 
 Exchange = Callable[[Any], list[Any]]
 """Returns the argument of every worker, by rank; a collective operation."""
@@ -32,6 +34,16 @@ def for_engine(
     """
     for name, tensor in weights:
         yield name, tensor.detach().to(tensor.dtype if name in norms else dtype)
+
+
+def refuse_without_room(num_bytes: int) -> None:
+    """Raise ModelError if this node has not `num_bytes` of free memory, for one copy of the weights."""
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise ModelError(
+            f"rollouts by vLLM: a copy of the weights takes {num_bytes / 1e9:.1f} GB, {available / 1e9:.1f} GB of this "
+            "node's memory are free; generation.rollout_backend: transformers needs none"
+        )
 
 
 @contextmanager
@@ -58,7 +70,7 @@ def shared_weights(weights: Callable[[], Iterable[tuple[str, Tensor]]], exchange
 def load_sent_weights(engine: EngineModel, sealed: Sealed) -> None:
     """Load sealed weights into a worker's model, and compare every parameter of it with them, bit for bit.
 
-    Raises ReceiptError if the memory is not the one that was sent, or if any parameter differs from it.
+    Raises what `read_sealed` raises, and ReceiptError if any parameter differs.
     """
     sent = read_sealed(sealed)
     for name, norm in rms_norms(engine.model, "all_norms").items():
@@ -67,7 +79,8 @@ def load_sent_weights(engine: EngineModel, sealed: Sealed) -> None:
             weight.data = weight.data.to(sent[f"{name}.weight"].dtype)
     with torch.no_grad():
         engine.model.load_weights(sent.items())  # type: ignore[operator] # every vLLM model has this method
-    # Read again: loading may have changed the tensors that it was given.
+    # Read again: loading may have changed the tensors that it was given. What it changed is freed first.
+    del sent
     sent, held = read_sealed(sealed), engine.weights()
     model = f"vLLM's {type(engine.model).__name__}"
     differing = sorted(sent.keys() ^ held.keys())
@@ -96,10 +109,11 @@ def _refuse_other_weights(weights: Iterable[tuple[str, Tensor]], sealed: Sealed)
 
 
 def _is_same(sent: Tensor, held: Tensor) -> bool:
-    return sent.dtype == held.dtype and torch.equal(sent.to(held.device), held)
+    return same_bits(sent.to(held.device), held)
 
 
 def _node() -> str:
-    """Return what processes that can open each other's memory have in common: the machine and its process ids."""
+    """Return what processes that can open each other's memory have in common: machine, process ids, and user."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{machine} {os.stat('/proc/self/ns/pid').st_ino}"
+    namespaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "user"))
+    return " ".join(map(str, (machine, *namespaces, os.getuid())))

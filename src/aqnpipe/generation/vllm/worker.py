@@ -1,8 +1,8 @@
 """Methods for vLLM's worker processes: vLLM adds them to its Worker class, and the engine calls them by name.
 
 Arguments and results are plain data, so that nothing is pickled. A user's mistake is returned as
-`{"model_error": "one line"}`, weights that were not loaded as `{"receipt_error": "one line"}`. Any other exception is a
-bug and fails the call.
+`{"model_error": "one line"}`, weights that were not loaded as `{"receipt_error": "one line"}`, and a writer of weights
+that has ended as `{"lost_peer": "one line"}`. Any other exception is a bug and fails the call.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.errors import AqnpipeError, ReceiptError
+from aqnpipe.errors import AqnpipeError, LostPeerError, ModelError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise
 from aqnpipe.generation.vllm.injection import check_noise_is_supported, engine_noise
 from aqnpipe.generation.vllm.modules import EngineModel
@@ -94,15 +94,19 @@ class NoiseExtension:
             "num_norms": num_rms_norms(model),
         }
 
-    def aqnpipe_load_weights(self: Any, path: str, sha256: str) -> dict[str, Any]:
-        """Load the weights in the sealed memory at `path`; return its SHA-256, which must be `sha256`."""
+    def aqnpipe_load_weights(self: Any, path: str, token: str) -> dict[str, Any]:
+        """Load the weights in the sealed memory at `path`, which must end with `token`; return the token."""
         if self.parallel_config.tensor_parallel_size > 1:
             return _NO_TRAINING
         try:
-            load_sent_weights(EngineModel(self.get_model()), Sealed(Path(path), sha256))
+            load_sent_weights(EngineModel(self.get_model()), Sealed(Path(path), token))
         except ReceiptError as error:
             return {"receipt_error": str(error)}
-        return {"sha256": sha256}
+        except ModelError as error:
+            return {"model_error": str(error)}
+        except LostPeerError as error:
+            return {"lost_peer": str(error)}
+        return {"token": token}
 
     def aqnpipe_begin_pass(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
         """Start a pass under `noise` (`PassNoise` as plain data)."""
