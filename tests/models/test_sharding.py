@@ -10,6 +10,7 @@ from torch import nn
 from two_workers import logs, run_together
 
 from aqnpipe.errors import ReceiptError
+from aqnpipe.models import adapters
 from aqnpipe.models.sharding import GatheringFirst, gathered_weights, split_groups, whole_state_dict
 from aqnpipe.models.shares import element_of, own_share, whole
 
@@ -103,6 +104,14 @@ def test_an_engine_gets_the_weights_of_data_parallelism_bit_for_bit(name, sent):
     assert not any(torch.equal(earlier[key], data[key]) for key in data if "bias" not in key)
 
 
+def test_gathered_copies_are_freed_before_the_merge_loss_reads_them(monkeypatch):
+    called = []
+    for name in ("free_gathered", "merge_loss", "distinct_weights"):
+        monkeypatch.setattr(adapters, name, lambda *_, name=name: called.append(name))
+    adapters.MergedForEngine(torch.bfloat16)(nn.Linear(1, 1))
+    assert called == ["free_gathered", "merge_loss", "distinct_weights"]
+
+
 def test_a_gathered_weight_without_the_share_of_this_worker_is_refused(monkeypatch):
     class Share:
         def __init__(self, whole, rows):
@@ -120,7 +129,11 @@ def test_a_gathered_weight_without_the_share_of_this_worker_is_refused(monkeypat
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     gathered = torch.arange(10.0).view(5, 2)
+    gathered[3, 0], gathered[4, 0] = 0.0, float("nan")
     assert whole(Share(gathered, gathered[3:])) is gathered
+    with pytest.raises(ReceiptError, match="without this worker's share"):
+        # -0.0 for 0.0.
+        whole(Share(gathered, gathered[3:] * torch.tensor([-1.0, 1.0])))
     with pytest.raises(ReceiptError, match=r"shape \(5, 2\) was gathered without this worker's share"):
         whole(Share(gathered, gathered[3:] + 1))
 

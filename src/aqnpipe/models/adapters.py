@@ -20,7 +20,7 @@ from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, read_adapters_header
 from aqnpipe.models.layout import layer_of, weight_of
-from aqnpipe.models.sharding import distinct_weights, whole_state_dict
+from aqnpipe.models.sharding import distinct_weights, free_gathered, whole_state_dict
 from aqnpipe.models.shares import whole
 
 _ADAPTER = "default"
@@ -198,6 +198,7 @@ class MergedForEngine:
 
         Those of a sharded model are gathered one by one: a collective operation.
         """
+        free_gathered(model)
         if not self._is_checked:
             loss = merge_loss(model, self._dtype)
             refuse_merge_loss(loss, self._dtype)

@@ -84,12 +84,9 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def distinct_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in the state dict of `model`, one after the other; tied ones once, by the first name.
 
-    Those of a sharded model are shares, which `shares.whole` gathers.
+    Those of a sharded model are shares, which `shares.whole` gathers; `free_gathered` comes first.
     """
     if is_sharded(model):
-        for unit in _units(model):
-            # A unit may still be gathered after its last forward pass.
-            unit.reshard()
         yield from _named_weights(model, tied=False)
         return
     seen = set()
@@ -98,6 +95,13 @@ def distinct_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if place not in seen:
             seen.add(place)
             yield name, tensor
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that a forward pass left gathered: such a copy may be older than the last update."""
+    if is_sharded(model):
+        for unit in _units(model):
+            unit.reshard()
 
 
 def average_whole_gradients(model: nn.Module) -> None:
