@@ -226,6 +226,9 @@ def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates():
     assert estimate["rates"]["tflops"] == 624
     assert estimate["rates"]["training_utilization"] == 0.5
     assert "responses of 128 tokens, as given" in estimate["assumed"]
+    # Its rollouts are by vLLM; those of the smoke study are not.
+    assert "weight syncs" in estimate["not_counted"]
+    assert "weight syncs" not in aqnpipe("config/smoke.yaml").stdout
 
 
 def test_a_wrong_size_is_one_line():

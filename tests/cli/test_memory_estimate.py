@@ -87,6 +87,23 @@ def test_an_engine_that_cannot_hold_the_weights_is_refused():
         memory_lines(study, "an A100 80 GB", 80, 150)
 
 
+def test_an_engine_that_takes_too_much_is_named_with_what_would_help():
+    """The 7B study needs 55 GB without vLLM: 80 GB leave it 0.3, which holds the weights, and 64 GB not enough."""
+    study = plan("qwen2.5-7b", {"backend": "vllm", "rollout_gpu_memory_utilization": 0.35})
+    rest = memory_per_device(study, "large", 80e9, 150).total - 0.35 * 80e9
+    share = int((1 - rest / 80e9) * 100) / 100
+    assert 0.25 <= share < 0.35
+    ways = (
+        rf"expected generation\.rollout_gpu_memory_utilization: {share:g} or generation\.rollout_backend: transformers"
+    )
+    with pytest.raises(ConfigError, match=ways):
+        memory_lines(study, "an A100 80 GB", 80, 150)
+    fits = plan("qwen2.5-7b", {"backend": "vllm", "rollout_gpu_memory_utilization": share})
+    assert memory_lines(fits, "an A100 80 GB", 80, 150)
+    with pytest.raises(ConfigError, match=r"has 64 GB; expected generation\.rollout_backend: transformers or"):
+        memory_lines(study, "a 910C", 64, 150)
+
+
 def test_adapters_have_gradients_of_their_own_and_no_reference():
     memory = found("qwen2.5-7b", "large", lora={"rank": 64, "alpha": 64}, parallelism="data")
     # 161.5 million adapter weights in float32, four values each.

@@ -187,8 +187,20 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         parameters={role: float(size.num_parameters) for role, size in sizes.items()},
         rates=rates,
         assumed=(prompt_source, _response_source(assumptions)),
-        not_counted=("noise", "diagnoses", "loss studies", *_on_machines(plan), "statistics and report"),
+        not_counted=(
+            "noise",
+            *_weight_syncs(plan),
+            "diagnoses",
+            "loss studies",
+            *_on_machines(plan),
+            "statistics and report",
+        ),
     )
+
+
+def _weight_syncs(plan: StudyPlan) -> tuple[str, ...]:
+    on_vllm = any(uses_vllm_for_rollouts(plan, plan.study.arms[arm]) for _, arm, _ in plan.runs())
+    return ("weight syncs",) if on_vllm else ()
 
 
 def _on_machines(plan: StudyPlan) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ forward and backward passes (logits, activations). All have what is always there
 reference. The formulas and what they leave out: docs/cost-estimate.md.
 """
 
-from math import ceil
+from math import ceil, floor
 
 from pydantic import Field
 
@@ -157,7 +157,13 @@ def memory_lines(plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: 
 
 
 def _too_large(training: TrainingConfig, found: MemoryEstimate, device: str, gigabytes: float) -> str:
+    # What vLLM may have: the device without everything else.
+    share = floor(100 - (found.total - found.engine) / gigabytes / 1e7) / 100
+    is_engine = found.engine > 0 and share >= 0
     ways = {
+        f"generation.rollout_gpu_memory_utilization: {share:g}": is_engine
+        and share * gigabytes * 1e9 >= found.engine_needs,
+        "generation.rollout_backend: transformers": is_engine,
         "training.parallelism: fsdp": training.parallelism == "data" and training.num_workers > 1,
         "training.lora": training.lora is None,
         "training.gradient_checkpointing: true": not training.gradient_checkpointing,
