@@ -102,6 +102,11 @@ def test_errors_of_some_norms_alone_are_refused(write):
     assert "norm is a fault: why" in refused(write(operators=(*OPERATORS, fault)))
 
 
+def test_a_file_whose_norms_are_all_faults_is_no_old_file(write):
+    norms = (operator("input_layernorm", 0, verdict="fault"), operator("norm", verdict="fault"))
+    assert "input_layernorm is a fault: why" in refused(write(operators=(*norms, *OPERATORS[1:])))
+
+
 def test_an_error_of_norms_alone_is_an_error(write):
     nothing = tuple(one.model_copy(update={"figures": ErrorFigures()}) for one in OPERATORS[1:])
     assert with_figures(MeasuredError(source=str(write(operators=(OPERATORS[0], *nothing))))).has_norms

@@ -1,5 +1,7 @@
 """The measured error of norms: it is put on every norm once, and the receipt refuses everything else."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from measured_figures import NORMS, PRODUCTS, figures_of, measured
@@ -9,9 +11,10 @@ from random_models import ARCHITECTURES, random_layer_norm_model_of, random_mode
 import aqnpipe
 from aqnpipe.artifacts.parities import is_product
 from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError, OperatorError, is_norm
-from aqnpipe.config.noise import NoiseSpec, OperatorNoise
+from aqnpipe.config.noise import AdaptiveNoise, LinearDecay, ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers, norms_outside_layers
+from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection import phase_state
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
@@ -146,7 +149,7 @@ def test_a_norm_left_out_is_refused(model, ids, monkeypatch, name, place):
     if place is None:
         assert not problems
     else:
-        assert f"norm {name} of model" in problems
+        assert ("norm model.norm: " if name == "norm" else f"norm {name} of model") in problems
         assert "no measured error was put on its result" in problems
         assert f"the measured error of {name} was put on nothing {place}" in problems
 
@@ -162,6 +165,93 @@ def test_a_norm_left_out_in_one_layer_and_pass_is_refused(model, ids, monkeypatc
     problems = problems_of(model, ids)
     assert "norm input_layernorm of model.layers.2: no measured error was put on its result" in problems
     assert "put on nothing" not in problems
+
+
+class Bypass(torch.nn.Module):
+    """Runs a norm as a module over prompts, and its code alone over single tokens, where no hook sees it."""
+
+    def __init__(self, name, norm):
+        super().__init__()
+        self.add_module(name, norm)
+        self._call = {True: norm.forward, False: norm}
+
+    def forward(self, states):
+        return self._call[states.shape[1] == 1](states)
+
+
+@pytest.mark.parametrize("name", ["post_attention_layernorm", "norm"])
+def test_a_norm_that_is_not_called_in_one_kind_of_pass_is_refused(model, ids, name):
+    owner = model.model if name == "norm" else model.model.layers[1]
+    error = measured(model)
+    setattr(owner, name, Bypass(name, getattr(owner, name)))
+    found = "norm model.norm.norm: it" if name == "norm" else f"norm {name} of model.layers.1: it"
+    assert f"{found} was never called" in problems_of(model, ids, error)
+
+
+def test_norms_without_the_error_in_later_passes_are_named(model, ids, monkeypatch):
+    """Attention then runs as a copy, in passes of which most are not audited."""
+
+    def left_out(original, self, *call):
+        if self._state.forward_index < 3:
+            original(self, *call)
+
+    change_norms(monkeypatch, left_out)
+    problems = problems_of(model, ids)
+    assert "calls of norms escaped the noise" in problems
+    assert "matmul escaped" not in problems
+
+
+def test_norms_without_a_weight_are_refused(model, ids):
+    """Nothing measures them, as those of OLMo 1, so they would silently have no error."""
+    error = measured(model)
+    model.model.layers[1].post_attention_layernorm = torch.nn.LayerNorm(32, elementwise_affine=False)
+    with pytest.raises(ModelError, match=r"1 norms have no weight \(model.layers.1.post_attention_layernorm, "):
+        run(model, ids, error)
+
+
+def test_a_norm_shared_by_two_layers_has_the_error_of_each(model, ids):
+    first, second = model.model.layers[:2]
+    second.post_attention_layernorm = first.post_attention_layernorm
+    run(model, ids, measured(model)).check()
+
+
+def test_the_last_norm_may_be_called_twice_and_within_a_layer(model, ids):
+    """Its calls have different random numbers, and the layer goes on with its own."""
+    norm, mlp = model.model.norm, model.model.layers[1].mlp
+    mlp.register_forward_pre_hook(lambda module, args: (norm(args[0]),))
+    run(model, ids, measured(model)).check()
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+def test_measured_norms_may_have_module_noise_too(model, ids, point):
+    modules = ModuleNoise(modules="minimal", point=point, error=RelativeGaussian(scale=0.05))
+    passed_rollout(model, ids, NoiseSpec(operator_noise=rollout_noise(model), module_noise=modules))
+
+
+def test_measured_norms_may_have_aqn_on_hidden_states_too(model, ids):
+    schedule = LinearDecay(sigma_start=0.05, sigma_end=0.05)
+    aqn = AdaptiveNoise(schedule=schedule, targets="hidden_states")
+    passed_rollout(model, ids, NoiseSpec(operator_noise=rollout_noise(model), aqn=aqn))
+
+
+def rollout_noise(model):
+    return OperatorNoise(error=measured(model), phases=("rollout",))
+
+
+def passed_rollout(model, ids, spec):
+    """Run a rollout under `spec` and check its receipt."""
+    aqn = spec.aqn
+    recorder = ReceiptRecorder(
+        spec, expected_phases=("rollout",), num_layers=3, num_norms=7, num_steps=1, num_epochs=1, seed=0
+    )
+    factors = target_factors(model, aqn, None) if aqn is not None else None
+    with (
+        noised_rollout(model, aqn, factors, recorder, sigma=0.05, seed=0, step=0) if aqn else nullcontext() as sigmas,
+        phase_noise(model, spec, "rollout", NoiseKey(seed=0, step=0), recorder, hidden_sigmas=sigmas),
+        torch.no_grad(),
+    ):
+        model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    recorder.receipt().check()
 
 
 def test_a_norm_left_out_in_a_recomputation_is_refused(make_model, ids, monkeypatch):
@@ -220,6 +310,28 @@ def test_another_multiple_on_norms_is_refused(model, ids, monkeypatch, factor):
     assert "norm.input_layernorm layer 0: " in problems
     assert "not those of the requested noise (measured)" in problems
     assert "linear." not in problems
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("error", "operators", "found"),
+    [
+        ("measured", ("norm.",), "norm.input_layernorm layer 0"),
+        ("measured", ("matmul.attention", "scaled_dot_product_attention.attention"), "attention layer 0"),
+        ("relative", ("matmul", "scaled_dot_product_attention"), " layer 0"),
+    ],
+)
+def test_noise_on_one_of_two_rows_is_refused(make_model, ids, monkeypatch, attention, error, operators, found):
+    model = make_model(attn_implementation=attention)
+    put_error = phase_state.PhaseState.put_error
+
+    def on_first_row(self, phase, operator, layer, error, source, tensor, **settings):
+        partial = tensor[:1] if operator.startswith(operators) else tensor
+        return put_error(self, phase, operator, layer, error, source, partial, **settings)
+
+    monkeypatch.setattr(phase_state.PhaseState, "put_error", on_first_row)
+    problems = problems_of(model, ids, measured(model) if error == "measured" else RelativeGaussian(scale=0.05))
+    assert f"{found}: noised in part, 32 of 64 sampled values have no noise" in problems
 
 
 def test_noise_on_a_copy_that_nothing_reads_is_refused(model, ids, monkeypatch):

@@ -128,9 +128,9 @@ def _noise_with_figures(
 
 
 def _norm_figures(path: Path, parity: ParityFile) -> dict[str, ErrorFigures]:
-    """Return the figures of all norms; nothing if no norm has any, as in files of older versions."""
+    """Return the figures of all norms; nothing for files of older versions, in which no norm has any or is a fault."""
     norms = [operator for operator in parity.operators if operator.is_norm]
-    if all(norm.figures is None for norm in norms):
+    if all(norm.figures is None and norm.verdict != "fault" for norm in norms):
         return {}
     return {norm.name: _figures_of(path, parity, norm) for norm in norms}
 

@@ -133,6 +133,20 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
+def refuse_norms_without_weight(model: nn.Module) -> None:
+    """Raise ModelError if `model` has norms without parameters (OLMo 1), which no parity measures."""
+    found = [
+        name
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower() and not [*module.children(), *module.parameters()]
+    ]
+    if found:
+        raise ModelError(
+            f"{type(model).__name__}: {len(found)} norms have no weight ({found[0]}, ...), so no parity measures their "
+            "error; expected a model whose norms all have weights"
+        )
+
+
 def norms_outside_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the norms outside the decoder layers: `norm` if there is one, else all by their qualified names."""
     inside = {module for layer in decoder_layers(model) for module in layer.modules()}

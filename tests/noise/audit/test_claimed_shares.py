@@ -1,9 +1,13 @@
 """The audit numbers the elements of a tensor-parallel worker's share as those of the whole tensor."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 from aqnpipe.config.noise import RelativeGaussian
+from aqnpipe.noise.audit.judgement import num_padded
 from aqnpipe.noise.audit.observer import Claim
 
 
@@ -31,3 +35,11 @@ def test_rows_may_consist_of_heads(shape):
     strides = (6, 3, 1) if len(shape) == 3 else (6, 1)
     _, numbers = claim(shape, strides, columns=(6, 6, 12)).elements_at(np.array([0, 5, 6, 23]))
     assert numbers.tolist() == [6, 11, 18, 47]
+
+
+@pytest.mark.parametrize(("num_logits", "expected"), [(3, 2), (4, 0), (None, 0)])
+def test_only_columns_behind_the_vocabulary_are_padding(num_logits, expected):
+    """Two rows of 4: with 3 tokens in the vocabulary, elements 3 and 7 are padding."""
+    frame = SimpleNamespace(num_logits=num_logits)
+    followed = SimpleNamespace(frame=frame, addresses=np.arange(8), tensor=torch.zeros(2, 4))
+    assert num_padded(followed) == expected

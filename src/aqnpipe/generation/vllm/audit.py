@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aqnpipe.config.noise import Phase
 from aqnpipe.generation.vllm.modules import EngineModel
@@ -94,6 +94,12 @@ class EngineAudit(PhaseAudit):
     def _kind_of(self, args: Any, kwargs: Mapping[str, Any]) -> str:
         # Rows of a vLLM batch can have different numbers of tokens. All prompts are read first, mostly in one forward.
         return FORWARD_KINDS[min(self.position.forward, 1)]
+
+    def _frame(self, place: int, layer: int | None, module: nn.Module) -> Frame:
+        frame = super()._frame(place, layer, module)
+        if layer is None and place != self._outside:
+            frame.num_logits = self._engine.head.projections[0].width
+        return frame
 
     def _leave_model(self, module: Any, args: Any, output: Any) -> None:
         if self._whole is not None:

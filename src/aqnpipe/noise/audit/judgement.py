@@ -84,8 +84,8 @@ class Judge:
                     dtype = followed.tensor.dtype
                     samples.append(Sample(claim, error, key, dtype, elements, clean[covered], used[covered], rows))
                 self._record(claim, clean[covered], used[covered], rows, followed.tensor.dtype)
-            if len(followed.claims) > 1:
-                self._judge_overlap(followed)
+            if followed.claims:
+                self._judge_cover(followed, origin)
         self._judge_draws(observer)
         compare(samples, self._comparison, where)
 
@@ -104,13 +104,15 @@ class Judge:
         """Return the requested error and the key of a claim; note what contradicts the request."""
         places = [origin.place]
         stream: str = origin.keyed_phase
-        requested = self._requested_of(claim, origin, followed)
+        requested: PlacedError | OperatorError | None
         if claim.operator == HIDDEN_STATES:
             sigma = self._sigma_of(origin.place)
             requested, stream = claim.error.model_copy(update={"scale": sigma}) if sigma > 0 else None, HIDDEN_STATES
         elif claim.operator.startswith("module."):
             requested = self._modules.error if self._modules is not None else None
             places.append(self._outside)
+        else:
+            requested = self._requested_of(claim, origin, followed)
         is_elsewhere = claim.layer != origin.layer and not claim.operator.startswith("module.")
         if claim.phase != origin.phase or is_elsewhere:
             self._comparison.note(f"{where(claim)}: computed in {origin.phase}, layer {origin.layer}")
@@ -137,10 +139,16 @@ class Judge:
             self._comparison.note(f"{where(claim)}: put on the result of {found}")
         return None if identity is None else origin.error.operators.get(identity.operator)
 
-    def _judge_overlap(self, followed: Followed) -> None:
+    def _judge_cover(self, followed: Followed, origin: Origin) -> None:
+        """No value may have noise twice, and no value of a product or a norm may lack it."""
         covered = np.concatenate([claim.elements_at(followed.addresses)[0] for claim in followed.claims])
-        if len(np.unique(covered)) != len(covered):
-            self._comparison.note(f"{where(followed.claims[0])}: noised more than once")
+        name, num_noised = where(followed.claims[0]), len(np.unique(covered))
+        if num_noised != len(covered):
+            self._comparison.note(f"{name}: noised more than once")
+        num_sampled = len(followed.addresses)
+        without = num_sampled - num_noised - num_padded(followed)
+        if followed.is_product and origin.needs_noise and without > 0:
+            self._comparison.note(f"{name}: noised in part, {without} of {num_sampled} sampled values have no noise")
 
     def _judge_draws(self, observer: Observer) -> None:
         """Random numbers must not be used twice; the calls of a pass are numbered from 1 without a gap."""
@@ -191,6 +199,15 @@ def input_rms_at(followed: Followed, shape: tuple[int, ...]) -> FloatArray:
         return np.zeros(shape)
     row = (followed.addresses - int(followed.tensor.storage_offset())) // followed.tensor.shape[-1]
     return np.asarray(rows.double().cpu().numpy()[row])
+
+
+def num_padded(followed: Followed) -> int:
+    """Return how many sampled values are padding of the vocabulary, whose logits are cut off."""
+    num_logits = followed.frame.num_logits
+    if num_logits is None:
+        return 0
+    column = (followed.addresses - int(followed.tensor.storage_offset())) % followed.tensor.shape[-1]
+    return int((column >= num_logits).sum())
 
 
 def where(claim: Claim) -> str:

@@ -101,7 +101,8 @@ class Frame:
     `is_recomputed`: a backward pass computes a checkpointed layer again, and stops when it has what it needs.
     `refuses_weights`: no product with a weight may be computed here, outside the parts that noise reaches.
     `noises_elementwise`: softmax, activations and norms must have noise too. `other_products` counts the products so
-    far that no linear module computes.
+    far that no linear module computes. `due_norms`: the names of norms that must still be called here.
+    `num_logits`: in an output projection whose vocabulary is padded, the number of logits before the padding.
     """
 
     phase: Phase
@@ -117,6 +118,8 @@ class Frame:
     noises_elementwise: bool = False
     parameters: MatrixParameters = field(default_factory=MatrixParameters)
     other_products: int = 0
+    due_norms: dict[nn.Module, str] = field(default_factory=dict)
+    num_logits: int | None = None
 
     @property
     def needs_noise(self) -> bool:
@@ -250,7 +253,8 @@ class Observer(TorchDispatchMode):
             return False
         followed.is_product = followed.is_norm = True
         followed.identity = OperatorIdentity(name)
-        followed.made_by = f"norm {name} of {self._frames[-1].name}"
+        frame = self._frames[-1]
+        followed.made_by = f"norm {frame.name}" if frame.layer is None else f"norm {name} of {frame.name}"
         return True
 
     # -- what the injection calls --------------------------------------------------------------------------------------

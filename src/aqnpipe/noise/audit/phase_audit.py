@@ -68,6 +68,7 @@ class PhaseAudit:
         self._handles: list[Callable[[], None]] = []
         self._later_handles: list[Callable[[], None]] = []
         self._whole: Observer | None = None
+        self._due_parts: dict[int, AuditedPart] = {}
         self._kind = _SEVERAL
         self._ranges: list[tuple[int, int, Frame]] = []
         self._range_starts: dict[int, int] = {}
@@ -117,6 +118,9 @@ class PhaseAudit:
             self._whole = observer
             self._start(observer, self._frame(self._outside, None, self._model))
         chosen = self._parts if whole else [self._parts[int(self._choices.integers(len(self._parts)))]]
+        self._due_parts = {
+            part.place: part for part in chosen if part.norm is not None and self._noise and self._noise.is_in(None)
+        }
         for part in chosen:
             self._register(
                 (self._later_handles if part.runs_after_model else self._handles).append,
@@ -132,12 +136,16 @@ class PhaseAudit:
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         _call_all(self._handles)
+        for part in self._due_parts.values():
+            self._comparison.note(f"norm {self._name(part.module)}: it was never called")
+        self._due_parts = {}
         if self._whole is not None:
             observer, self._whole = self._whole, None
             self._stop(observer, output)
             self._recorder.count_flops(self._phase, observer.total, observer.noised)
 
     def _enter_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any) -> None:
+        self._due_parts.pop(part.place, None)
         frame = self._frame(part.place, part.layer, module)
         if self._whole is None:
             self._start(observer, frame)
@@ -149,6 +157,9 @@ class PhaseAudit:
 
     def _leave_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any, output: Any) -> None:
         self._linears.remove()
+        if observer.frame is not None:
+            for name in observer.frame.due_norms.values():
+                self._comparison.note(f"norm {name} of {observer.frame.name}: it was never called")
         self._expect_hidden(observer, part, output)
         self._recorder.count_audit(self._phase, self._kind)
         if self._whole is None:
@@ -238,10 +249,18 @@ class PhaseAudit:
         """Follow the results of the norms of a part that was requested to have measured errors, before its hooks."""
         if not self._measures_norms or frame.error is None:
             return
-        for name, norm in norms_of(part):
-            self._register(keep, norm.register_forward_hook(partial(self._expect_norm, observer, name), prepend=True))
+        frame.due_norms = {norm: name for name, norm in norms_of(part)}
+        for norm, name in frame.due_norms.items():
+            expect = partial(self._expect_norm, observer, frame, name)
+            self._register(keep, norm.register_forward_hook(expect, prepend=True))
 
-    def _expect_norm(self, observer: Observer, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _expect_norm(
+        self, observer: Observer, frame: Frame, name: str, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        if observer.frame is not frame:
+            # Layers may share a norm: this call belongs to another one, whose own hook follows it.
+            return
+        frame.due_norms.pop(module, None)
         if not observer.expect_norm(output, name):
             self._comparison.note(f"norm {name}: its result is no tensor that was made where it runs")
 

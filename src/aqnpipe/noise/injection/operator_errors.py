@@ -88,6 +88,7 @@ class OperatorErrors:
             return
         error = self._measured_error(place.error, name)
         place.calls += 1
+        place.norms += 1
         source = NoiseStream(place.key, place.calls, _OUTPUT)
         self._state.put_error(self._state.phase, f"norm.{name}", place.layer, error, source, output, repeats=True)
 
@@ -142,11 +143,11 @@ class OperatorErrors:
 
     def _measured_error(self, errors: LayerErrors, name: str) -> OperatorError:
         """Return the measured error of the operator called `name`; ModelError if the parity has none."""
-        error = errors.operators.get(name)
+        error, layer = errors.operators.get(name), self._state.place.layer
         if error is None:
+            place = "outside the layers" if layer is None else f"layer {layer}"
             raise ModelError(
-                f"layer {self._state.place.layer}: the parity of the measured error has no operator {name}, found "
-                f"{', '.join(errors.operators)}"
+                f"{place}: the parity of the measured error has no operator {name}, found {', '.join(errors.operators)}"
             )
         return error
 

@@ -43,6 +43,7 @@ class _Survey:
 
     linears: tuple[nn.Module, ...] = ()
     calls: int = 0
+    norms: int = 0
     others_after: dict[int, set[TorchFunction]] = field(default_factory=dict)
     surveys: int = 0
     is_regular: bool = True
@@ -58,11 +59,11 @@ class _Survey:
         """Whether a copy of attention covers every operator besides the linear modules."""
         return all(functions == {torch.matmul} for functions in self.others_after.values())
 
-    def compare(self, linears: tuple[nn.Module, ...], calls: int) -> None:
-        """Compare the linear modules and the number of operators of one pass with the survey."""
+    def compare(self, linears: tuple[nn.Module, ...], calls: int, norms: int) -> None:
+        """Compare the linear modules and the numbers of operators and norms of one pass with the survey."""
         if self.surveys == 0:
-            self.linears, self.calls = linears, calls
-        elif (linears, calls) != (self.linears, self.calls):
+            self.linears, self.calls, self.norms = linears, calls, norms
+        elif (linears, calls, norms) != (self.linears, self.calls, self.norms):
             self.is_regular = False
 
 
@@ -119,10 +120,13 @@ class OperatorWatch:
         self._mode.deactivate()
         survey, self._survey = self._survey, None
         if survey is not None:
-            calls = self._state.place.calls
+            place = self._state.place
+            calls, recorder = place.calls - place.norms, self._state.recorder
             if survey.ran_copies and calls < survey.calls:
-                self._state.recorder.count_escape(self._state.phase, "matmul")
-            survey.compare(tuple(self._linears), calls)
+                recorder.count_escape(self._state.phase, "matmul")
+            if survey.ran_copies and place.norms < survey.norms:
+                recorder.count_escape(self._state.phase, "norms")
+            survey.compare(tuple(self._linears), calls, place.norms)
             survey.surveys += self._throughout
 
     def stop(self) -> None:

@@ -21,9 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import NoiseSpec, Phase, PlacedError
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import is_norm, is_rms_norm, layer_of, norms_outside_layers
+from aqnpipe.models.layout import (
+    is_norm,
+    is_rms_norm,
+    layer_of,
+    norms_outside_layers,
+    refuse_norms_without_weight,
+)
 from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK, install_on_checkpoints
 from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.faults import ActiveFaults, simulated_fault_hooks
@@ -105,6 +112,8 @@ class _Injection:
         )
         self.module_errors = ModuleErrors(state, modules) if modules is not None else None
         self.fault_injection = FaultInjection(state, faults, hidden_sigmas)
+        self.norm_places: dict[int, Place] = {}
+        self.around_norms: list[Place] = []
 
     @property
     def _measures_norms(self) -> bool:
@@ -118,10 +127,13 @@ class _Injection:
         keep(stack, state.model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
         for index, layer in enumerate([*state.layers, state.head]):
             self._install_place(stack, index, layer)
-        self._install_on_modules(stack, state.model, "")
+        if self.operator_noise is not None and isinstance(self.operator_noise.error, MeasuredError):
+            refuse_norms_without_weight(state.model)
         if self._measures_norms:
+            # Ahead of module noise, which comes after the error of the module itself.
             for index, (name, norm) in enumerate(norms_outside_layers(state.model).items(), len(state.layers) + 2):
                 self._install_outside_norm(stack, index, name, norm)
+        self._install_on_modules(stack, state.model, "")
         state.recorder.note_foreign_faults(simulated_fault_hooks(state.model))
         for index in range(len(state.layers)):
             self.fault_injection.install(stack, index)
@@ -167,6 +179,7 @@ class _Injection:
         state.start_forward(_num_tokens(args, kwargs))
         state.recorder.count_forward(state.phase)
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)
+        self.norm_places = {}
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
 
@@ -179,11 +192,15 @@ class _Injection:
             self.watch.enter_layer(index)
 
     def _enter_norm(self, index: int, module: nn.Module, args: Any) -> None:
-        noise = self.operator_noise
-        self.state.place = self._place(None, index, noise.error_in(None) if noise is not None else None)
+        noise, state = self.operator_noise, self.state
+        self.around_norms.append(state.place)
+        if index not in self.norm_places:
+            self.norm_places[index] = self._place(None, index, noise.error_in(None) if noise is not None else None)
+        # A second call in the same forward goes on counting calls, so that it has random numbers of its own.
+        state.place = self.norm_places[index]
 
     def _leave_norm(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.state.place = self.state.outside
+        self.state.place = self.around_norms.pop()
 
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.watch is not None:

@@ -37,13 +37,15 @@ class Place:
     """The part of the model that computes, and the key of its random numbers.
 
     `layer` is None outside the decoder layers and in the output projection. `error` is the error of operators here.
-    `other_products` counts the products of the current pass that no linear module computes.
+    `calls` counts the draws of the current pass, `norms` those of norms among them, and `other_products` the products
+    that no linear module computes.
     """
 
     layer: int | None = None
     key: int = 0
     error: PlacedError | None = None
     calls: int = 0
+    norms: int = 0
     other_products: int = 0
     module_calls: Counter[int] = field(default_factory=Counter)
 
