@@ -233,3 +233,17 @@ def test_snakemakes_own_text_where_it_is_asked_for(asked, capsys):
     handler.emit(record(None, "Select jobs to execute..."))
     handler.close()
     assert capsys.readouterr().err == ("Select jobs to execute...\n" if asked else "")
+
+
+def test_a_line_is_written_with_its_end_at_once(monkeypatch):
+    """The workflow writes its refusal from another thread; between a line and its end it would stand on that line."""
+    written = []
+
+    class Stream:
+        write, flush = written.append, staticmethod(lambda: None)
+
+    handler = handler_of(quiet={Quietness.RULES})
+    monkeypatch.setattr(handler, "_stream", Stream)
+    handler._lines.closing = lambda: ["failed: train", "log: a.log"]
+    handler.close()
+    assert written == ["failed: train\n", "log: a.log\n"]

@@ -36,9 +36,14 @@ MANY_ARMS = 100
 sys.executable = shlex.quote(sys.executable)
 
 
+def say(line):
+    """Write a line at once: `print` writes its end separately, and Snakemake's logger is a thread of its own."""
+    sys.stderr.write(f"{line}\n")
+
+
 def refuse(error: AqnpipeError):
     """End Snakemake with the one line of a user-correctable error."""
-    print(f"ERROR: {error}", file=sys.stderr)
+    say(f"ERROR: {error}")
     sys.exit(EXIT_USER_ERROR)
 
 
@@ -69,7 +74,7 @@ if workflow.is_main_process and not workflow.output_settings.dryrun:
     except AqnpipeError as error:
         refuse(error)
     if WORKING:
-        print(WORKING, file=sys.stderr)
+        say(WORKING)
 
 
 # Snakemake does not acquire its locks atomically, so two processes that start together may both get here.
@@ -151,7 +156,7 @@ def announce_refusal():
     if workflow.scheduler is None:
         return
     for problem in filter(None, (device_not_in_profile(), removed_weights_needed())):
-        print(f"ERROR: {problem}", file=sys.stderr)
+        say(f"ERROR: {problem}")
 
 
 def finish() -> None:
@@ -172,8 +177,8 @@ def name_report() -> None:
     """Print answer and verdicts of a finished study and name its report, behind what Snakemake prints after `onsuccess`."""
     if workflow.scheduler is not None and _is_reported():
         for line in closing_lines(Path(RESULTS), STUDY.config.report.language, STUDY.config.evaluation.noise_names()):
-            print(line, file=sys.stderr)
-        print(f"report: {RESULTS}/report.html", file=sys.stderr)
+            say(line)
+        say(f"report: {RESULTS}/report.html")
 
 
 if workflow.is_main_process:
@@ -187,9 +192,9 @@ if workflow.is_main_process:
     except AqnpipeError as error:
         refuse(error)
     if COST:
-        print(f"{STUDY_FILE}: {COST}", file=sys.stderr)
+        say(f"{STUDY_FILE}: {COST}")
 if PROGRESS:
-    print(f"{STUDY_FILE}: {PROGRESS}", file=sys.stderr)
+    say(f"{STUDY_FILE}: {PROGRESS}")
 
 
 def given(rule: str) -> str:
@@ -261,10 +266,9 @@ if workflow.is_main_process and EVALUATES_RUNS:
         )
 
 if workflow.is_main_process and STUDY.has_training and not EVALUATES_RUNS and PLAN.num_evaluations > MANY_EVALUATIONS:
-    print(
+    say(
         f"{STUDY_FILE}: {PLAN.num_evaluations} evaluation jobs; planning takes less time with one job per run "
-        "(docs/how-to/thousands-of-runs.md)",
-        file=sys.stderr,
+        "(docs/how-to/thousands-of-runs.md)"
     )
 
 

@@ -295,12 +295,17 @@ class LogHandler(LogHandlerBase):
         """Print one record."""
         for line in [self.format(record)] if self._plain else self._lines.lines(record):
             if line and line != "None":
-                print(line, file=self._stream, flush=True)
+                self._write(line)
+
+    def _write(self, line: str) -> None:
+        # At once: `print` writes the end of a line separately, and the workflow writes lines of its own in between.
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Print what failed, when Snakemake has ended."""
         for line in self._lines.closing():
-            print(line, file=self._stream, flush=True)
+            self._write(line)
         super().close()
 
     @property
