@@ -3,7 +3,15 @@
 import pytest
 import torch
 from random_models import random_model_of
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GraniteConfig, MixtralConfig, OPTConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+)
 
 from aqnpipe.errors import ModelError
 from aqnpipe.parity.proof import prove
@@ -50,6 +58,7 @@ def test_scaled_branches_are_known_to_be_no_links():
         (MixtralConfig(**SIZES), "mixture of experts"),
         (GPTNeoXConfig(**SIZES), "no linear that makes queries and keys"),
         (OPTConfig(**SIZES, ffn_dim=128, word_embed_proj_dim=96), "expected a row of channels for each"),
+        (CohereConfig(**SIZES, use_qk_norm=True, pad_token_id=0, bos_token_id=1, eos_token_id=2), "gain of each head"),
     ],
 )
 def test_other_families_are_refused_in_one_line(config, reason):

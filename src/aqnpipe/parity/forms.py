@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.errors import ModelError
 from aqnpipe.parity import algorithms, expected
 from aqnpipe.parity.algorithms import Candidates
 from aqnpipe.parity.expected import Expected
@@ -181,8 +182,16 @@ class ActivationForm:
 
 
 def norm_form(module: nn.Module) -> NormForm:
-    """Return the form of a norm, which is tried on random numbers: some families store its gain minus one."""
+    """Return the form of a norm, which is tried on random numbers: some families store its gain minus one.
+
+    Raises ModelError for a norm with a gain of each head (Cohere with `use_qk_norm`).
+    """
     weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    if weight.dim() != 1:
+        raise ModelError(
+            f"{type(module).__name__}: its weight has the shape {tuple(weight.shape)}, expected one value per channel; "
+            "parity does not know norms with a gain of each head"
+        )
     bias = getattr(module, "bias", None)
     epsilon = float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 1e-6)
     subtracts_mean = isinstance(module, nn.LayerNorm) or "rms" not in type(module).__name__.lower()
