@@ -1,6 +1,7 @@
 """Digests of a model's files, and which weights in memory are those of the files, whole or a worker's share."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -70,6 +71,8 @@ def test_files_of_a_model_are_read_once_until_one_of_them_changes(tiny_folder, m
     stored = weights.stat()
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
+    # File systems count time in ticks of up to 10 ms; in one tick a second write has the time of the first.
+    time.sleep(0.05)
     weights.write_bytes(changed)
     # As `cp --preserve` and rsync do: the same size and time as before.
     os.utime(weights, ns=(stored.st_atime_ns, stored.st_mtime_ns))

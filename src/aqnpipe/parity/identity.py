@@ -46,7 +46,10 @@ def model_facts(folder: Path, source: str) -> dict[str, Any]:
 
 
 def _stamps(folder: Path) -> tuple[tuple[object, ...], ...]:
-    """Return what changes with every write to the files of a folder. A program cannot set the time of the change."""
+    """Return what changes with the files of a folder, but for two writes in one tick of the file system's clock.
+
+    A program cannot set the time of the change.
+    """
     found = [(path, path.stat()) for path in sorted(folder.glob("*")) if path.is_file()]
     return tuple((path.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for path, at in found)
 
