@@ -47,6 +47,7 @@ def render_summary(
 
     Behind them are the noises of the study in units of the machines that were measured, its `scales`.
     """
+    shown = _shown_claims(overview)
     claims = summary_line((row.verdict for row in overview.rows), words)
     incomplete = [f"> {words('incomplete.title')}", ""] if data.missing else []
     answer = answer_text(data.claims, words)
@@ -59,23 +60,22 @@ def render_summary(
         *incomplete,
         f"**{claims}**",
         "",
-        *_claim_lines(data, overview, words),
+        *_claim_lines(data, overview, shown, words),
         *_look_lines(data, words),
         *(f"- {markdown(limit)}" for limit in overview.limits),
         "",
-        *_accuracy_lines(study, last, _compared_arms(data, overview), words),
+        *_accuracy_lines(study, last, _compared_arms(data, shown), words),
         *_scale_lines(scales),
         _provenance(study, data, words),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _claim_lines(data: ReportData, overview: ClaimsOverview, words: Words) -> list[str]:
+def _claim_lines(data: ReportData, overview: ClaimsOverview, shown: Set[str], words: Words) -> list[str]:
     if not overview.rows:
         return []
     header = [words("column.verdict"), words("column.claim"), words("summary.difference"), words("column.interval")]
     roles = {claim.comparison_id: claim.role for claim in data.claims.claims}
-    shown = _shown_claims(overview)
     rows = [
         [
             words(f"verdict.{row.verdict}"),
@@ -101,9 +101,8 @@ def _look_lines(data: ReportData, words: Words) -> list[str]:
     return [looks.caption, "", *_table(looks.headers, [[markdown(cell) for cell in row.cells] for row in looks.rows])]
 
 
-def _compared_arms(data: ReportData, overview: ClaimsOverview) -> set[tuple[str, str]]:
+def _compared_arms(data: ReportData, shown: Set[str]) -> set[tuple[str, str]]:
     """Return (model, arm) of the claims in the table of claims."""
-    shown = _shown_claims(overview)
     rows = data.comparisons.filter(pl.col("comparison_id").is_in(shown))
     return {(row["model"], row[side]) for row in rows.iter_rows(named=True) for side in ("treatment", "control")}
 
