@@ -6,6 +6,7 @@ tokens' log-probabilities: in bfloat16; with measured noise, `multiple: 1`, as t
 the second side's operators in the place of the first's, by kind (`substitution.alone` of the parity).
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -30,6 +31,7 @@ NUM_SEEDS = 20
 
 def main() -> None:
     """Print the effects for every built-in model."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     for name in MODELS:
         ids = token_ids_of(name)
