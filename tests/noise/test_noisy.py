@@ -94,6 +94,35 @@ def test_a_product_without_noise_is_named(model, ids):
         receipt.check()
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_inference_mode_is_accepted_and_changes_no_noise(make_model, ids, attention):
+    model = make_model()
+    model.set_attn_implementation(attention)
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        expected = model(input_ids=ids).logits
+    receipt.check()
+    with torch.inference_mode(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        noised = model(input_ids=ids).logits
+    assert receipt.check().content.phases[0].noised_share == 1
+    assert torch.equal(noised, expected)
+
+
+@pytest.mark.parametrize("product", ["linear", "tensordot", "mv"])
+def test_a_product_without_noise_is_named_in_inference_mode_too(model, ids, product):
+    mlp = model.model.layers[1].mlp
+    weight = mlp.up_proj.weight
+    compute = {
+        "linear": lambda x: torch.ops.aten.linear(x, weight),
+        "tensordot": lambda x: torch.tensordot(x, weight, dims=([2], [1])),
+        "mv": lambda x: torch.mv(weight, x[0, 0]),
+    }[product]
+    mlp.register_forward_pre_hook(lambda module, args: (args[0] + 0 * compute(args[0]).sum(),))
+    with torch.inference_mode(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match=r"aten\.\w+ in model\.layers\.1\.mlp escaped"):
+        receipt.check()
+
+
 def test_other_errors_and_single_layers(model, ids):
     clean = model(input_ids=ids, output_hidden_states=True).hidden_states
     truncation = MantissaTruncation(mantissa_bits=4)

@@ -1,7 +1,5 @@
 """The audit on vLLM: which of its modules are parts with noise, and how its operators differ from torch's.
 
-- vLLM computes in inference mode, where composite operations (`aten.linear`, `aten.to`) reach the dispatcher as a
-  whole. They are run by their parts here, by the same code of torch.
 - It has operators of its own. Those that are known to multiply no matrices are listed here. All others are refused in
   noised layers: fused experts, quantised products, operators of future versions.
 - Its operators write into a tensor that they are given. Attention is a product whose result is that tensor.
@@ -15,7 +13,6 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import Phase
@@ -58,8 +55,6 @@ _NO_PRODUCTS = frozenset(
 
 Sums over workers are none of them: a sum of products is a product, so it must be part of a noised call.
 """
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def audited_parts(engine: EngineModel) -> list[AuditedPart]:
@@ -154,9 +149,6 @@ class EngineObserver(Observer):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_paused or not self._frames:
             return super()._dispatch(func, args, kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
-            with self:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
         output = super()._dispatch(func, args, kwargs)
         if func.namespace != "aten":
             self._follow_written(func, args, kwargs)

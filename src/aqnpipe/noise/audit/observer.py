@@ -35,6 +35,7 @@ _SAME_VALUES = frozenset({"_unsafe_view", "clone", "_to_copy"})
 """Operations whose output has the values of their input: a product stays a product."""
 
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _ACCUMULATIONS = frozenset({"sum", "add", "add_"})
 """In a backward pass a product may be summed over broadcast dimensions before it is the gradient of an operand."""
@@ -340,6 +341,9 @@ class Observer(TorchDispatchMode):
         """Run `func`, and follow what it reads and what it makes."""
         # The torch functions that the observer itself calls are none of the model's.
         with torch._C.DisableTorchFunction():
+            if not self._is_paused and _is_composite(func):
+                with self:
+                    return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -462,6 +466,11 @@ class Observer(TorchDispatchMode):
             size = values.untyped_storage().nbytes() // values.dtype.itemsize
             flat = values.as_strided((size,), (1,), 0)
             return flat.index_select(0, torch.from_numpy(addresses).to(values.device))
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether `func` is to be observed by its parts: in inference mode `aten.softmax` and others arrive as a whole."""
+    return torch.is_inference_mode_enabled() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
