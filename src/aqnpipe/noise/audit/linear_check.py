@@ -4,6 +4,7 @@ Every hook and mode of torch is bypassed, so this covers what the observer takes
 saw are the products of these inputs and weights, and that nothing is added to the module's output.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,9 @@ class LinearCheck:
                 label = f"{name}.{path}".strip(".")
                 self._handles += [
                     module.register_forward_pre_hook(partial(self._enter, observer, started)),
-                    module.register_forward_hook(partial(self._compare, observer, started, label, error), prepend=True),
+                    module.register_forward_hook(
+                        partial(self._compare, observer, started, label, error), prepend=True, with_kwargs=True
+                    ),
                 ]
 
     def remove(self) -> None:
@@ -68,11 +71,13 @@ class LinearCheck:
         error: PlacedError | None,
         module: nn.Linear,
         args: tuple[Tensor, ...],
+        kwargs: Mapping[str, Tensor],
         output: Tensor,
     ) -> None:
+        inputs = args[0] if args else kwargs["input"]
         claims = [claim for claim in observer.claims[started[0] :] if claim.operator.startswith("linear")]
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            self.compare(args[0], module.weight, module.bias, output, claims[-1] if claims else None, error, label)
+            self.compare(inputs, module.weight, module.bias, output, claims[-1] if claims else None, error, label)
 
     def compare(
         self,
@@ -179,5 +184,11 @@ class LinearCheck:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a module computes what `nn.Linear` does. A subclass with its own forward may return anything."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    """Return whether a module computes what `nn.Linear` does, with a weight that is a parameter of its own.
+
+    A subclass with its own forward may return anything. A parametrized weight is computed in the layer, where a product
+    in it has noise too.
+    """
+    return (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "weight" in module._parameters
+    )

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from aqnpipe.config.measured_noise import LayerErrors, OperatorError
 from aqnpipe.config.noise import FakeQuantization, OutputErrorModel
@@ -17,6 +18,7 @@ from aqnpipe.noise.injection.operators import (
     PRODUCT_OF_SUM,
     GradientError,
     TorchFunction,
+    is_contraction,
     renormalise,
     straight_through,
 )
@@ -31,6 +33,8 @@ from aqnpipe.noise.receipts.sampling import sample
 # Stream numbers under one layer's key: outputs of operators, gradients of operands. Other parts use other numbers.
 _OUTPUT, _FIRST_GRADIENT = 0, 1
 
+_NO_OPERANDS = ("attn_mask", "out")
+
 
 class OperatorErrors:
     """The errors of operators in one phase; `noises_gradients` adds those of the backward pass."""
@@ -44,6 +48,9 @@ class OperatorErrors:
 
     def call(self, operator: str, function: TorchFunction, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run `function` with the current layer's error on its output, and on its operands' gradients if requested."""
+        if not is_contraction(function, args):
+            # Its output may be a view of an operand, which noise in place would change for good.
+            return function(*args, **kwargs)
         observer = self._state.audit.observer
         if observer is None:
             return self._call(operator, function, args, kwargs)
@@ -72,7 +79,7 @@ class OperatorErrors:
     def before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Add the error to the gradients of an RMSNorm's operands (forward pre-hook)."""
         if self._state.place.error is not None and self._noises_gradients and torch.is_grad_enabled():
-            return self._wrap_operands("rms_norm", args)
+            return self._wrap_operands("rms_norm", args, {})[0]
         return None
 
     def after_norm(self, module: nn.Module, args: Any, output: Tensor) -> None:
@@ -102,16 +109,20 @@ class OperatorErrors:
             args, kwargs = (inputs, weight), {}
         elif function is not PRODUCT_OF_SUM.get(operator, function):
             # First the product with its error, by a call of this method; then the sum.
-            added, first, second, beta, alpha = _sum_arguments(*args, **kwargs)
+            added, first, second, beta, alpha, out = _sum_arguments(*args, **kwargs)
             product = self._noised_call(PRODUCT_OF_SUM[operator], operator, error, (first, second), {})
             product = product if alpha == 1 else product * alpha
-            return torch.add(product, added, alpha=beta) if beta else product
+            if beta:
+                return torch.add(product, added, alpha=beta, out=out)
+            return product if out is None else out.copy_(product)
         if self._softmax is not None and function is torch.matmul and self._softmax.is_first_of(args):
             # It takes operands only: they may get wrapped below.
             function, self._softmax = self._softmax.product, None
         if self._noises_gradients and torch.is_grad_enabled():
-            args = self._wrap_operands(operator, args)
+            args, kwargs = self._wrap_operands(operator, args, kwargs)
         output = function(*args, **kwargs)
+        if not output.is_floating_point() and not output.is_complex():
+            return output
         if operator in KEEPS_ITS_OUTPUT:
             noised = output.detach().clone()
             self._noise_output(operator, error, noised)
@@ -202,13 +213,21 @@ class OperatorErrors:
         source = NoiseStream(place.key, place.calls, _OUTPUT)
         self._state.put_error(self._state.phase, operator, place.layer, error, source, output, repeats=True)
 
-    def _wrap_operands(self, operator: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the operands; those with a gradient are wrapped so that the gradient gets an error."""
-        positions = [position for position, operand in enumerate(args) if _needs_gradient(operand)]
+    def _wrap_operands(
+        self, operator: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the operands; those with a gradient are wrapped so that the gradient gets an error.
+
+        Operands may be named, or in a list. They are numbered as they are passed.
+        """
+        others = {name: value for name, value in kwargs.items() if name in _NO_OPERANDS}
+        named = {name: value for name, value in kwargs.items() if name not in _NO_OPERANDS}
+        operands, structure = tree_flatten((args, named))
+        positions = [position for position, operand in enumerate(operands) if _needs_gradient(operand)]
         place = self._state.place
         error = place.error
         if not positions or error is None or isinstance(error, FakeQuantization | LayerErrors):
-            return args
+            return args, kwargs
         # Layer and key are bound now: by the time of the backward pass `place` belongs to another layer.
         layer, key, call = place.layer, place.key, place.calls + 1
 
@@ -218,11 +237,11 @@ class OperatorErrors:
             name = f"{operator}.gradient_{position}"
             self._state.put_error("backward", name, layer, error, source, gradient, repeats=False)
 
-        wrapped = GradientError.apply(add_error_, *(args[position] for position in positions))
-        operands = list(args)
+        wrapped = GradientError.apply(add_error_, *(operands[position] for position in positions))
         for position, operand in zip(positions, wrapped, strict=True):
             operands[position] = operand
-        return tuple(operands)
+        args, named = tree_unflatten(operands, structure)
+        return args, {**named, **others}
 
 
 def _linear_arguments(
@@ -232,11 +251,16 @@ def _linear_arguments(
 
 
 def _sum_arguments(
-    input: Tensor, *products: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
-) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    """Return (added, first factor, second factor, beta, alpha); the factors may be named, in their order."""
-    first, second = (*products, *named.values())
-    return input, first, second, beta, alpha
+    input: Tensor,
+    *products: Tensor,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+    **named: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, float, float, Tensor | None]:
+    """Return (added, first factor, second factor, beta, alpha, out); the factors may be named, by number."""
+    first, second = (*products, *(named[name] for name in sorted(named)))
+    return input, first, second, beta, alpha, out
 
 
 def _needs_gradient(operand: Any) -> bool:

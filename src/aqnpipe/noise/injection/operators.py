@@ -64,6 +64,29 @@ def escaping_functions(noise: OperatorNoise) -> dict[TorchFunction, str]:
     return {} if noise.attention == "fused" else _ATTENTION
 
 
+def is_contraction(function: TorchFunction, args: tuple[Any, ...]) -> bool:
+    """Return whether a call of an operator multiplies operands and sums over an index; an einsum need not.
+
+    `einsum("ij->ji", x)` is a view of its operand, `einsum("i,j->ij", x, y)` multiplies elements.
+    """
+    return function is not torch.einsum or bool(set().union(*contracted_indices(args[0])))
+
+
+def contracted_indices(equation: str) -> list[str]:
+    """Return, per operand of an einsum, its indices in order that other operands have too and that are summed over.
+
+    An ellipsis counts as one index, written as a point.
+    """
+    operands, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
+    terms = operands.split(",")
+    if not arrow:
+        output = "." + "".join(index for index in operands if operands.count(index) == 1)
+    return [
+        "".join(index for index in term if index not in output and sum(index in other for other in terms) > 1)
+        for term in terms
+    ]
+
+
 def renormalise(probabilities: Tensor, dim: int) -> Tensor:
     """Return noised probabilities as a distribution: no negative entries, sum 1 along `dim`."""
     positive = probabilities.clamp_min(0)
