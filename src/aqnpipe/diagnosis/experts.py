@@ -1,4 +1,4 @@
-"""The experts of a mixture one by one, and its router, with known answers.
+"""The experts of a mixture one by one, with known answers.
 
 In transformers the experts of a layer are one module with the weights of all in two three-dimensional parameters. It
 is called with the experts of every token given, so that each expert meets its own tokens: the first half of a token's
@@ -13,23 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.checks import Check, compare, num_wrong
+from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.reference import LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
-from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings
+from aqnpipe.error_bounds import few_roundings
 
 EXPERT_SITE = "experts"
-ROUTER_SITE = "router"
 
 _OPENING = {torch.float16: 16.0}
 _WIDE_OPENING = 128.0
 """Gate at which silu and gelu are the identity."""
 _TOKENS_PER_EXPERT = 8
 _SHARE_BITS = 8
-_ROUTER_TOKENS = 66
-_SPANS_OF_LOGITS = (16.0, 4.0, 1.0)
-"""Differences of the largest and the smallest logit of a token."""
 
 
 def experts_of(layer: nn.Module) -> nn.Module | None:
@@ -37,15 +33,6 @@ def experts_of(layer: nn.Module) -> nn.Module | None:
     for module in layer.modules():
         shapes = [getattr(getattr(module, name, None), "ndim", 0) for name in ("gate_up_proj", "down_proj")]
         if shapes == [3, 3] and _is_plain(module):
-            return module
-    return None
-
-
-def router_of(layer: nn.Module) -> nn.Module | None:
-    """Return the router of a layer: a module named gate or router whose weight has a row per expert."""
-    for path, module in layer.named_modules():
-        weight = getattr(module, "weight", None)
-        if path.rsplit(".", 1)[-1] in ("gate", "router") and isinstance(weight, nn.Parameter) and weight.ndim == 2:
             return module
     return None
 
@@ -170,70 +157,6 @@ def _slice_of_selection(out_features: int, in_features: int, turn: int) -> tuple
 def _turned(selected: tuple[Tensor, Tensor], by: int) -> tuple[Tensor, Tensor]:
     """Return a selection whose choices are moved by some rows, so that no two experts have the same."""
     return selected[0].roll(by), selected[1]
-
-
-def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> list[Check]:
-    """Return the checks of a router: its logits, the experts that it chooses for them, and their shares.
-
-    Row e of the weight copies channel e, so a token has the logits that it carries, distinct and with full mantissas.
-    The shares are compared with softmax and sigmoid of the logits in float64.
-    """
-    weight = module.weight
-    if not isinstance(weight, Tensor) or weight.shape[0] > weight.shape[1]:
-        return []
-    count, hidden = weight.shape
-    ranks, logits = _router_logits(count, min(mantissa_bits(weight.dtype), PRODUCT_BITS), generator)
-    x = torch.zeros(_ROUTER_TOKENS, hidden, dtype=torch.float64)
-    x[:, :count] = logits
-    identity = selection_weight(torch.arange(count), torch.ones(count, dtype=torch.float64), weight)
-    replaced = [(weight, identity)]
-    for name in ("bias", "e_score_correction_bias"):
-        extra = getattr(module, name, None)
-        if isinstance(extra, Tensor):
-            replaced.append((extra, torch.zeros_like(extra)))
-    with substituted(replaced):
-        output = module(x.to(weight.device, weight.dtype))
-    seen = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
-    checks = []
-    if seen and seen[0].shape == logits.shape:  # shares have the same shape where every expert is chosen
-        checks.append(compare("router", layer, ROUTER_SITE, logits.to(weight.dtype), seen.pop(0).cpu()))
-    chosen = [part for part in seen if not part.is_floating_point()]
-    if chosen and not getattr(module, "num_group", 1) > 1:
-        found = torch.zeros_like(logits).scatter_(1, chosen[0].cpu().reshape(_ROUTER_TOKENS, -1).long(), 1.0)
-        wanted = (ranks >= count - chosen[0].shape[-1]).double()
-        checks.append(compare("router", layer, ROUTER_SITE, wanted, found))
-        factor = float(getattr(module, "routed_scaling_factor", 1.0) or 1.0)
-        of_chosen = [part for part in seen if part.shape == chosen[0].shape and part.is_floating_point()]
-        checks += [_shares_check(layer, logits, chosen[0].cpu().long(), part.cpu(), factor) for part in of_chosen]
-    return checks
-
-
-def _router_logits(count: int, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return ranks and logits [tokens, experts]: distinct numbers of `bits` bits, close together or far apart."""
-    ranks = torch.rand(_ROUTER_TOKENS, count, generator=generator).argsort(-1)
-    moved = torch.rand(ranks.shape, generator=generator, dtype=torch.float64) - 0.5
-    moved *= 0.5 if count <= 2 ** (bits - 4) else 0.0  # with more experts, rounding would make two of them equal
-    spans = torch.tensor(_SPANS_OF_LOGITS, dtype=torch.float64)[torch.arange(_ROUTER_TOKENS) % len(_SPANS_OF_LOGITS)]
-    logits = (ranks - count / 2 + 0.5 + moved) * (spans / count).unsqueeze(1)
-    unit = torch.ldexp(torch.ones_like(logits), torch.frexp(logits).exponent - bits)
-    return ranks, (logits / unit).round() * unit
-
-
-def _shares_check(layer: int, logits: Tensor, chosen: Tensor, shares: Tensor, factor: float) -> Check:
-    """Compare the shares of the chosen experts with softmax or sigmoid of the logits, as they are or with sum 1.
-
-    The one that fits most values is that of the architecture.
-    """
-    eps = 0.0 if shares.dtype == torch.float32 else torch.finfo(shares.dtype).eps
-    allowed_share = 16 * FLOAT32_EPS + TWO_ROUNDINGS * eps
-    wanted = []
-    for values in (logits.softmax(-1), logits.sigmoid()):
-        own = values.gather(1, chosen)
-        wanted += [own * factor, own / own.sum(-1, keepdim=True) * factor]
-    checks = [
-        compare("router", layer, ROUTER_SITE, answer, shares, allowed=allowed_share * answer) for answer in wanted
-    ]
-    return min(checks, key=num_wrong)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -17,10 +17,11 @@ from aqnpipe.diagnosis.activations import (
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
 from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.ends import probe_ends
-from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts, probe_router, router_of
+from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
+from aqnpipe.diagnosis.router import ROUTER_SITE, probe_router, router_of
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
 from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, SMALL, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
@@ -29,6 +30,7 @@ from aqnpipe.seeding import keyed_generator
 _NO_GRADIENT = "the module has no gradient"
 _NORMS_OF_HEADS = frozenset({"q_norm", "k_norm", "q_layernorm", "k_layernorm"})
 """Norms between the projections and the rotation."""
+_OTHER_ROUTER = "it returns something else than logits, shares and experts, or has more experts than inputs"
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
@@ -113,7 +115,7 @@ def _checks_of_layer(
             gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)
         for rows in rows_of_layer(index, num_layers, seed):
             checks.append(probe_shape(name, linear, index, rows, generator))
-    return checks + (_mixture_checks(model, index, sites, generator) if is_known(model) else [])
+    return checks + (_mixture_checks(model, index, sites, generator, gaps) if is_known(model) else [])
 
 
 def _core_checks(
@@ -135,15 +137,22 @@ def _core_checks(
     return checks + backward + gated_sweep(sites, name, index, like.dtype, generator)
 
 
-def _mixture_checks(model: nn.Module, index: int, sites: LayerSites, generator: torch.Generator) -> list[Check]:
+def _mixture_checks(
+    model: nn.Module,
+    index: int,
+    sites: LayerSites,
+    generator: torch.Generator,
+    gaps: dict[tuple[str, str], list[int]],
+) -> list[Check]:
     experts, router = experts_of(sites.layer), router_of(sites.layer)
     top_k = next((int(value) for key in _TOP_K if (value := getattr(model.config, key, None))), 1)
     checks: list[Check] = []
     if experts is not None:
         checks += probe_experts(experts, index, top_k, generator)
-    if router is not None:
-        checks += probe_router(router, index, generator)
-    return checks
+    found = [] if router is None else probe_router(router, index, generator)
+    if not found and (experts is not None or router is not None):
+        gaps.setdefault((ROUTER_SITE, _OTHER_ROUTER), []).append(index)
+    return checks + found
 
 
 def without_consequences(checks: Sequence[Check]) -> list[Check]:
