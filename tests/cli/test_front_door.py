@@ -1,6 +1,7 @@
 """Opening a study: what is checked outside its files, and what Snakemake reads before the workflow."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from aqnpipe.cli.front_door import (
     workers_of_given_study,
 )
 from aqnpipe.cli.main import app
+from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +59,19 @@ def test_a_chat_template_is_found(tmp_path, name):
     assert not front_door._has_chat_template(tmp_path)
     (tmp_path / name).write_text('{"chat_template": "{{ messages }}"}')
     assert front_door._has_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["content", "value"])
+def test_a_chat_template_that_drops_the_question_is_refused(tmp_path, key):
+    shutil.copytree(builtin_folder("tiny"), tmp_path / "model")
+    template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.{key} }}}}{{% endfor %}}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    chat = {"prompt": {"style": "chat"}, "models": {"base": {"source": str(tmp_path / "model")}}}
+    if key == "content":
+        assert open_study([CONFIG / "smoke.yaml"], chat).study.config.prompt.style == "chat"
+        return
+    with pytest.raises(ConfigError, match=r"prompt\.style: found chat, .* leaves out the content of a turn"):
+        open_study([CONFIG / "smoke.yaml"], chat)
 
 
 def test_only_a_named_device_can_be_missing(monkeypatch):

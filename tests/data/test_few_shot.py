@@ -13,8 +13,8 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import LocalDataset, PromptFormat
 from aqnpipe.data.examples import Example, choose_examples, examples_for, refuse_overlap
 from aqnpipe.data.loader import load_problems
-from aqnpipe.data.prompts import check_context, end_of_response, format_prompt
-from aqnpipe.errors import DataError
+from aqnpipe.data.prompts import check_context, end_of_response, format_prompt, refuse_unusable_template
+from aqnpipe.errors import DataError, ModelError
 
 ROWS = [
     {"question": f"How many are {number} and 1?", "answer": f"{number}+1\n#### {number + 1}"} for number in range(12)
@@ -30,6 +30,18 @@ class ChatTokenizer:
     def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True, **_):
         turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return turns + ("<assistant>" if add_generation_prompt else "")
+
+
+class TemplateTokenizer(ChatTokenizer):
+    """Writes what a function makes of each turn."""
+
+    name_or_path = "model"
+
+    def __init__(self, write):
+        self._write = write
+
+    def apply_chat_template(self, messages, **_):
+        return "".join(self._write(message["role"], message["content"]) for message in messages)
 
 
 def few_shot(number, **more):
@@ -109,6 +121,42 @@ def test_chat_prompts_are_the_harnesss(harness, number):
     )
     assert len(shown) == number
     assert format_prompt(QUESTION, few_shot(number, style="chat"), ChatTokenizer(), shown) == drawn
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda role, content: f"<{role}>",
+        lambda role, content: content if role == "assistant" else "",
+        lambda role, content: content if role == "user" else "",
+        lambda role, content: content[:-1],
+        lambda role, content: content.replace("left", "right"),
+    ],
+    ids=["no content", "no questions", "no answers", "shortened", "another question"],
+)
+def test_a_template_that_leaves_out_a_turn_is_refused(write):
+    examples = [Example("1 + 1?", "<think>add</think> #### 2"), Example("2 + 2?", "#### 4")]
+    with pytest.raises(ModelError, match=r"chat template of 'model' leaves out the content of a turn of role "):
+        format_prompt(QUESTION, few_shot(2, style="chat"), TemplateTokenizer(write), examples)
+
+
+def test_a_template_may_trim_contents_and_leave_out_reasoning():
+    def write(role, content):
+        return f"<{role}>{content.split('</think>')[-1].strip()}"
+
+    examples = [Example(" 1 + 1?\n", "<think>add</think>\n#### 2"), Example("2 + 2?", "#### 4")]
+    bare = PromptFormat(style="chat", num_examples=2)
+    text = format_prompt("  3 + 3? ", bare, TemplateTokenizer(write), examples)
+    assert text == "<user>1 + 1?<assistant>#### 2<user>2 + 2?<assistant>#### 4<user>3 + 3?"
+
+
+@pytest.mark.parametrize("number", [0, 64])
+def test_a_template_is_tried_with_as_many_turns_as_a_prompt_has(number):
+    refuse_unusable_template(PromptFormat(style="chat", num_examples=number), ChatTokenizer())
+    with pytest.raises(ModelError, match="leaves out"):
+        refuse_unusable_template(
+            PromptFormat(style="chat", num_examples=number), TemplateTokenizer(lambda role, content: role)
+        )
 
 
 def test_the_harness_stops_where_we_do(harness):

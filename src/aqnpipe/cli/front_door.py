@@ -304,14 +304,23 @@ def _scorer_problems(study: Study, source: str) -> Iterator[str]:
 def _chat_template_problems(study: Study, source: str) -> Iterator[str]:
     if study.config.prompt.style != "chat":
         return
+    from aqnpipe.data.prompts import refuse_unusable_template
+    from aqnpipe.models.loading import load_tokenizer
+
     for role, model in study.models().items():
         name = model.source
         kind = source_kind(name)
-        if kind != "hub" and not _has_chat_template(builtin_folder(name) if kind == "builtin" else Path(name)):
+        folder = builtin_folder(name) if kind == "builtin" else Path(name)
+        if kind != "hub" and not _has_chat_template(folder):
             yield (
                 f"{source}: prompt.style: found chat, expected plain: the tokenizer of model {role} ({name}) has no "
                 "chat template"
             )
+        elif kind != "hub":
+            try:
+                refuse_unusable_template(study.config.prompt, load_tokenizer(folder))
+            except ModelError as error:
+                yield f"{source}: prompt.style: found chat, which model {role} cannot be asked in: {error}"
 
 
 def _checkpoint_problems(study: Study, source: str) -> Iterator[str]:

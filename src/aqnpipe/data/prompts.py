@@ -1,6 +1,6 @@
 """Prompts: the format of questions, the same in training, evaluation and diagnosis."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
@@ -26,7 +26,8 @@ def format_prompt(
     - chat: the tokenizer's chat template around turns of questions and worked answers; with layout bare, each question
       is followed by a space and the instruction.
 
-    Raises ModelError if the tokenizer has no chat template, DataError if there are too few examples.
+    Raises ModelError if the tokenizer has no chat template or one that leaves a turn out, DataError if there are too
+    few examples.
     """
     shown = examples_for(question, examples, prompt_format.num_examples)
     if prompt_format.style == "plain":
@@ -47,9 +48,17 @@ def format_prompt(
         if number < len(shown):
             turns.append({"role": "assistant", "content": shown[number].answer})
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     except (TemplateError, TypeError) as error:
         raise ModelError(f"chat template of {tokenizer.name_or_path!r} cannot be used: {error}") from error
+    _refuse_left_out(turns, text, tokenizer)
+    return text
+
+
+def refuse_unusable_template(prompt_format: PromptFormat, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ModelError if no question could be asked through the tokenizer's chat template. Style plain needs none."""
+    examples = [Example(f"What is {number} plus 1?", f"#### {number + 1}") for number in range(64)]
+    format_prompt("What is 77 plus 8?", prompt_format, tokenizer, examples[: prompt_format.num_examples])
 
 
 def prompt_token_ids(
@@ -66,6 +75,26 @@ def prompt_token_ids(
 def end_of_response(text: str, stop_text: str | None) -> str:
     """Return `text` up to `PromptFormat.stop_text`, at which the model has begun a new question."""
     return text if stop_text is None else text.split(stop_text, 1)[0]
+
+
+def _refuse_left_out(turns: Sequence[Mapping[str, str]], text: str, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ModelError unless `text` has the content of every turn, in order.
+
+    Jinja renders a key that a message lacks as nothing, so a template for other messages drops every question without
+    an error. Templates may trim contents, and leave out the reasoning of earlier answers.
+    """
+    end = 0
+    for turn in turns:
+        content = turn["content"].strip()
+        if turn["role"] == "assistant":
+            content = content.rpartition("</think>")[2].strip()
+        start = text.find(content, end)
+        if start < 0:
+            raise ModelError(
+                f"chat template of {tokenizer.name_or_path!r} leaves out the content of a turn of role {turn['role']}, "
+                f"{content[:80]!r}, expected every turn in the prompt"
+            )
+        end = start + len(content)
 
 
 def _laid_out(question: str, prompt_format: PromptFormat) -> str:

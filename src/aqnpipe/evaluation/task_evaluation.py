@@ -16,6 +16,7 @@ from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_d
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.graders import graders_of, pairs
 from aqnpipe.data.harness_task import HarnessTask, question_id, task_manager
+from aqnpipe.data.prompts import refuse_unusable_template
 from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.evaluation.audit.weights import combined, differing_weight, digests_in_memory
@@ -72,6 +73,7 @@ class _TaskRun:
         device = torch_device(resolve_device(spec.device).kind)
         model = load_model(model_dir, dtype=spec.dtype, attention=spec.attention, device=device)
         self._tokenizer = load_tokenizer(model_dir)
+        refuse_unusable_template(spec.prompt, self._tokenizer)
         self.model = NoisyHFLM(
             pretrained=model, tokenizer=self._tokenizer, backend="causal", batch_size=spec.evaluation.batch_size
         )

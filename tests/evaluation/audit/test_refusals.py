@@ -1,5 +1,6 @@
 """Accidents in the code of an evaluation: each is refused in one line that names its cause, and nothing is written."""
 
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.evaluation import shards
+from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import ShardRunner
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
@@ -425,3 +427,15 @@ def test_a_most_probable_token_that_is_not(run, tmp_path, monkeypatch):
 
 def test_the_table_of_problems_is_the_one_of_the_study(data):
     assert len(read_table(data / "test", ProblemTable)) == NUM_QUESTIONS + 3
+
+
+def test_a_chat_template_that_drops_the_question(data, tmp_path):
+    """The prompts of both readings would be equal, because the same template makes them."""
+    shutil.copytree(TINY, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.value }}>{% endfor %}")
+    spec = EvaluationSpec(
+        model_role="base", arm_id="a", seed=0, step=1, dtype="float32", attention="sdpa", prompt={"style": "chat"},
+        evaluation={"max_response_tokens": 4, "batch_size": 8},
+    )  # fmt: skip
+    with pytest.raises(AqnpipeError, match="the chat template gives a prompt without its question"):
+        Expectation.of(spec, tmp_path / "model", data / "test", None)

@@ -37,7 +37,10 @@ class Expectation:
     def of(
         cls, spec: EvaluationSpec, model_dir: Path, test_problems: Path, train_problems: Path | None
     ) -> "Expectation":
-        """Read the files of an evaluation. Raises ModelError if the tokenizer is not that of the folder."""
+        """Read the files of an evaluation.
+
+        Raises ModelError if the tokenizer is not that of the folder, or if its chat template leaves a question out.
+        """
         problems = read_table(test_problems, ProblemTable)[: spec.evaluation.num_questions]
         tokenizer = _own_tokenizer(model_dir)
         train = read_table(train_problems, ProblemTable) if train_problems and spec.prompt.num_examples else None
@@ -106,10 +109,11 @@ class _Texts:
 def _token_ids(texts: _Texts, question: str, prompt: PromptFormat, tokenizer: Any, template: str | None) -> list[int]:
     if prompt.style == "plain":
         return list(tokenizer(texts.plain(question))["input_ids"])
-    ids = tokenizer.apply_chat_template(
-        texts.chat(question), chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return list(ids)
+    settings = {"chat_template": template, "add_generation_prompt": True}
+    messages = texts.chat(question)
+    if question.strip() not in tokenizer.apply_chat_template(messages, tokenize=False, **settings):
+        raise ModelError(f"the chat template gives a prompt without its question, {question[:80]!r}")
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **settings))
 
 
 def _examples(prompt: PromptFormat, train: pl.DataFrame | None) -> list[tuple[str, str]]:
