@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import Phase
+from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import select_modules
 from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.judgement import HIDDEN_STATES, Judge, Origin, forward_origin
@@ -81,8 +82,7 @@ class PhaseAudit:
         stack.callback(self._close)
         self._register(
             stack.callback,
-            self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True),
-            self._model.register_forward_hook(self._leave_model, always_call=True),
+            *ForwardPasses(self._model, self._enter_model, self._leave_model).hooks(prepend=True),
         )
         if expects_backward and self._recorder.wants_backward_audit(float(self._choices.random())):
             for part in self._parts:
@@ -132,7 +132,7 @@ class PhaseAudit:
         return Observer(self._rng)
 
     def _kind_of(self, args: Any, kwargs: Mapping[str, Any]) -> str:
-        return _SINGLE if _num_tokens(args, kwargs) == 1 else _SEVERAL
+        return _SINGLE if num_tokens(args, kwargs) == 1 else _SEVERAL
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         _call_all(self._handles)
@@ -400,9 +400,3 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
     """Call and forget all functions."""
     while functions:
         functions.pop()()
-
-
-def _num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens per row of a forward pass, from its ids or embeddings [rows, tokens, ...]."""
-    inputs = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    return next((tensor.shape[1] for tensor in inputs if tensor is not None), None)

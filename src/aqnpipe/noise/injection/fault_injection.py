@@ -67,6 +67,10 @@ class FaultInjection:
             if site.layer == layer:
                 keep(stack, site.module.register_forward_hook(partial(self._leave, site)))
 
+    def is_in(self, layer: int | None) -> bool:
+        """Return whether a decoder layer has a fault or AQN's noise on its hidden states."""
+        return any(site.layer == layer for site in self._sites)
+
     def _find(self) -> list[_Site]:
         faults: dict[tuple[int, str], dict[int, ActiveFault]] = {
             (layer, "layer_output"): {} for layer, sigma in self._hidden_sigmas.items() if sigma > 0

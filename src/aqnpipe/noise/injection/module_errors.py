@@ -44,6 +44,7 @@ class ModuleErrors:
     def _noised(self, name: str, ordinal: int, shard: Shard | None, tensor: Tensor) -> Tensor:
         """Return a noised copy of the input or output `tensor` of the module `name`."""
         state, place = self._state, self._state.place
+        state.refuse_outside_forward(f"module {name}")
         place.module_calls[ordinal] += 1
         source = NoiseStream(place.key, ordinal, _FIRST_MODULE + place.module_calls[ordinal])
         operator = f"module.{name.rsplit('.', 1)[-1]}"

@@ -24,6 +24,7 @@ from torch import nn
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import NoiseSpec, Phase, PlacedError
 from aqnpipe.errors import ModelError
+from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import (
     is_norm,
     is_rms_norm,
@@ -124,7 +125,8 @@ class _Injection:
         state = self.state
         if self.watch is not None:
             self.watch.install(stack)
-        keep(stack, state.model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
+        for handle in ForwardPasses(state.model, self._enter_model, self._leave_model).hooks():
+            keep(stack, handle)
         for index, layer in enumerate([*state.layers, state.head]):
             self._install_place(stack, index, layer)
         if self.operator_noise is not None and isinstance(self.operator_noise.error, MeasuredError):
@@ -176,23 +178,30 @@ class _Injection:
         state = self.state
         if torch.compiler.is_compiling():
             raise ModelError(f"{type(state.model).__name__} is being compiled; noise and torch.compile do not combine")
-        state.start_forward(_num_tokens(args, kwargs))
+        state.start_forward(num_tokens(args, kwargs))
         state.recorder.count_forward(state.phase)
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)
         self.norm_places = {}
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
 
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.state.is_computing = False
+
     def _enter_layer(self, index: int, module: nn.Module, args: Any) -> None:
         state = self.state
         layer = index if index < len(state.layers) else None
         error = self.operator_noise.error_in(layer) if self.operator_noise is not None else None
+        if error is not None or self.module_errors is not None or self.fault_injection.is_in(layer):
+            state.refuse_outside_forward("the output projection" if layer is None else f"layer {layer}")
         state.place = self._place(layer, index, error)
         if error is not None and self.watch is not None:
             self.watch.enter_layer(index)
 
     def _enter_norm(self, index: int, module: nn.Module, args: Any) -> None:
         noise, state = self.operator_noise, self.state
+        if noise is not None and noise.error_in(None) is not None:
+            state.refuse_outside_forward("a norm outside the layers")
         self.around_norms.append(state.place)
         if index not in self.norm_places:
             self.norm_places[index] = self._place(None, index, noise.error_in(None) if noise is not None else None)
@@ -212,9 +221,3 @@ class _Injection:
         if error is None and self.module_errors is None:
             return Place(layer)
         return Place(layer, self.state.seed(self.state.phase, index), error)
-
-
-def _num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens per row of a forward pass, from its ids or embeddings [rows, tokens, ...]."""
-    inputs = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    return next((tensor.shape[1] for tensor in inputs if tensor is not None), None)

@@ -56,6 +56,7 @@ class PhaseState:
     `forward_index` counts the model's forward passes in this phase. `reads_one_token`: the current pass reads a single
     token per row. `is_first_of_kind`: it is the first pass of this phase that does, or the first that does not.
     `audit_at` makes the audit of the phase at a position; by default it observes the layers of transformers' model.
+    `is_computing` is true during a forward pass; of a model in vLLM, from the first on.
     `recomputing` is true while a checkpointed layer is recomputed, so that nothing is counted or measured twice.
     `shards`: by operator, the shares of tensors that a tensor-parallel worker has put errors on.
     """
@@ -78,7 +79,8 @@ class PhaseState:
         self.forward_index = -1
         self.reads_one_token = self.is_first_of_kind = False
         self._kinds: set[bool] = set()
-        self.recomputing = False
+        self.is_computing = self.recomputing = False
+        self._ran_outside = False
         self.shards: dict[str, set[Shard]] = defaultdict(set)
         self.outside = self.place = Place()
         seed, step = recorder.position(key.seed, key.step)
@@ -92,10 +94,24 @@ class PhaseState:
 
     def start_forward(self, num_tokens: int | None) -> None:
         """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
+        self.is_computing = True
         self.forward_index += 1
         self.reads_one_token = num_tokens == 1
         self.is_first_of_kind = self.reads_one_token not in self._kinds
         self._kinds.add(self.reads_one_token)
+
+    def refuse_outside_forward(self, what: str) -> None:
+        """Have the receipt refused if `what` computes outside a forward pass of the model.
+
+        Its noise would be that of the last pass, again in every call, and nothing would audit it.
+        """
+        if self.is_computing or self.recomputing or self._ran_outside:
+            return
+        self._ran_outside = True
+        self.recorder.note_mismatch(
+            f"{self.phase}: {what} ran outside a call of {type(self.model).__name__}, with noise that is neither new "
+            "nor audited; expected model(...) or model.generate(...)"
+        )
 
     def seed(self, stream: str, *counters: int) -> int:
         """Return the seed of `stream` in this forward pass: it depends on the place alone, so it can be replayed."""

@@ -103,6 +103,10 @@ class ReceiptRecorder:
             found = mismatches(name, installed, getattr(self.requested, name))
             self._mismatches.update(f"{where}: {mismatch}" for mismatch in found)
 
+    def note_mismatch(self, line: str) -> None:
+        """Note how the noise differs from the requested one; the receipt is refused with this line."""
+        self._mismatches.add(line)
+
     def begin_step(self, step: int) -> None:
         """Note the number of optimiser steps done; the noise of the coming phases must be keyed by it."""
         self._step = step
