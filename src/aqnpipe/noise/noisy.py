@@ -5,14 +5,17 @@ with aqnpipe.noisy(model, scale=0.05, seed=0) as receipt:
 receipt.check()
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, get_args
 
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from aqnpipe.artifacts.measured_errors import with_figures
+from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.config.own_noise import OwnError
@@ -24,6 +27,9 @@ from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.kernels.own import refuse_unusable
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+
+_KEY_LIMIT = 2**63
+"""Seeds and steps are packed into 64 bits with a sign."""
 
 
 class NoiseReceipt:
@@ -86,12 +92,14 @@ def noisy(
 
     Raises ConfigError for contradicting arguments, ModelError for a model whose products noise cannot reach.
     """
+    _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     spec, phases = _requested(model, scale, error, operators, layers, include_lm_head, backward)
+    seed = int(seed)
     if receipt is None:
         receipt = NoiseReceipt(model, spec, phases, seed)
     elif receipt._model is not model or receipt.spec != spec or receipt.seed != seed:
         raise ConfigError("noisy: the receipt is of another model, noise or seed, expected the one that it began with")
-    step = receipt.next_step if step is None else step
+    step = receipt.next_step if step is None else int(step)
     receipt.next_step = step + 1
     key = NoiseKey(seed=seed, step=step)
     with ExitStack() as stack:
@@ -113,8 +121,13 @@ def _requested(
 ) -> tuple[NoiseSpec, tuple[Phase, ...]]:
     if (scale is None) == (error is None):
         raise ConfigError(f"noisy: found scale={scale!r} and error={error!r}, expected exactly one of the two")
-    if scale is not None and not 0 < scale < 1:
+    if scale is not None and not (isinstance(scale, Real) and 0 < scale < 1):
         raise ConfigError(f"noisy: scale is {scale!r}, expected a number above 0 and below 1")
+    if error is not None and not isinstance(error, get_args(ErrorModel)):
+        raise ConfigError(f"noisy: error is {error!r}, expected an error model of aqnpipe.config.noise")
+    if operators not in get_args(OperatorSet):
+        raise ConfigError(f"noisy: operators is {operators!r}, expected {' or '.join(get_args(OperatorSet))}")
+    chosen = _chosen_layers(layers, len(decoder_layers(model)), include_lm_head)
     if isinstance(error, MeasuredError):
         if backward or operators != "matmul":
             raise ConfigError("noisy: a measured error is of matmul operators in forward passes, found other arguments")
@@ -126,17 +139,50 @@ def _requested(
         refuse_unusable(error)
         error = error.planned()
     phases: tuple[Phase, ...] = ("actor_forward", "backward") if backward else ("evaluation",)
-    noise = OperatorNoise.model_validate(
-        {
-            "error": error if error is not None else RelativeGaussian(scale=scale or 0.0),
-            "operators": operators,
-            "phases": phases,
-            "layers": None if layers is None else tuple(layers),
-            "include_lm_head": include_lm_head,
-            "attention": noised_attention(model),
-        }
-    )
+    try:
+        noise = OperatorNoise.model_validate(
+            {
+                "error": error if error is not None else RelativeGaussian(scale=scale or 0.0),
+                "operators": operators,
+                "phases": phases,
+                "layers": chosen,
+                "include_lm_head": include_lm_head,
+                "attention": noised_attention(model),
+            }
+        )
+    except ValidationError as problem:
+        raise ConfigError(f"noisy: {describe_validation_error(problem)}") from problem
     return NoiseSpec(operator_noise=noise), phases
+
+
+def _refuse_wrong_kinds(model: Any, seed: Any, step: Any, include_lm_head: Any, backward: Any, receipt: Any) -> None:
+    """Raise ConfigError for an argument of another kind than expected."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"noisy: model is {model!r}, expected a model in memory (torch.nn.Module)")
+    for name, value in (("seed", seed), ("step", 0 if step is None else step)):
+        if not (_is_whole(value) and -_KEY_LIMIT <= value < _KEY_LIMIT):
+            raise ConfigError(f"noisy: {name} is {value!r}, expected a whole number of at most 63 bits")
+    for name, value in (("include_lm_head", include_lm_head), ("backward", backward)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"noisy: {name} is {value!r}, expected True or False")
+    if not isinstance(receipt, NoiseReceipt | None):
+        raise ConfigError(f"noisy: receipt is {receipt!r}, expected what an earlier noisy context gave")
+
+
+def _chosen_layers(layers: Any, num_layers: int, include_lm_head: bool) -> tuple[int, ...] | None:
+    """Return `layers` as indices; ConfigError unless they are layers of the model, or leave nothing with noise."""
+    if layers is None:
+        return None
+    found = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if not all(_is_whole(layer) and 0 <= layer < num_layers for layer in found):
+        raise ConfigError(f"noisy: layers is {layers!r}, expected a list of numbers from 0 to {num_layers - 1}")
+    if not found and not include_lm_head:
+        raise ConfigError("noisy: layers is empty and include_lm_head is False, expected a place for the noise")
+    return tuple(int(layer) for layer in found)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class _BackwardPasses(TorchFunctionMode):

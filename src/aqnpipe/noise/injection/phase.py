@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import NoiseSpec, Phase, PlacedError
+from aqnpipe.config.noise import NoiseSpec, OperatorNoise, Phase, PlacedError
 from aqnpipe.errors import ModelError
 from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import (
@@ -79,6 +79,8 @@ def phase_noise(
     if tuple(active.fault for active in faults) != spec.faults:
         raise ValueError(f"active faults {[active.fault for active in faults]} are not those of the spec {spec.faults}")
     state = PhaseState(model, phase, key, recorder)
+    if spec.operator_noise is not None:
+        _refuse_layers_beyond(spec.operator_noise, len(state.layers))
     injection = _Injection(state, spec, faults, backward, hidden_sigmas or {})
     recorder.note_installed(
         phase, operator_noise=spec.operator_noise, module_noise=spec.module_noise, faults=spec.faults
@@ -89,6 +91,13 @@ def phase_noise(
         injection.install(stack)
         yield
     recorder.settle()
+
+
+def _refuse_layers_beyond(noise: OperatorNoise, num_layers: int) -> None:
+    """Raise ModelError if the noise names layers that the model does not have."""
+    beyond = sorted({layer for layer in [*(noise.layers or ()), *noise.layer_scales] if layer >= num_layers})
+    if beyond:
+        raise ModelError(f"operator noise of layers {beyond}: the model has layers 0 to {num_layers - 1}")
 
 
 class _Injection:
