@@ -10,6 +10,8 @@ from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.errors import ModelError
 
 CONFIG = DiagnosisConfig(num_prompts=1)
+LENGTH = 24
+"""Tokens of the first prompt."""
 
 
 @pytest.fixture
@@ -18,10 +20,10 @@ def prompts(prompt_ids):
 
 
 def with_nan(model, layer=1, only_text=False):
-    """Make channel 5 of the MLP NaN; with `only_text` not for the probes, whose batches have more than one row."""
+    """Make channel 5 of the MLP NaN; with `only_text` only for the length of the prompt, which no probe has."""
 
     def hook(_module, _args, output):
-        if not only_text or (len(output) == 1 and output.shape[1] > 1):
+        if not only_text or output.shape[1] == LENGTH:
             output[..., 5] = math.nan
         return output
 

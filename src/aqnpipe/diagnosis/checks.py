@@ -76,7 +76,10 @@ def compare(
     ulps: float = 0.0,
     allowed: Tensor | float | None = None,
 ) -> Check:
-    """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0 and NaN equals NaN.
+    """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0.
+
+    Rows in which both have NaN at one place say nothing of either and are not counted as compared; where the first NaN
+    comes from is for probes of finite numbers to find.
 
     `ulps`: allowed deviation in units in the last place of the expected value, in the dtype of `observed`. `allowed`:
     allowed absolute deviation, broadcast to `expected`. With either, `expected` may be more precise than `observed`.
@@ -95,14 +98,15 @@ def compare(
         precise = expected.detach().reshape(-1, num_channels)
         observed = observed.detach().reshape(-1, num_channels)
         rounded = precise.to(observed.device, observed.dtype)
-        mismatch = None
+        mismatch, compared = None, len(observed)
         if not torch.equal(rounded, observed):
+            compared -= int((rounded.isnan() & observed.isnan()).any(-1).sum())
             changed = differs(rounded, observed).cpu()
             if ulps or allowed is not None:
                 bound = _bound(expected, ulps, allowed, observed.dtype).reshape(-1, num_channels)
                 changed &= ~((observed.cpu().double() - precise.cpu().double()).abs() <= bound)
             mismatch = _mismatch(rounded, observed, changed, calls)
-    return Check(probe, layer, site, num_channels, len(observed), mismatch, calls)
+    return Check(probe, layer, site, num_channels, compared, mismatch, calls if compared or mismatch else 0)
 
 
 def num_wrong(check: Check) -> int:
@@ -130,7 +134,7 @@ def _bound(expected: Tensor, ulps: float, allowed: Tensor | float | None, dtype:
 
 
 def differs(expected: Tensor, observed: Tensor) -> Tensor:
-    """Return for each element whether the numbers differ; NaN equals NaN."""
+    """Return for each element whether the numbers differ; of two NaN it is not known."""
     return (expected != observed) & ~(expected.isnan() & observed.isnan())
 
 

@@ -62,17 +62,27 @@ def changed_logits(raw: Tensor, setting: str, number: float, dtype: torch.dtype)
     return answer, TWO_ROUNDINGS * (number * of_tanh + rounding * answer.abs()) + format.tiny
 
 
+def looked_up(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return on the host what an embedding has to output for `ids`: rows of its weight, times its scale."""
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    wanted, places = ids.cpu().unique(return_inverse=True)
+    rows = torch.stack([weight[row].cpu() for row in wanted.tolist()])
+    return _scaled(module, rows)[places]
+
+
+def _scaled(module: nn.Module, rows: Tensor) -> Tensor:
+    scale = getattr(module, "embed_scale", None)
+    return rows if scale is None else rows * torch.as_tensor(scale).cpu().to(rows.dtype)
+
+
 def _embedding(module: nn.Module) -> list[Check]:
     """Look up every row and compare it with the weight in memory, copied to the host."""
     weight = module.weight
     if not isinstance(weight, Tensor):
         return []
-    scale = getattr(module, "embed_scale", None)
     checks = []
     for rows in torch.arange(weight.shape[0]).split(_ROWS_AT_ONCE):
-        expected = weight.detach()[rows[0] : rows[-1] + 1].cpu()
-        if scale is not None:
-            expected = expected * torch.as_tensor(scale).cpu().to(expected.dtype)
+        expected = _scaled(module, weight.detach()[rows[0] : rows[-1] + 1].cpu())
         observed = module(rows.to(weight.device).unsqueeze(1)).squeeze(1)
         checks.append(compare("embedding", OUTSIDE_LAYERS, "embedding", expected.double(), observed))
     return checks

@@ -1,13 +1,14 @@
 """Whole sequences through the model: attention over many keys, prefill and decode with the KV cache, residual sums.
 
 Two batches run through the whole model. The first has no padding, the second has some at the start of each sequence,
-because kernels are chosen by the mask. Each is a prefill followed by single tokens. Kernels run on test operands (see
-attention_kernel.py), everything else on what the model makes of them: every sum of the residual stream, the way from
-one layer to the next, and from lm_head to the logits, is recomputed on the host from its own terms, bit for bit.
+because kernels are chosen by the mask. Each is a prefill followed by single tokens, and a third batch is one sequence.
+Kernels run on test operands (see attention_kernel.py; not in the third batch), everything else on what the model makes
+of them: the embedding, every sum of the residual stream, the way from one layer to the next, and from the last one to
+the logits, is recomputed on the host from its own terms, bit for bit (see ends_in_sequences.py for the ends).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,14 @@ from aqnpipe.diagnosis.attention_operands import KINDS
 from aqnpipe.diagnosis.blocks import block_hooks
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.ends import changed_logits
+from aqnpipe.diagnosis.ends_in_sequences import EndsObserver
 from aqnpipe.diagnosis.norms import has_answer, norm_in_model
 from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
 from aqnpipe.diagnosis.reference import on_host
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.rotary import TABLE_SITE, rotation_checks, shown_projections, table_checks, zero_angles
 from aqnpipe.diagnosis.trace import first_input, first_tensor
-from aqnpipe.models.layout import output_projection, weight_of
+from aqnpipe.models.layout import weight_of
 from aqnpipe.models.sites import LayerSites
 
 _PREFILL = 131
@@ -65,10 +67,9 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     unpadded = torch.zeros(len(KINDS), dtype=torch.long)
     observation = Observation(unpadded, seed, with_gradients=True, with_full_tiles=True)
     first = _run_batch(model, layers, length, observation, untested)
-    unrotated = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
-    if is_known(model) and first.tables:
-        with zero_angles(model):
-            _run_batch(model, layers, length, unrotated, untested)
+    single = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
+    with zero_angles(model) if is_known(model) and first.tables else nullcontext():
+        _run_batch(model, layers, length, single, untested)
     short = min(_PADDED_PREFILL, length)
     padding = torch.tensor(_PADDING).clamp(max=short - 1)
     second = _run_batch(model, layers, short, Observation(padding, seed + 1), untested)
@@ -78,13 +79,13 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     elif not is_known(model):
         untested[ROTARY_SITE] = f"not tried on model type {model_type(model)}"
     else:
-        rotations = rotation_checks(unrotated.operands, first.operands, first.tables)
+        rotations = rotation_checks(single.operands, first.operands, first.tables)
         rotations += _table_checks(model, first, untested)
     if not any(check.site == SITE for check in first.checks):
         untested.setdefault(SITE, "its kernel is not looked up in the table of transformers")
     if not any(check.site == GRADIENT_SITE for check in first.checks):
         untested.setdefault(GRADIENT_SITE, untested.get(SITE, "its kernel has no gradient"))
-    checks = first.checks + second.checks + rotations
+    checks = first.checks + single.checks + second.checks + rotations
     return checks if is_known(model) else [check for check in checks if check.probe != "cache"]
 
 
@@ -110,14 +111,15 @@ def _run_batch(
     with (
         shown_projections(attention, observation.seed, total, lambda: observation.seen + observation.num_new),
         replaced_operands(attention, observation),
-        _observed(model, layers, observation, untested),
+        _observed(model, layers, observation, untested) as ends,
     ):
         for start, end in [(0, length), *((at, at + 1) for at in range(length, total))]:
             observation.seen, observation.num_new = start, end - start
             shown = mask[:, :end] if observation.padding.any() else None
             output = model(input_ids=ids[:, start:end], attention_mask=shown, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            observation.checks += _logits_check(model, observation, output.logits, untested)
+            observation.checks += _logits_check(model, ends.raw, output.logits, untested)
+            ends.finish(output.logits)
     untested.update(observation.unknown)
     return observation
 
@@ -136,17 +138,18 @@ def is_known(model: nn.Module) -> bool:
 @contextmanager
 def _observed(
     model: nn.Module, layers: Sequence[LayerSites], observation: Observation, untested: dict[str, str]
-) -> Iterator[None]:
-    """Compare residual sums, the inputs of layers, and the input of every output projection of attention."""
+) -> Iterator[EndsObserver]:
+    """Compare residual sums, inputs of layers and of every output projection of attention, and the model's ends."""
     if not is_known(model):
         untested["residual sums and KV cache"] = f"not tried on model type {model_type(model)}"
-    observer = _Observer(observation, untested, is_known=is_known(model) and not observation.only_records)
+    observer = _Observer(observation, untested, is_known=is_known(model))
     handles = [handle for index, sites in enumerate(layers) for handle in observer.hooks_of_layer(index, sites)]
-    head = output_projection(model)
-    handles.append(head.register_forward_hook(lambda m, a, out: observation.results.__setitem__(OUTSIDE_LAYERS, out)))
+    ends = EndsObserver(model, observation, untested, known=is_known(model))
+    handles += ends.hooks(layers)
     try:
-        yield
+        yield ends
     finally:
+        ends.shown.close()
         for handle in handles:
             handle.remove()
 
@@ -262,12 +265,11 @@ def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check | Non
     return compare("residual", index, "layer_output", best, host)
 
 
-def _logits_check(model: nn.Module, observation: Observation, logits: Tensor, untested: dict[str, str]) -> list[Check]:
+def _logits_check(model: nn.Module, raw: Tensor | None, logits: Tensor, untested: dict[str, str]) -> list[Check]:
     """Compare the logits with the output of lm_head, capped or scaled as the model does.
 
     Those of a model that divides by a setting are not compared, nor capped ones of an unknown one.
     """
-    raw = observation.results.pop(OUTSIDE_LAYERS, None)
     used = [name for name in _LOGIT_SETTINGS if getattr(model.config, name, None) not in (None, 1.0)]
     if raw is None or (used and (not is_known(model) or used not in (["final_logit_softcapping"], ["logit_scale"]))):
         untested["logits behind lm_head"] = "the model caps or scales them, or lm_head was not called"
