@@ -85,3 +85,15 @@ def test_the_noise_of_a_machine_that_a_study_measures_is_refused():
 )
 def test_every_shipped_arm_has_the_noise_it_requests(arm, make_model):
     measure_arm(make_model(intermediate_size=64), read_arms(Path("config/arms.yaml"))[arm]).check()
+
+
+def test_the_sentence_on_attention_under_fake_quantization_says_that_it_is_exact(tmp_path):
+    arms = tmp_path / "arms.yaml"
+    error = "{kind: fake_quantization, format: mxfp4}"
+    noise = f"{{error: {error}, phases: [rollout, actor_forward, reference]}}"
+    arms.write_text(f"arms:\n  fq:\n    description: x\n    operator_noise: {noise}\n")
+    result = run("--arms", str(arms), "--arm", "fq")
+    assert result.exit_code == 0
+    assert "attention: its products have no weight and are exact" in result.output
+    assert "with noise on both products" not in result.output
+    assert "100.0%" not in result.output

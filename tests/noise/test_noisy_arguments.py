@@ -34,7 +34,7 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
         ({"scale": None, "error": 0.05}, "noisy: error is 0.05, expected an error model"),
         (
             {"scale": None, "error": FakeQuantization(format="mxfp4"), "operators": "all"},
-            "noisy: .*fake_quantization applies to linear layers only",
+            "noisy: .*fake_quantization applies to products with a weight only",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
+from aqnpipe.config.noise import FakeQuantization, OperatorNoise
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import ConfigError, ReceiptError
@@ -151,14 +152,18 @@ def _ranges(layers: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts) or "-"
 
 
+def _attention(noise: OperatorNoise) -> str:
+    if isinstance(noise.error, FakeQuantization):
+        return "its products have no weight and are exact; the operands of products with a weight are quantized"
+    if noise.attention == "fused":
+        return "one fused operator with noise on its output"
+    return "decomposed, with noise on both products"
+
+
 def _notes(receipt: "Receipt", arm: Arm) -> list[str]:
     lines = []
     if arm.operator_noise is not None:
-        lines.append(
-            "attention: one fused operator with noise on its output"
-            if arm.operator_noise.attention == "fused"
-            else "attention: decomposed, with noise on both products"
-        )
+        lines.append(f"attention: {_attention(arm.operator_noise)}")
     for sync in receipt.weight_syncs:
         lines.append(
             f"AQN on {sync.targets} targets with the largest scheduled sigma {sync.sigma_scheduled:.4g}: measured "

@@ -54,7 +54,7 @@ class MantissaTruncation(FrozenModel):
 
 
 class FakeQuantization(FrozenModel):
-    """Operands of linear layers rounded to a 4-bit block format; gradients pass straight through the rounding."""
+    """Operands of products with a weight rounded to a 4-bit block format; gradients pass straight through."""
 
     kind: Literal["fake_quantization"] = "fake_quantization"
     format: Literal["mxfp4", "nvfp4"]
@@ -204,7 +204,7 @@ class OperatorNoise(FrozenModel):
             _check_measured(self)
         if isinstance(self.error, FakeQuantization):
             if self.operators != "matmul":
-                raise ValueError("fake_quantization applies to linear layers only, expected operators: matmul")
+                raise ValueError("fake_quantization applies to products with a weight only, expected operators: matmul")
             if "backward" in self.phases:
                 raise ValueError(
                     "fake_quantization has no backward error of its own (its backward products use the quantized "

@@ -25,6 +25,7 @@ from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.injection.quantized_operands import QuantizedOperands
 from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -340,10 +341,10 @@ def test_a_quantization_that_the_products_do_not_use_is_refused(make_model, monk
     noise = OperatorNoise(error=FakeQuantization(format="mxfp4"), phases=("rollout",))
     generate(model, noise).check()
 
-    @replaced(monkeypatch, OperatorErrors, "_quantized")
-    def quantized(original, errors, operand, error, tensor):
-        original(operand, error, tensor)
-        return tensor
+    @replaced(monkeypatch, QuantizedOperands, "_rounded")
+    def rounded(original, operands, operand, error, factor):
+        original(operand, error, factor)
+        return factor.tensor
 
     with pytest.raises(ReceiptError, match="outputs do not differ from plain torch, fake_quantization was requested"):
         generate(model, noise).check()

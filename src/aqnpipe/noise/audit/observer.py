@@ -272,12 +272,16 @@ class Observer(TorchDispatchMode):
             yield
         finally:
             self._depth -= 1
-            if self._call_claims or isinstance(error, FakeQuantization):
+            if self._call_claims:
                 self.noised += self._call_operations
             inner_claims = self._call_claims
             self._call_operations, self._call_claims = outer[0], outer[1] + inner_claims
             if self._depth == 0:
                 self._end_call(exempt=isinstance(error, FakeQuantization))
+
+    def note_quantized(self) -> None:
+        """Note that an operand of the present call was quantized."""
+        self._call_claims += 1
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -357,6 +361,8 @@ class Observer(TorchDispatchMode):
             self._follow(func, args, storages, output, operations, carried)
         if not self._depth:
             self._classify(func, inputs, output, is_product=operations > 0)
+        elif operations:
+            self._check_operands(func, inputs)
         return output
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
@@ -425,6 +431,15 @@ class Observer(TorchDispatchMode):
             return None
         with self.unobserved():
             return identify_product(func, args, frame)
+
+    def _check_operands(self, func: Any, inputs: list[Tensor]) -> None:
+        """Count a product that reads a weight as it is, where it was requested to be quantized, as escaped."""
+        frame = self._frames[-1]
+        if not isinstance(frame.error, FakeQuantization) or not any(value in frame.parameters for value in inputs):
+            return
+        if frame.error.weights or not self._call_claims:
+            name = f"{func.namespace}.{func.overloadpacket.__name__}"
+            _count(self.escapes, f"{name} with exact weights in {running_module(frame.module, frame.name)}")
 
     def _classify(self, func: Any, inputs: list[Tensor], output: Any, *, is_product: bool) -> None:
         frame = self._frames[-1]

@@ -31,6 +31,9 @@ def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     depend on its version (attention in which several heads share keys).
     """
     packet = func.overloadpacket
+    if isinstance(output, Tensor) and not output.dtype.is_floating_point and not output.dtype.is_complex:
+        # Products of integers have no floating-point operations, and no noise.
+        return 0
     if packet in _ATTENTION:
         return _of_attention(args, is_backward=_ATTENTION[packet])
     if packet in _MATRIX_PRODUCTS and args[-1].shape[-2] == 1:

@@ -19,16 +19,17 @@ from aqnpipe.noise.injection.operators import (
     GradientError,
     TorchFunction,
     is_contraction,
+    linear_arguments,
     renormalise,
     straight_through,
+    sum_arguments,
 )
 from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.injection.quantized_operands import QuantizedOperands
 from aqnpipe.noise.injection.recomputed_weights import RecomputedWeights
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.measured import root_mean_squares
-from aqnpipe.noise.kernels.quantization import fake_quantize
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.receipts.sampling import sample
 
 # Stream numbers under one layer's key: outputs of operators, gradients of operands. Other parts use other numbers.
 _OUTPUT, _FIRST_GRADIENT = 0, 1
@@ -42,7 +43,7 @@ class OperatorErrors:
     def __init__(self, state: PhaseState, noises_gradients: bool) -> None:
         self._state = state
         self._noises_gradients = noises_gradients
-        self._quantized_weights: dict[int, Tensor] = {}
+        self._quantized = QuantizedOperands(state)
         self._softmax: RecomputedWeights | None = None
         self._measured = MeasuredOperators(state)
 
@@ -63,7 +64,7 @@ class OperatorErrors:
             raise RuntimeError("an operator was called outside a noised layer; this is a bug")
         # Exact type: isinstance on a pydantic class is slow (its metaclass overrides it), and this runs per operator.
         if type(error) is FakeQuantization:
-            return self._quantized_call(function, operator, error, args, kwargs)
+            return self._quantized.call(operator, function, error, args, kwargs)
         if type(error) is LayerErrors:
             return self._measured_call(function, operator, error, args, kwargs)
         return self._noised_call(function, operator, cast(OutputErrorModel, error), args, kwargs)
@@ -105,11 +106,11 @@ class OperatorErrors:
         bias = None
         if operator == "linear":
             # The error belongs to the product, so the bias is added after it.
-            inputs, weight, bias = _linear_arguments(*args, **kwargs)
+            inputs, weight, bias = linear_arguments(*args, **kwargs)
             args, kwargs = (inputs, weight), {}
         elif function is not PRODUCT_OF_SUM.get(operator, function):
             # First the product with its error, by a call of this method; then the sum.
-            added, first, second, beta, alpha, out = _sum_arguments(*args, **kwargs)
+            added, first, second, beta, alpha, out = sum_arguments(*args, **kwargs)
             product = self._noised_call(PRODUCT_OF_SUM[operator], operator, error, (first, second), {})
             product = product if alpha == 1 else product * alpha
             if beta:
@@ -141,7 +142,7 @@ class OperatorErrors:
         output = function(*args, **kwargs)
         input_rms = None
         if error.figures.per_input:
-            input_rms = root_mean_squares(_linear_arguments(*args, **kwargs)[0])
+            input_rms = root_mean_squares(linear_arguments(*args, **kwargs)[0])
         keeps = operator in KEEPS_ITS_OUTPUT
         noised = output.detach().clone() if keeps else output
         place.calls += 1
@@ -175,36 +176,6 @@ class OperatorErrors:
         observer = self._state.audit.observer
         with observer.unobserved() if observer is not None else nullcontext():
             return renormalise(apply_error_(clean.clone(), error, source), dim)
-
-    def _quantized_call(
-        self, function: TorchFunction, operator: str, error: FakeQuantization, args: Any, kwargs: Mapping[str, Any]
-    ) -> Any:
-        if operator != "linear":
-            return function(*args, **kwargs)
-        inputs, weight, bias = _linear_arguments(*args, **kwargs)
-        if error.activations:
-            inputs = self._quantized("linear.activation", error, inputs)
-        if error.weights:
-            weight = self._quantized_weight(error, weight)
-        return function(inputs, weight, bias)
-
-    def _quantized_weight(self, error: FakeQuantization, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return self._quantized("linear.weight", error, weight)
-        # Without gradients the weights do not change within a phase, and a rollout uses each of them once per token.
-        key = id(weight)
-        if key not in self._quantized_weights:
-            self._quantized_weights[key] = self._quantized("linear.weight", error, weight)
-        return self._quantized_weights[key]
-
-    def _quantized(self, operand: str, error: FakeQuantization, tensor: Tensor) -> Tensor:
-        quantized = fake_quantize(tensor, error.format)
-        state = self._state
-        cell = (state.phase, operand, state.place.layer)
-        if not state.recomputing:
-            state.recorder.count_call(*cell, error, tensor.numel())
-            state.recorder.measure(*cell, sample(tensor), sample(quantized))
-        return quantized
 
     def _noise_output(self, operator: str, error: OutputErrorModel, output: Tensor) -> None:
         """Put the forward error on `output` in place; gradients pass straight through."""
@@ -242,25 +213,6 @@ class OperatorErrors:
             operands[position] = operand
         args, named = tree_unflatten(operands, structure)
         return args, {**named, **others}
-
-
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
-
-
-def _sum_arguments(
-    input: Tensor,
-    *products: Tensor,
-    beta: float = 1,
-    alpha: float = 1,
-    out: Tensor | None = None,
-    **named: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, float, float, Tensor | None]:
-    """Return (added, first factor, second factor, beta, alpha, out); the factors may be named, by number."""
-    first, second = (*products, *(named[name] for name in sorted(named)))
-    return input, first, second, beta, alpha, out
 
 
 def _needs_gradient(operand: Any) -> bool:

@@ -87,6 +87,24 @@ def contracted_indices(equation: str) -> list[str]:
     ]
 
 
+def linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (input, weight, bias) of a call of `F.linear`."""
+    return input, weight, bias
+
+
+def sum_arguments(
+    input: Tensor,
+    *products: Tensor,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+    **named: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, float, float, Tensor | None]:
+    """Return (added, first factor, second factor, beta, alpha, out); the factors may be named, by number."""
+    first, second = (*products, *(named[name] for name in sorted(named)))
+    return input, first, second, beta, alpha, out
+
+
 def renormalise(probabilities: Tensor, dim: int) -> Tensor:
     """Return noised probabilities as a distribution: no negative entries, sum 1 along `dim`."""
     positive = probabilities.clamp_min(0)

@@ -82,21 +82,28 @@ def fake_quantize_mxfp4(tensor: Tensor, block_size: int = MXFP4_BLOCK_SIZE) -> T
     return _StraightThrough.apply(tensor, _to_mxfp4, "MXFP4", block_size)
 
 
-def fake_quantize_nvfp4(tensor: Tensor, block_size: int = NVFP4_BLOCK_SIZE) -> Tensor:
+def fake_quantize_nvfp4(tensor: Tensor, block_size: int = NVFP4_BLOCK_SIZE, *, of_each_matrix: bool = False) -> Tensor:
     """Round to NVFP4 and back: E2M1 elements, blocks of 16 with an E4M3 scale, a float32 scale for the whole tensor.
+
+    `of_each_matrix`: each matrix of a batch [..., rows, columns] is a tensor with a scale of its own.
 
     The tensor's scale is max|tensor| / (448 * 6), so it depends on the whole tensor of this call; a block's scale is
     max|block| / 6 in units of that, rounded to E4M3 and at least 2^-6 (its smallest normal number). The gradient passes
     straight through. A tensor of zeros stays zeros; a NaN or an infinity anywhere makes all of the tensor NaN.
     Raises ModelError if the last dimension is not a multiple of `block_size` or the dtype is not supported.
     """
-    return _StraightThrough.apply(tensor, _to_nvfp4, "NVFP4", block_size)
+    return _StraightThrough.apply(tensor, _to_nvfp4_each if of_each_matrix else _to_nvfp4, "NVFP4", block_size)
 
 
-def fake_quantize(tensor: Tensor, number_format: NumberFormat) -> Tensor:
-    """Round to `number_format` and back, with its standard block size; see the function of that format."""
+def fake_quantize(tensor: Tensor, number_format: NumberFormat, *, of_each_matrix: bool = False) -> Tensor:
+    """Round to `number_format` and back, with its standard block size; see the function of that format.
+
+    `of_each_matrix`: what the format has once per tensor, each matrix of a batch has.
+    """
     if number_format not in _FORMATS:
         raise ConfigError(f"unknown number format {number_format!r}, expected one of {', '.join(_FORMATS)}")
+    if of_each_matrix and number_format == "nvfp4":
+        return fake_quantize_nvfp4(tensor, of_each_matrix=True)
     return _FORMATS[number_format](tensor)
 
 
@@ -131,9 +138,14 @@ def _to_mxfp4(blocks: Tensor) -> Tensor:
     return round_to_e2m1(blocks * scale.reciprocal()).mul_(scale)
 
 
-def _to_nvfp4(blocks: Tensor) -> Tensor:
+def _to_nvfp4_each(blocks: Tensor) -> Tensor:
+    """Round blocks [..., rows, blocks of a row, size] with a scale for each matrix."""
+    return _to_nvfp4(blocks, dim=(-3, -2, -1))
+
+
+def _to_nvfp4(blocks: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
     block_max = blocks.abs().amax(-1, keepdim=True)
-    tensor_scale = _divided(block_max.amax(), E4M3_MAX * E2M1_MAX).clamp_min(_MIN_TENSOR_SCALE)
+    tensor_scale = _divided(block_max.amax(dim, keepdim=True), E4M3_MAX * E2M1_MAX).clamp_min(_MIN_TENSOR_SCALE)
     block_scale = (_divided(block_max, E2M1_MAX) / tensor_scale).clamp(E4M3_MIN_NORMAL, E4M3_MAX)
     block_scale = block_scale.to(torch.float8_e4m3fn).float()
     # Products with the reciprocal, in this order, as in NVIDIA's kernels and torchao.

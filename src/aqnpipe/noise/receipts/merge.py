@@ -298,7 +298,7 @@ def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
         # Quantised weights are cached within a generation, so they are counted once per generation.
         per = (
             [1, 1]
-            if operator == "linear.weight" and phase in _GENERATING_PHASES
+            if operator.endswith(".weight") and phase in _GENERATING_PHASES
             else [worker_passes.get(phase, 0) for worker_passes in passes]
         )
         if calls[1] * per[0] != calls[0] * per[1]:

@@ -130,7 +130,7 @@ def _measured_operators_missing(noise: OperatorNoise, cells: Sequence[NoiseCell]
 def _operator_kinds(noise: OperatorNoise) -> list[tuple[str, ...]]:
     """Return groups of operators. Every noised layer must have noise on at least one operator of each group."""
     if isinstance(noise.error, FakeQuantization):
-        return [("linear",)]
+        return [("linear", "addmm", "matmul")]
     attention = ("scaled_dot_product_attention",) if noise.attention == "fused" else ("matmul", "bmm", "baddbmm")
     return [
         ("linear", "addmm", "matmul"),
