@@ -25,7 +25,9 @@ class Mistake:
     """One row of the table, with the files that it needs."""
 
     name: str
-    says: list[str]
+    says: list[str] = dataclasses.field(default_factory=list)
+    """Parts of the line; a `$` at the end of one is the end of the line."""
+
     study: str = "study.yaml"
     set: dict[str, Any] = dataclasses.field(default_factory=dict)
     remove: str = ""
@@ -76,6 +78,7 @@ def place(content: Any, path: str) -> Any:
 
 CONFIG = [Mistake(**row) for row in TABLE["studies"]]
 DATA = [Mistake(**row) for row in TABLE["data"]]
+RIGHT = [Mistake(**row) for row in TABLE["right"]]
 COMMANDS = [Mistake(name=" ".join(row["arguments"]), **row) for row in TABLE["commands"]]
 
 
@@ -122,7 +125,7 @@ def the_line(said: str) -> str:
 
 def expect(line: str, mistake: Mistake) -> None:
     for part in mistake.says:
-        assert part in line, line
+        assert line.endswith(part[:-1]) if part.endswith("$") else part in line, line
 
 
 @pytest.mark.parametrize("command", ["check", "report"])
@@ -145,13 +148,14 @@ def test_a_wrong_command_line(tmp_path, door, mistake):
     expect(door(*mistake.arguments), mistake)
 
 
-def test_the_study_without_a_mistake_is_valid(tmp_path, monkeypatch, capsys):
-    Mistake("none", []).write(tmp_path)
+@pytest.mark.parametrize("study", [Mistake("none"), *RIGHT], ids=lambda each: each.name)
+def test_a_study_without_a_mistake_is_valid(tmp_path, monkeypatch, capsys, study):
+    study.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["aqnpipe", "check", "study.yaml"])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert not ended.value.code
+    assert not ended.value.code, capsys.readouterr().err
     assert "study.yaml: valid" in capsys.readouterr().out
 
 

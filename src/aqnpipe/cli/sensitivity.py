@@ -9,6 +9,7 @@ import typer
 from aqnpipe.cli.datasets import GENERATED, NAMES, dataset_of
 from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load
 from aqnpipe.cli.diagnose.options import check_writable, usable_device
+from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Attention, Dtype
@@ -38,7 +39,7 @@ def sensitivity(
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
     json: Annotated[Path | None, typer.Option(help="write the result to this file")] = None,
     figure: Annotated[Path | None, typer.Option(help="write a picture over depth to this .svg or .png file")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
 ) -> None:
     """Measure which layers of a model are fragile: loss and accuracy with noise in one layer at a time.
 

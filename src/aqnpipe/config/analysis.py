@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, Seed
 
 PRETRAINED = "pretrained"
 """Used in place of an arm id: the model before training."""
@@ -129,7 +129,7 @@ class StatisticsConfig(FrozenModel):
     power: float = Field(
         default=0.8, gt=0.5, lt=1, description="power for which the minimum detectable difference is computed"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the bootstrap and of the permutations")
+    seed: Seed = Field(default=0, description="seed of the bootstrap and of the permutations")
     bootstrap_samples: int = Field(default=2000, ge=200, le=1_000_000)
     compared_levels: Literal["highest", "all"] = Field(
         default="highest",

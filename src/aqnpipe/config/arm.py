@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed
 from aqnpipe.config.model import Attention, noised_attention
 from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, FakeQuantization, ModuleNoise, OperatorNoise
 
@@ -64,9 +64,8 @@ class Arm(FrozenModel):
         default=None,
         description="id of the arm that this A/A control imitates without its active part; they should not differ",
     )
-    seed_offset: int = Field(
+    seed_offset: TrainingSeed = Field(
         default=0,
-        ge=0,
         description="added to the study's seeds in training: gives an independent repetition of an arm",
     )
 

@@ -1,14 +1,36 @@
 """The base class of all configuration models, and the type of names that become folders and wildcards."""
 
+import re
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from aqnpipe.config.validation_messages import IDENTIFIER_PATTERN, describe_validation_error
 
-__all__ = ["FrozenModel", "Identifier", "describe_validation_error"]
+__all__ = ["FrozenModel", "Identifier", "Seed", "Threads", "TrainingSeed", "describe_validation_error"]
 
-Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
+LARGEST_SEED = 2**62
+LARGEST_TRAINING_SEED = 2**32 - 1
+MOST_THREADS = 1024
+
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+"""A seed of keyed random numbers. `derive_seed` packs it into 64 bits, with room for what is added to it."""
+
+TrainingSeed = Annotated[int, Field(ge=0, le=LARGEST_TRAINING_SEED)]
+"""A seed of a training run, with which the trainer also seeds numpy."""
+
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
+
+
+def _not_periodic(name: str) -> str:
+    """Return a name; ValueError if it repeats a part so often that Snakemake takes its files for an endless loop."""
+    repeated = re.search(r"(.+?)\1{19}", name)
+    if repeated:
+        raise ValueError(f"repeats {repeated[1]!r} 20 times or more, which Snakemake refuses in file names")
+    return name
+
+
+Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN, max_length=128), AfterValidator(_not_periodic)]
 """A name that is used as a folder name and as a wildcard of the workflow."""
 
 

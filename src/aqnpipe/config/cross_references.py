@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.base import LARGEST_TRAINING_SEED
 from aqnpipe.config.diagnosis import NEED_PARITY, NEED_SENSITIVITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
@@ -16,6 +17,7 @@ from aqnpipe.config.machine_devices import arm_device_problems, machine_device_p
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig, builtin_folder, num_layers_of, read_model_config, source_kind
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, OperatorNoise
+from aqnpipe.config.seeds import seed_numbers
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.vllm_support import kinds_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.errors import ModelError
@@ -46,6 +48,7 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
     yield from comparison_problems(study, known, source)
     yield from explore_problems(study, arms, known, source)
     yield from _aa_control_problems(study, arms)
+    yield from _seed_problems(study, arms, source)
 
 
 def _name_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
@@ -332,6 +335,29 @@ def _compared(study: "AnyStudyConfig") -> str:
     return "checkpoint" if study.training is None else "arm"
 
 
+def _imitates(arms: Mapping[str, Arm], name: str, target: str) -> bool:
+    """Return whether arm `name` is an A/A control of `target`, or of an arm that is."""
+    followed: set[str] = set()
+    while name in arms and name not in followed:
+        followed.add(name)
+        name = arms[name].aa_control_of or ""
+        if name == target:
+            return True
+    return False
+
+
+def _seed_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """Yield arms whose offset leads beyond the largest seed of a training."""
+    largest = max(seed_numbers(study.seeds))
+    for name in study.arms:
+        total = largest + arms[name].seed_offset
+        if total > LARGEST_TRAINING_SEED:
+            yield (
+                f"{study.arms_file}: arms.{name}.seed_offset: with seed {largest} of {source} it trains with seed "
+                f"{total}, expected at most {LARGEST_TRAINING_SEED:,}"
+            )
+
+
 def _aa_control_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:
     for name in study.arms:
         target = arms[name].aa_control_of
@@ -342,5 +368,9 @@ def _aa_control_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Itera
             yield f"{where}: {unknown('arm', target, sorted(arms), 'the file defines')}"
         elif target == name:
             yield f"{where}: found the arm itself, expected another arm"
+        elif target not in study.arms:
+            yield f"{where}: {unknown('arm', target, study.arms)}; without it nothing controls {name}"
+        elif _imitates(arms, target, name):
+            yield f"{where}: {target} is itself a control of {name}, expected an arm that is none"
         elif arms[target].model != arms[name].model:
             yield f"{where}: {target} trains the model {arms[target].model}, {name} the model {arms[name].model}"

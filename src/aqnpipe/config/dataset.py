@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, Seed
 
 Split = Literal["train", "test"]
 SplitSize = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -20,7 +20,7 @@ class GeneratedDataset(FrozenModel):
         default="word_problems",
         description="word_problems: grade-school arithmetic; comparison: count how many have more than a number",
     )
-    seed: int = 0
+    seed: Seed = 0
     num_train: SplitSize = 2000
     num_test: SplitSize = 1000
     min_steps: int = Field(default=1, ge=1, le=3)
@@ -141,9 +141,8 @@ class PromptFormat(FrozenModel):
         description="number of training questions with worked answers before every question (n-shot), separated by "
         "blank lines or as turns of the chat",
     )
-    example_seed: int | None = Field(
+    example_seed: Seed | None = Field(
         default=None,
-        ge=0,
         description="seed with which the examples are drawn; null: the first rows of the training split",
     )
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, Seed, Threads
 
 DiagnosisMethod = Literal["exact", "statistical", "all"]
 """Exact probes, statistical scans, or both."""
@@ -40,8 +40,8 @@ class DiagnosisConfig(FrozenModel):
     sensitivity_texts: int = Field(
         default=64, ge=1, description="training questions with solutions on which sensitivity is measured, at most"
     )
-    seed: int = Field(default=0, ge=0)
-    threads: int = Field(default=1, ge=1)
+    seed: Seed = 0
+    threads: Threads = 1
 
 
 SigmaStrategy = Literal[
@@ -90,7 +90,7 @@ class SigmaRule(FrozenModel):
         le=1,
         description="share of the layers, the most fragile ones, that is targeted if there is no fault",
     )
-    seed: int = Field(default=0, ge=0, description="seed of random_layers, shuffled_layers and shuffled_damage")
+    seed: Seed = Field(default=0, description="seed of random_layers, shuffled_layers and shuffled_damage")
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

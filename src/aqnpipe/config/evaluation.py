@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from aqnpipe.config.base import FrozenModel, Identifier, describe_validation_error
+from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads, describe_validation_error
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, numbered_levels, settings_of
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
@@ -61,12 +61,20 @@ def unfit_scorer(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | 
     return None
 
 
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
+
+
 class EvaluationSampling(FrozenModel):
     """Several sampled responses per question; accuracy is then pass@1, estimated from all of them."""
 
     temperature: float = Field(gt=0, le=10)
     num_samples: int = Field(ge=1, description="responses per question and pass")
-    seed: int = Field(default=0, ge=0, description="keys the draws; all checkpoints share them")
+    seed: Seed = Field(default=0, description="keys the draws; all checkpoints share them")
 
 
 class EvaluationConfig(FrozenModel):
@@ -75,7 +83,7 @@ class EvaluationConfig(FrozenModel):
     noise_levels: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         default=(0.0, 0.05, 0.10), min_length=1, description="relative scales s of operator noise in evaluation"
     )
-    noise_seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
+    noise_seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1)
     noises: dict[Identifier, NamedNoise] = Field(
         default={},
         description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
@@ -103,7 +111,7 @@ class EvaluationConfig(FrozenModel):
     sampling: EvaluationSampling | None = Field(
         default=None, description="null: greedy decoding, one response per question and pass"
     )
-    threads: int = Field(default=1, ge=1, description="torch threads per worker; results on a CPU depend on it")
+    threads: Threads = Field(default=1, description="torch threads per worker; results on a CPU depend on it")
 
     @model_validator(mode="after")
     def _no_repeats(self) -> Self:
@@ -111,6 +119,15 @@ class EvaluationConfig(FrozenModel):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} must not repeat a value")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_no_levels(self) -> Self:
+        for name in self.noises:
+            if _is_number(name):
+                raise ValueError(
+                    f"noises.{name}: found a number as name, which reads as a noise level, expected a word"
+                )
         return self
 
     @model_validator(mode="after")

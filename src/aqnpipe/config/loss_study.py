@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from aqnpipe.config.arm import ModelRole
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads
 from aqnpipe.config.noise import FaultOrder
 
 LossCondition = Literal[
@@ -27,7 +27,7 @@ class LossStudyConfig(FrozenModel):
     with more noisy layers therefore have more noise in total.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the study's files")
+    name: Identifier = Field(description="name of the study's files")
     model: ModelRole = "base"
     machine: str = Field(description="machine of the study whose faults are simulated at each of the magnitudes")
     magnitudes: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(min_length=1)
@@ -38,10 +38,10 @@ class LossStudyConfig(FrozenModel):
     gamma: float = Field(
         default=0.01, gt=0, lt=1, description="standard deviation of the noise relative to the hidden states"
     )
-    noise_seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    noise_seeds: tuple[Seed, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     num_texts: int = Field(default=50, ge=1, description="number of texts, the first of the test split")
-    layer_seed: int = Field(default=0, ge=0, description="seed with which random_layers draws its layers")
-    threads: int = Field(default=1, ge=1)
+    layer_seed: Seed = Field(default=0, description="seed with which random_layers draws its layers")
+    threads: Threads = 1
 
     @model_validator(mode="after")
     def _no_repeats(self) -> Self:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, Seed, Threads
 from aqnpipe.config.diagnosis import SigmaStrategy
 from aqnpipe.config.measured_noise import LayerErrors, MeasuredError, OperatorError
 from aqnpipe.config.model import Attention, Dtype
@@ -200,6 +200,11 @@ class OperatorNoise(FrozenModel):
         unknown = set(self.layer_scales) - set(self.layers) if self.layers is not None else set()
         if unknown:
             raise ValueError(f"layer_scales: layers {sorted(unknown)} are not among the noised layers")
+        if is_active(self.error) and not self._reaches_something:
+            raise ValueError(
+                "layers: no decoder layer has the error, and include_lm_head is false: expected layers, "
+                "include_lm_head: true, or for an arm without noise error.scale 0"
+            )
         if isinstance(self.error, MeasuredError):
             _check_measured(self)
         if isinstance(self.error, FakeQuantization):
@@ -211,6 +216,13 @@ class OperatorNoise(FrozenModel):
                     "operands whenever actor_forward does), expected phases without backward"
                 )
         return self
+
+    @property
+    def _reaches_something(self) -> bool:
+        """Whether a layer or the output projection has the error; unnamed layers have `error.scale`."""
+        if self.include_lm_head or self.layers is None:
+            return True
+        return any(self.layer_scales.get(layer, 1) > 0 for layer in self.layers)
 
     def is_in(self, layer: int | None) -> bool:
         """Return whether decoder layer `layer` (None: the output projection) is among those with the error."""
@@ -413,7 +425,7 @@ class Fault(FrozenModel):
         description="dynamic: the reference max|h|, mean|h| or std(h) is computed in each call. cached: it is kept "
         "from the first call",
     )
-    seed: int = Field(default=0, ge=0, description="seed of the faulty channels and of the fault's random numbers")
+    seed: Seed = Field(default=0, description="seed of the faulty channels and of the fault's random numbers")
     order: FaultOrder = Field(
         default="after_noise",
         description="order of the fault and AQN's noise on hidden states of the same layer: fault after noise (noise "
@@ -433,7 +445,7 @@ class Counterpart(FrozenModel):
     dtype: Dtype | None = None
     attention: Attention | None = None
     batch_size: int | None = Field(default=None, ge=1, description="sequences per batch; null: 8")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads; null: 1")
+    threads: Threads | None = Field(default=None, description="CPU threads; null: 1")
 
     @model_validator(mode="after")
     def _differs(self) -> Self:

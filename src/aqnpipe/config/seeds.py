@@ -5,9 +5,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, TrainingSeed
 
-FixedSeeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+FixedSeeds = Annotated[tuple[TrainingSeed, ...], Field(min_length=1)]
 
 MAX_LOOKS = 50
 
@@ -20,7 +20,9 @@ class AdaptiveSeeds(FrozenModel):
 
     start: int = Field(default=2, ge=2, description="seeds of every arm before the first look at the claims")
     step: int = Field(default=2, ge=1, description="seeds that every look adds to the arms whose claims are open")
-    max: int = Field(description="most seeds of an arm: `start` plus a multiple of `step`; may be raised later")
+    max: int = Field(
+        le=1_000_000, description="most seeds of an arm: `start` plus a multiple of `step`; may be raised later"
+    )
     futility: float = Field(
         default=0.05,
         ge=0,

@@ -72,6 +72,19 @@ class _SharedSettings(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _no_comparison_twice(self) -> Self:
+        """Holm's adjustment would count a claim twice."""
+        first: dict[str, int] = {}
+        for index, claim in enumerate(self.comparisons):
+            tested = claim.model_dump_json(exclude={"claim", "claim_zh", "role"})
+            if first.setdefault(tested, index) != index:
+                raise ValueError(
+                    f"comparisons.{index}: found the comparison of comparisons.{first[tested]} again, expected another "
+                    "one: a family would count it twice"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _compared_levels_are_used(self) -> Self:
         if self.statistics.compared_levels != "highest" and (self.comparisons or not isinstance(self, StudyConfig)):
             raise ValueError(

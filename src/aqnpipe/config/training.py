@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, Threads
 from aqnpipe.config.evaluation import Scorer
 from aqnpipe.config.own_code import OwnFunction, planned_digest
 
@@ -124,7 +124,7 @@ class TrainingConfig(FrozenModel):
         default=None, ge=1, description="optimiser steps between greedy validations; the last step always has one"
     )
     validation_questions: int = Field(default=100, ge=1)
-    threads: int = Field(default=1, ge=1, description="torch threads per worker; results on CPU depend on it")
+    threads: Threads = Field(default=1, description="torch threads per worker; results on CPU depend on it")
     num_workers: int = Field(
         default=1,
         ge=1,

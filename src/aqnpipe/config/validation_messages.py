@@ -65,6 +65,9 @@ def describe_validation_error(error: ValidationError, content: Any = None, model
     problems.sort(key=lambda problem: problem.kind != "extra_forbidden")
     explained = {(*problem.key[:-1], problem.meant) for problem in problems if problem.meant is not None}
     problems = [problem for problem in problems if problem.kind != "missing" or problem.key not in explained]
+    # A list counts only the elements that are right: it is too short because others are wrong, and these are named.
+    wrong = {problem.key[:depth] for problem in problems for depth in range(len(problem.key))}
+    problems = [problem for problem in problems if problem.kind != "too_short" or problem.key not in wrong]
     texts = list(_texts(problems))
     # The keys that exist are listed once.
     texts[1:] = [text.partition(_LISTED)[0] for text in texts[1:]]
@@ -158,6 +161,8 @@ def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
             return f"a number below {context['lt']:g}"
         case "less_than_equal":
             return f"at most {context['le']:,}"
+        case "string_too_long":
+            return f"at most {context['max_length']} characters"
         case "too_short" | "string_too_short":
             return f"at least {context['min_length']} {'characters' if kind.startswith('string') else 'entries'}"
         case "string_pattern_mismatch":

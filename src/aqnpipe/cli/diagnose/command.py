@@ -10,6 +10,7 @@ from aqnpipe.cli.diagnose.here import diagnose_here
 from aqnpipe.cli.diagnose.loading import find_model
 from aqnpipe.cli.diagnose.options import Outputs, parse_devices, parse_duration, usable_device
 from aqnpipe.cli.given import given_options
+from aqnpipe.config.base import LARGEST_SEED, MOST_THREADS
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Attention, Dtype
@@ -44,8 +45,10 @@ def diagnose(
         bool,
         typer.Option("--random-weights", help="draw random weights for the shape in the config.json of the folder"),
     ] = False,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads, of every device")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="seed of probes, scan noise and random weights")] = 0,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads, of every device")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="seed of probes, scan noise and random weights")
+    ] = 0,
     devices: Annotated[
         str | None,
         typer.Option(

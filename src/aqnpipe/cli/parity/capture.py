@@ -10,6 +10,7 @@ from aqnpipe.artifacts.captures import Backend, CaptureIdentity
 from aqnpipe.cli.diagnose.options import check_writable
 from aqnpipe.cli.given import given_options
 from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, refuse_unused, validated
+from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.errors import ConfigError
 
@@ -35,7 +36,7 @@ def capture(
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="workers of vLLM that share every layer, each on a device of its own")
     ] = 1,

@@ -9,6 +9,7 @@ from aqnpipe.artifacts.parities import WITHIN_ROUNDING
 from aqnpipe.cli.diagnose.options import check_writable
 from aqnpipe.cli.given import given_options
 from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side
+from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention
 from aqnpipe.errors import ConfigError
 
@@ -32,7 +33,7 @@ def parity(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="write the result to this file")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with a picture over depth to this file")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
     first: Annotated[
         str | None,
         typer.Option(

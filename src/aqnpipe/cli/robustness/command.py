@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from aqnpipe.cli.datasets import NAMES, dataset_of
 from aqnpipe.cli.own_noise import unusable_noises
 from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.base import MOST_THREADS, describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig, refuse_unknown_scorer, unfit_scorer
 from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile, settings_of
@@ -61,7 +61,7 @@ def robustness(
         int, typer.Option(min=1, help="devices that share every layer, with --backend vllm")
     ] = 1,
     device: Annotated[RequestedDevice, typer.Option(help="device")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
     alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="error rate of each kind of comparison")] = 0.05,
     output: Annotated[Path, typer.Option(help="folder of the results; what is there already is used again")] = Path(
         "robustness"
