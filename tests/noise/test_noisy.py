@@ -10,6 +10,7 @@ import torch
 import aqnpipe
 from aqnpipe.config.noise import MantissaTruncation
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+from aqnpipe.noise.injection.phase_state import PhaseState
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -75,6 +76,34 @@ def test_gradients_without_noise_are_refused(model, ids):
     del loss
 
 
+def trained_step(model, ids, **arguments):
+    with aqnpipe.noisy(model, scale=0.05, backward=True, **arguments) as receipt:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return receipt
+
+
+@pytest.mark.parametrize("trained", ["layers.2.mlp.down_proj", "layers.0.mlp", "layers.1.self_attn.q_proj", "lm_head"])
+def test_gradients_of_frozen_weights_are_not_expected(make_model, ids, trained):
+    model = make_model(tie_word_embeddings=False)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trained in name)
+    assert trained_step(model, ids).check().recomputed_numbers > 0
+
+
+def test_a_frozen_layer_above_a_trained_one_must_have_noise_on_its_gradients(model, ids, monkeypatch):
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("layers.0" in name)
+    put_error = PhaseState.put_error
+
+    def skipped(self, phase, operator, layer, *args, **kwargs):
+        if (phase, layer) != ("backward", 2):
+            put_error(self, phase, operator, layer, *args, **kwargs)
+
+    monkeypatch.setattr(PhaseState, "put_error", skipped)
+    with pytest.raises(ReceiptError, match=r"backward: noise was requested but never reached layers \[2\]"):
+        trained_step(model, ids).check()
+
+
 def test_a_body_that_never_calls_the_model_is_refused(model):
     with aqnpipe.noisy(model, scale=0.05) as receipt:
         pass
@@ -121,6 +150,89 @@ def test_a_product_without_noise_is_named_in_inference_mode_too(model, ids, prod
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match=r"aten\.\w+ in model\.layers\.1\.mlp escaped"):
         receipt.check()
+
+
+def around_layers(model, compute):
+    """Let `compute(hidden, weight)` run on what reaches the output projection; its result changes nothing."""
+    weight = torch.nn.Parameter(torch.randn(32, 32) / 6)
+    model.model.register_parameter("extra", weight)
+    model.model.norm.register_forward_hook(lambda module, args, output: output + 0 * compute(output, weight).sum())
+
+
+@pytest.mark.parametrize(
+    ("operation", "compute"),
+    [
+        ("aten.mm", lambda hidden, weight: hidden @ weight),
+        ("aten.mm", lambda hidden, weight: hidden.double() @ weight.double()),
+        ("aten.mm", lambda hidden, weight: hidden @ torch.eye(32)),
+        ("aten.bmm", lambda hidden, weight: hidden @ hidden.transpose(1, 2)),
+        ("aten.mv", lambda hidden, weight: torch.mv(weight, hidden[0, 0])),
+        ("aten.mv", lambda hidden, weight: torch.mv(weight.bfloat16(), hidden[0, 0].bfloat16())),
+    ],
+)
+def test_a_product_outside_the_layers_is_refused_unless_layers_are_named(make_model, ids, operation, compute):
+    model = make_model()
+    around_layers(model, compute)
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match=rf"calls of {operation} in model\.norm, outside the decoder layers"):
+        receipt.check()
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05, layers=[0, 1, 2]) as receipt:
+        model(input_ids=ids)
+    assert receipt.check().content.phases[0].noised_share <= 1
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+def test_operations_outside_the_layers_that_are_no_products_are_accepted(make_model, ids, precision):
+    model = make_model()
+    around_layers(model, lambda hidden, weight: (hidden * weight[0]).softmax(-1).cumsum(1) + weight.T.norm())
+    is_low = precision == "autocast"
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_low)
+    with torch.no_grad(), autocast, aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    assert receipt.check().content.phases[0].noised_share == 1
+
+
+def die_once(model):
+    """Let the next call of a layer end in an exception, as one without enough memory does."""
+
+    def die(module, args):
+        handle.remove()
+        raise torch.OutOfMemoryError("simulated")
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(die)
+
+
+def forward_again(model, ids):
+    die_once(model)
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        with pytest.raises(torch.OutOfMemoryError):
+            model(input_ids=ids)
+        model(input_ids=ids[:1])
+    return receipt
+
+
+def test_a_forward_after_one_that_died_is_accepted(model, ids):
+    receipt = forward_again(model, ids)
+    assert receipt.check().content.phases[0].noised_share == 1
+
+
+def test_a_forward_that_died_is_no_audit_of_the_whole(make_model, ids):
+    model = make_model()
+    around_layers(model, lambda hidden, weight: hidden @ weight)
+    with pytest.raises(ReceiptError, match=r"aten\.mm in model\.norm, outside the decoder layers"):
+        forward_again(model, ids).check()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 32), (32, 1)])
+def test_one_scale_per_channel_is_no_matrix(make_model, ids, shape):
+    model = make_model()
+    mlp = model.model.layers[1].mlp
+    mlp.register_parameter("gain", torch.nn.Parameter(torch.ones(shape)))
+    mlp.register_forward_hook(lambda module, args, output: output * module.gain.view(32))
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    receipt.check()
 
 
 def test_other_errors_and_single_layers(model, ids):

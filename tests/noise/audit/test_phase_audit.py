@@ -108,7 +108,7 @@ def test_an_audit_changes_no_bit(model, monkeypatch):
             return model(TOKENS).logits
 
     audited = logits()
-    monkeypatch.setattr(ReceiptRecorder, "wants_whole_audit", lambda self, phase, kind: False)
+    monkeypatch.setattr(ReceiptRecorder, "lacks_whole_audit", lambda self, phase, kind: False)
     monkeypatch.setattr("aqnpipe.noise.audit.phase_audit._EXPECTED_AUDITS", 0)
     monkeypatch.setattr("aqnpipe.noise.audit.phase_audit._LEAST_SHARE", 0)
     assert torch.equal(audited, logits())

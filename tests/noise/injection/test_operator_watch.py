@@ -161,6 +161,54 @@ def test_a_product_that_appears_only_later_where_the_mode_was_off_is_refused(qwe
         receipt.check()
 
 
+def test_a_product_that_appears_only_later_is_found_by_the_next_survey(qwen2, monkeypatch):
+    """No audit after the first forwards: every 16th pass of a layer is surveyed again."""
+    monkeypatch.setattr("aqnpipe.noise.audit.phase_audit._EXPECTED_AUDITS", 0)
+    monkeypatch.setattr("aqnpipe.noise.audit.phase_audit._LEAST_SHARE", 0)
+    qwen2.model.layers[1].mlp = MatmulInMlp(lambda hidden, weight, call: hidden @ weight if call >= 5 else hidden)
+    _, receipt = generation(qwen2, noise_on(), num_forwards=20)
+    with pytest.raises(ReceiptError, match=r"rollout: 1 calls of matmul escaped the noise"):
+        receipt.check()
+
+
+def test_a_product_for_longer_inputs_only_is_noised_after_a_shorter_one(qwen2):
+    """Passes over different numbers of tokens are surveyed separately."""
+
+    def product(hidden, weight, call):
+        return hidden @ weight if hidden.shape[1] > 4 else hidden
+
+    qwen2.model.layers[1].mlp = MatmulInMlp(product)
+    recorder, spec = recorder_for(noise_on()), NoiseSpec(operator_noise=noise_on())
+    with torch.no_grad(), phase_noise(qwen2, spec, "rollout", KEY, recorder):
+        for length in (3, 8, 8, 8):
+            qwen2(torch.arange(2, 2 + length)[None])
+    calls = {(cell.operator, cell.layer): cell.calls for cell in recorder.receipt().check().cells}
+    assert calls["matmul", 1] == 4 * 2 + 3
+
+
+def test_layers_without_their_adapters_are_no_escape(qwen2):
+    """As under PEFT's `disable_adapter`: fewer linear modules than surveyed, the same products of attention."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.low, self.up = base, nn.Linear(32, 4, bias=False), nn.Linear(4, base.out_features)
+            self.is_disabled = False
+
+        def forward(self, hidden):
+            return self.base(hidden) + (0 if self.is_disabled else self.up(self.low(hidden)))
+
+    adapted = qwen2.model.layers[1].self_attn
+    adapted.q_proj = Adapted(adapted.q_proj)
+    recorder, spec = recorder_for(noise_on()), NoiseSpec(operator_noise=noise_on())
+    with torch.no_grad(), phase_noise(qwen2, spec, "rollout", KEY, recorder):
+        for disabled in (False, False, True, True, False):
+            adapted.q_proj.is_disabled = disabled
+            qwen2(torch.arange(2, 8)[None])
+    calls = {(cell.operator, cell.layer): cell.calls for cell in recorder.receipt().check().cells}
+    assert (calls["linear", 1], calls["matmul", 1]) == (5 * 7 + 3 * 2, 5 * 2)
+
+
 def test_linear_modules_in_another_order_bring_the_mode_back(qwen2, monkeypatch):
     """From the first call on that is not where it was, a layer is under the mode again: nothing escapes."""
     gate = nn.Linear(32, 32, bias=False)

@@ -126,3 +126,12 @@ def test_noise_for_a_phase_that_the_run_does_not_have_is_refused(model, requeste
     receipt = receipt_of(model, **{"operator_noise": None, requested: noise[requested]})
     with pytest.raises(ReceiptError, match="noise was requested in reference alone, which never ran"):
         receipt.check()
+
+
+def test_operations_without_noise_are_refused_where_all_were_to_have_it(honest, model):
+    (record,) = honest.phases
+    assert record.noised_flops == record.forward_flops
+    with pytest.raises(ReceiptError, match=r"\d+ of \d+ operations of its forward passes had no noise"):
+        with_phase(honest, noised_flops=record.noised_flops - record.noised_flops // 500).check()
+    part = receipt_of(model, NOISE.model_copy(update={"include_lm_head": False}))
+    assert part.check().phases[0].noised_share < 1

@@ -164,6 +164,25 @@ class MatrixParameters:
         return storage_of(tensor) in self._tensors
 
 
+def is_matrix(parameter: Tensor) -> bool:
+    """Whether a parameter can be a factor of a matrix product; one scale per channel has one dimension above 1."""
+    return sum(size > 1 for size in parameter.shape) > 1
+
+
+def keeps_the_parameter(func: Any) -> bool:
+    """Whether the output of an operation contains the values of its input."""
+    return func.is_view or (func.namespace == "aten" and func.overloadpacket.__name__ in _KEEPS_THE_PARAMETER)
+
+
+def is_known(func: Any) -> bool:
+    """Whether an operation is known to be no product of matrices, unless it is element-wise with a matrix."""
+    if func.is_view or func.namespace == "profiler":
+        return True
+    name, tags = func.overloadpacket.__name__, func.tags
+    is_simple = name in _NO_PRODUCTS or torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+    return func.namespace == "aten" and is_simple
+
+
 def escape(
     func: Any, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters, *, elementwise: bool
 ) -> str | None:
@@ -173,20 +192,14 @@ def escape(
     `elementwise`: softmax, activations and norms must have noise too.
     """
     name = func.overloadpacket.__name__
-    if func.namespace == "profiler":
-        # Marks for a profiler, as FSDP makes them, compute nothing.
-        return None
     if elementwise and func.namespace == "aten" and name in _ELEMENTWISE:
         return f"aten.{name}"
     takes_matrix = any(value in parameters for value in inputs)
-    if func.is_view or (func.namespace == "aten" and name in _KEEPS_THE_PARAMETER):
+    if keeps_the_parameter(func):
         if takes_matrix:
             parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
         return None
-    known = func.namespace == "aten" and (
-        name in _NO_PRODUCTS or torch.Tag.pointwise in func.tags or torch.Tag.reduction in func.tags
-    )
-    if not known:
+    if not is_known(func):
         return f"{func.namespace}.{name}"
     if not takes_matrix:
         return None

@@ -26,7 +26,15 @@ from torch.utils._pytree import tree_leaves
 
 from aqnpipe.config.measured_noise import ATTENTION, LM_HEAD, SCORES, LayerErrors
 from aqnpipe.config.noise import FakeQuantization, Phase, PlacedError, TensorError
-from aqnpipe.noise.audit.classification import MatrixParameters, escape, running_module, storage_of
+from aqnpipe.noise.audit.classification import (
+    MatrixParameters,
+    escape,
+    is_known,
+    is_matrix,
+    keeps_the_parameter,
+    running_module,
+    storage_of,
+)
 from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import IntArray, Position
 
@@ -101,6 +109,7 @@ class Frame:
     output projection and the rest of the model. `error` is what operators here were requested to have, None for none.
     `is_recomputed`: a backward pass computes a checkpointed layer again, and stops when it has what it needs.
     `refuses_weights`: no product with a weight may be computed here, outside the parts that noise reaches.
+    `refuses_products`: no product at all.
     `noises_elementwise`: softmax, activations and norms must have noise too. `other_products` counts the products so
     far that no linear module computes. `due_norms`: the names of norms that must still be called here.
     `num_logits`: in an output projection whose vocabulary is padded, the number of logits before the padding.
@@ -116,6 +125,7 @@ class Frame:
     is_backward: bool = False
     is_recomputed: bool = False
     refuses_weights: bool = False
+    refuses_products: bool = False
     noises_elementwise: bool = False
     parameters: MatrixParameters = field(default_factory=MatrixParameters)
     other_products: int = 0
@@ -213,7 +223,7 @@ class Observer(TorchDispatchMode):
 
     def enter(self, frame: Frame) -> None:
         """Start a pass: the operations until `leave` belong to it."""
-        frame.parameters.update(parameter for parameter in frame.module.parameters() if parameter.ndim > 1)
+        frame.parameters.update(parameter for parameter in frame.module.parameters() if is_matrix(parameter))
         self._frames.append(frame)
 
     def leave(self, output: Any) -> None:
@@ -232,6 +242,12 @@ class Observer(TorchDispatchMode):
                 self._settle(followed)
             elif followed.claims:
                 _count(self.unused, f"{followed.made_by}")
+
+    def abandon(self) -> None:
+        """End a pass that an exception ended: what it had not read yet is not judged."""
+        frame = self._frames.pop()
+        for storage in [storage for storage, followed in self._followed.items() if followed.frame is frame]:
+            del self._followed[storage]
 
     def forget(self) -> None:
         """Forget what was judged, so that it is not counted again if another pass is observed.
@@ -444,9 +460,10 @@ class Observer(TorchDispatchMode):
     def _classify(self, func: Any, inputs: list[Tensor], output: Any, *, is_product: bool) -> None:
         frame = self._frames[-1]
         self.classified += 1
-        if frame.refuses_weights and is_product and any(value in frame.parameters for value in inputs):
+        if frame.refuses_weights and _is_refused_outside(func, inputs, output, frame, is_product=is_product):
             name = f"{func.namespace}.{func.overloadpacket.__name__}"
-            _count(self.escapes, f"{name} in {running_module(frame.module, frame.name)}, outside the decoder layers")
+            place = running_module(frame.module, frame.name) or type(frame.module).__name__
+            _count(self.escapes, f"{name} in {place}, outside the decoder layers")
         if frame.is_backward or frame.error is None:
             return
         found = escape(func, inputs, output, frame.parameters, elementwise=frame.noises_elementwise)
@@ -481,6 +498,15 @@ class Observer(TorchDispatchMode):
             size = values.untyped_storage().nbytes() // values.dtype.itemsize
             flat = values.as_strided((size,), (1,), 0)
             return flat.index_select(0, torch.from_numpy(addresses).to(values.device))
+
+
+def _is_refused_outside(func: Any, inputs: list[Tensor], output: Any, frame: Frame, *, is_product: bool) -> bool:
+    """Whether an operation around the layers and the output projection is a product, or may be one with a weight."""
+    takes_weight = any(value in frame.parameters for value in inputs)
+    if takes_weight and keeps_the_parameter(func):
+        frame.parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
+        return False
+    return (is_product and (takes_weight or frame.refuses_products)) or (takes_weight and not is_known(func))
 
 
 def _is_composite(func: Any) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from aqnpipe.config.noise import Phase
+from aqnpipe.config.noise import FakeQuantization, Phase
 from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import select_modules
 from aqnpipe.noise.audit.comparison import Comparison
@@ -59,6 +60,7 @@ class PhaseAudit:
         self._noise = recorder.requested.operator_noise_in(phase)
         self._measures_norms = self._noise is not None and self._noise.has_measured_norms
         self._parts = with_norms_outside(model, parts) if self._measures_norms else parts
+        self._quantizes = self._noise is not None and isinstance(self._noise.error, FakeQuantization)
         self._modules = recorder.requested.module_noise_in(phase)
         self.position = position._replace(forward=-1)
         # What is observed must not depend on how many numbers earlier observations drew.
@@ -84,6 +86,10 @@ class PhaseAudit:
             stack.callback,
             *ForwardPasses(self._model, self._enter_model, self._leave_model).hooks(prepend=True),
         )
+        if expects_backward:
+            for part in self._parts:
+                note = partial(self._note_gradient, part)
+                self._register(stack.callback, part.module.register_forward_pre_hook(note, with_kwargs=True))
         if expects_backward and self._recorder.wants_backward_audit(float(self._choices.random())):
             for part in self._parts:
                 self._register(
@@ -107,7 +113,7 @@ class PhaseAudit:
         self.position = self.position._replace(forward=self.position.forward + 1)
         self._kind = self._kind_of(args, kwargs)
         number = self._recorder.num_forwards(self._phase) + 1
-        whole = self._recorder.wants_whole_audit(self._phase, self._kind)
+        whole = self._recorder.lacks_whole_audit(self._phase, self._kind)
         if not whole and self._choices.random() >= max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             return
         compare_norms(
@@ -136,13 +142,17 @@ class PhaseAudit:
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         _call_all(self._handles)
-        for part in self._due_parts.values():
+        has_ended = output is not None
+        for part in self._due_parts.values() if has_ended else ():
             self._comparison.note(f"norm {self._name(part.module)}: it was never called")
         self._due_parts = {}
         if self._whole is not None:
             observer, self._whole = self._whole, None
-            self._stop(observer, output)
-            self._recorder.count_flops(self._phase, observer.total, observer.noised)
+            self._stop(observer, output, has_ended=has_ended)
+            if has_ended:
+                # One that an exception ended is no audit of the whole: the next forward of its kind is.
+                self._recorder.note_whole_audit(self._phase, self._kind)
+                self._recorder.count_flops(self._phase, observer.total, observer.noised)
 
     def _enter_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any) -> None:
         self._due_parts.pop(part.place, None)
@@ -157,6 +167,13 @@ class PhaseAudit:
 
     def _leave_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any, output: Any) -> None:
         self._linears.remove()
+        # vLLM's logits are None on workers that do not sample.
+        if output is None and not part.runs_after_model:
+            if self._whole is None:
+                self._stop(observer, output, has_ended=False)
+            else:
+                observer.abandon()
+            return
         if observer.frame is not None:
             for name in observer.frame.due_norms.values():
                 self._comparison.note(f"norm {name} of {observer.frame.name}: it was never called")
@@ -172,8 +189,11 @@ class PhaseAudit:
         observer.__enter__()
         self.observer = observer
 
-    def _stop(self, observer: Observer, output: Any) -> None:
-        observer.leave(output)
+    def _stop(self, observer: Observer, output: Any, *, has_ended: bool = True) -> None:
+        if has_ended:
+            observer.leave(output)
+        else:
+            observer.abandon()
         observer.__exit__(None, None, None)
         self.observer = None
         for what, calls in observer.escapes.items():
@@ -195,6 +215,8 @@ class PhaseAudit:
             module,
             self._name(module),
             refuses_weights=is_outside and wants_all,
+            # A quantization changes operands of linear modules, and no other product.
+            refuses_products=is_outside and wants_all and not self._quantizes,
             noises_elementwise=self._noise is not None and self._noise.operators == "all",
         )
 
@@ -304,6 +326,10 @@ class PhaseAudit:
         return self._recorder.requested_sigma(self.position.step, layer)
 
     # -- backward passes -----------------------------------------------------------------------------------------------
+
+    def _note_gradient(self, part: AuditedPart, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        needed = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, dict(kwargs))))
+        self._recorder.note_gradient(self._phase, part.place, needed)
 
     def _open_range(self, part: AuditedPart, module: nn.Module, args: Any) -> None:
         self._range_starts[part.place] = torch.autograd._get_sequence_nr()

@@ -32,13 +32,15 @@ from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.injection.operators import TorchFunction, escaping_functions, noised_functions
 from aqnpipe.noise.injection.phase_state import PhaseState
 
+_SURVEY_EVERY = 16
+
 
 @dataclass
 class _Survey:
     """The known operators of a layer: its linear modules in order, and the other operators by position between them.
 
-    `others_after[n]` are the operators after n linear modules. Forward passes over prompts and over single tokens have
-    separate surveys, because their code paths may differ.
+    `others_after[n]` are the operators after n linear modules. Forward passes over different numbers of tokens have
+    separate surveys, because their code paths may differ. Every 16th pass is surveyed again.
     """
 
     linears: tuple[nn.Module, ...] = ()
@@ -46,6 +48,7 @@ class _Survey:
     norms: int = 0
     others_after: dict[int, set[TorchFunction]] = field(default_factory=dict)
     surveys: int = 0
+    passes: int = 0
     is_regular: bool = True
     was_relied_on: bool = False
     ran_copies: bool = False
@@ -78,7 +81,7 @@ class OperatorWatch:
             **{function: partial(errors.escaping_call, name) for function, name in escaping_functions(noise).items()},
         }
         self._mode = _OperatorMode(handlers, self._note_operator)
-        self._surveys = {one_token: [_Survey() for _ in [*state.layers, state.head]] for one_token in (False, True)}
+        self._surveys: dict[int | None, list[_Survey]] = {}
         self._survey: _Survey | None = None
         self._thread = get_ident()
         self._linears: list[nn.Module] = []
@@ -104,16 +107,22 @@ class OperatorWatch:
 
     def enter_layer(self, index: int) -> None:
         """Start intercepting the operators of layer `index`; the output projection has the index after the last."""
-        self._survey = None if torch.is_grad_enabled() else self._surveys[self._state.reads_one_token][index]
+        self._survey = None if torch.is_grad_enabled() else self._survey_of(index)
         self._thread = get_ident()
         self._linears.clear()
         self._deviates = self._in_copy = False
         survey = self._survey
-        self._throughout = survey is None or not survey.is_reliable
+        self._throughout = survey is None or not survey.is_reliable or survey.passes % _SURVEY_EVERY == 0
         if self._throughout or (survey is not None and 0 in survey.others_after):
             self._mode.activate()
         if survey is not None and not self._throughout:
             survey.was_relied_on = True
+
+    def _survey_of(self, index: int) -> _Survey:
+        surveys = self._surveys.setdefault(self._state.num_tokens, [])
+        if not surveys:
+            surveys += [_Survey() for _ in [*self._state.layers, self._state.head]]
+        return surveys[index]
 
     def leave_layer(self) -> None:
         """Stop, and update the survey of the layer."""
@@ -122,12 +131,15 @@ class OperatorWatch:
         if survey is not None:
             place = self._state.place
             calls, recorder = place.calls - place.norms, self._state.recorder
-            if survey.ran_copies and calls < survey.calls:
+            # With other linear modules, as without an adapter, the numbers of operators are others too.
+            is_as_surveyed = tuple(self._linears) == survey.linears
+            if survey.ran_copies and calls < survey.calls and is_as_surveyed:
                 recorder.count_escape(self._state.phase, "matmul")
             if survey.ran_copies and place.norms < survey.norms:
                 recorder.count_escape(self._state.phase, "norms")
             survey.compare(tuple(self._linears), calls, place.norms)
             survey.surveys += self._throughout
+            survey.passes += 1
 
     def stop(self) -> None:
         """Stop intercepting operators."""

@@ -77,6 +77,7 @@ class PhaseState:
         self.layers = decoder_layers(model)
         self.head = output_projection(model)
         self.forward_index = -1
+        self.num_tokens: int | None = None
         self.reads_one_token = self.is_first_of_kind = False
         self._kinds: set[bool] = set()
         self.is_computing = self.recomputing = False
@@ -96,6 +97,7 @@ class PhaseState:
         """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
         self.is_computing = True
         self.forward_index += 1
+        self.num_tokens = num_tokens
         self.reads_one_token = num_tokens == 1
         self.is_first_of_kind = self.reads_one_token not in self._kinds
         self._kinds.add(self.reads_one_token)

@@ -36,6 +36,7 @@ def phase_record(sums: PhaseSums) -> PhaseRecord:
         escaped=dict(sums.escaped),
         forward_flops=sums.flops or 0,
         noised_flops=sums.noised_flops,
+        gradients=tuple(sorted(sums.gradients)) if sums.gradients is not None else None,
         modules_noised=len(sums.modules),
         norms_checked=sums.norms_checked,
         norms_noised=sums.norms_noised,

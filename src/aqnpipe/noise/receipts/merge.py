@@ -205,6 +205,7 @@ def _merged_cell(cells: list[CellSums]) -> CellSums:
 
 def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
     counted = [phase.flops for phase in phases if phase.flops is not None]
+    needing = [phase.gradients for phase in phases if phase.gradients is not None]
     escaped: dict[str, int] = {}
     audit = AuditSums()
     for phase in phases:
@@ -218,6 +219,7 @@ def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
         escaped=escaped,
         flops=sum(counted) if counted else None,
         noised_flops=sum(phase.noised_flops for phase in phases),
+        gradients=set().union(*needing) if needing else None,
         modules=set().union(*(phase.modules for phase in phases)),
         norms_checked=sum(phase.norms_checked for phase in phases),
         norms_noised=sum(phase.norms_noised for phase in phases),

@@ -86,25 +86,55 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
     for cell in cells:
         reached.setdefault(cell.layer, set()).add(cell.operator.split(".")[0])
     problems = []
-    missing = sorted(wanted - reached.keys())
+    required = wanted & _places_with_gradients(receipt, record)
+    missing = sorted(required - reached.keys())
     if missing:
         problems.append(f"noise was requested but never reached layers {missing}")
     unwanted = sorted(layer for layer in reached if layer is not None and layer not in wanted)
     if unwanted:
         problems.append(f"layers {unwanted} were noised, which was not requested")
     for kinds in _operator_kinds(noise):
-        without = sorted(layer for layer in wanted & reached.keys() if reached[layer].isdisjoint(kinds))
+        without = sorted(layer for layer in required & reached.keys() if reached[layer].isdisjoint(kinds))
         if without:
             advice = ", expected operators: matmul" if kinds in _ELEMENTWISE_KINDS else ""
             problems.append(f"no {' or '.join(kinds)} was noised in layers {without}{advice}")
     problems += _measured_operators_missing(noise, cells, receipt.num_layers)
     head = noise.error_in(None) is not None
-    if head != (None in reached):
-        problems.append(f"lm_head was {'not noised although requested' if head else 'noised although excluded'}")
+    if None in reached and not head:
+        problems.append("lm_head was noised although excluded")
+    elif head and None not in reached and receipt.num_layers in _places_with_gradients(receipt, record):
+        problems.append("lm_head was not noised although requested")
     for operator, calls in record.escaped.items():
         advice = "use eager attention, or set attention: fused" if "attention" in operator else "not supported"
         problems.append(f"{calls} calls of {operator} escaped the noise ({advice})")
+    problems += _share_missing(receipt, noise, record)
     return [f"{record.phase}: {problem}" for problem in problems]
+
+
+def _places_with_gradients(receipt: ReceiptContent, record: PhaseRecord) -> set[int]:
+    """Return the layers, and as the number after them the output projection, that a phase must reach.
+
+    A backward pass must reach those whose inputs need a gradient. In others, as below the first adapter, some products
+    may need one: the audit refuses each of these without noise.
+    """
+    needing = [other.gradients for other in receipt.phases if other.gradients is not None]
+    if record.phase != "backward" or not needing:
+        return set(range(receipt.num_layers + 1))
+    return set().union(*needing)
+
+
+def _share_missing(receipt: ReceiptContent, noise: OperatorNoise, record: PhaseRecord) -> list[str]:
+    """Return a line if operations of a forward pass had no noise although all products were to have it.
+
+    An arm that names its layers accepts products around them.
+    """
+    places = (None, *range(receipt.num_layers))
+    all_wanted = noise.layers is None and all(noise.error_in(layer) is not None for layer in places)
+    # A quantization changes operands of linear modules, not the two products of attention.
+    if not all_wanted or isinstance(noise.error, FakeQuantization) or record.escaped:
+        return []
+    without = record.forward_flops - record.noised_flops
+    return [f"{without} of {record.forward_flops} operations of its forward passes had no noise"] if without else []
 
 
 def _measured_operators_missing(noise: OperatorNoise, cells: Sequence[NoiseCell], num_layers: int) -> list[str]:

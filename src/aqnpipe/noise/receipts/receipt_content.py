@@ -126,6 +126,12 @@ class PhaseRecord(ReceiptModel):
         "of an evaluation; 0: not counted",
     )
     noised_flops: int = Field(default=0, description="part of these operations whose result has operator noise")
+    gradients: tuple[int, ...] | None = Field(
+        default=None,
+        exclude_if=lambda found: found is None,
+        description="decoder layers whose inputs needed a gradient, and the output projection as the number after "
+        "them; absent in phases without a backward pass",
+    )
     modules_noised: int = Field(default=0, description="number of different modules with module noise")
     norms_checked: int = Field(
         default=0, description="how often a phase compared its norm weights with the clean ones before it computed"

@@ -200,12 +200,13 @@ class ReceiptRecorder:
         """Note that module noise reached the module `name`."""
         self._phase(phase).modules.add(name)
 
-    def wants_whole_audit(self, phase: Phase, kind: str) -> bool:
-        """Whether no forward of this kind has been observed as a whole in `phase`; notes that one will be."""
-        whole = self._phase(phase).audit.whole
-        wanted = kind not in whole
-        whole.add(kind)
-        return wanted
+    def lacks_whole_audit(self, phase: Phase, kind: str) -> bool:
+        """Whether no forward of this kind has been observed as a whole in `phase`, from its start to its end."""
+        return kind not in self._phase(phase).audit.whole
+
+    def note_whole_audit(self, phase: Phase, kind: str) -> None:
+        """Note that a forward of this kind has been observed as a whole."""
+        self._phase(phase).audit.whole.add(kind)
 
     def wants_backward_audit(self, draw: float) -> bool:
         """Whether to observe the next backward pass; `draw` is uniform in [0, 1)."""
@@ -247,6 +248,11 @@ class ReceiptRecorder:
         layer = layer_of(target) if isinstance(target, str) else target
         factor = 1.0 if layer is None or self._layer_factors is None else self._layer_factors.get(layer, 0.0)
         return factor * sigma_at(aqn.schedule, step, self._num_steps, self._num_epochs)
+
+    def note_gradient(self, phase: Phase, place: int, needed: bool) -> None:
+        """Note whether the input of a part of the model needs a gradient, in a forward with a backward pass."""
+        sums = self._phase(phase)
+        sums.gradients = (sums.gradients or set()) | ({place} if needed else set())
 
     def count_flops(self, phase: Phase, flops: int, noised: int) -> None:
         """Note the operations of one whole forward pass, and those whose result was noised; one pass is enough."""

@@ -167,7 +167,7 @@ def added_counts(first: Mapping[str, int], second: Mapping[str, int]) -> dict[st
 
 @dataclass
 class PhaseSums:
-    """Counts and sums of one phase."""
+    """Counts and sums of one phase. `gradients`: parts whose inputs needed a gradient, None without a backward pass."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -178,6 +178,7 @@ class PhaseSums:
     escaped: dict[str, int] = field(default_factory=dict)
     flops: int | None = None
     noised_flops: int = 0
+    gradients: set[int] | None = None
     modules: set[str] = field(default_factory=set)
     norms_checked: int = 0
     norms_noised: int = 0
