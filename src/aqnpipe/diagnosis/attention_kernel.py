@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.attention_operands import KINDS, VALUE_BITS, known_operands, like
+from aqnpipe.diagnosis.attention_operands import KINDS, VALUE_BITS, kind_of, known_operands, like
 from aqnpipe.diagnosis.attention_reference import Setting, gradients, reference
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.reference import full_mantissas, on_host
@@ -38,6 +38,8 @@ _TILES = (64, 16)
 _FULL_TILES = "attention over whole tiles of keys, and more than four sequences"
 _COPIES = 4
 """Copies of the sequences of a batch that fill more of a large device."""
+_FEW = (2, 3)
+"""Numbers of sequences that kernels run on beside those of a batch."""
 _OF_BATCH = frozenset({"position_ids", "cache_position"})
 """Arguments with the shape of the whole batch, which kernels do without."""
 
@@ -48,15 +50,15 @@ class Observation:
 
     `padding`: number of masked tokens at the start of each sequence. `seen`: tokens in the cache before this call;
     `num_new`: tokens of this call. `operands` and `tables`: queries and new keys of the first sequence as the model
-    made them, and its cosines and sines, by layer and `seen`. With `only_records` kernels run on these, unchecked.
-    `with_gradients` differentiates the kernel of the prefill as well, `with_full_tiles` also runs whole tiles of keys.
+    made them, and its cosines and sines, by layer and `seen`.
+    `with_gradients` differentiates the kernel of the prefill as well, `with_full_tiles` also runs whole tiles of keys,
+    and fewer sequences.
     """
 
     padding: Tensor
     seed: int
     seen: int = 0
     num_new: int = 0
-    only_records: bool = False
     with_gradients: bool = False
     with_full_tiles: bool = False
     checks: list[Check] = field(default_factory=list)
@@ -106,8 +108,6 @@ def _checked_call(
     q, k, v = operands
     new_keys = k[0, :, k.shape[2] - q.shape[2] :]
     observation.operands[layer, observation.seen] = (q[0].detach().cpu(), new_keys.detach().cpu())
-    if observation.only_records:
-        return kernel(module, q, k, v, mask, **kwargs)
     with on_host():
         observation.checks += _cache_checks(layer, k, v, observation)
     odd = [key for key, value in kwargs.items() if value is not None and key not in _KNOWN_ARGUMENTS]
@@ -117,20 +117,24 @@ def _checked_call(
     generator = keyed_generator("cpu", observation.seed, "diagnosis.attention", layer, observation.seen)
     scale = float(kwargs.get("scaling") or q.shape[-1] ** -0.5)
     allowed_keys = visible_keys(q.shape[2], k.shape[2], observation, kwargs.get("sliding_window"))
+    # One sequence has one kind of operands, another one in every layer.
+    first_kind = layer + observation.seen if len(q) == 1 else 0
     with on_host():
-        test = known_operands((q, k, v), scale, allowed_keys, generator)
+        test = known_operands((q, k, v), scale, allowed_keys, generator, first_kind)
     result = kernel(module, *test, mask, **kwargs)
     output = result[0] if isinstance(result, tuple) else result
     observation.results[layer] = output
     setting = Setting(scale, _softcap(module, kwargs), allowed_keys)
     with on_host():
-        observation.checks += _kernel_checks(layer, test, setting, output)
+        answer = _Answer(layer, first_kind, allowed_keys, *reference(test, setting))
+        observation.checks += answer.checks(output)
     if observation.with_gradients and observation.seen == 0:
         found = _gradient_checks(layer, lambda *own: kernel(module, *own, mask, **kwargs), test, setting, generator)
         observation.checks += found
         if not found:
             observation.unknown[GRADIENT_SITE] = "its kernel has no gradient"
     if observation.with_full_tiles:
+        observation.checks += _few_checks(kernel, module, (*test, mask), kwargs, answer)
         found = _full_tile_checks(kernel, module, layer, (q, k, v, mask), kwargs, setting, generator)
         observation.checks += found
         if not found:
@@ -167,7 +171,8 @@ def _full_tile_checks(
     result = kernel(module, *many, shown, **{name: value for name, value in kwargs.items() if name not in _OF_BATCH})
     output = result[0] if isinstance(result, tuple) else result
     with on_host():
-        return _kernel_checks(layer, test, Setting(setting.scale, setting.softcap, visible), output)
+        own = reference(test, Setting(setting.scale, setting.softcap, visible))
+        return _Answer(layer, 0, visible, *own).checks(output)
 
 
 def _softcap(module: nn.Module, kwargs: dict[str, Any]) -> float | None:
@@ -176,27 +181,60 @@ def _softcap(module: nn.Module, kwargs: dict[str, Any]) -> float | None:
     return None if implementation == "sdpa" else kwargs.get("softcap")
 
 
-def _kernel_checks(
-    layer: int, operands: tuple[Tensor, Tensor, Tensor], setting: Setting, output: Tensor
-) -> list[Check]:
-    """Compare the output [sequences, queries, heads, channels] of a kernel; queries of padding tokens see no key.
+@dataclass(frozen=True)
+class _Answer:
+    """What a kernel has to output, how far it may be off, and its probabilities, all [sequences, heads, queries, ...].
 
-    The output may be that of several copies of the operands, one after the other.
+    `visible`: keys that each query sees. `first_kind`: position of the first sequence's operands among KINDS.
     """
-    copies = len(output) // len(operands[0])
-    visible = setting.visible.expand(len(operands[0]), -1, -1).repeat(copies, 1, 1)
-    expected, bound, weights = (tensor.repeat(copies, 1, 1, 1) for tensor in reference(operands, setting))
+
+    layer: int
+    first_kind: int
+    visible: Tensor
+    expected: Tensor
+    bound: Tensor
+    weights: Tensor
+
+    def checks(self, output: Tensor) -> list[Check]:
+        """Compare the output [sequences, queries, heads, channels] of a kernel; queries of padding see no key.
+
+        The output may be that of several copies of the sequences, one after the other, or of the first ones alone.
+        """
+        number = torch.arange(len(output)) % len(self.expected)
+        visible = self.visible.expand(len(self.expected), -1, -1)[number].any(-1)
+        expected, bound, weights = (part[number].transpose(1, 2) for part in (self.expected, self.bound, self.weights))
+        kinds = [kind_of(int(sequence), self.first_kind) for sequence in number]
+        checks = []
+        for kind in KINDS:
+            keep = visible & torch.tensor([own == kind for own in kinds]).unsqueeze(1)
+            if kind not in kinds:
+                continue
+            wanted, spread = expected[keep].flatten(1), bound[keep].flatten(1)
+            if kind == "one-hot" and _is_one_hot(weights[keep]):
+                # 16-bit formats round the reciprocal of the sum away, whatever its last bits in float32 are.
+                spread = few_roundings(wanted, output.dtype) if output.dtype == torch.float32 else torch.zeros(())
+            probe = f"attention_{kind.replace('-', '_')}"
+            found = output[keep.to(output.device)].flatten(1)
+            checks.append(compare(probe, self.layer, SITE, wanted, found, allowed=spread))
+        return checks
+
+
+def _few_checks(
+    kernel: Callable[..., Any],
+    module: nn.Module,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    kwargs: dict[str, Any],
+    answer: _Answer,
+) -> list[Check]:
+    """Run the kernel on the first sequences of a batch: kernels are chosen by their number."""
+    *test, mask = operands
     checks = []
-    for number, kind in enumerate(KINDS):
-        own = (torch.arange(len(output)) % len(KINDS) == number).unsqueeze(1)
-        keep = visible.any(-1) & own
-        wanted, spread = (tensor.transpose(1, 2)[keep].flatten(1) for tensor in (expected, bound))
-        if kind == "one-hot" and _is_one_hot(weights.transpose(1, 2)[keep]):
-            # 16-bit formats round the reciprocal of the sum away, whatever its last bits in float32 are.
-            spread = few_roundings(wanted, output.dtype) if output.dtype == torch.float32 else torch.zeros(())
-        probe = f"attention_{kind.replace('-', '_')}"
-        found = output[keep.to(output.device)].flatten(1)
-        checks.append(compare(probe, layer, SITE, wanted, found, allowed=spread))
+    for count in _FEW:
+        shown = mask if mask is None or len(mask) == 1 else mask[:count]
+        fewer = {name: value for name, value in kwargs.items() if name not in _OF_BATCH}
+        result = kernel(module, *(tensor[:count] for tensor in test if tensor is not None), shown, **fewer)
+        with on_host():
+            checks += answer.checks(result[0] if isinstance(result, tuple) else result)
     return checks
 
 

@@ -40,14 +40,19 @@ _WIDE_GROWTHS = (-60, 0)
 """Exponents of the values of the range sequences."""
 
 
+def kind_of(sequence: int, first_kind: int = 0) -> str:
+    """Return the kind of the operands of a sequence, of which the first has that at `first_kind` of KINDS."""
+    return KINDS[(sequence + first_kind) % len(KINDS)]
+
+
 def known_operands(
-    own: tuple[Tensor, Tensor, Tensor], scale: float, visible: Tensor, generator: torch.Generator
+    own: tuple[Tensor, Tensor, Tensor], scale: float, visible: Tensor, generator: torch.Generator, first_kind: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return test operands with the shapes and strides of `own`; the sequences take turns with KINDS."""
     q, k, v = own
     queries, keys = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(k.shape, dtype=torch.float64)
     for sequence in range(len(q)):
-        kind = KINDS[sequence % len(KINDS)]
+        kind = kind_of(sequence, first_kind)
         if kind == "one-hot":
             queries[sequence], keys[sequence] = _one_hot(q, k, scale, visible[sequence], generator)
         elif kind == "range":
@@ -62,9 +67,9 @@ def known_operands(
     values = full_mantissas(tuple(v.shape), VALUE_BITS, generator)
     values *= 2.0 ** torch.randint(-4, 5, values.shape, generator=generator).double()
     for sequence in range(len(q)):
-        if KINDS[sequence % len(KINDS)] == "one-hot":
+        if kind_of(sequence, first_kind) == "one-hot":
             values[sequence] = full_mantissas(tuple(v.shape[1:]), operand_bits(v.dtype), generator)
-        elif KINDS[sequence % len(KINDS)] == "range":
+        elif kind_of(sequence, first_kind) == "range":
             values[sequence] = _growing(v, generator)
     return like(q, queries), like(k, keys), like(v, values)
 

@@ -1,10 +1,10 @@
 """Whole sequences through the model: attention over many keys, prefill and decode with the KV cache, residual sums.
 
-Two batches run through the whole model. The first has no padding, the second has some at the start of each sequence,
-because kernels are chosen by the mask. Each is a prefill followed by single tokens, and a third batch is one sequence.
-Kernels run on test operands (see attention_kernel.py; not in the third batch), everything else on what the model makes
-of them: the embedding, every sum of the residual stream, the way from one layer to the next, and from the last one to
-the logits, is recomputed on the host from its own terms, bit for bit (see ends_in_sequences.py for the ends).
+Three batches run through the whole model. The first has no padding, the second has some at the start of each sequence,
+because kernels are chosen by the mask, and the third is one sequence, as in plain generation. Each is a prefill and some
+single tokens. Kernels run on test operands (see attention_kernel.py), everything else on what the model makes of them:
+the embedding, every sum of the residual stream, the way from one layer to the next, and from the last one to the
+logits, is recomputed on the host from its own terms, bit for bit (see ends_in_sequences.py for the ends).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     unpadded = torch.zeros(len(KINDS), dtype=torch.long)
     observation = Observation(unpadded, seed, with_gradients=True, with_full_tiles=True)
     first = _run_batch(model, layers, length, observation, untested)
-    single = Observation(torch.zeros(1, dtype=torch.long), seed, only_records=True)
+    single = Observation(torch.zeros(1, dtype=torch.long), seed)
     with zero_angles(model) if is_known(model) and first.tables else nullcontext():
         _run_batch(model, layers, length, single, untested)
     short = min(_PADDED_PREFILL, length)
