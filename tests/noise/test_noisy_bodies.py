@@ -1,5 +1,10 @@
 """What code in a `noisy` context may do with the model: call it in any right way, and nothing that loses the noise."""
 
+import copy
+import io
+import pickle
+from threading import Thread
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,7 +12,7 @@ from torch import nn
 
 import aqnpipe
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, RelativeGaussian
-from aqnpipe.errors import ReceiptError
+from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -114,3 +119,167 @@ def test_a_pass_that_dies_ends_there(model, ids):
         model.lm_head(torch.ones(1, 2, model.config.hidden_size))
     with pytest.raises(ReceiptError, match="the output projection ran outside"):
         receipt.check()
+
+
+def new_layer(model):
+    torch.manual_seed(0)
+    return type(model.model.layers[1])(model.config, 1).eval()
+
+
+REPLACEMENTS = {
+    "layer": lambda model: model.model.layers.__setitem__(1, new_layer(model)),
+    "list": lambda model: setattr(model.model, "layers", nn.ModuleList(new_layer(model) for _ in model.model.layers)),
+    "linear": lambda model: setattr(model.model.layers[1].mlp, "up_proj", nn.Linear(32, 64, bias=False)),
+    "head": lambda model: setattr(model, "lm_head", nn.Linear(32, 64, bias=False)),
+    "backbone": lambda model: setattr(model, "model", type(model.model)(model.config).eval()),
+    "appended": lambda model: model.model.layers.append(new_layer(model)),
+}
+
+
+@pytest.mark.parametrize("replaced", REPLACEMENTS)
+def test_a_module_replaced_in_the_body_is_refused_by_the_next_pass(model, ids, replaced):
+    with aqnpipe.noisy(model, scale=0.05), torch.no_grad():
+        model(input_ids=ids)
+        REPLACEMENTS[replaced](model)
+        with pytest.raises(ModelError, match="was replaced, added or removed while noise is installed"):
+            model(input_ids=ids)
+
+
+def test_a_replaced_layer_is_named(model, ids):
+    with aqnpipe.noisy(model, scale=0.05), torch.no_grad():
+        REPLACEMENTS["layer"](model)
+        with pytest.raises(ModelError, match=r"Qwen2ForCausalLM: model\.layers\.1 was replaced"):
+            model(input_ids=ids)
+
+
+def test_modules_outside_the_layers_may_change_in_the_body(model, ids):
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        model(input_ids=ids)
+        model.critic = nn.Linear(32, 1)
+        model(input_ids=ids)
+    receipt.check()
+
+
+def test_a_layer_may_be_replaced_between_contexts(model, ids):
+    receipt = None
+    for _ in range(2):
+        with aqnpipe.noisy(model, scale=0.05, receipt=receipt) as receipt, torch.no_grad():
+            model(input_ids=ids)
+        REPLACEMENTS["layer"](model)
+    receipt.check()
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a layer": lambda model: copy.deepcopy(model.model.layers[1]),
+    "deepcopy of a linear": lambda model: copy.deepcopy(model.model.layers[1].mlp.up_proj),
+    "torch.save": lambda model: torch.save(model, io.BytesIO()),
+    "pickle": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("called", [True, False])
+def test_copies_of_the_model_in_the_body_are_refused(model, ids, copied, called):
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        if called:
+            model(input_ids=ids)
+        with pytest.raises(ModelError, match=r"is copied or pickled .* while noise is installed"):
+            COPIES[copied](model)
+        model(input_ids=ids)
+    receipt.check()
+
+
+def test_weights_and_configurations_may_be_copied_in_the_body(model, ids, tmp_path):
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        model(input_ids=ids)
+        copy.deepcopy(model.state_dict()), copy.deepcopy(model.config), copy.deepcopy(model.model.embed_tokens)
+        model.save_pretrained(tmp_path)
+        torch.save(model.state_dict(), io.BytesIO())
+    receipt.check()
+
+
+def test_a_copy_after_the_context_is_clean(model, ids):
+    clean = model(input_ids=ids).logits
+    with aqnpipe.noisy(model, scale=0.05), torch.no_grad():
+        model(input_ids=ids)
+    assert torch.equal(copy.deepcopy(model)(input_ids=ids).logits, clean)
+
+
+class Packed(Wrapper):
+    """A model over packed ids [tokens], or over one dictionary."""
+
+    def forward(self, batch):
+        ids = batch["ids"] if isinstance(batch, dict) else batch
+        return self.inner(input_ids=ids.reshape(-1, ids.shape[-1]))
+
+
+@pytest.mark.parametrize("batch_of", [lambda ids: ids[0], lambda ids: {"ids": ids}], ids=["packed", "dictionary"])
+def test_ids_may_be_packed_or_in_a_dictionary(model, ids, batch_of):
+    packed = Packed(model)
+    with aqnpipe.noisy(packed, scale=0.05) as receipt, torch.no_grad():
+        packed(batch_of(ids))
+    receipt.check()
+
+
+def test_a_thread_may_generate_while_the_body_waits(model, ids):
+    def generate():
+        with torch.no_grad():
+            model.generate(ids, **GENERATION)
+
+    with aqnpipe.noisy(model, scale=0.05) as receipt:
+        thread = Thread(target=generate)
+        thread.start()
+        thread.join()
+    assert receipt.check().content.phases[0].forwards == 4
+
+
+def test_two_threads_in_the_model_at_once_are_refused_in_one_line(model, ids):
+    found = []
+
+    def call():
+        try:
+            with torch.no_grad():
+                model(input_ids=ids)
+        except ModelError as error:
+            found.append(str(error))
+
+    def meanwhile(module, args):
+        thread = Thread(target=call)
+        thread.start()
+        thread.join()
+
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        handle = model.model.layers[1].register_forward_pre_hook(meanwhile)
+        model(input_ids=ids)
+        handle.remove()
+        model(input_ids=ids)
+    assert len(found) == 1
+    assert "two threads call the model at the same time under noise" in found[0]
+    # The pass of the first thread was not disturbed.
+    assert receipt.check().content.phases[0].forwards == 2
+
+
+def test_a_second_backward_pass_through_one_graph_is_refused(model, ids):
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    with pytest.raises(ReceiptError, match="the same noise was put on gradients twice"):
+        receipt.check()
+
+
+def test_a_backward_pass_beside_the_audited_one_is_refused(model, ids):
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.autograd.backward(model(input_ids=ids, labels=ids).loss)
+    with pytest.raises(ReceiptError, match="outside an audited backward pass"):
+        receipt.check()
+
+
+def test_two_passes_with_a_backward_pass_each_are_right(model, ids):
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+        (model(input_ids=ids, labels=ids).loss + model(input_ids=ids, labels=ids).loss).backward()
+    receipt.check()

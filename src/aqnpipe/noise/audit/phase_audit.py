@@ -391,6 +391,16 @@ def audited_backward(model: nn.Module, recorder: ReceiptRecorder) -> Iterator[No
 
     Contradictions are recorded for the receipt; nothing is raised here.
     """
+    recorder.is_in_backward = True
+    try:
+        with _observed_backward(model, recorder):
+            yield
+    finally:
+        recorder.is_in_backward = False
+
+
+@contextmanager
+def _observed_backward(model: nn.Module, recorder: ReceiptRecorder) -> Iterator[None]:
     audits: list[PhaseAudit] = list(recorder.pending_audits)
     recorder.pending_audits.clear()
     if not audits:

@@ -35,6 +35,7 @@ from aqnpipe.models.layout import (
 from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK, install_on_checkpoints
 from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.faults import ActiveFaults, simulated_fault_hooks
+from aqnpipe.noise.injection.hooked_modules import HookedModules
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.module_errors import ModuleErrors
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
@@ -122,6 +123,7 @@ class _Injection:
         )
         self.module_errors = ModuleErrors(state, modules) if modules is not None else None
         self.fault_injection = FaultInjection(state, faults, hidden_sigmas)
+        self.modules = HookedModules(state.model)
         self.norm_places: dict[int, Place] = {}
         self.around_norms: list[Place] = []
 
@@ -187,6 +189,7 @@ class _Injection:
         state = self.state
         if torch.compiler.is_compiling():
             raise ModelError(f"{type(state.model).__name__} is being compiled; noise and torch.compile do not combine")
+        self.modules.refuse_others()
         state.start_forward(num_tokens(args, kwargs))
         state.recorder.count_forward(state.phase)
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)

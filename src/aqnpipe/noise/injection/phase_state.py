@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from aqnpipe.config.noise import Phase, PlacedError, TensorError
 from aqnpipe.config.own_noise import OwnError
+from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers, output_projection
 from aqnpipe.noise.audit.parts import AuditedPart
 from aqnpipe.noise.audit.phase_audit import PhaseAudit
@@ -82,6 +84,7 @@ class PhaseState:
         self._kinds: set[bool] = set()
         self.is_computing = self.recomputing = False
         self._ran_outside = False
+        self._gradient_sources: set[NoiseStream] = set()
         self.shards: dict[str, set[Shard]] = defaultdict(set)
         self.outside = self.place = Place()
         seed, step = recorder.position(key.seed, key.step)
@@ -93,6 +96,13 @@ class PhaseState:
         parts.append(AuditedPart(len(parts), None, self.head))
         return PhaseAudit(self.model, parts, self.phase, position, self.recorder)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse copies and pickles of the model, whose hooks refer to this state: they would keep its noise."""
+        raise ModelError(
+            f"{type(self.model).__name__} or a part of it is copied or pickled (copy.deepcopy, torch.save) while noise "
+            "is installed, and the copy would keep the noise; expected the copy before or after, or state_dict()"
+        )
+
     def start_forward(self, num_tokens: int | None) -> None:
         """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
         self.is_computing = True
@@ -101,6 +111,20 @@ class PhaseState:
         self.reads_one_token = num_tokens == 1
         self.is_first_of_kind = self.reads_one_token not in self._kinds
         self._kinds.add(self.reads_one_token)
+
+    def _refuse_repeated_gradients(self, source: NoiseStream) -> None:
+        """Have the receipt refused for gradients whose noise nothing audits, or that was put on gradients before."""
+        if not self.recorder.is_in_backward:
+            self.recorder.note_mismatch(
+                "backward: gradients got their noise outside an audited backward pass; expected loss.backward() within "
+                "the context"
+            )
+        if source in self._gradient_sources:
+            self.recorder.note_mismatch(
+                "backward: the same noise was put on gradients twice, by a second backward pass through one graph "
+                "(retain_graph) or in a layer called twice; expected one backward pass of each forward pass"
+            )
+        self._gradient_sources.add(source)
 
     def refuse_outside_forward(self, what: str) -> None:
         """Have the receipt refused if `what` computes outside a forward pass of the model.
@@ -141,6 +165,8 @@ class PhaseState:
         Autograd records no operation, so gradients pass straight through. The tensor's version is increased, so the
         backward pass of an operator that needs its unchanged output fails instead of using the noised one.
         """
+        if phase == "backward":
+            self._refuse_repeated_gradients(source)
         values = tensor.detach() if tensor.requires_grad else tensor
         observer = self.audit.observer
         # Of all errors only one of a user's own may leave every value as it is, so its changes are counted.

@@ -48,7 +48,8 @@ class ReceiptRecorder:
     The receipt compares the measurements with `requested`. The recorder injects nothing. With `watch_norms`, every
     phase compares the norm weights of its model with the clean ones. `seed` is the seed that all noise must be drawn
     with; None accepts any. `clean_norm_weights` are the norm weights without AQN, by module name, if they are known.
-    `pending_audits` are audits of forwards whose backward pass they will observe.
+    `pending_audits` are audits of forwards whose backward pass they will observe. `is_in_backward`: an audited
+    backward pass runs, or one that was drawn not to be.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ReceiptRecorder:
         self.requested = requested
         self.clean_norm_weights: dict[str, Tensor] = {}
         self.pending_audits: list[Any] = []
+        self.is_in_backward = False
         self._seed = seed
         self._step: int | None = None
         self._keys: set[tuple[Phase, int, int, int, int]] = set()
