@@ -218,3 +218,18 @@ def test_prompts():
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         format_prompt("How many?", chat, tokenizer)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, suffix):
+    rows = {"jsonl": '{"question": "a", "answer": "#### 1"}\n', "csv": "question,answer\na,#### 1\n"}
+    path = tmp_path / f"test.{suffix}"
+    path.write_text(rows[suffix], encoding="utf-8-sig")
+    assert load_problems(LocalDataset(source="local", path=str(path)), "test")["question"].to_list() == ["a"]
+
+
+@pytest.mark.parametrize("header", ['question,answer,"a, note"', "question,answer,,", "question,answer,Answer"])
+def test_columns_with_different_names_are_read(tmp_path, header):
+    path = tmp_path / "test.csv"
+    path.write_text(f"{header}\na,#### 1,x{',y' if header.endswith(',,') else ''}\n")
+    assert load_problems(LocalDataset(source="local", path=str(path)), "test")["gold_answer"].to_list() == ["1"]

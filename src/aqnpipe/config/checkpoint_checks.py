@@ -8,6 +8,7 @@ from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.cross_references import (
     comparison_problems,
+    context_problems,
     explore_problems,
     layer_problems,
     machine_problems,
@@ -31,6 +32,7 @@ def checkpoint_problems(study: "CheckpointStudyConfig", arms: Mapping[str, Arm],
         yield f"{source}: checkpoints.{PRETRAINED}: this name is reserved, expected another one"
     yield from size_problems(study, source)
     yield from scorer_problems(study, source)
+    yield from context_problems(study, study.models, source)
     yield from _task_problems(study, source)
     yield from machine_problems(study, source)
     yield from machine_device_problems(study, source)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
+from aqnpipe.config.dataset import LmEvalDataset
 from aqnpipe.config.diagnosis import NEED_PARITY, NEED_SENSITIVITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
@@ -49,6 +50,8 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
     yield from explore_problems(study, arms, known, source)
     yield from _aa_control_problems(study, arms)
     yield from _seed_problems(study, arms, source)
+    trained = {arms[name].model for name in study.arms} & set(study.models)
+    yield from context_problems(study, {role: study.models[role] for role in study.models if role in trained}, source)
 
 
 def _name_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
@@ -81,6 +84,28 @@ def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
         yield f"{source}: evaluation.num_questions: found {asked}, expected at most dataset.num_test {dataset.num_test}"
     if dataset.num_train is not None and shots >= dataset.num_train:
         yield f"{source}: prompt.num_examples: found {shots}, expected fewer than dataset.num_train {dataset.num_train}"
+
+
+def context_problems(study: "AnyStudyConfig", models: Mapping[str, ModelConfig], source: str) -> Iterator[str]:
+    """Yield responses that leave no position for a prompt; models of a hub are not known yet.
+
+    A job compares with its own prompts. A task of lm-evaluation-harness cuts prompts itself.
+    """
+    asked = {} if isinstance(study.dataset, LmEvalDataset) else {"evaluation": study.evaluation.max_response_tokens}
+    if study.training is not None:
+        asked = {"training": study.training.max_response_tokens, **asked}
+    for role, model in models.items():
+        kind = source_kind(model.source)
+        folder = builtin_folder(model.source) if kind == "builtin" else Path(model.source)
+        if kind == "hub" or not (folder / "config.json").is_file():
+            continue  # A folder without config.json is a problem of its own.
+        context = read_model_config(folder).get("max_position_embeddings")
+        for section, tokens in asked.items():
+            if isinstance(context, int) and tokens >= context:
+                yield (
+                    f"{source}: {section}.max_response_tokens: found {tokens}, expected fewer than the {context} "
+                    f"positions of model {role} ({model.source}), which its prompts need too"
+                )
 
 
 def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:

@@ -34,6 +34,8 @@ def questions_and_answers(table: pl.DataFrame, config: StoredDataset, name: str)
     for row in range(table.height):
         where = f"{name}, row {row}"
         question = _question(values[config.question_column][row], where, config)
+        if not question.strip():
+            raise DataError(f"{where}: column {config.question_column} is empty, expected a question")
         answer = values[config.answer_column][row]
         if config.choices_column is not None:
             choices, labels = _choices(values[config.choices_column][row], where, config.choices_column)

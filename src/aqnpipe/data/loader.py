@@ -1,5 +1,7 @@
 """The problems of a study as a table, read from the generator, a local folder or the hub, and checked."""
 
+import codecs
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -103,10 +105,24 @@ def _read_file(path: Path, config: LocalDataset) -> pl.DataFrame:
     return questions_and_answers(table, config, str(path))
 
 
+def _read_jsonl(path: Path) -> pl.DataFrame:
+    """Read JSON lines, also behind the byte order mark that Windows programs write, which polars refuses."""
+    return pl.read_ndjson(path.read_bytes().removeprefix(codecs.BOM_UTF8), infer_schema_length=None)
+
+
+def _read_csv(path: Path) -> pl.DataFrame:
+    """Read cells as text: inferred types would turn 007 into 7. DataError if two columns share a name."""
+    # A header is a row like others; as such, its names are not made different.
+    names = pl.read_csv(path, has_header=False, n_rows=1, infer_schema=False).rows()
+    repeated = [name for name, count in Counter(names[0] if names else ()).items() if count > 1 and name is not None]
+    if repeated:
+        raise DataError(f"{path}: found the column {repeated[0]} twice, expected different names")
+    return pl.read_csv(path, infer_schema=False)
+
+
 _READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {
-    ".jsonl": lambda path: pl.read_ndjson(path, infer_schema_length=None),
-    # Cells stay text: inferred types would turn 007 into 7.
-    ".csv": lambda path: pl.read_csv(path, infer_schema=False),
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
     ".parquet": pl.read_parquet,
 }
 

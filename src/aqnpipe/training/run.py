@@ -1,6 +1,6 @@
 """One worker of a training run: builds the trainer with its data, noise and callbacks, trains, writes the results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,12 @@ from transformers import PrinterCallback
 from aqnpipe.artifacts.files import read_table, write_json, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import OwnRewardMetrics, TrainingMetrics
+from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
 from aqnpipe.data.graders import grader
 from aqnpipe.data.prompts import (
+    check_context,
     check_prompt_lengths,
     end_of_response,
     format_prompt,
@@ -236,8 +238,9 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
     problems = read_table(inputs.train_problems, ProblemTable)
     examples = choose_examples(spec.prompt, inputs.train_problems)
     prompts = [format_prompt(question, spec.prompt, tokenizer, examples) for question in problems["question"]]
+    token_ids = tokenize_prompts(prompts, spec.prompt, tokenizer)
+    _check_context(spec, inputs, token_ids)
     if spec.training.max_prompt_tokens is not None:
-        token_ids = tokenize_prompts(prompts, spec.prompt, tokenizer)
         check_prompt_lengths(problems["question_id"], token_ids, spec.training.max_prompt_tokens)
     return Dataset.from_dict(
         {
@@ -248,6 +251,12 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
     )
 
 
+def _check_context(spec: TrainingSpec, inputs: TrainingInputs, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise DataError if a prompt with its response may be longer than the positions of the model."""
+    context = read_model_config(inputs.model).get("max_position_embeddings")
+    check_context(prompts, spec.training.max_response_tokens, context)
+
+
 def _validation(
     spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any, noise: NoisePlan, audit: TrainingAudit
 ) -> ValidationCallback:
@@ -256,9 +265,11 @@ def _validation(
     examples = choose_examples(spec.prompt, inputs.train_problems)
     refuse_overlap(examples, problems["question"])
     refuse_leak(read_table(inputs.train_problems, ProblemTable)["question"], tests["question"])
+    prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
+    _check_context(spec, inputs, prompts)
     return ValidationCallback(
         spec.training.validation_steps(spec.num_steps),
-        prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples),
+        prompts,
         problems["gold_answer"].to_list(),
         tokenizer=tokenizer,
         noise=noise,
