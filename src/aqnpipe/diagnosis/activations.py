@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.reference import FEW_ROWS, FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.sites import LayerSites
@@ -81,12 +81,15 @@ def activation_name(config: Any) -> str | None:
 def activation_sweep(
     module: nn.Module, name: str, layer: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> list[Check]:
-    """Return the check of the activation `name` on all finite numbers of 16 bits."""
-    x = _in_rows(finite_numbers(dtype, generator), _WIDTH)
-    observed = module(x.to(device).unsqueeze(1))
+    """Return the checks of the activation `name` on all finite numbers of 16 bits, and on a few rows of them."""
+    x = _in_rows(_shuffled(finite_numbers(dtype, generator), generator), _WIDTH)
     expected, allowed = _reference(name, x)
-    flat = [tensor.reshape(-1, 1) for tensor in (expected, observed, allowed)]  # of no channel in particular
-    return [compare("activation", layer, MODULE_SITE, flat[0], flat[1], allowed=flat[2])]
+    checks = []
+    for rows in (len(x), *FEW_ROWS):
+        observed = module(x[:rows].to(device).unsqueeze(1))
+        flat = [part.reshape(-1, 1) for part in (expected[:rows], observed, allowed[:rows])]  # of no channel
+        checks.append(compare("activation", layer, MODULE_SITE, flat[0], flat[1], allowed=flat[2]))
+    return checks
 
 
 def activation_gradient(
@@ -122,7 +125,7 @@ def activation_gradient(
 def gated_sweep(
     sites: LayerSites, name: str, layer: int, dtype: torch.dtype, generator: torch.Generator
 ) -> list[Check]:
-    """Return the check of activation times up projection at the input of down_proj, on all finite 16-bit numbers.
+    """Return the checks of activation times up projection at the input of down_proj: all 16-bit numbers, and few rows.
 
     Gate and up projection may be two linears or the halves of one. A layer without them has no check.
     """
@@ -130,7 +133,7 @@ def gated_sweep(
     if found is None:
         return []
     replaced, width, rows, down, block = found
-    numbers = _in_rows(finite_numbers(dtype, None), width - _NUM_FACTORS)
+    numbers = _in_rows(_shuffled(finite_numbers(dtype, None), generator), width - _NUM_FACTORS)
     bits = min(mantissa_bits(dtype), PRODUCT_BITS)
     factors = full_mantissas((len(numbers), _NUM_FACTORS), bits, generator).to(dtype) / 2
     x = torch.cat([factors, numbers], dim=1)
@@ -148,22 +151,35 @@ def gated_sweep(
         ]
     weights += [pair for module in replaced for pair in zero_bias(module)]
     fed: list[Tensor] = []
+    checks = []
     projected: dict[nn.Module, Tensor] = {}
     handles = [module.register_forward_hook(lambda own, args, out: projected.update({own: out})) for module in replaced]
     handles.append(down.register_forward_pre_hook(lambda _module, args: fed.append(args[0])))
     try:
         with substituted(weights):
-            block(x.to(down.weight.device).unsqueeze(1))
+            for rows in (len(x), *FEW_ROWS):
+                block(x[:rows].to(down.weight.device).unsqueeze(1))
+                # A fault of a projection is not one of what follows it: the answer is that for its observed output.
+                outputs = [projected[module] for module in replaced]
+                checks.append(_gated_check(name, layer, outputs, fed[-1].squeeze(1)))
     finally:
         for handle in handles:
             handle.remove()
-    # A fault of a projection is not one of what follows it, so the answer is that for its observed output.
-    outputs = [projected[module] for module in replaced]
-    gates, ups = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
+    return checks
+
+
+def _gated_check(name: str, layer: int, projected: list[Tensor], seen: Tensor) -> Check:
+    """Compare what down_proj got with the activation of the gate times the up projection."""
+    gates, ups = projected if len(projected) == 2 else projected[0].chunk(2, -1)
     activated, allowed = _reference(name, gates.squeeze(1).cpu())
-    times = ups.squeeze(1).cpu().double()
-    bound = (allowed + TWO_ROUNDINGS / 2 * torch.finfo(dtype).eps * activated.abs()) * times.abs() + _smallest(dtype)
-    return [compare("activation", layer, SITE, activated * times, fed[-1].squeeze(1), allowed=bound)]
+    times, eps = ups.squeeze(1).cpu().double(), torch.finfo(seen.dtype).eps
+    bound = (allowed + TWO_ROUNDINGS / 2 * eps * activated.abs()) * times.abs() + _smallest(seen.dtype)
+    return compare("activation", layer, SITE, activated * times, seen, allowed=bound)
+
+
+def _shuffled(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the numbers in random order, so that a few of them are of every magnitude."""
+    return numbers[torch.randperm(len(numbers), generator=generator)]
 
 
 def _gate_and_up(sites: LayerSites) -> tuple[list[nn.Linear], int, int, nn.Linear, nn.Module] | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
-from aqnpipe.diagnosis.reference import LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.reference import FEW_ROWS, LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.error_bounds import few_roundings
 
@@ -99,7 +99,7 @@ def _drawn_batch(count: int, hidden: int, top_k: int, dtype: torch.dtype, genera
 
 def _numbers_of_rows(num_tokens: int) -> tuple[int, ...]:
     """Return numbers of tokens of a call: kernels are chosen by it, and on some devices experts have a capacity."""
-    return (num_tokens, 1, LEAST_ROWS) if num_tokens < LEAST_ROWS else (num_tokens, 1)
+    return (num_tokens, *FEW_ROWS, LEAST_ROWS) if num_tokens < LEAST_ROWS else (num_tokens, *FEW_ROWS)
 
 
 def _run(module: nn.Module, like: Tensor, batch: _Batch, share: Tensor) -> Tensor:

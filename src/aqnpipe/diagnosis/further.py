@@ -21,6 +21,7 @@ from aqnpipe.diagnosis.ends_in_sequences import FINITE
 from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
+from aqnpipe.diagnosis.reference import FEW_ROWS
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.router import ROUTER_SITE, probe_router, router_of
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
@@ -69,7 +70,7 @@ def _other_shapes(num_layers: int) -> Untested:
 
 
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
-    """Return what no diagnosis tests: learned positions, some gradients, longer sequences, more of them, other kernels."""
+    """Return what no diagnosis tests: learned positions, some gradients, other sequences, other attention kernels."""
     used = getattr(model.config, "_attn_implementation", None)
     without_probe = ["embedding", "gains", "biases", "rotary embedding", "residual sums", "lm_head"]
     if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
@@ -84,6 +85,10 @@ def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
         Untested(
             part="other numbers of sequences",
             reason="1 and 4 through the whole model, attention also with 2, 3 and 16",
+        ),
+        Untested(
+            part="activations, experts and router with other numbers of rows",
+            reason=f"{', '.join(map(str, FEW_ROWS))} and a batch of hundreds",
         ),
         Untested(part="longer sequences", reason=f"the longest had {longest_sequence(model)} tokens"),
         Untested(part="other attention kernels", reason=f"the model ran with {used}"),

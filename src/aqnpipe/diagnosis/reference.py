@@ -15,6 +15,9 @@ PRODUCT_BITS = 11
 LEAST_ROWS = 513
 """More rows than a large tile of matrix units has; a fault of the rows behind them shows in no smaller batch."""
 
+FEW_ROWS = (1, 4, 8)
+"""Rows of a decode of one to eight sequences; kernels are chosen by their number."""
+
 _MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import cancelling_operands, mantissas, running_operands, selection_weight
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, mantissa_bits
-from aqnpipe.diagnosis.shapes import SMALL
+from aqnpipe.diagnosis.reference import FEW_ROWS, FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.error_bounds import TWO_ROUNDINGS, sum_bound
 
 ROUTER_SITE = "router"
-ROUTER_ROWS = (LEAST_ROWS, *SMALL)
+ROUTER_ROWS = (LEAST_ROWS, 96, *FEW_ROWS)
 """Numbers of tokens of a call; kernels are chosen by it."""
 
 _SPANS_OF_LOGITS = (16.0, 4.0, 1.0)

@@ -1,7 +1,7 @@
 """Whole sequences through the model: attention over many keys, prefill and decode with the KV cache, residual sums.
 
 Three batches run through the whole model. The first has no padding, the second has some at the start of each sequence,
-because kernels are chosen by the mask, and the third is one sequence, as in plain generation. Each is a prefill and some
+because kernels are chosen by the mask, and the third is one sequence, as in plain generation. Each is a prefill and
 single tokens. Kernels run on test operands (see attention_kernel.py), everything else on what the model makes of them:
 the embedding, every sum of the residual stream, the way from one layer to the next, and from the last one to the
 logits, is recomputed on the host from its own terms, bit for bit (see ends_in_sequences.py for the ends).
