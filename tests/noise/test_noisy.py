@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import aqnpipe
 from aqnpipe.config.noise import MantissaTruncation
@@ -222,6 +223,30 @@ def test_a_forward_that_died_is_no_audit_of_the_whole(make_model, ids):
     around_layers(model, lambda hidden, weight: hidden @ weight)
     with pytest.raises(ReceiptError, match=r"aten\.mm in model\.norm, outside the decoder layers"):
         forward_again(model, ids).check()
+
+
+def test_a_layer_that_runs_twice_in_a_forward_is_named(model, ids):
+    layer = model.model.layers[1]
+
+    def run_again(module, args, kwargs):
+        return (layer(*args, **kwargs),), kwargs
+
+    model.model.layers[2].register_forward_pre_hook(run_again, with_kwargs=True)
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids, use_cache=False)
+    assert "model.layers.1 ran again in the same forward pass" in receipt.problems()[0]
+
+
+def test_a_checkpoint_of_ones_own_is_named(model, ids):
+    layer = model.model.layers[1]
+
+    class Checkpointed(type(layer)):
+        def __call__(self, *args, **kwargs):
+            return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+    layer.__class__ = Checkpointed
+    problems = trained_step(model, ids).problems()
+    assert any("layer 1 was computed again by a backward pass" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 32), (32, 1)])

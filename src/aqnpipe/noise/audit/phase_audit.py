@@ -72,6 +72,7 @@ class PhaseAudit:
         self._later_handles: list[Callable[[], None]] = []
         self._whole: Observer | None = None
         self._due_parts: dict[int, AuditedPart] = {}
+        self._entered: set[int] = set()
         self._kind = _SEVERAL
         self._ranges: list[tuple[int, int, Frame]] = []
         self._range_starts: dict[int, int] = {}
@@ -110,6 +111,7 @@ class PhaseAudit:
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         _call_all(self._later_handles)
+        self._entered.clear()
         self.position = self.position._replace(forward=self.position.forward + 1)
         self._kind = self._kind_of(args, kwargs)
         number = self._recorder.num_forwards(self._phase) + 1
@@ -157,6 +159,12 @@ class PhaseAudit:
     def _enter_part(self, observer: Observer, part: AuditedPart, module: nn.Module, args: Any) -> None:
         self._due_parts.pop(part.place, None)
         frame = self._frame(part.place, part.layer, module)
+        if frame.error is not None and part.place in self._entered and part.norm is None and not part.runs_after_model:
+            self._comparison.note(
+                f"{frame.name} ran again in the same forward pass, with the random numbers of its first call; expected "
+                "one call of each layer and of the output projection"
+            )
+        self._entered.add(part.place)
         if self._whole is None:
             self._start(observer, frame)
         else:

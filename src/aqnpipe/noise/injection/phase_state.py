@@ -134,6 +134,12 @@ class PhaseState:
         if self.is_computing or self.recomputing or self._ran_outside:
             return
         self._ran_outside = True
+        if torch._C._current_autograd_node() is not None:
+            self.recorder.note_mismatch(
+                f"{self.phase}: {what} was computed again by a backward pass, which has other noise; expected "
+                "gradient_checkpointing_enable() of transformers in place of a checkpoint of one's own"
+            )
+            return
         self.recorder.note_mismatch(
             f"{self.phase}: {what} ran outside a call of {type(self.model).__name__}, with noise that is neither new "
             "nor audited; expected model(...) or model.generate(...)"

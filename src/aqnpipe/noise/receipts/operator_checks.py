@@ -16,6 +16,14 @@ from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord, Recei
 
 _LISTED_CONTRADICTIONS = 8
 _ELEMENTWISE_KINDS = (("rms_norm", "layer_norm"), ("silu", "gelu"))
+_DECOMPOSED_ATTENTION = ("matmul", "bmm", "baddbmm")
+_ADVICE = {
+    **dict.fromkeys(_ELEMENTWISE_KINDS, ", expected operators: matmul"),
+    _DECOMPOSED_ATTENTION: ", expected attention in every layer; name the layers that have it",
+}
+_FUSED_ADVICE = (
+    "use eager attention, or set attention: fused, which `noisy` reads from the model's config._attn_implementation"
+)
 
 
 def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> list[str]:
@@ -96,7 +104,7 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
     for kinds in _operator_kinds(noise):
         without = sorted(layer for layer in required & reached.keys() if reached[layer].isdisjoint(kinds))
         if without:
-            advice = ", expected operators: matmul" if kinds in _ELEMENTWISE_KINDS else ""
+            advice = _ADVICE.get(kinds, "")
             problems.append(f"no {' or '.join(kinds)} was noised in layers {without}{advice}")
     problems += _measured_operators_missing(noise, cells, receipt.num_layers)
     head = noise.error_in(None) is not None
@@ -105,7 +113,7 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
     elif head and None not in reached and receipt.num_layers in _places_with_gradients(receipt, record):
         problems.append("lm_head was not noised although requested")
     for operator, calls in record.escaped.items():
-        advice = "use eager attention, or set attention: fused" if "attention" in operator else "not supported"
+        advice = _FUSED_ADVICE if "attention" in operator else "not supported"
         problems.append(f"{calls} calls of {operator} escaped the noise ({advice})")
     problems += _share_missing(receipt, noise, record)
     return [f"{record.phase}: {problem}" for problem in problems]
@@ -161,7 +169,7 @@ def _operator_kinds(noise: OperatorNoise) -> list[tuple[str, ...]]:
     """Return groups of operators. Every noised layer must have noise on at least one operator of each group."""
     if isinstance(noise.error, FakeQuantization):
         return [("linear", "addmm", "matmul")]
-    attention = ("scaled_dot_product_attention",) if noise.attention == "fused" else ("matmul", "bmm", "baddbmm")
+    attention = ("scaled_dot_product_attention",) if noise.attention == "fused" else _DECOMPOSED_ATTENTION
     return [
         ("linear", "addmm", "matmul"),
         attention,
