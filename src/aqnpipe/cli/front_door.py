@@ -27,6 +27,9 @@ from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError, ModelError
 from aqnpipe.runtime.device_allocation import devices_to_compute_on
 
+_LONGEST_NAME = 255
+"""Bytes of a file name on Linux."""
+
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 
 
@@ -180,6 +183,7 @@ def _studies_of_profile(name: str) -> list[Path]:
 
 
 def _outside_problems(study: Study, source: str) -> Iterator[str]:
+    yield from (f"{source}: results_dir: {problem}" for problem in _folder_problems(Path(study.config.results_dir)))
     yield from _design_problems(study, source)
     yield from _dataset_problems(study, source)
     yield from _diagnosis_problems(study, source)
@@ -195,6 +199,17 @@ def _outside_problems(study: Study, source: str) -> Iterator[str]:
             load_yaml(Path(published), PublishedFile)
         except ConfigError as error:
             yield f"{source}: statistics.published: {error}"
+
+
+def _folder_problems(folder: Path) -> Iterator[str]:
+    """Yield why a folder is none and cannot be made."""
+    longest = max(len(os.fsencode(part)) for part in folder.parts)
+    if longest > _LONGEST_NAME:
+        yield f"a folder name has {longest} bytes, expected at most {_LONGEST_NAME}"
+        return
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        yield f"{existing} is no folder, expected a folder or a new path"
 
 
 def _design_problems(study: Study, source: str) -> Iterator[str]:

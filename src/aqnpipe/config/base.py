@@ -23,10 +23,10 @@ Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
 
 
 def _not_periodic(name: str) -> str:
-    """Return a name; ValueError if it repeats a part so often that Snakemake takes its files for an endless loop."""
-    repeated = re.search(r"(.+?)\1{19}", name)
+    """Return a name; ValueError if its end repeats so often that Snakemake takes its files for an endless loop."""
+    repeated = re.search(r"(.+?)\1{19,}$", name)
     if repeated:
-        raise ValueError(f"repeats {repeated[1]!r} 20 times or more, which Snakemake refuses in file names")
+        raise ValueError(f"ends in 20 times {repeated[1]!r} or more, which Snakemake refuses in file names")
     return name
 
 
