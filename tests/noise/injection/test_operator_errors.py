@@ -151,3 +151,27 @@ def test_a_weight_that_is_computed_in_the_layer_is_accepted(make_model, backward
     model, branch = with_branch(make_model(), lambda x, module: module.linear(x))
     parametrize.register_parametrization(branch.linear, "weight", Adapted())
     receipt_of(model, backward=backward).check()
+
+
+@pytest.mark.parametrize("shape", [(32,), (32, 1)])
+def test_a_weight_with_a_gain_per_channel_is_accepted(make_model, shape):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.full(shape, 2.0))
+
+        def forward(self, weight):
+            return weight * self.gain.view(-1, 1)
+
+    model, branch = with_branch(make_model(), lambda x, module: module.linear(x))
+    parametrize.register_parametrization(branch.linear, "weight", Scaled())
+    receipt_of(model, backward=False).check()
+
+
+def test_activations_with_such_a_gain_are_no_weight_and_a_product_with_the_scaled_weight_is_refused(make_model):
+    def compute(x, module):
+        return ((x * module.linear.bias).unsqueeze(-1) * (module.weight * module.linear.bias)).sum(-2)
+
+    model, _ = with_branch(make_model(), compute)
+    problems = receipt_of(model, backward=False).problems()
+    assert any("aten.mul on a weight matrix in model.layers.1.mlp" in problem for problem in problems)

@@ -155,6 +155,16 @@ class MatrixParameters:
     def __init__(self) -> None:
         # Kept alive, so that no other tensor can get the same storage number while the layer computes.
         self._tensors: dict[int, Tensor] = {}
+        self._scales: dict[int, Tensor] = {}
+
+    def start(self, parameters: Iterable[Tensor]) -> None:
+        """Add the parameters of a layer: its matrices, and beside them those with one scale per channel."""
+        for parameter in parameters:
+            (self._tensors if is_matrix(parameter) else self._scales)[storage_of(parameter)] = parameter
+
+    def holds_all(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether all of `tensors` are matrix parameters, or scales of one, as in `weight * gain`."""
+        return all(tensor in self or storage_of(tensor) in self._scales for tensor in tensors)
 
     def update(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that hold values of matrix parameters."""
@@ -203,7 +213,7 @@ def escape(
         return f"{func.namespace}.{name}"
     if not takes_matrix:
         return None
-    if name == "embedding" or all(value in parameters for value in inputs):
+    if name == "embedding" or parameters.holds_all(inputs):
         # Rows of a matrix, or something computed from matrices alone: still no product with the hidden states.
         parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
         return None

@@ -30,7 +30,6 @@ from aqnpipe.noise.audit.classification import (
     MatrixParameters,
     escape,
     is_known,
-    is_matrix,
     keeps_the_parameter,
     running_module,
     storage_of,
@@ -223,7 +222,7 @@ class Observer(TorchDispatchMode):
 
     def enter(self, frame: Frame) -> None:
         """Start a pass: the operations until `leave` belong to it."""
-        frame.parameters.update(parameter for parameter in frame.module.parameters() if is_matrix(parameter))
+        frame.parameters.start(frame.module.parameters())
         self._frames.append(frame)
 
     def leave(self, output: Any) -> None:
