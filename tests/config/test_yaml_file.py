@@ -73,3 +73,15 @@ def test_later_files_and_overrides_extend_a_study(tmp_path, monkeypatch):
     assert (study.config.training.temperature, study.config.training.learning_rate) == (0.5, 1e-5)
     assert study.config.training.prompts_per_step == 4
     assert study.config.seeds == (5,)
+
+
+def test_numbers_have_no_leading_zeros(tmp_path):
+    path = tmp_path / "numbers.yaml"
+    path.write_text("[0, -0, 10, +3, 1_000, 0x1F, 0.5, 08:00x, '010', v1:30]\n")
+    assert read_yaml_file(path) == [0, 0, 10, 3, 1000, 31, 0.5, "08:00x", "010", "v1:30"]
+    for number in ("010", "-07", "0_1", "00", "1:30", "-1:30"):
+        path.write_text(f"a: {number}\n")
+        with pytest.raises(ConfigError, match=r"numbers\.yaml:1:4: not valid YAML: found .* without leading zeros"):
+            read_yaml_file(path)
+        with pytest.raises(ConfigError, match=r"--config: found .* without leading zeros"):
+            typed_scalars({"a": [number]})

@@ -1,6 +1,7 @@
 """Reading YAML files that users write: every mistake is one line with the file, and where YAML is broken the position.
 
-The reader is stricter than plain YAML. A duplicate key is refused, because YAML would silently drop the first one.
+The reader is stricter than plain YAML. A duplicate key is refused, because YAML would silently drop the first one, and
+so is `010`, which is 8 in YAML 1.1.
 `1e-6` is a number, as in YAML 1.2 and in every programming language; YAML 1.1 reads it as text. Aliases that expand to
 very many values are refused before they are expanded.
 """
@@ -57,7 +58,13 @@ def typed_scalars(content: Any) -> Any:
     if not isinstance(content, str):
         return content
     tag = _StrictLoader("").resolve(yaml.ScalarNode, content, (True, False))
-    return yaml.load(content, Loader=_StrictLoader) if tag != "tag:yaml.org,2002:str" else content  # noqa: S506
+    if tag == "tag:yaml.org,2002:str":
+        return content
+    try:
+        return yaml.load(content, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else f"{content!r} is no value ({error})"
+        raise ConfigError(f"--config: {problem}") from error
 
 
 def validated(model: type[Model], content: Any, source: str) -> Model:
@@ -102,7 +109,16 @@ class _StrictLoader(yaml.SafeLoader):
             seen[key.value] = key
         return node
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Read a whole number; YAML 1.1 would read 010 as 8, and 1:30 as 90."""
+        if re.match(r"[-+]?0[0-9_]|.*:", node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"found {node.value}, expected a number without leading zeros or colons", node.start_mark
+            )
+        return int(super().construct_yaml_int(node))
 
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
