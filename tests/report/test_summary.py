@@ -1,11 +1,17 @@
 import re
+from pathlib import Path
 
 import polars as pl
 import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.report.summary import markdown
+from aqnpipe.config.study import load_study_file
+from aqnpipe.report.overview import arm_table
+from aqnpipe.report.summary import _accuracy_lines, markdown
+from aqnpipe.report.words import load_words
+
+ROOT = Path(__file__).parents[2]
 
 SHARES = ("truncated_fraction", "parse_failure_fraction")
 
@@ -52,6 +58,23 @@ def test_verdicts_and_numbers_are_the_artifacts(built):
     assert f"counts as wrong: at most {100 * missing:.1f} %." in text
     arms = [line[0].strip("| ").replace("\\", "") for line in lines[-5:]]
     assert arms == ["pretrained", "baseline", "E5", "E5b", "srdd_guided"]
+
+
+@pytest.mark.parametrize(("name", "has_steps"), [("checkpoints.yaml", False), ("smoke.yaml", True)])
+def test_given_checkpoints_have_no_steps_seeds_or_arms(monkeypatch, name, has_steps):
+    monkeypatch.chdir(ROOT)
+    study = load_study_file(ROOT / "config" / name)
+    rows = [
+        {"model": study.model_roles()[0], "arm": arm, "seed": 0, "step": 0, "noise_level": 0.0, "accuracy": 0.5}
+        | dict.fromkeys(SHARES, 0.0)
+        for arm in study.arms
+    ]
+    words, last = load_words("en"), pl.DataFrame(rows)
+    table = arm_table(study, last, words)
+    text = " ".join([table.title, table.head, *_accuracy_lines(study, last, set(), words)])
+    assert [word in text for word in ("last step", "seeds", "arm")] == [has_steps] * 3
+    assert ("checkpoint" in text) is not has_steps
+    assert [row.cells for row in table.rows if row.name in study.arms] == [("50.0",)] * len(study.arms)
 
 
 def test_hostile_summary_has_no_html(hostile):

@@ -27,8 +27,14 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class ArmTable:
-    """Accuracy after the last step in percent: mean over seeds (lowest to highest), a column per level."""
+    """Accuracy in percent, a column per level: of arms after the last step, mean over seeds (lowest to highest).
 
+    `title` heads the page's table, `caption` that of the summary, and `head` the column of names.
+    """
+
+    title: str
+    caption: str
+    head: str
     levels: tuple[str, ...]
     rows: tuple[ArmRow, ...]
     several_models: bool
@@ -63,7 +69,11 @@ def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
             )
         )
         anchored.add(name)
-    return ArmTable(tuple(words.level(level) for level in levels), tuple(rows), len(models) > 1)
+    if study.has_training:
+        title, caption, head = words("arms.table"), words("summary.accuracy"), words("column.arm")
+    else:  # Given checkpoints have neither steps nor seeds.
+        title, caption, head = words("arms.checkpoints"), words("summary.checkpoints"), words("column.checkpoint")
+    return ArmTable(title, caption, head, tuple(words.level(level) for level in levels), tuple(rows), len(models) > 1)
 
 
 def _description(study: Study, name: str, words: Words) -> tuple[str, bool]:

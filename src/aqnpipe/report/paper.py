@@ -130,9 +130,9 @@ def _claim_table(overview: claims_view.ClaimsOverview, words: Words) -> Table:
 
 def _arm_table(study: Study, data: ReportData, words: Words) -> Table:
     arms = arm_table(study, page.last_steps(data.accuracy), words)
-    headers = (words("column.model"), words("column.arm"), words("column.what"), *arms.levels)
+    headers = (words("column.model"), arms.head, words("column.what"), *arms.levels)
     rows = tuple(Row((row.model, row.name, row.description, *row.cells)) for row in arms.rows)
-    return Table("arms", words("arms.table"), headers, rows, 3)
+    return Table("arms", arms.title, headers, rows, 3)
 
 
 def _pictures(name: str, figure: Figure) -> Iterator[Drawn]:

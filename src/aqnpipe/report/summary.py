@@ -116,7 +116,7 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, s
     if last.is_empty():
         return []
     table, means = arm_table(study, last, words), mean_accuracy(last)
-    header = [words("column.arm"), *table.levels]
+    header = [table.head, *table.levels]
     # If not all fit: those of the claims that are shown come first.
     first = sorted(table.rows, key=lambda row: row.name != PRETRAINED and (row.model, row.name) not in compared)
     shown = {(row.model, row.name) for row in first[:MAX_ROWS]}
@@ -127,11 +127,11 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, s
     ]
     cut = [words("table.left_out", shown=len(rows), all=len(table.rows)), ""] if len(rows) < len(table.rows) else []
     unanswered = words(
-        "summary.unanswered",
+        "summary.unanswered" if study.has_training else "summary.unanswered_checkpoints",
         truncated=float(max(means["truncated_fraction"])),
         no_answer=float(max(means["parse_failure_fraction"])),
     )
-    return [words("summary.accuracy"), "", *_table(header, rows), *cut, unanswered, ""]
+    return [table.caption, "", *_table(header, rows), *cut, unanswered, ""]
 
 
 def _scale_lines(scales: Sequence[MachineScale]) -> list[str]:
