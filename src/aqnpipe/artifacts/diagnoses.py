@@ -110,10 +110,12 @@ class LocatedFault(Artifact):
     evidence: str
     bits: FaultBits | None = Field(default=None, description="null if the values are not known")
     rate_per_call: float | None = Field(
-        default=None, description="share of `calls` with a wrong value; not every probe shows every fault"
+        default=None,
+        description="share of `calls` with a wrong value; below 1 also for permanent faults, as not every probe shows each",
     )
     calls: int | None = Field(
-        default=None, description="number of calls with a known answer, and of repeats if they differ"
+        default=None,
+        description="compared calls: with a known answer, and repeats if they differ; null for weights in memory",
     )
     tile: TilePlace | None = Field(default=None, description="null if the faulty channels have no period")
 
@@ -198,7 +200,9 @@ class LayerMetrics(Artifact):
     elements_probed: int = Field(default=0, ge=0)
     elements_per_channel: int = Field(default=0, ge=0)
     faulty_sites: tuple[str, ...] = ()
-    largest_deviation: float | None = None
+    largest_deviation: float | None = Field(
+        default=None, description="relative; null if exact probes did not run or a wrong value is NaN or infinite"
+    )
     scans: dict[str, float | str | None] | None = None
 
 

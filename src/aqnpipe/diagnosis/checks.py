@@ -19,6 +19,9 @@ from aqnpipe.errors import ModelError
 OUTSIDE_LAYERS = -1
 """Layer of checks of the modules before and after the decoder layers: embedding, final norm, lm_head."""
 
+CHECKSUM_PROBES = ("weights", "restored")
+"""Probes that compare weights in memory. They say nothing of what the modules with these weights compute."""
+
 KEPT_CHANNELS = 64
 """Number of channels of a mismatch whose values are kept; all channels are counted."""
 

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import FaultKind, LocatedFault
-from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch, differs
+from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check, Mismatch, differs
 from aqnpipe.diagnosis.fault_bits import fault_bits, tile_place, wrong_calls
 from aqnpipe.diagnosis.locate import Suspect
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
@@ -22,6 +22,9 @@ _MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm",
 
 _LEAST_INFORMATIVE = ("chain", "repeat", "monomial")
 """Probes that compare the device with itself; those of neither list stand between."""
+
+_OF_ITSELF = (*_LEAST_INFORMATIVE, "logits")
+"""Probes that show no fault which both sides of the comparison share; they count as calls only where they differ."""
 
 _NOT_COUNTED = ("chain", "monomial")
 """Probes whose elements say nothing of a rate: one compares an output with its next reading, one permutes rows."""
@@ -55,8 +58,7 @@ def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
         mark = _spike_rate(evidence, all_checks, len(channels))
     is_outside = suspect.layers[0] == OUTSIDE_LAYERS
     is_in_one = not (is_outside or suspect.is_device_wide)
-    revealing = [check for check in all_checks if check.probe not in _LEAST_INFORMATIVE or check.mismatch]
-    num_calls = sum(check.calls for check in revealing)
+    num_wrong, num_calls = _calls(evidence, all_checks)
     return LocatedFault(
         layer=suspect.layers[0] if is_in_one else None,
         site=suspect.site,
@@ -73,10 +75,17 @@ def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
         probes=tuple(dict.fromkeys(check.probe for check in evidence)),
         evidence=_in_words(evidence, len(channels)),
         bits=fault_bits(informative),
-        rate_per_call=sum(wrong_calls(check.mismatch) for check in evidence if check.mismatch) / num_calls,
-        calls=num_calls,
+        rate_per_call=num_wrong / num_calls if num_wrong else None,
+        calls=num_calls if num_wrong else None,
         tile=tile_place(channels, evidence[0].num_channels),
     )
+
+
+def _calls(evidence: Sequence[Check], all_checks: Sequence[Check]) -> tuple[int, int]:
+    """Return the wrong and all compared calls, without weights in memory, of which no module is called."""
+    wrong = sum(wrong_calls(c.mismatch) for c in evidence if c.mismatch and c.probe not in CHECKSUM_PROBES)
+    shown = (c for c in all_checks if c.probe not in CHECKSUM_PROBES and (c.mismatch or c.probe not in _OF_ITSELF))
+    return wrong, sum(check.calls for check in shown)
 
 
 def most_informative(evidence: Sequence[Check]) -> Mismatch:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import polars as pl
@@ -13,6 +14,7 @@ from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import format_fault
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.capture import NonFiniteOutputError
+from aqnpipe.diagnosis.checks import CHECKSUM_PROBES
 from aqnpipe.diagnosis.exact import ExactResult, run_exact
 from aqnpipe.diagnosis.non_finite import verdict_without_scans
 from aqnpipe.diagnosis.scans import run_scans
@@ -115,17 +117,18 @@ def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str |
     if diagnosed.exact is None:
         return LayerMetrics(layer=layer, scans=scans)
     checks = [check for check in diagnosed.exact.checks if check.layer == layer]
+    probed = [check for check in checks if check.probe not in CHECKSUM_PROBES]
+    largest = max(check.deviation for check in checks)  # not finite if a value is NaN or infinite
     seen: dict[str, int] = {}
-    for check in checks:
+    for check in probed:
         if check.probe != "monomial":
             seen[check.site] = seen.get(check.site, 0) + check.elements_per_channel
     return LayerMetrics(
         layer=layer,
         sites_probed=len(seen),
-        elements_probed=sum(check.elements_per_channel * check.num_channels for check in checks),
+        elements_probed=sum(check.elements_per_channel * check.num_channels for check in probed),
         elements_per_channel=min(seen.values()),
         faulty_sites=tuple(fault.site for fault in diagnosed.exact.faults if layer in (fault.layer, *fault.layers)),
-        # A spike may be infinite in a narrow dtype, which JSON cannot represent.
-        largest_deviation=min(max(check.deviation for check in checks), 1e300),
+        largest_deviation=largest if isfinite(largest) else None,
         scans=scans,
     )

@@ -1,5 +1,7 @@
 """Probes of the modules before and after the decoder layers: embedding, norms outside the layers, and lm_head."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +20,16 @@ _LARGEST_SUM = {torch.bfloat16: 2**8, torch.float16: 2**11}
 """Integers up to here are exact in the dtype, in which healthy kernels may hold the partial sums of a split sum."""
 
 
-def probe_ends(model: nn.Module, seed: int, *, is_known: bool = True) -> list[Check]:
+_ROWS = (1, 8, 96, 512)
+"""Rows of one sequence with which lm_head runs: a token, few, and as many as in a prefill."""
+_LEAST_SWEEPS = 6
+"""Calls of a norm: a fault that strikes some calls is missed as seldom as at the sites of layers."""
+
+
+def probe_ends(model: nn.Module, seed: int, *, is_known: bool = True, num_elements: int = 1) -> list[Check]:
     """Return the checks of embedding, norms outside the decoder layers, and lm_head; all rows of both tables.
+
+    Every channel of a norm and of lm_head has `num_elements` values or more.
 
     Of a model that is not `is_known`, embeddings and norms of classes of their own are left out.
     lm_head takes a test weight of its own size for the duration of a call.
@@ -30,11 +40,22 @@ def probe_ends(model: nn.Module, seed: int, *, is_known: bool = True) -> list[Ch
     checks = _embedding(embedding) if is_known or type(embedding) is nn.Embedding else []
     for site, module in outer_norms(model).items():
         if is_known or type(module) is nn.LayerNorm:
-            checks += norm_sweep(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
+            checks += _sweeps(module, site, like, generator, num_elements)
             checks += norm_gradient(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
     head = output_projection(model)
     if isinstance(head, nn.Linear):
-        checks += [_selecting(head, generator), _summing(head, generator)]
+        checks += [*_selecting(head, generator, num_elements - _NUM_TOKENS), _summing(head, generator)]
+    return checks
+
+
+def _sweeps(module: nn.Module, site: str, like: Tensor, generator: torch.Generator, num_elements: int) -> list[Check]:
+    """Sweep a norm until it had all its values; none of one without a known epsilon."""
+    checks: list[Check] = []
+    while len(checks) < _LEAST_SWEEPS or sum(check.elements_per_channel for check in checks) < num_elements:
+        found = norm_sweep(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
+        if not found:
+            break
+        checks += found
     return checks
 
 
@@ -88,16 +109,22 @@ def _embedding(module: nn.Module) -> list[Check]:
     return checks
 
 
-def _selecting(head: nn.Linear, generator: torch.Generator) -> Check:
-    """Run lm_head with rows that each copy one input, times a factor; both have full mantissas as far as exact."""
+def _selecting(head: nn.Linear, generator: torch.Generator, num_elements: int) -> Iterator[Check]:
+    """Run lm_head with outputs that each copy one input, times a factor; both have full mantissas as far as exact.
+
+    It runs with single tokens and with sequences, until every channel had `num_elements` values.
+    """
     dtype, device = head.weight.dtype, head.weight.device
     bits = min(mantissa_bits(dtype), PRODUCT_BITS)
-    x = full_mantissas((_NUM_TOKENS, head.in_features), bits, generator)
     chosen, _ = selection(head.out_features, head.in_features)
     factors = full_mantissas((head.out_features,), bits, generator)
+    more = -(-max(num_elements - _NUM_TOKENS - sum(_ROWS), 0) // _ROWS[-1])
+    shapes = [(_NUM_TOKENS, 1), *((1, rows) for rows in _ROWS + more * _ROWS[-1:])]
     with substituted([(head.weight, selection_weight(chosen, factors, head.weight)), *zero_bias(head)]):
-        observed = head(x.unsqueeze(1).to(device, dtype))
-    return compare("head", OUTSIDE_LAYERS, "lm_head", x[:, chosen] * factors, observed)
+        for shape in shapes:
+            x = full_mantissas((*shape, head.in_features), bits, generator)
+            expected = x[..., chosen].float() * factors.float()  # exact: the product has twice PRODUCT_BITS at most
+            yield compare("head", OUTSIDE_LAYERS, "lm_head", expected, head(x.to(device, dtype)))
 
 
 def _summing(head: nn.Linear, generator: torch.Generator) -> Check:

@@ -16,7 +16,8 @@ from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inferenc
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.classify import classify
 from aqnpipe.diagnosis.cost import metered
-from aqnpipe.diagnosis.coverage import untested_parts, untested_sites
+from aqnpipe.diagnosis.coverage import untested_norms, untested_parts, untested_sites
+from aqnpipe.diagnosis.ends import outer_norms
 from aqnpipe.diagnosis.fit import STRUCTURAL, misfits
 from aqnpipe.diagnosis.further import further_checks, without_consequences
 from aqnpipe.diagnosis.inputs import ProbeInputs
@@ -91,14 +92,20 @@ def run_exact(
             checks += found
             reordered |= set(changing)
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
-        more, unreached = further_checks(model, layers, config.seed, show_progress)
+        more, unreached = further_checks(model, layers, config.seed, show_progress, elements_needed(config))
         more += compare_with_earlier(model, before)
         checks, unfit = _without_misfits(without_consequences(checks + more), probers, inputs)
         faults = _faults(checks, probers, inputs)
     return ExactResult(
         checks=checks,
         faults=faults,
-        untested=(*untested_sites(layers, checks), *unfit, *unreached, *untested_parts(checks, like.dtype, inputs)),
+        untested=(
+            *untested_sites(layers, checks),
+            *unfit,
+            *unreached,
+            *untested_norms(layers, outer_norms(model), checks),
+            *untested_parts(checks, len(layers), like.dtype, inputs),
+        ),
         reordered=tuple(sorted(reordered)),
         elements_per_channel=elements_per_channel(checks),
         calls_per_site=calls_per_site(checks),
@@ -116,14 +123,22 @@ def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
     least `exact_repeats + 1` times per channel and token. A batch has more than 512 rows, so that every linear, norm
     and sum of every layer runs the kernels for many rows.
     """
-    elements = log(config.miss_probability) / log(1 - config.intermittent_rate)
+    elements = elements_needed(config)
     period = len(exponent_ladder(dtype))
     squares = ceil(elements / (config.exact_repeats + 1) / period)
     return period * max(_LEAST_SQUARES, squares, ceil(LEAST_ROWS / period))
 
 
-_COUNTED = ("identity", "linear", "mantissa", "integer", "accumulator", "bias", "attention", "mlp", "norm", "repeat")
-"""Probes whose values count for the probability of a miss: those of linears, norms, cores and sums of all tokens."""
+def elements_needed(config: DiagnosisConfig) -> int:
+    """Return the values per channel that an intermittent fault escapes with the probability of the settings."""
+    return ceil(log(config.miss_probability) / log(1 - config.intermittent_rate))
+
+
+_COUNTED = (
+    *("identity", "linear", "mantissa", "integer", "accumulator", "bias", "attention", "mlp", "norm", "repeat"),
+    *("head", "norm_range"),
+)
+"""Probes whose values count for the probability of a miss: those of linears, norms, cores, sums and lm_head."""
 
 _LEAST_SQUARES = 4
 """Two for each half of a linear probe: one of powers of two, one of full mantissas."""

@@ -37,12 +37,19 @@ _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
 def further_checks(
-    model: nn.Module, layers: Sequence[LayerSites], seed: int, show_progress: Callable[[str], None] = lambda line: None
+    model: nn.Module,
+    layers: Sequence[LayerSites],
+    seed: int,
+    show_progress: Callable[[str], None] = lambda line: None,
+    elements_at_ends: int = 1,
 ) -> tuple[list[Check], tuple[Untested, ...]]:
-    """Return the checks of all further probes, and what of them did not fit the model, with the reason."""
+    """Return the checks of all further probes, and what of them did not fit the model, with the reason.
+
+    `elements_at_ends`: least number of values on each channel of the final norm and lm_head.
+    """
     gaps: dict[tuple[str, str], list[int]] = {}
     show_progress("exact probes: embedding, final norm, lm_head")
-    checks = probe_ends(model, seed, is_known=is_known(model))
+    checks = probe_ends(model, seed, is_known=is_known(model), num_elements=elements_at_ends)
     for index, sites in enumerate(layers):
         show_progress(f"exact probes: ranges, shapes and gradients of layer {index + 1} of {len(layers)}")
         checks += _checks_of_layer(model, index, sites, len(layers), seed, gaps)

@@ -112,7 +112,10 @@ def norm_gradient(
         output = module(leaf)
         if not output.requires_grad:
             return []
-        (observed,) = torch.autograd.grad(output, leaf, gradient.to(device, dtype), retain_graph=True)
+        shown = gradient.to(device, dtype)
+        (observed,) = torch.autograd.grad(output, leaf, shown, retain_graph=True, allow_unused=True)
+    if observed is None:  # the output depends on the weight alone: a cast or a hook cuts the graph
+        return []
     through = gradient * (gain.double().cpu() + unit)
     normal, _ = _normalised(x, epsilon, centred)
     mean = x.mean(-1, keepdim=True) if centred else 0.0

@@ -67,8 +67,9 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
     call_rate = 1 - _MISSED_CALLS ** (1 / exact.calls_per_site)
     if not exact.faults:
         reason += (
-            f"; a fault of a linear, a norm or a sum that changes a share {config.intermittent_rate:g} of the values "
-            f"of one channel is missed with probability {miss:.1e}, one that strikes {call_rate:.0%} of the calls with "
+            "; a fault of a tested linear, norm or sum (lm_head and the final norm included; not of the embedding, "
+            f"experts and routers) that changes a share {config.intermittent_rate:g} of the values of one "
+            f"channel is missed with probability {miss:.1e}, one that strikes {call_rate:.0%} of the calls with "
             f"{_MISSED_CALLS:.0%}, a rarer one more often"
         )
     bound = EXACT.bound_on(exact.device)
@@ -140,6 +141,7 @@ def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding], devic
         faults = (_scanned_fault(traces, reason),)
     else:
         reason = "no trace of a fault (a bias or a clamp of a lone maximum leaves none)" + _device_noise(table)
+        reason += "; scans run the decoder layers alone, not the final norm and lm_head"
     return {
         "verdict": verdict,
         "reason": reason + _comparative_findings(findings),

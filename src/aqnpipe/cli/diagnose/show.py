@@ -86,8 +86,9 @@ def evidence_in_bits(fault: "LocatedFault") -> list[str]:
         flipped = ", ".join(f"{bit} ({count})" for bit, count in sorted(bits.flipped.items()))
         lines.append(f"expected {bits.expected}, observed {bits.observed}, XOR {bits.xor_mask}")
         lines.append(f"bits flipped in {bits.values} wrong values: {flipped}")
-    if fault.rate_per_call is not None:
-        lines.append(f"wrong in {fault.rate_per_call:.3g} of {fault.calls} calls")
+    if fault.rate_per_call is not None and fault.calls is not None:
+        wrong = round(fault.rate_per_call * fault.calls)
+        lines.append(f"wrong in {wrong} of {fault.calls} compared calls; not every probe shows every fault")
     if tile := fault.tile:
         lines.append(f"channels {_numbers(tile.offsets)} modulo {tile.width}")
     if fault.layer is None and fault.layers:
@@ -177,9 +178,11 @@ def _table(title: str, *, left: tuple[str, ...], right: tuple[str, ...]) -> Tabl
 
 
 def _layer_cells(layer: "LayerMetrics") -> list[str]:
-    if layer.largest_deviation is None:
+    if not layer.sites_probed:
         probed = ["", "", ""]
     else:
-        probed = [", ".join(layer.faulty_sites), f"{layer.elements_probed:,}", f"{layer.largest_deviation:.2g}"]
+        largest = layer.largest_deviation
+        deviation = "not finite" if largest is None else f"{largest:.2g}"
+        probed = [", ".join(layer.faulty_sites), f"{layer.elements_probed:,}", deviation]
     scans = layer.scans or {}
     return probed + [f"{value:.3g}" if isinstance(value := scans.get(key), float) else "" for key in _SHOWN_SCANS]
