@@ -19,7 +19,7 @@ def places(model):
         for index, layer in enumerate(decoder_layers(model)):
             for name, module in layer_sites(layer).linears.items():
                 checks = probe_gradients(name, module, index, torch.Generator().manual_seed(index))
-                assert len(checks) == 2
+                assert len({check.site for check in checks}) == 2
                 found |= {(check.layer, check.site) for check in checks if check.mismatch}
     return found
 
@@ -67,12 +67,97 @@ def test_a_fault_of_the_backward_pass_alone_is_found(dtype, part):
     assert places(model) == {(1, f"up_proj.{part}_gradient")}
 
 
+class LowestBitLost(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        bits = torch.int32 if gradient.dtype == torch.float32 else torch.int16
+        return (gradient.contiguous().view(bits) & ~1).view(gradient.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_lowest_mantissa_bit_of_a_gradient_is_probed(dtype):
+    model = tiny_model_of("llama").to(dtype)
+    module = layer_sites(decoder_layers(model)[1]).linears["o_proj"]
+    module.register_forward_pre_hook(lambda m, args: (LowestBitLost.apply(args[0]),))
+    assert places(model) == {(1, "o_proj.input_gradient")}
+    model = tiny_model_of("llama").to(dtype)
+    module = layer_sites(decoder_layers(model)[1]).linears["o_proj"]
+    module.forward = lambda x: torch.nn.functional.linear(x, LowestBitLost.apply(module.weight))
+    assert places(model) == {(1, "o_proj.weight_gradient")}
+
+
+def in_bfloat16(a, b, every):
+    """Return a @ b in an accumulator that is rounded to bfloat16 after `every` products."""
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
+    for start in range(0, a.shape[1], every):
+        part = a[:, start : start + every].double() @ b[start : start + every].double()
+        total = (total + part).bfloat16().double()
+    return total.to(a.dtype)
+
+
+class NarrowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, weight, part, every):
+        context.save_for_backward(x, weight)
+        context.part, context.every = part, every
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight = context.saved_tensors
+        rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
+        of_input, of_weight = rows @ weight, rows.T @ columns
+        if context.part == "input":
+            of_input = in_bfloat16(rows, weight, context.every)
+        else:
+            of_weight = in_bfloat16(rows.T, columns, context.every)
+        return of_input.reshape(x.shape), of_weight, None, None
+
+
+@pytest.mark.parametrize("part", ["input", "weight"])
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_narrow_accumulator_of_the_backward_pass_is_found(dtype, every, part):
+    model = tiny_model_of("llama").to(dtype)
+    module = layer_sites(decoder_layers(model)[1]).linears["up_proj"]
+    module.forward = lambda x: NarrowBackward.apply(x, module.weight, part, every)
+    assert places(model) == {(1, f"up_proj.{part}_gradient")}
+
+
+class SplitBackward(NarrowBackward):
+    @staticmethod
+    def backward(context, gradient):
+        """Sums of four parts, which a healthy kernel may round to the dtype."""
+        x, weight = context.saved_tensors
+        rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
+        return split(rows, weight).reshape(x.shape), split(rows.T, columns), None, None
+
+
+def split(a, b):
+    size = -(-a.shape[1] // 4)
+    parts = [a[:, k * size :][:, :size].float() @ b[k * size :][:size].float() for k in (2, 0, 3, 1)]
+    return sum(part.to(a.dtype).float() for part in parts).to(a.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_sums_with_rounded_parts_are_healthy(dtype):
+    model = tiny_model_of("llama").to(dtype)
+    for layer in decoder_layers(model):
+        for module in layer_sites(layer).linears.values():
+            module.forward = lambda x, m=module: SplitBackward.apply(x, m.weight, None, None)
+    assert not places(model)
+
+
 def test_a_module_that_cuts_the_graph_has_no_check_of_its_gradients():
     model = tiny_model_of("llama")
     module = layer_sites(decoder_layers(model)[0]).linears["up_proj"]
     module.register_forward_pre_hook(lambda m, args: (args[0].detach(),))
     generator = torch.Generator().manual_seed(0)
-    assert [check.site for check in probe_gradients("up_proj", module, 0, generator)] == ["up_proj.weight_gradient"]
+    assert {check.site for check in probe_gradients("up_proj", module, 0, generator)} == {"up_proj.weight_gradient"}
     module.register_forward_hook(lambda m, args, output: output.detach())
     assert probe_gradients("up_proj", module, 0, generator) == []
 

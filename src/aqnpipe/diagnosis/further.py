@@ -128,7 +128,7 @@ def _checks_of_layer(
             continue
         gradients = probe_gradients(name, linear, index, generator)
         checks += gradients
-        if len(gradients) < 2:
+        if len({check.site for check in gradients}) < 2:
             gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)
         for rows in rows_of_layer(index, num_layers, seed):
             checks.append(probe_shape(name, linear, index, rows, generator))

@@ -1,21 +1,55 @@
 """The backward products of a linear, with known answers: gradients of its input and of its weight.
 
-Operands are integers whose sums are exact in any order, as in the forward probe, so both gradients are known bit for
-bit. The backward pass has kernels of its own: the operands of its products are transposed differently.
+Operands are integers whose sums are exact in any order, selections with full mantissas, and sums that need wide
+accumulators, as in the forward probes. The backward pass has kernels of its own: the operands of its products are
+transposed differently.
 """
 
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.arithmetic import operand_bits
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.patterns import integer_operands
+from aqnpipe.diagnosis.patterns import accumulating_operands, integer_operands, selection, selection_weight
+from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas
 from aqnpipe.diagnosis.substitute import substituted
 
 _NUM_TOKENS = 32
+_LEAST_TERMS = 8
 
 
 def probe_gradients(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
     """Return the checks of both gradients of a linear; gradients that the model has accumulated are left alone."""
+    checks = _selecting(name, module, layer, generator) + _summing(name, module, layer, generator)
+    if min(module.weight.shape) >= _LEAST_TERMS:
+        checks += _accumulating(name, module, layer, generator)
+    return checks
+
+
+def _selecting(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
+    """Give every value of both gradients one product, of operands with full mantissas.
+
+    The products have 24 bits, or as many as exact products of the dtype have.
+    """
+    outputs, inputs = module.weight.shape
+    dtype = module.weight.dtype
+    gradient = full_mantissas((_NUM_TOKENS, outputs), min(operand_bits(dtype), 24 - PRODUCT_BITS), generator)
+    bits = min(operand_bits(dtype), PRODUCT_BITS)
+    of_outputs, factors = selection(inputs, outputs)[0], full_mantissas((inputs,), bits, generator)
+    weight = selection_weight(of_outputs, factors, torch.zeros(inputs, outputs, dtype=torch.float64)).T
+    of_tokens, values = selection(inputs, _NUM_TOKENS)[0], full_mantissas((inputs,), bits, generator)
+    x = selection_weight(of_tokens, values, torch.zeros(inputs, _NUM_TOKENS, dtype=torch.float64)).T
+    seen = _gradients(module, x, weight, gradient)
+    wanted = (gradient[:, of_outputs] * factors, gradient[of_tokens].T * values)
+    return [
+        compare("backward", layer, f"{name}.{operand}_gradient", answer, found)
+        for operand, answer, found in zip(("input", "weight"), wanted, seen, strict=True)
+        if found is not None
+    ]
+
+
+def _summing(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
+    """Run both gradients on integers in their real shape."""
     dtype, (outputs, inputs) = module.weight.dtype, module.weight.shape
     gradient, weight, of_input = integer_operands(_NUM_TOKENS, inputs, outputs, dtype, generator)
     seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
@@ -24,6 +58,21 @@ def probe_gradients(name: str, module: nn.Linear, layer: int, generator: torch.G
     _, seen = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
     if seen is not None:
         checks.append(compare("backward", layer, f"{name}.weight_gradient", of_weight, seen.T))
+    return checks
+
+
+def _accumulating(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
+    """Run both gradients on sums that a narrow accumulator gets wrong."""
+    dtype, (outputs, inputs) = module.weight.dtype, module.weight.shape
+    gradient, weight, of_input, allowed = accumulating_operands(_NUM_TOKENS, inputs, outputs, dtype, generator)
+    seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
+    site = f"{name}.input_gradient"
+    checks = [] if seen is None else [compare("backward", layer, site, of_input, seen, allowed=allowed)]
+    x, gradient, of_weight, allowed = accumulating_operands(inputs, outputs, _NUM_TOKENS, dtype, generator)
+    _, seen = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
+    if seen is not None:
+        site = f"{name}.weight_gradient"
+        checks.append(compare("backward", layer, site, of_weight, seen.T, allowed=allowed))
     return checks
 
 

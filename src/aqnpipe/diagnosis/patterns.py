@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from aqnpipe.error_bounds import sum_bound
+
 _WIDE_EXPONENTS = (-30, 29)
 _FLOAT16_EXPONENTS = (-10, 11)
 """Their products with the gate of the MLP probe are normal float16 numbers (2^-14 to 65504)."""
@@ -175,6 +177,25 @@ def running_operands(
     x *= _signs((num_tokens, 1), generator)
     rows, columns = _signs((out_features,), generator), _signs((in_features,), generator)
     return x * columns, rows.unsqueeze(1) * columns, x.sum(1, keepdim=True) * rows
+
+
+def accumulating_operands(
+    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (x, weight, x @ weight.T, allowed deviation [tokens, 1]): both kinds of sums under one weight.
+
+    The first half of the tokens are those of `cancelling_operands`, the second half those of `running_operands`. There
+    kernels of 16 bits that split a sum may round its parts.
+    """
+    half = num_tokens // 2
+    size = (out_features, in_features, dtype, generator)
+    cancelling, under, _ = cancelling_operands(half, *size)
+    running, weight, _ = running_operands(num_tokens - half, *size)
+    x = torch.cat([cancelling * under[0] * weight[0], running])
+    allowed = torch.zeros(num_tokens, 1, dtype=torch.float64)
+    if dtype in (torch.bfloat16, torch.float16):
+        allowed[half:] = sum_bound(running.abs().sum(1, keepdim=True), in_features, dtype)
+    return x, weight, (x @ weight[0]).unsqueeze(1) * (weight[:, 0] * weight[0, 0]), allowed
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
