@@ -15,9 +15,9 @@ from aqnpipe.noise.receipts.own_error_checks import own_error_problems
 from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord, ReceiptContent
 
 _LISTED_CONTRADICTIONS = 8
-_ELEMENTWISE_KINDS = (("rms_norm", "layer_norm"), ("silu", "gelu"))
+_ELEMENTWISE_KINDS: tuple[tuple[str, ...], ...] = (("rms_norm", "layer_norm"), ("silu", "gelu"))
 _DECOMPOSED_ATTENTION = ("matmul", "bmm", "baddbmm")
-_ADVICE = {
+_ADVICE: dict[tuple[str, ...], str] = {
     **dict.fromkeys(_ELEMENTWISE_KINDS, ", expected operators: matmul"),
     _DECOMPOSED_ATTENTION: ", expected attention in every layer; name the layers that have it",
 }
