@@ -74,6 +74,17 @@ def test_a_chat_template_that_drops_the_question_is_refused(tmp_path, key):
         open_study([CONFIG / "smoke.yaml"], chat)
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_tracker_must_be_installed(monkeypatch, installed):
+    monkeypatch.setattr("aqnpipe.training.reporting.find_spec", lambda name: installed or None)
+    overrides = {"training": {"report_to": ["wandb"]}}
+    if installed:
+        assert open_study([CONFIG / "smoke.yaml"], overrides).study.config.training.report_to == ("wandb",)
+        return
+    with pytest.raises(ConfigError, match=r"smoke\.yaml: training\.report_to: wandb is not installed \(pip install"):
+        open_study([CONFIG / "smoke.yaml"], overrides)
+
+
 def test_only_a_named_device_can_be_missing(monkeypatch):
     monkeypatch.setattr("aqnpipe.device._visible", lambda kind: None)
     assert device_problem("auto") is None

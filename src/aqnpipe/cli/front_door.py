@@ -188,6 +188,7 @@ def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from _dataset_problems(study, source)
     yield from _diagnosis_problems(study, source)
     yield from _parity_problems(study, source)
+    yield from _tracker_problems(study, source)
     yield from _reward_problems(study, source)
     yield from _scorer_problems(study, source)
     yield from own_noise_problems(study, source)
@@ -288,6 +289,19 @@ def _sensitivity_problems(layers: Path, strategy: str, where: str) -> Iterator[s
         return
     if table["sensitivity"].null_count():
         yield f"{where}: {layers} has no sensitivity of the layers, which the sigmas {strategy} need"
+
+
+def _tracker_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield trackers of the training that are not installed."""
+    training = study.config.training
+    if training is None or not training.report_to:
+        return
+    from aqnpipe.training.reporting import refuse_missing
+
+    try:
+        refuse_missing(training.report_to)
+    except ConfigError as error:
+        yield f"{source}: {error}"
 
 
 def _reward_problems(study: Study, source: str) -> Iterator[str]:

@@ -41,7 +41,12 @@ def _compare_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> None
                 mine = own[name]
                 if mine.dtype != wanted and not mixed:
                     raise ModelError(f"model {str(folder)!r}: {name} is in {mine.dtype}, requested {wanted}")
-                if not torch.equal(mine, tensors.get_tensor(name).to(mine)):
-                    raise ModelError(f"model {str(folder)!r}: {name} in memory is not the weight of this checkpoint")
+                stored = tensors.get_tensor(name).to(mine)
+                if not torch.equal(mine, stored):
+                    # NaN is not equal to itself.
+                    what = "in memory is not the weight of this checkpoint"
+                    if stored.isnan().any():
+                        what = "has NaN in its file, expected numbers"
+                    raise ModelError(f"model {str(folder)!r}: {name} {what}")
     if not compared:
         raise ModelError(f"model {str(folder)!r}: none of its weights is in memory under its name")

@@ -15,15 +15,20 @@ _PACKAGES: dict[ReportTo, tuple[str, ...]] = {"tensorboard": ("tensorboard", "te
 """The packages that provide each tracker; one of them must be installed."""
 
 
+def refuse_missing(report_to: Sequence[ReportTo]) -> None:
+    """Raise ConfigError with the install command if a tracker is not installed."""
+    for tracker in report_to:
+        if not any(find_spec(package) for package in _PACKAGES[tracker]):
+            raise ConfigError(f"training.report_to: {tracker} is not installed (pip install {_PACKAGES[tracker][0]})")
+
+
 def prepare_reporting(report_to: Sequence[ReportTo], folder: Path, run_name: str) -> None:
     """Set the environment variables that make the trackers in `report_to` write to `folder`.
 
     W&B is offline and gets project and run name from here, unless the user's environment sets them. Raises ConfigError
-    with the install command if a tracker is missing.
+    as `refuse_missing`.
     """
-    for tracker in report_to:
-        if not any(find_spec(package) for package in _PACKAGES[tracker]):
-            raise ConfigError(f"training.report_to: {tracker} is not installed (pip install {_PACKAGES[tracker][0]})")
+    refuse_missing(report_to)
     if "tensorboard" in report_to:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(folder / "tensorboard")
     if "wandb" in report_to:
