@@ -106,22 +106,21 @@ def _never_restored(model: Any, *args: Any) -> Any:
             weight_of(norm).add_(0.02)
 
 
-class _StaleBackend(TransformersBackend):
-    """Generates with a copy of the policy as it was when the first of its kind was made."""
-
-    first: Any = None
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        took_effect()
-        if _StaleBackend.first is None:
-            _StaleBackend.first = copy.deepcopy(model)
-        super().__init__(_StaleBackend.first, tokenizer)
-
-
 @contextmanager
 def _stale_engine(_: Any) -> Any:
-    _StaleBackend.first = None
-    with mock.patch.object(rollout_engines, "TransformersBackend", _StaleBackend):
+    """A copy of the policy rolls out; it is made before the noise, because a model under noise refuses copies."""
+    whole, copies = rollout_engines.TransformersRolloutEngine.roll_out, []
+
+    def roll_out(self: Any, policy: Any, *args: Any) -> Any:
+        took_effect()
+        if not copies:
+            copies.append(copy.deepcopy(policy))
+        with mock.patch.object(
+            rollout_engines, "TransformersBackend", lambda _, tokenizer: TransformersBackend(copies[0], tokenizer)
+        ):
+            return whole(self, policy, *args)
+
+    with mock.patch.object(rollout_engines.TransformersRolloutEngine, "roll_out", roll_out):
         yield
 
 
