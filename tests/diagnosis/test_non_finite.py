@@ -88,3 +88,11 @@ def test_a_weight_that_became_nan_in_memory_is_a_fault(random_model, prompts, tm
     assert [(fault.layer, fault.site, fault.faulty_channel_indices) for fault in verdict.faults] == [
         (1, "down_proj", (2,))
     ]
+
+
+@pytest.mark.parametrize("method", ["all", "exact", "statistical"])
+def test_nan_of_the_embedding_is_no_fault_of_the_first_layer(random_model, prompts, method):
+    model = random_model()
+    model.model.embed_tokens.register_forward_hook(lambda m, a, out: out * math.nan if out.shape[1] > 1 else out)
+    found = diagnose_model(model, prompts, CONFIG, method=method).verdict
+    assert (found.verdict, found.layer, found.site, len(found.faults)) == ("fault", None, "embedding", 1)

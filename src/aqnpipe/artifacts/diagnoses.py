@@ -111,7 +111,7 @@ class LocatedFault(Artifact):
     bits: FaultBits | None = Field(default=None, description="null if the values are not known")
     rate_per_call: float | None = Field(
         default=None,
-        description="share of `calls` with a wrong value; below 1 also for permanent faults, as not every probe shows each",
+        description="share of `calls` with a wrong value; not every probe shows every fault",
     )
     calls: int | None = Field(
         default=None,

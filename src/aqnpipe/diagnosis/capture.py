@@ -14,12 +14,11 @@ from aqnpipe.models.layout import decoder_layers
 
 
 class NonFiniteOutputError(ModelError):
-    """A decoder layer outputs NaN or infinity. `layer` is its index."""
+    """A decoder layer outputs NaN or infinity. `layer` is its index, None for what stands before the first one."""
 
-    def __init__(self, layer: int, model: nn.Module) -> None:
-        super().__init__(
-            f"decoder layer {layer} of {type(model).__name__} outputs NaN or infinity, expected finite numbers"
-        )
+    def __init__(self, layer: int | None, model: nn.Module) -> None:
+        place = "the embedding" if layer is None else f"decoder layer {layer}"
+        super().__init__(f"{place} of {type(model).__name__} outputs NaN or infinity, expected finite numbers")
         self.layer = layer
 
 

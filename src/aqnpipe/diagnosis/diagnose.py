@@ -83,7 +83,8 @@ def _scan(
     try:
         return run_scans(model, prompt_ids, config), None
     except NonFiniteOutputError as error:
-        own = decoder_layers(model)[error.layer].parameters()
+        before = model.get_input_embeddings()  # type: ignore[operator]
+        own = (before if error.layer is None else decoder_layers(model)[error.layer]).parameters()
         is_broken = not all(bool(torch.isfinite(weight).all()) for weight in own)
         # Weights that became NaN in memory are a fault of the machine, which the comparison with their file names.
         if is_broken and not (weights and any(check.mismatch for check in compare_with_file(model, weights))):

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference, run_layer
+from aqnpipe.diagnosis.capture import LayerInput, NonFiniteOutputError, capture_layer_inputs, inference, run_layer
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.seeding import keyed_generator
@@ -77,6 +77,8 @@ def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisCon
         for prompt, ids in enumerate(prompt_ids):
             inputs = capture_layer_inputs(model, ids.unsqueeze(0))
             dtype = inputs[0].hidden.dtype
+            if not inputs[0].hidden.isfinite().all():
+                raise NonFiniteOutputError(None, model)
             samples.append([sample_layer(model, i, inputs[i], config, prompt) for i in range(num_layers)])
     runs_per_prompt = config.num_repeats + config.gain_trials
     columns = {

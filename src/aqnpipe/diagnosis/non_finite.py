@@ -44,7 +44,8 @@ def _fault_of(found: NonFiniteOutputError) -> LocatedFault:
         {
             **dict.fromkeys(unknown),
             "layer": found.layer,
-            "site": "layer",
+            "site": "embedding" if found.layer is None else "layer",
+            "scope": "model" if found.layer is None else "layer",
             "type": "other",
             "faulty_channel_indices": (),
             "probes": ("scan",),
