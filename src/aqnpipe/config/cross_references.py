@@ -82,6 +82,12 @@ def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
     dataset, asked, shots = study.dataset, study.evaluation.num_questions, study.prompt.num_examples
     if asked is not None and dataset.num_test is not None and asked > dataset.num_test:
         yield f"{source}: evaluation.num_questions: found {asked}, expected at most dataset.num_test {dataset.num_test}"
+    for index, losses in enumerate(study.loss_studies):
+        if dataset.num_test is not None and losses.num_texts > dataset.num_test:
+            yield (
+                f"{source}: loss_studies.{index}.num_texts: found {losses.num_texts}, expected at most "
+                f"dataset.num_test {dataset.num_test}"
+            )
     if dataset.num_train is not None and shots >= dataset.num_train:
         yield f"{source}: prompt.num_examples: found {shots}, expected fewer than dataset.num_train {dataset.num_train}"
 
