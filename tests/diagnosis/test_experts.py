@@ -103,3 +103,46 @@ def test_experts_that_are_wrong_for_some_numbers_of_tokens_are_found(family, lea
 
     experts_of(decoder_layers(model)[1]).register_forward_hook(damaged)
     assert {layer for layer, _ in places(model)} == {1}
+
+
+def in_bfloat16(x, weight, every):
+    """Return x @ weight in an accumulator that is rounded to bfloat16 after `every` products."""
+    total = torch.zeros(len(x), weight.shape[1], dtype=torch.float64)
+    for start in range(0, x.shape[1], every):
+        part = x[:, start : start + every].double() @ weight[start : start + every].double()
+        total = (total + part).bfloat16().double()
+    return total.to(x.dtype)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_a_narrow_accumulator_of_the_experts_is_found(family, name, dtype, every, monkeypatch):
+    model = random_mixture_of(family).to(dtype)
+    experts = experts_of(decoder_layers(model)[1])
+    experts.config._experts_implementation = "eager"
+    own = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        is_own = weight.untyped_storage().data_ptr() == getattr(experts, name).untyped_storage().data_ptr()
+        return in_bfloat16(x, weight.T, every) if is_own else own(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    assert {layer for layer, _ in places(model)} == {1}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_whose_split_sums_have_rounded_parts_are_healthy(family, dtype, monkeypatch):
+    model = random_mixture_of(family).to(dtype)
+    experts_of(decoder_layers(model)[1]).config._experts_implementation = "eager"
+    own = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        cut = weight.shape[1] // 8 * 4
+        parts = [own(x[..., :cut].float(), weight[:, :cut].float()), own(x[..., cut:].float(), weight[:, cut:].float())]
+        return sum(part.to(x.dtype).float() for part in parts).to(x.dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    assert not places(model)

@@ -188,3 +188,21 @@ def test_a_wrong_product_of_activation_and_up_projection_is_found(family, dtype)
 
     decoder_layers(model)[1].mlp.down_proj.register_forward_pre_hook(damaged)
     assert cores(model, dtype)[0] == {(1, "mlp_core")}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_narrow_accumulator_of_lm_head_is_found(dtype, every):
+    model = tiny_model_of("llama").to(dtype)
+    head = model.lm_head
+
+    def narrow(x):
+        total = torch.zeros(*x.shape[:-1], head.out_features, dtype=torch.float64)
+        for start in range(0, x.shape[-1], every):
+            part = x[..., start : start + every].double() @ head.weight[:, start : start + every].double().T
+            total = (total + part).bfloat16().double()
+        return total.to(x.dtype)
+
+    head.forward = narrow
+    with torch.no_grad():
+        assert {check.site for check in probe_ends(model, 0) if check.mismatch} == {"lm_head"}

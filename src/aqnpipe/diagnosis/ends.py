@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
-from aqnpipe.diagnosis.patterns import selection, selection_weight
+from aqnpipe.diagnosis.patterns import accumulating_operands, selection, selection_weight
 from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
 from aqnpipe.error_bounds import TWO_ROUNDINGS
@@ -45,6 +45,7 @@ def probe_ends(model: nn.Module, seed: int, *, is_known: bool = True, num_elemen
     head = output_projection(model)
     if isinstance(head, nn.Linear):
         checks += [*_selecting(head, generator, num_elements - _NUM_TOKENS), _summing(head, generator)]
+        checks.append(_accumulating(head, generator))
     return checks
 
 
@@ -138,6 +139,17 @@ def _summing(head: nn.Linear, generator: torch.Generator) -> Check:
     with substituted([(head.weight, weight), *zero_bias(head)]):
         observed = head(x.unsqueeze(1).to(device, dtype))
     return compare("head", OUTSIDE_LAYERS, "lm_head", (x @ columns).unsqueeze(1) * rows, observed)
+
+
+def _accumulating(head: nn.Linear, generator: torch.Generator) -> Check:
+    """Run lm_head on sums that a narrow accumulator gets wrong; the weight is one row with both signs."""
+    dtype, device = head.weight.dtype, head.weight.device
+    x, first, answer, allowed = accumulating_operands(_NUM_TOKENS, 1, head.in_features, dtype, generator)
+    rows = _signs(head.out_features, generator)
+    weight = rows.to(device, dtype).unsqueeze(1) * first.to(device, dtype)
+    with substituted([(head.weight, weight), *zero_bias(head)]):
+        observed = head(x.unsqueeze(1).to(device, dtype))
+    return compare("head", OUTSIDE_LAYERS, "lm_head", answer * rows, observed, allowed=allowed)
 
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:

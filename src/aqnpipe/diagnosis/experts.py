@@ -8,14 +8,14 @@ of the core.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.patterns import selection, selection_weight
-from aqnpipe.diagnosis.reference import FEW_ROWS, LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.patterns import accumulating_operands, selection, selection_weight
+from aqnpipe.diagnosis.reference import FEW_ROWS, FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.error_bounds import few_roundings
 
@@ -26,6 +26,9 @@ _WIDE_OPENING = 128.0
 """Gate at which silu and gelu are the identity."""
 _TOKENS_PER_EXPERT = 8
 _SHARE_BITS = 8
+_BLOCK = 4
+"""Inputs of one cancelling sum; see `cancelling_operands`."""
+_LEAST_TERMS = 8
 
 
 def experts_of(layer: nn.Module) -> nn.Module | None:
@@ -81,7 +84,59 @@ def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Ge
                 if top_k > 1 and turn == 0:
                     terms = answers[call.index.T, call.number] * call.shares.T.unsqueeze(-1)
                     sums.append(_sum_check(layer, terms, _run(module, down, call, call.shares)))
-    return _checks_by_expert(layer, count, results) + sums
+    return _checks_by_expert(layer, count, results) + sums + _accumulators(module, layer, batch, generator)
+
+
+def _accumulators(module: nn.Module, layer: int, batch: _Batch, generator: torch.Generator) -> list[Check]:
+    """Return one check per projection of sums that a narrow accumulator gets wrong; one weight serves all experts.
+
+    The gate reads the first channel, and the sums the channels behind the first block of four. Those of the up
+    projection are copied by the down projection. Those of the down projection are of channels that the up projection
+    copies, in whole blocks of four: a kernel may split a sum between blocks.
+    """
+    down = module.get_parameter("down_proj")
+    _, hidden, width = down.shape
+    num_inputs, dtype = hidden - _BLOCK, down.dtype
+    terms = min(width, num_inputs) // _BLOCK * _BLOCK
+    if terms < _LEAST_TERMS:
+        return []
+    copied, signs = selection(hidden, width)
+    x, weight, answer, allowed = accumulating_operands(_TOKENS_PER_EXPERT, width, num_inputs, dtype, generator)
+    calls = [(x, weight, selection_weight(copied, signs, down[0]), answer[:, copied] * signs, allowed)]
+    # Each term has passed the activation, whose last bits in float32 are free: larger terms would hide what is lost.
+    kind = torch.bfloat16 if dtype == torch.float32 else dtype
+    x, of_down, answer, allowed = accumulating_operands(_TOKENS_PER_EXPERT, hidden, terms, kind, generator)
+    allowed = (0.0 if dtype == torch.float32 else allowed) + 4 * FLOAT32_EPS * x.abs().sum(1, keepdim=True)
+    blocks = torch.arange(terms // _BLOCK) * (width // _BLOCK) // (terms // _BLOCK)
+    channels = (blocks.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK)).flatten()
+    weight = torch.zeros(width, num_inputs, dtype=torch.float64)
+    weight[channels, torch.arange(terms)] = 1.0
+    spread = torch.zeros(hidden, width, dtype=torch.float64)
+    spread[:, channels] = of_down
+    padded = torch.nn.functional.pad(x, (0, num_inputs - terms))
+    calls.append((padded, weight, spread.to(down), answer, allowed))
+    return [_accumulator_check(module, layer, batch, *operands) for operands in calls]
+
+
+def _accumulator_check(
+    module: nn.Module, layer: int, batch: _Batch, x: Tensor, weight: Tensor, down: Tensor, answer: Tensor, free: Tensor
+) -> Check:
+    """Run every expert on tokens `x` with the up projection `weight` and compare with `answer`, of one expert each."""
+    gate_up, own = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+    opening = _OPENING.get(own.dtype, _WIDE_OPENING)
+    shown = torch.zeros(gate_up.shape[1:], dtype=torch.float64)
+    shown[: len(weight), 0] = opening
+    shown[len(weight) :, _BLOCK:] = weight / opening
+    token = batch.number // len(own)
+    first = torch.zeros(len(x), _BLOCK, dtype=torch.float64)
+    first[:, 0] = 1.0
+    fed = replace(batch, x=torch.cat([first, x], 1)[token])
+    every = [(gate_up, shown.to(gate_up).repeat(len(own), 1, 1)), (own, down.repeat(len(own), 1, 1))]
+    with substituted(every):
+        observed = _run(module, own, fed, fed.alone)
+    wanted = answer[token]
+    allowed = few_roundings(wanted, observed.dtype) + free[token]
+    return compare("experts", layer, EXPERT_SITE, wanted, observed, allowed=allowed)
 
 
 def _drawn_batch(count: int, hidden: int, top_k: int, dtype: torch.dtype, generator: torch.Generator) -> _Batch:
