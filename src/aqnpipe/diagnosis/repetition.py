@@ -28,7 +28,8 @@ def config_of_run(config: DiagnosisConfig, run: int) -> DiagnosisConfig:
         return config
     return config.model_copy(
         update={
-            "seed": derive_seed(config.seed, "diagnosis.run", run),
+            # A derived seed has 63 bits, settings allow 62.
+            "seed": derive_seed(config.seed, "diagnosis.run", run) >> 1,
             "miss_probability": MISS_PROBABILITIES[run % len(MISS_PROBABILITIES)],
             "exact_repeats": EXACT_REPEATS[run % len(EXACT_REPEATS)],
             "num_prompts": NUM_PROMPTS[run % len(NUM_PROMPTS)],
