@@ -269,6 +269,16 @@ def test_a_second_backward_pass_through_one_graph_is_refused(model, ids):
         receipt.check()
 
 
+def test_a_second_backward_pass_is_refused_after_another_forward_pass_too(model, ids):
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        model(input_ids=ids, labels=ids)
+        loss.backward()
+    with pytest.raises(ReceiptError, match="the same noise was put on gradients twice"):
+        receipt.check()
+
+
 def test_a_backward_pass_beside_the_audited_one_is_refused(model, ids):
     with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
         model(input_ids=ids, labels=ids).loss.backward()

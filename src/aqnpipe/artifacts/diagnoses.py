@@ -110,8 +110,7 @@ class LocatedFault(Artifact):
     evidence: str
     bits: FaultBits | None = Field(default=None, description="null if the values are not known")
     rate_per_call: float | None = Field(
-        default=None,
-        description="share of `calls` with a wrong value; not every probe shows every fault",
+        default=None, description="share of `calls` with a wrong value; not every probe shows every fault"
     )
     calls: int | None = Field(
         default=None,

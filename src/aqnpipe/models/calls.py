@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.models.layout import output_projection, path_of_layers
 
 Enter = Callable[[nn.Module, Any, Mapping[str, Any]], None]
 Leave = Callable[[nn.Module, Any, Any], None]
@@ -60,8 +60,7 @@ class ForwardPasses:
 
 def _whole_models(model: nn.Module) -> list[nn.Module]:
     """Return the modules with all decoder layers and the output projection within, `model` first, inwards."""
-    head, layers = output_projection(model), decoder_layers(model)
-    parts = next(name for name, module in model.named_modules() if module is layers).split(".")
+    head, parts = output_projection(model), path_of_layers(model).split(".")
     outer = [model.get_submodule(".".join(parts[:count])) for count in range(1, len(parts))]
     return [model, *(module for module in outer if head in set(module.modules()))]
 

@@ -66,6 +66,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return lists[found[0]]
 
 
+def path_of_layers(model: nn.Module) -> str:
+    """Return the path of the list of decoder layers, such as `model.layers`."""
+    layers = decoder_layers(model)
+    return next(name for name, module in model.named_modules() if module is layers)
+
+
 def _refuse_other_layers(model: nn.Module) -> None:
     """Raise ModelError if a layer is not attention, or if the model stores anything but keys and values of tokens."""
     expected = f"expected attention to keys and values in every layer; {_ADVICE}"

@@ -223,7 +223,7 @@ class PhaseAudit:
             module,
             self._name(module),
             refuses_weights=is_outside and wants_all,
-            # A quantization changes operands of linear modules, and no other product.
+            # A quantization changes the operands of products with a weight, and no other product.
             refuses_products=is_outside and wants_all and not self._quantizes,
             noises_elementwise=self._noise is not None and self._noise.operators == "all",
         )

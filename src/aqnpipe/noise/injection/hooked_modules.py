@@ -3,7 +3,7 @@
 from torch import nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.models.layout import output_projection, path_of_layers
 
 
 class HookedModules:
@@ -11,8 +11,7 @@ class HookedModules:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        layers = decoder_layers(model)
-        self._path = next(name for name, module in model.named_modules() if module is layers)
+        self._path = path_of_layers(model)
         self._modules = self._present()
 
     def refuse_others(self) -> None:

@@ -84,7 +84,9 @@ class PhaseState:
         self._kinds: set[bool] = set()
         self.is_computing = self.recomputing = False
         self._ran_outside = False
+        # Of the present and of the latest forward pass with gradients: a context may last as long as a training.
         self._gradient_sources: set[NoiseStream] = set()
+        self._earlier_gradient_sources: set[NoiseStream] = set()
         self.shards: dict[str, set[Shard]] = defaultdict(set)
         self.outside = self.place = Place()
         seed, step = recorder.position(key.seed, key.step)
@@ -106,6 +108,8 @@ class PhaseState:
     def start_forward(self, num_tokens: int | None) -> None:
         """Note the start of a forward pass over `num_tokens` tokens per row; None if rows differ."""
         self.is_computing = True
+        if self._gradient_sources:
+            self._earlier_gradient_sources, self._gradient_sources = self._gradient_sources, set()
         self.forward_index += 1
         self.num_tokens = num_tokens
         self.reads_one_token = num_tokens == 1
@@ -119,7 +123,7 @@ class PhaseState:
                 "backward: gradients got their noise outside an audited backward pass; expected loss.backward() within "
                 "the context"
             )
-        if source in self._gradient_sources:
+        if source in self._gradient_sources or source in self._earlier_gradient_sources:
             self.recorder.note_mismatch(
                 "backward: the same noise was put on gradients twice, by a second backward pass through one graph "
                 "(retain_graph) or in a layer called twice; expected one backward pass of each forward pass"

@@ -138,7 +138,7 @@ def _share_missing(receipt: ReceiptContent, noise: OperatorNoise, record: PhaseR
     """
     places = (None, *range(receipt.num_layers))
     all_wanted = noise.layers is None and all(noise.error_in(layer) is not None for layer in places)
-    # A quantization changes operands of linear modules, not the two products of attention.
+    # A quantization changes the operands of products with a weight, not the two products of attention.
     if not all_wanted or isinstance(noise.error, FakeQuantization) or record.escaped:
         return []
     without = record.forward_flops - record.noised_flops
