@@ -9,6 +9,13 @@ from aqnpipe.errors import ConfigError
 
 TRUNCATED = {"operator_noise": {"error": {"kind": "mantissa_truncation", "mantissa_bits": 3}}}
 IN_MLP = {"module_noise": {"modules": ["*.down_proj"], "error": {"kind": "relative_gaussian", "scale": 0.1}}}
+TENTH = {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.1}}}
+W4A4 = {
+    "operator_noise": {
+        "error": {"kind": "fake_quantization", "format": "mxfp4", "activations": True},
+        "include_lm_head": False,
+    }
+}
 IN_LAYER = {"operator_noise": {"layers": [2], "error": {"kind": "absolute_gaussian", "scale": 0.1}}}
 
 
@@ -101,6 +108,9 @@ ARMS = {"kind": "arms", "treatment": "a", "control": "b", "expected": "higher", 
             content({"x": {"operator_noise": {"layers": [9], "error": {"kind": "systematic_bias", "scale": 0.1}}}}),
             "evaluation.noises.x.operator_noise.layers: found 9, model a (tiny) has layers 0 to",
         ),
+        (content({"x": TRUNCATED, "y": IN_MLP, "z": TRUNCATED}), "evaluation: noises.z: found the noise of x again"),
+        (content({"x": "w4a4_mxfp4", "y": W4A4}), "evaluation: noises.y: found the noise of x again, expected another"),
+        (content({"x": TENTH}), "evaluation: noises.x: found the noise of noise_levels 0.1 again, remove one of them"),
         (
             content({"x": TRUNCATED}, [ARMS | {"noise_level": "y"}]),
             "comparisons.0.noise_level: found 'y', expected a num",
@@ -129,6 +139,18 @@ def test_mistakes_are_one_line(study, message):
         load_study(study, "s.yaml")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "noises",
+    [
+        {"x": TRUNCATED, "y": {"operator_noise": TRUNCATED["operator_noise"] | {"include_lm_head": False}}},
+        {"x": {"operator_noise": TENTH["operator_noise"] | {"include_lm_head": False}}},
+        {"x": "w4a4_mxfp4", "y": "w4a16_mxfp4"},
+    ],
+)
+def test_noises_that_differ_in_one_setting_are_evaluated_beside_each_other(noises):
+    assert tuple(evaluation_of(noises).noises) == tuple(noises)
 
 
 def test_attention_follows_the_model_and_another_one_is_refused():

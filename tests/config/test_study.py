@@ -92,6 +92,16 @@ def _set(config, path, value):
             3,
             r"config/arms\.yaml: arms\.E5b\.aqn\.schedule\.ranges: found 2 ranges, .* 3 epochs",
         ),
+        (
+            ["training", "validation_questions"],
+            501,
+            r"study\.yaml: training\.validation_questions: found 501, expected at most the 500 test questions",
+        ),
+        (
+            ["machines", "device", "counterpart"],
+            {"dtype": "float32"},
+            r"study\.yaml: machines\.device\.counterpart: found dtype float32, which the models have",
+        ),
         (["comparisons", 0, "treatment"], "E5d", r"study\.yaml: comparisons\.0: unknown arm 'E5d'"),
         (["comparisons", 1, "noise_level"], 0.2, r"comparisons\.1\.noise_level: found 0\.2, .*0\.05"),
         (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
@@ -110,6 +120,25 @@ def test_a_mistake_is_one_line(config, path, value, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_study(config, "study.yaml")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["training", "validation_questions"], 500),
+        (["machines", "device", "counterpart"], {"dtype": "float32", "attention": "sdpa"}),
+        (["machines", "device", "counterpart"], {"dtype": "float32", "batch_size": 4}),
+    ],
+)
+def test_the_nearest_right_study_is_valid(config, path, value):
+    _set(config, path, value)
+    load_study(config, "study.yaml")
+
+
+def test_of_fewer_test_questions_than_the_default_all_are_for_validations(config):
+    config["dataset"]["num_test"] = 40
+    del config["training"]["validation_questions"]
+    load_study(config, "study.yaml")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aqnpipe.cli.own_noise import own_noise_problems
+from aqnpipe.config.cross_references import validation_problems
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.diagnosis import NEED_SENSITIVITY
 from aqnpipe.config.model import builtin_folder, read_json_object, source_kind
@@ -233,10 +234,11 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
     from aqnpipe.data.loader import load_problems
 
     try:
-        for split in StudyPlan(study).splits():
-            load_problems(dataset, split)
+        sizes = {split: len(load_problems(dataset, split)) for split in StudyPlan(study).splits()}
     except DataError as error:
         yield f"{source}: dataset: {error}"
+        return
+    yield from validation_problems(study.config, sizes.get("test"), source)
 
 
 def _task_problems(dataset: LmEvalDataset, source: str) -> Iterator[str]:

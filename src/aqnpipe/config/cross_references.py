@@ -82,6 +82,7 @@ def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
     dataset, asked, shots = study.dataset, study.evaluation.num_questions, study.prompt.num_examples
     if asked is not None and dataset.num_test is not None and asked > dataset.num_test:
         yield f"{source}: evaluation.num_questions: found {asked}, expected at most dataset.num_test {dataset.num_test}"
+    yield from validation_problems(study, dataset.num_test, source)
     for index, losses in enumerate(study.loss_studies):
         if dataset.num_test is not None and losses.num_texts > dataset.num_test:
             yield (
@@ -90,6 +91,20 @@ def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
             )
     if dataset.num_train is not None and shots >= dataset.num_train:
         yield f"{source}: prompt.num_examples: found {shots}, expected fewer than dataset.num_train {dataset.num_train}"
+
+
+def validation_problems(study: "AnyStudyConfig", num_test: int | None, source: str) -> Iterator[str]:
+    """Yield a number of questions for validations that the data set does not have; `num_test`: None if not known.
+
+    Of fewer questions than the default all are taken, but a number that was asked for is not lowered in silence.
+    """
+    training = study.training
+    asked = training is not None and "validation_questions" in training.model_fields_set
+    if training is not None and asked and num_test is not None and training.validation_questions > num_test:
+        yield (
+            f"{source}: training.validation_questions: found {training.validation_questions}, expected at most the "
+            f"{num_test} test questions"
+        )
 
 
 def context_problems(study: "AnyStudyConfig", models: Mapping[str, ModelConfig], source: str) -> Iterator[str]:
@@ -134,6 +149,7 @@ def machine_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
         yield f"{source}: evaluation.pretrained_machine: {unknown('machine', machine, study.machines)}"
     elif machine is not None and study.machines[machine].diagnosed_in is not None:
         yield f"{source}: evaluation.pretrained_machine: {machine} was diagnosed elsewhere, nothing runs on it here"
+    yield from _counterpart_problems(study, source)
     for index, losses in enumerate(study.loss_studies):
         where = f"{source}: loss_studies.{index}"
         if losses.model not in study.models:
@@ -149,6 +165,16 @@ def machine_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
                 f"{where}.orders: expected [after_noise], because {losses.machine} has faults at sites other than "
                 "layer_output, the only site with noise on hidden states"
             )
+
+
+def _counterpart_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
+    """Yield counterparts that are the machine itself, because they name the settings of all models."""
+    for name, machine in study.machines.items():
+        asked = {} if machine.counterpart is None else machine.counterpart.model_dump(exclude_none=True)
+        models = [{"dtype": model.dtype, "attention": model.attention} for model in study.models.values()]
+        if asked and machine.device is None and all(asked.items() <= model.items() for model in models):
+            given = ", ".join(f"{key} {value}" for key, value in asked.items())
+            yield f"{source}: machines.{name}.counterpart: found {given}, which the models have, expected another one"
 
 
 def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads, describe_validation_error
 from aqnpipe.config.dataset import AnswerFormat
-from aqnpipe.config.evaluation_noise import NamedNoise, numbered_levels, settings_of
+from aqnpipe.config.evaluation_noise import NamedNoise, level_noise, numbered_levels, repeated_noise, settings_of
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 from aqnpipe.config.own_code import OwnFunction, planned_digest
 from aqnpipe.config.vllm_support import kinds_without_vllm
@@ -209,4 +209,15 @@ class StudyEvaluationConfig(EvaluationConfig):
     def _no_machine_twice(self) -> Self:
         if len(set(self.machines)) != len(self.machines):
             raise ValueError("machines must not repeat a value")
+        return self
+
+    @model_validator(mode="after")
+    def _no_noise_twice(self) -> Self:
+        if problem := repeated_noise(self.noises):
+            raise ValueError(f"noises.{problem}")
+        levels = {level: level_noise(level, self.operators, self.include_lm_head) for level in self.noise_levels}
+        for name, noise in self.noises.items():
+            same = next((level for level, other in levels.items() if settings_of(noise) == other), None)
+            if same is not None:
+                raise ValueError(f"noises.{name}: found the noise of noise_levels {same:g} again, remove one of them")
         return self

@@ -5,7 +5,7 @@ scale in common (a 4-bit format has none at all), so each has a name. In tables,
 the n-th named noise is the number n; scales of noise are below 1, so the two cannot be confused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
@@ -19,6 +19,7 @@ from aqnpipe.config.noise import (
     FakeQuantization,
     ModuleNoise,
     OperatorNoise,
+    OperatorSet,
     Phase,
     RelativeGaussian,
     is_active,
@@ -110,6 +111,16 @@ class EvaluationNoise(FrozenModel):
         )
 
 
+def level_noise(level: float, operators: OperatorSet, include_lm_head: bool) -> EvaluationNoise | None:
+    """Return the noise of a noise level as a named noise would be written; None for level 0."""
+    if level == 0:
+        return None
+    error = RelativeGaussian(scale=level)
+    return EvaluationNoise(
+        operator_noise=_OperatorNoise(operators=operators, error=error, include_lm_head=include_lm_head)
+    )
+
+
 def preset(name: Preset) -> EvaluationNoise:
     """Return the noise that a preset stands for."""
     bits, _, number_format = name.partition("_")
@@ -137,5 +148,26 @@ def settings_of(noise: NamedNoise) -> EvaluationNoise:
     return preset(noise) if isinstance(noise, str) else noise
 
 
+def repeated_noise(noises: Mapping[str, NamedNoise]) -> str | None:
+    """Return the problem of a noise that has the settings of an earlier one; None if all differ.
+
+    It would be evaluated, compared and counted in the corrections for several claims twice.
+    """
+    seen: list[tuple[str, EvaluationNoise]] = []
+    for name, noise in noises.items():
+        settings = settings_of(noise)
+        for earlier, other in seen:
+            if settings == other:
+                return f"{name}: found the noise of {earlier} again, expected another noise"
+        seen.append((name, settings))
+    return None
+
+
 class NoisesFile(RootModel[dict[Identifier, NamedNoise]]):
     """Content of a file of noises by name, as `evaluation.noises` of a study."""
+
+    @model_validator(mode="after")
+    def _no_noise_twice(self) -> Self:
+        if problem := repeated_noise(self.root):
+            raise ValueError(problem)
+        return self
