@@ -185,13 +185,26 @@ class Updates:
             sizes = torch.tensor([values for _, values in every], dtype=torch.float64).mean(dim=0)
         squares = float(summed.square().sum())
         factor = float((used * summed).sum()) / squares if squares > 0 else 1.0
+        slack = self._factor_slack(summed, sizes)
         dtypes = {weight.dtype for weight in self._trained.values()}
         rounding = 100 * max(map(rounding_of, dtypes)) if torch.bfloat16 not in dtypes else 0.05
         correct = self._errors.add(STEP_GRADIENT, used - factor * summed, rounding * sizes * max(factor, 1e-30) + 1e-30)
-        if not correct or factor > 1 + _NORM_ERROR or factor <= 0:
-            self._report(self._gradient_cause(used, summed, factor, step))
+        if not correct or factor > 1 + slack or factor <= 0:
+            self._report(self._gradient_cause(used, summed, factor, slack, step))
         elif audited:
-            self._check_clipping(factor if squares > 0 else 1.0, step)
+            self._check_clipping(factor if squares > 0 else 1.0, slack, step)
+
+    def _factor_slack(self, summed: Tensor, sizes: Tensor) -> float:
+        """Return by how much rounding alone may move the factor between the gradient used and the sum over batches.
+
+        The sum is rounded after every micro-batch, worker and scaling: in bfloat16 by up to 0.4 % of the summed sizes.
+        """
+        training, squares = self._spec.training, float(summed.square().sum())
+        if not squares:
+            return _NORM_ERROR
+        roundings = training.accumulation_steps + training.num_workers
+        unit = max(rounding_of(weight.dtype) for weight in self._trained.values()) / 2
+        return _NORM_ERROR + roundings * unit * float((sizes * summed.abs()).sum()) / squares
 
     def _check_coverage(self, passes: list[int], step: int) -> None:
         expected = self._spec.training.accumulation_steps
@@ -204,14 +217,14 @@ class Updates:
                 )
                 return
 
-    def _check_clipping(self, factor: float, step: int) -> None:
+    def _check_clipping(self, factor: float, slack: float, step: int) -> None:
         with unobserved():
             gradients = [weight.grad for weight in self._trained.values() if weight.grad is not None]
             shares, whole = [local(g) for g in gradients if is_share(g)], [g for g in gradients if not is_share(g)]
             divided = sum(gathered(_squares(shares))) if is_sharded(self._model) else 0.0
             norm = math.sqrt(_squares(whole) + divided)
         limit = self._spec.training.max_grad_norm
-        is_clipped = factor < 1 - _NORM_ERROR
+        is_clipped = factor < 1 - slack
         error = abs(norm - limit) if is_clipped else max(0.0, norm - limit)
         # In bfloat16 the factor itself is rounded to two digits.
         allowed = 2 * _NORM_ERROR + 2 * max(rounding_of(weight.dtype) for weight in self._trained.values())
@@ -272,12 +285,12 @@ class Updates:
         cause = ": AQN noise was not taken off" if self._spec.arm.aqn and any("norm" in name for name in names) else ""
         return f"{what} changed between step {step - 1} and step {step}, outside the optimiser ({names[0]}){cause}"
 
-    def _gradient_cause(self, used: Tensor, summed: Tensor, factor: float, step: int) -> str:
+    def _gradient_cause(self, used: Tensor, summed: Tensor, factor: float, slack: float, step: int) -> str:
         if not summed.any():
             return f"the optimiser got a gradient in step {step} that no micro-batch computed (not set to zero before?)"
         if not used.any():
             return f"the optimiser got no gradient in step {step}: set to zero after the backward pass"
-        if factor > 1 + _NORM_ERROR:
+        if factor > 1 + slack:
             return (
                 f"the optimiser's gradient in step {step} is {factor:.4g} times the sum of its micro-batches: not set "
                 "to zero before the step, or scaled"
