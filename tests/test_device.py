@@ -1,6 +1,7 @@
 """Devices: the requested device is used or refused, never silently replaced by the CPU."""
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -99,7 +100,7 @@ def test_auto_refuses_the_cpu_if_the_environment_lists_devices(monkeypatch, vari
     assert resolve_device("cpu").kind == "cpu"
 
 
-@pytest.mark.parametrize("nothing", ["", "-1", "NoDevFiles"])
+@pytest.mark.parametrize("nothing", ["", "-1", "NoDevFiles", "none", ",0"])
 def test_an_environment_that_lists_no_devices_selects_the_cpu(monkeypatch, nothing):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
     assert visible_ids("cuda") == ()
@@ -110,6 +111,38 @@ def test_visible_ids_are_those_of_the_environment(monkeypatch):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4, 5")
     assert visible_ids("npu") == ("4", "5")
     assert visible_ids("cuda") == visible_ids("cpu") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("0,1,", ("0", "1")),
+        ("2,-1,3", ("2",)),
+        ("01,1 ,2", None),
+        ("01, 2", ("1", "2")),
+        ("GPU-8932f937-d72c-4106,MIG-GPU-5c89852c/1/0", ("GPU-8932f937-d72c-4106", "MIG-GPU-5c89852c/1/0")),
+        ("0,0", None),
+        ("0-3", None),
+        ("0 1", None),
+        ("all", None),
+        ("'0,1'", None),
+        ("cuda:0", None),
+    ],
+)
+def test_lists_are_read_as_cuda_reads_them_and_others_are_refused(monkeypatch, text, ids):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    if ids is None:
+        with pytest.raises(
+            DeviceError, match=f"CUDA_VISIBLE_DEVICES: found .*{re.escape(text)}.*, expected device numb"
+        ):
+            visible_ids("cuda")
+    else:
+        assert visible_ids("cuda") == ids
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0-7")
+    with pytest.raises(
+        DeviceError, match="ASCEND_RT_VISIBLE_DEVICES: found '0-7', expected device numbers such as 0,1"
+    ):
+        visible_ids("npu")
 
 
 def test_processes_count_devices_among_the_visible_ones():

@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -29,8 +30,14 @@ COLLECTIVES: dict[DeviceKind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hcc
 _ASCEND_ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 """Keeps weights in the plain layout on Ascend: in the NZ layout vLLM would misread a synchronised policy."""
 
-_NO_DEVICES = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that mean no device; Slurm writes the last one."""
+_NO_DEVICES = ("", "nodevfiles", "none", "void")
+"""Values of CUDA_VISIBLE_DEVICES that mean no device, in lower case; Slurm writes `NoDevFiles`."""
+
+_DEVICE_IDS: dict[DeviceKind, tuple[str, str]] = {
+    "cuda": (r"\d+|(GPU|MIG)-[\w/-]+", "device numbers such as 0,1 or UUIDs such as GPU-8932f937"),
+    "npu": (r"\d+", "device numbers such as 0,1"),
+}
+"""What an entry of the variable looks like, and in words."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +123,23 @@ def nvidia_capability(kind: DeviceKind) -> tuple[int, int] | None:
 
 
 def visible_ids(kind: DeviceKind) -> tuple[str, ...]:
-    """Return the device ids that the environment lists for this process; empty if it lists none."""
-    text = os.environ.get(VISIBLE_DEVICES[kind], "") if kind in VISIBLE_DEVICES else ""
-    return () if text.strip() in _NO_DEVICES else tuple(part.strip() for part in text.split(","))
+    """Return the device ids that the environment lists for this process; empty if it lists none.
+
+    As for CUDA, a list ends at an empty or negative entry. Raises DeviceError for entries that CUDA would read as
+    another device (`0-3` is device 0) and for repeated ones (CUDA would find no device).
+    """
+    if kind not in VISIBLE_DEVICES:
+        return ()
+    text = os.environ.get(VISIBLE_DEVICES[kind], "").strip()
+    if text.lower() in _NO_DEVICES:
+        return ()
+    parts = (part.strip() for part in text.split(","))
+    listed = takewhile(lambda part: part != "" and re.fullmatch(r"-\d+", part) is None, parts)
+    ids = tuple(str(int(part)) if part.isdecimal() else part for part in listed)
+    pattern, expected = _DEVICE_IDS[kind]
+    if len(set(ids)) < len(ids) or not all(re.fullmatch(pattern, part) for part in ids):
+        raise DeviceError(f"{VISIBLE_DEVICES[kind]}: found {text!r}, expected {expected}, with commas and each once")
+    return ids
 
 
 def local_device_index(kind: DeviceKind) -> int:

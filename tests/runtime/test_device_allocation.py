@@ -98,7 +98,7 @@ def test_a_slurm_job_without_devices(in_slurm):
 
 def test_slurm_that_does_not_answer_is_an_error(in_slurm):
     in_slurm("", code=1)
-    with pytest.raises(DeviceError, match="Slurm job 2: cannot query its devices: slurm: no such job"):
+    with pytest.raises(DeviceError, match="cannot query its devices: slurm: no such job; list them in"):
         current_allocation()
 
 
@@ -126,14 +126,60 @@ def test_more_leases_than_devices_is_an_error():
         pass
 
 
-def test_leases_and_a_scheduler_exclude_each_other(in_slurm, monkeypatch):
+def test_in_an_allocation_of_slurm_jobs_lease_its_devices_only(in_slurm, monkeypatch):
+    """`salloc --gres=gpu:2`, and there `snakemake --profile workstation`."""
+    monkeypatch.setattr(allocation, "_ids_in_dev", lambda kind: ("0", "1", "2", "3"))
     in_slurm("", node="gpu01")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(DeviceError, match=r"found 0$"), allocated_devices("cuda", 1):
+        pass
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert devices_of_machine("auto") == ("cuda", ("0", "1"))
+    assert devices_of_machine("npu") == ("cpu", ())
     with (
-        pytest.raises(DeviceError, match="found Slurm job 2, expected a machine without"),
-        allocated_devices("cuda", 1),
+        pytest.raises(DeviceError, match="3 of the devices of Slurm job 2 to a job, found 2"),
+        allocated_devices("cuda", 3),
     ):
         pass
+    with allocated_devices("cuda", 1) as first:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        # Slurm numbers the devices of another job on this node from 0 as well.
+        monkeypatch.setenv("SLURM_JOB_ID", "3")
+        with allocated_devices("cuda", 2) as others:
+            assert (first.ids, others.ids) == (("0",), ("0", "1"))
+
+
+def test_jobs_at_once_in_an_allocation_do_not_share_a_device(in_slurm, monkeypatch):
+    in_slurm("")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with allocated_devices("cuda") as first:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        with allocated_devices("cuda") as second:
+            assert (first.ids, second.ids) == (("0",), ("1",))
+
+
+def test_a_study_on_the_cpu_needs_no_scontrol(monkeypatch, tmp_path):
+    """Containers have none."""
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with allocated_devices("cpu") as given:
+        assert given == Allocation("cpu", ())
+    with pytest.raises(DeviceError, match="list them in CUDA_VISIBLE_DEVICES"), allocated_devices("cuda"):
+        pass
+
+
+def test_an_empty_job_id_is_no_job(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "")
+    assert nodes_of_job() == ()
+    assert current_allocation() == Allocation("cpu", ())
+
+
+def test_devices_of_a_container_are_counted_from_0(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    for name in ("nvidia2", "nvidia10", "nvidiactl", "nvidia-uvm", "davinci_manager"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(allocation, "_DEV", tmp_path)
+    assert allocation._ids_in_dev("cuda") == ("0", "1")
+    assert allocation._ids_in_dev("npu") == ()
 
 
 @pytest.fixture

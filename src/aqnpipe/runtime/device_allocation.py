@@ -5,6 +5,7 @@ Torch (with torch_npu) may query the devices as soon as it is imported, so enter
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from aqnpipe.errors import DeviceError
 from aqnpipe.runtime.device_leases import LEASES, lease_devices
 
 _DEVICE_FILES: dict[DeviceKind, str] = {"npu": "davinci[0-9]*", "cuda": "nvidia[0-9]*"}
+_DEV = Path("/dev")
 _SECONDS_BETWEEN_TRIES = 1.0
 
 
@@ -45,13 +47,13 @@ class Allocation:
 
 def place_of_job() -> str:
     """Return the node and the Slurm job of this process, for its log."""
-    job = os.environ.get("SLURM_JOB_ID")
+    job = _slurm_job()
     return f"node {this_node()}" + (f", Slurm job {job}" if job else "")
 
 
 def nodes_of_job() -> tuple[str, ...]:
     """Return the nodes of this Slurm job by Slurm's names and in Slurm's order; none outside Slurm."""
-    job = os.environ.get("SLURM_JOB_ID")
+    job = _slurm_job()
     if job is None:
         return ()
     # In a job step the environment variables name only the step's nodes, or contradict each other (Slurm 22.05).
@@ -72,40 +74,51 @@ def environment_of_node(node: str) -> dict[str, str]:
 def allocated_devices(requested: RequestedDevice, num_leases: int = 0, num_devices: int = 1) -> Iterator[Allocation]:
     """Restrict this process to its devices while the body runs, and yield them.
 
-    num_leases: how many devices of this machine to lease, waiting until they are free; 0 if the profile does not say.
-    Then a job without a scheduler leases `num_devices`, those that its workers need, if the machine has several, and a
-    Slurm job that needs one uses the first of its devices. Otherwise transformers would spread a single worker over all
-    of them, which TRL refuses, and jobs that run at once would share the first one. Raises DeviceError if the machine
-    has fewer devices than `num_leases`.
+    num_leases: how many devices of this machine, or of this Slurm job, to lease, waiting until they are free; 0 if the
+    profile does not say. Then a job without a scheduler leases `num_devices`, those that its workers need, if the
+    machine has several, and in a Slurm job with several a job that needs one leases one. Otherwise transformers would
+    spread a single worker over all of them, which TRL refuses, and jobs that run at once would share the first one.
+    Raises DeviceError if there are fewer devices than `num_leases`.
     """
-    job = os.environ.get("SLURM_JOB_ID")
-    if num_leases == 0:
-        own = devices_to_compute_on(requested) if job is None else ("cpu", ())
-        if len(own[1]) <= 1 or len(own[1]) < num_devices:
-            alone = num_devices == 1 and requested != "cpu"
-            yield _first_device(current_allocation()) if alone else current_allocation()
-            return
-        with _leased(*own, num_devices) as allocation:
+    if num_leases > 0:
+        kind, ids = devices_of_machine(requested)
+        if len(ids) < num_leases:
+            raise DeviceError(_too_few(num_leases, len(ids)))
+    elif _slurm_job() is None:
+        kind, ids = devices_to_compute_on(requested)
+        num_leases = num_devices if len(ids) > 1 else 0
+    else:
+        given = current_allocation(requested)
+        kind, ids = given.kind, given.ids
+        # Several workers may have devices on further nodes of the job too.
+        num_leases = 1 if num_devices == 1 and requested != "cpu" and len(ids) > 1 else 0
+    if 0 < num_leases <= len(ids):
+        with _leased(kind, ids, num_leases) as allocation:
             yield allocation
-        return
-    if job is not None:
-        raise DeviceError(
-            f"device leases: found Slurm job {job}, expected a machine without a scheduler "
-            "(the profile workstation is for those)"
+    elif num_devices == 1 and requested != "cpu":
+        yield _first_device(current_allocation())
+    else:
+        yield current_allocation(requested)
+
+
+def _too_few(num_leases: int, found: int) -> str:
+    job = _slurm_job()
+    whose, where = (
+        (
+            "this machine's devices",
+            f" ({', '.join(_DEVICE_FILES.values())} in /dev, or CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES)",
         )
-    kind, ids = devices_of_machine(requested)
-    if len(ids) < num_leases:
-        raise DeviceError(
-            f"device leases: the profile gives {num_leases} of this machine's devices to a job, found {len(ids)} "
-            f"({', '.join(_DEVICE_FILES.values())} in /dev, or CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES)"
-        )
-    with _leased(kind, ids, num_leases) as allocation:
-        yield allocation
+        if job is None
+        else (f"the devices of Slurm job {job}", "")
+    )
+    return f"device leases: the profile gives {num_leases} of {whose} to a job, found {found}{where}"
 
 
 @contextmanager
 def _leased(kind: DeviceKind, ids: tuple[str, ...], count: int) -> Iterator[Allocation]:
-    with lease_devices(LEASES, kind, ids, count, _SECONDS_BETWEEN_TRIES) as taken:
+    # Slurm may number the devices of each of its jobs from 0.
+    owner = f"job{_slurm_job()}-" if _slurm_job() else ""
+    with lease_devices(LEASES, f"{owner}{kind}", ids, count, _SECONDS_BETWEEN_TRIES) as taken:
         set_visible_devices(kind, taken)
         # Not undone: the process ends soon after the job, and until then it must not fall back to all devices.
         yield Allocation(kind, taken, leased=True)
@@ -129,13 +142,15 @@ def devices_to_compute_on(requested: RequestedDevice) -> tuple[DeviceKind, tuple
     return "cpu", ()
 
 
-def current_allocation() -> Allocation:
+def current_allocation(requested: RequestedDevice = "auto") -> Allocation:
     """Return the devices that Slurm or the environment gave to this process.
 
     Slurm itself sets CUDA_VISIBLE_DEVICES, but no variable for NPUs (22.05). Their ids are read from `scontrol show job
     -d`, and this function sets ASCEND_RT_VISIBLE_DEVICES to them.
     """
-    job = os.environ.get("SLURM_JOB_ID")
+    job = _slurm_job()
+    if requested == "cpu" and shutil.which("scontrol") is None:
+        job = None  # In a container of a Slurm job; a study on the CPU needs no device.
     if job is not None and not visible_ids("cuda") and not visible_ids("npu"):
         ids = slurm_npu_ids(_details_of(job), this_node())
         if ids:
@@ -149,8 +164,11 @@ def current_allocation() -> Allocation:
 def devices_of_machine(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
     """Return kind and ids of the devices that can be leased: those in the environment, otherwise those in /dev.
 
-    A study on the CPU leases devices of any kind, as a rehearsal.
+    In a Slurm job they are those of the job. A study on the CPU leases devices of any kind, as a rehearsal.
     """
+    if _slurm_job() is not None:
+        given = current_allocation(requested)
+        return (given.kind, given.ids) if requested in (given.kind, "auto", "cpu") else ("cpu", ())
     kinds: list[DeviceKind] = [kind for kind in _DEVICE_FILES if requested in (kind, "auto", "cpu")]
     for found in (visible_ids, _ids_in_dev):
         for kind in kinds:
@@ -174,13 +192,21 @@ def this_node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def _slurm_job() -> str | None:
+    """Return the id of the Slurm job that this process is in, an allocation of the user's own too."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
 def _details_of(job: str) -> str:
     try:
         command = ["scontrol", "show", "job", "-d", job]
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - Slurm's own id
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
-        raise DeviceError(f"Slurm job {job}: cannot query its devices: {' '.join(reason.split())}") from error
+        raise DeviceError(
+            f"Slurm job {job} (SLURM_JOB_ID): cannot query its devices: {' '.join(reason.split())}; list them in "
+            "CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES, or unset SLURM_JOB_ID outside the job"
+        ) from error
     return done.stdout
 
 
@@ -206,5 +232,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _ids_in_dev(kind: DeviceKind) -> tuple[str, ...]:
-    found = [re.search(r"\d+$", path.name) for path in Path("/dev").glob(_DEVICE_FILES[kind])]
-    return tuple(str(number) for number in sorted(int(match.group()) for match in found if match))
+    """Return the numbers of the devices in /dev, as CUDA counts them.
+
+    A container that was given two devices may have /dev/nvidia2 and /dev/nvidia3, which are devices 0 and 1 there.
+    """
+    found = [path for path in _DEV.glob(_DEVICE_FILES[kind]) if re.fullmatch(r"[a-z]+\d+", path.name)]
+    return tuple(str(number) for number in range(len(found)))

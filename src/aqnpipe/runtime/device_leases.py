@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from aqnpipe.device import DeviceKind
 from aqnpipe.errors import DeviceError
 from aqnpipe.runtime.file_lock import FileLock
 
@@ -16,10 +15,11 @@ LEASES = Path("/tmp/aqnpipe-device-leases")  # noqa: S108 - only locks, nothing 
 
 @contextmanager
 def lease_devices(
-    folder: Path, kind: DeviceKind, ids: Sequence[str], count: int, seconds_between_tries: float
+    folder: Path, kind: str, ids: Sequence[str], count: int, seconds_between_tries: float
 ) -> Iterator[tuple[str, ...]]:
     """Hold `count` of the devices `ids` of a kind while the body runs; wait until that many are free; yield their ids.
 
+    kind: start of the names of the locks: the kind of device, with what else tells these devices from others.
     A job takes all devices that it needs or none, so two jobs never wait for each other. Raises DeviceError if a lock
     file cannot be opened.
     """
@@ -34,14 +34,14 @@ def lease_devices(
             lock.close()
 
 
-def _try_to_hold(folder: Path, kind: DeviceKind, ids: Sequence[str], count: int) -> dict[str, FileLock] | None:
+def _try_to_hold(folder: Path, kind: str, ids: Sequence[str], count: int) -> dict[str, FileLock] | None:
     """Return the locks of `count` free devices by id; None, without holding any lock, if fewer are free."""
     held: dict[str, FileLock] = {}
     with ExitStack() as stack:
         for name in ids:
             if len(held) == count:
                 break
-            lock = stack.enter_context(_open(folder, f"{kind}-{name}.lock"))
+            lock = stack.enter_context(_open(folder, f"{kind}-{name.replace('/', '_')}.lock"))
             if lock.acquire():
                 held[name] = lock
         if len(held) < count:
