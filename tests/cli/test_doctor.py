@@ -57,6 +57,23 @@ def test_partitions_are_read_as_sinfo_prints_them():
     assert parse_partitions("short|(null)|45:00|1|1|1")[0].minutes == 45
 
 
+def test_greetings_and_types_with_hyphens_are_read():
+    (found,) = parse_partitions("Welcome!\n\ngpu|gpu:nvidia_a100-sxm4-80gb:8(S:0-1)|UNLIMITED|1|1|1\n")
+    assert found.minutes is None
+    assert [found.num_devices(gres) for gres in ("gpu", "gpu:nvidia_a100-sxm4-80gb", "gpu:a100")] == [8, 8, 0]
+
+
+def test_durations_and_several_partitions_are_accepted(monkeypatch):
+    on_a_cluster(monkeypatch)
+    monkeypatch.setattr(checks, "can_compute_on", lambda kind: True)
+    for site in ({"train_minutes": "48h"}, {"device_partition": "gpu,npu"}):
+        assert not problems(profile_checks(profile("a100", **site), CLUSTER))
+
+
+def test_a_profile_may_be_named_by_its_file():
+    assert read_profile("profiles/default/config.yaml")["cores"] == "all"
+
+
 @pytest.mark.parametrize("name", ["a100", "ascend"])
 def test_a_cluster_that_has_what_a_profile_asks_for(name, monkeypatch):
     on_a_cluster(monkeypatch)

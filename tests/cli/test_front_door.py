@@ -18,6 +18,7 @@ from aqnpipe.cli.front_door import (
     shards_without_devices,
     shown_path,
     workers_of_given_study,
+    workers_problem,
 )
 from aqnpipe.cli.main import app
 from aqnpipe.config.model import builtin_folder
@@ -154,7 +155,7 @@ def test_a_study_beside_its_profile_is_read(monkeypatch, capsys, profiles):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["text", "--configfile", "config/smoke.yaml"], ["silent"], ["broken"], ["none"], ["no-such-profile"]]
+    "arguments", [["text", "--configfile", "config/smoke.yaml"], ["silent"], ["none"], ["no-such-profile"]]
 )
 def test_what_a_profile_does_not_decide_is_left_to_snakemake(monkeypatch, profiles, arguments):
     name, *rest = arguments
@@ -263,3 +264,31 @@ def test_check_counts_the_devices_of_evaluations_on_another_kind(tmp_path, monke
         shown.append(next(line for line in result.stdout.splitlines() if line.startswith("on cpu: ")))
     problem = "; its evaluations not on this machine: generation.tensor_parallel: found 2, this machine has 1 CPU cores"
     assert [problem in line for line in shown] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "given", "here", "said"),
+    [
+        ("cuda", 8, {"devices": 8}, False, None),
+        ("cuda", 8, {"devices": 4}, False, "found 8, the profile gives a training run 4 devices"),
+        ("cuda", 8, {"gres": "gpu:a100:4", "nodes": 2}, False, None),
+        ("npu", 8, {"gres": "npu:910c:4"}, False, "found 8, the profile gives a training run 4 devices"),
+        ("cpu", 8, {"devices": 4}, True, None),
+        ("cuda", 8, {}, False, None),
+        ("cuda", 4, {}, True, None),
+        ("auto", 8, {}, True, "found 8, this machine has 4 cuda devices"),
+        ("auto", 8, {"gres": "gpu:a100:8"}, False, None),
+        ("cuda", 8, {"devices": "many"}, False, None),
+    ],
+)
+def test_every_worker_of_a_training_run_needs_a_device(monkeypatch, device, workers, given, here, said):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(
+        front_door,
+        "devices_to_compute_on",
+        lambda requested: ("cpu", ()) if requested == "cpu" else ("cuda", tuple("0123")),
+    )
+    problem = workers_problem(device, workers, given, here=here)
+    assert (problem is None) if said is None else (problem is not None and said in problem)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert not here or workers_problem(device, workers, given, here=here) is None

@@ -133,6 +133,32 @@ def test_a_place_without_the_device_of_a_planned_job_refuses_and_names_the_jobs(
     assert "ERROR" not in planned("--until", "prepare_model", "prepare_data")
 
 
+@pytest.mark.slow
+def test_a_plan_whose_runs_get_too_few_devices_says_so(cluster):
+    folder = cluster / "four"
+    folder.mkdir()
+    text = (ROOT / "profiles" / "a100" / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("train_devices: 8 ", "train_devices: 4 "))
+
+    def planned(*arguments):
+        done = subprocess.run(
+            [SNAKEMAKE, "--profile", folder, "-n", "--forceall", "--nolock", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{cluster}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout + done.stderr
+
+    refusal = (
+        "ERROR: config/qwen2.5-1.5b.yaml: training.num_workers: found 8, the profile gives a training run 4 devices"
+    )
+    assert refusal in planned("--until", "train")
+    assert "ERROR" not in planned("--until", "prepare_model")
+    assert "ERROR" not in planned("--until", "train", "--config", "training={num_workers: 4}")
+
+
 def test_a_workstation_with_eight_devices_runs_a_study_for_eight_as_it_is(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     assert ("train", "devices 8") in dry_run("workstation", "--configfile", "config/qwen2.5-7b.yaml")

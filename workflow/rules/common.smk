@@ -12,7 +12,14 @@ from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.cli.check import announcement
-from aqnpipe.cli.front_door import device_problem, open_study, shards_problem, shards_without_devices, shown_path
+from aqnpipe.cli.front_door import (
+    device_problem,
+    open_study,
+    shards_problem,
+    shards_without_devices,
+    shown_path,
+    workers_problem,
+)
 from aqnpipe.cli.report import PARTIAL
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
@@ -84,7 +91,7 @@ onstart:
             hold_study(RESULTS)
         except AqnpipeError as error:
             refuse(error)
-        if problem := device_not_in_profile() or device_not_here():
+        if problem := device_not_in_profile() or device_not_here() or workers_without_devices():
             refuse(DeviceError(problem))
         if gone := removed_weights_needed():
             refuse(ModelError(gone))
@@ -146,6 +153,16 @@ def device_not_here():
     return None
 
 
+def workers_without_devices():
+    """Return why planned training runs have too few devices for their workers; None if they have enough."""
+    if "train" not in {job.rule.name for job in workflow.dag.needrun_jobs(exclude_finished=False)}:
+        return None
+    of_job = {key: value.raw for key, value in workflow.resource_settings.overwrite_resources.get("train", {}).items()}
+    here = workflow.local_exec
+    problem = workers_problem(STUDY.config.device, STUDY.config.training.num_workers, of_job, here=here)
+    return problem and f"{STUDY_FILE}: {problem}"
+
+
 def gives_device(rule):
     """Return whether the profile gives jobs of a rule devices."""
     return not {"gres", "devices"}.isdisjoint(workflow.resource_settings.overwrite_resources.get(rule, {}))
@@ -155,7 +172,7 @@ def announce_refusal():
     """Print at the end of a dry run that the run itself would be refused, and why."""
     if workflow.scheduler is None:
         return
-    for problem in filter(None, (device_not_in_profile(), removed_weights_needed())):
+    for problem in filter(None, (device_not_in_profile(), workers_without_devices(), removed_weights_needed())):
         say(f"ERROR: {problem}")
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aqnpipe.cli.own_noise import own_noise_problems
+from aqnpipe.cli.profile_file import refuse_unreadable_profiles
 from aqnpipe.config.cross_references import validation_problems
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.diagnosis import NEED_SENSITIVITY
@@ -24,7 +25,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
 from aqnpipe.config.study import Study, load_study_files, read_study_file
 from aqnpipe.config.yaml_file import load_yaml
-from aqnpipe.device import RequestedDevice, resolve_device
+from aqnpipe.device import VISIBLE_DEVICES, RequestedDevice, resolve_device, visible_ids
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError, ModelError
 from aqnpipe.runtime.device_allocation import devices_to_compute_on
 
@@ -69,12 +70,15 @@ def device_problem(requested: RequestedDevice) -> str | None:
 
 
 def refuse_unreadable_studies() -> None:
-    """End this process with one line if a study file given to Snakemake, itself or by a profile, cannot be read.
+    """End this process with one line if a profile or study given to Snakemake cannot be read, or lists of devices.
 
     Snakemake reads these files before the workflow, and ends in a traceback if it cannot. The default profile, which
     Snakemake reads before everything else, calls this.
     """
     try:
+        for kind in VISIBLE_DEVICES:
+            visible_ids(kind)
+        refuse_unreadable_profiles(_given_profiles())
         for path in _given_studies():
             read_study_file(shown_path(path))
     except AqnpipeError as error:
@@ -115,9 +119,12 @@ def shards_without_devices(rule: str, given: Mapping[str, Any], shards: int) -> 
     given: the resources of the rule in the profile. shards: `generation.tensor_parallel`, the devices of each of its
     `workers`. Resources that are not numbers are left to Snakemake.
     """
-    workers, nodes = (_whole(given.get(name, 1)) for name in ("workers", "nodes"))
+    workers, nodes = (whole_number(given.get(name, 1)) for name in ("workers", "nodes"))
     gres = str(given.get("gres", "")).rpartition(":")[2]
-    for name, found, per_job in (("devices", _whole(given.get("devices")), 1), ("gres", _whole(gres), nodes)):
+    for name, found, per_job in (
+        ("devices", whole_number(given.get("devices")), 1),
+        ("gres", whole_number(gres), nodes),
+    ):
         if shards == 1 or found is None or workers is None or per_job is None:
             continue
         # An engine is on one node.
@@ -130,7 +137,37 @@ def shards_without_devices(rule: str, given: Mapping[str, Any], shards: int) -> 
     return None
 
 
-def _whole(value: object) -> int | None:
+def workers_problem(requested: RequestedDevice, workers: int, given: Mapping[str, Any], *, here: bool) -> str | None:
+    """Return why the workers of a training run have no device each; None if they have, or compute on CPU cores.
+
+    given: the resources of rule train in the profile. here: whether the job runs on this machine.
+    """
+    devices = devices_of_job(given)
+    if requested == "cpu" or (here and os.environ.get("RAY_ADDRESS")):
+        return None
+    if devices is not None and devices < workers:
+        return (
+            f"training.num_workers: found {workers}, the profile gives a training run {devices} devices, expected one "
+            "for each worker (train_devices in its site block)"
+        )
+    kind, ids = devices_to_compute_on(requested) if here else ("cpu", ())
+    if kind != "cpu" and len(ids) < workers:
+        return (
+            f"training.num_workers: found {workers}, this machine has {len(ids)} {kind} devices; every worker needs one"
+        )
+    return None
+
+
+def devices_of_job(given: Mapping[str, Any]) -> int | None:
+    """Return how many devices the resources of a job are, on all its nodes; None if the profile does not say."""
+    leased, gres = whole_number(given.get("devices")), whole_number(str(given.get("gres", "")).rpartition(":")[2])
+    if leased is not None or gres is None:
+        return leased
+    return gres * (whole_number(given.get("nodes", 1)) or 1)
+
+
+def whole_number(value: object) -> int | None:
+    """Return a resource as a number; None if it is not a whole one, which is left to Snakemake."""
     return int(str(value)) if str(value).isdecimal() else None
 
 
@@ -148,14 +185,22 @@ def _number_in_given_study(section: str, key: str) -> int:
 
 def _given_studies() -> list[Path]:
     """Return the study files that Snakemake reads: those of the command line, else those of the last profile."""
+    given = _given_to_snakemake()
+    if given.configfile:
+        return list(given.configfile)
+    return next((files for name in reversed(_given_profiles()) if (files := _studies_of_profile(name))), [])
+
+
+def _given_profiles() -> list[str]:
+    """Return the names of the profiles that Snakemake reads, besides the default one."""
+    return _given_to_snakemake().profile or [os.environ.get("SNAKEMAKE_PROFILE", "none")]
+
+
+def _given_to_snakemake() -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path)
     parser.add_argument("--profile", action="append", default=[])
-    given = parser.parse_known_args()[0]
-    if given.configfile:
-        return list(given.configfile)
-    profiles = given.profile or [os.environ.get("SNAKEMAKE_PROFILE", "none")]
-    return next((files for name in reversed(profiles) if (files := _studies_of_profile(name))), [])
+    return parser.parse_known_args()[0]
 
 
 def _studies_of_profile(name: str) -> list[Path]:

@@ -19,7 +19,14 @@ FOLDER_PATTERN = r"^/?[A-Za-z0-9_]([\w ./+@-]*[\w./+@-])?$"
 
 FUNCTION_PATTERN = r"^([^:]*/)?[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
+GRES_PATTERN = r"^[A-Za-z_]\w*(:([A-Za-z_][\w.]?|[\w.]{3,}))?$"
+DURATION_PATTERN = r"^[1-9]\d*[mhdw]$"
+PARTITION_PATTERN = r"^[^\s,]+(,[^\s,]+)*$"
+
 _PATTERNS = {
+    GRES_PATTERN: "a name such as gpu or gpu:a100, without number, hyphen or comma (gpu if the type has a hyphen)",
+    DURATION_PATTERN: "a duration such as 48h",
+    PARTITION_PATTERN: "the name of a partition",
     FUNCTION_PATTERN: "a function as package.module:function",
     IDENTIFIER_PATTERN: "a name of letters, digits, `_`, `.` and `-` that begins with a letter or digit",
     FOLDER_PATTERN: "a folder below this one or an absolute path, of letters, digits, spaces and `_.-+@/`",

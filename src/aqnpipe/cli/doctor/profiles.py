@@ -6,7 +6,8 @@ from typing import Any
 
 from aqnpipe.cli.doctor.checks import Check, Status, build_check, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
-from aqnpipe.cli.front_door import device_problem, shards_without_devices
+from aqnpipe.cli.front_door import device_problem, devices_of_job, shards_without_devices, whole_number
+from aqnpipe.cli.profile_file import read_profile_file
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.device import VISIBLE_DEVICES, resolve_device
@@ -17,14 +18,10 @@ DEFAULT_STUDY = "config/config.yaml"
 
 
 def read_profile(name: str) -> dict[str, Any]:
-    """Return the keys of a profile as Snakemake reads them, from `profiles/<name>` or the folder `name`."""
-    import yte  # imports numpy, which is slow
-
-    for path in (Path("profiles", name, "config.yaml"), Path(name, "config.yaml")):
+    """Return the keys of a profile as Snakemake reads them, from `profiles/<name>`, the folder `name` or that file."""
+    for path in (Path("profiles", name, "config.yaml"), Path(name, "config.yaml"), Path(name)):
         if path.is_file():
-            with path.open(encoding="utf-8") as file:
-                keys: dict[str, Any] = yte.process_yaml(file, require_use_yte=True)
-            return keys
+            return read_profile_file(path)
     known = sorted(path.parent.name for path in Path("profiles").glob("*/config.yaml"))
     raise ConfigError(f"--profile: no profile {name!r}, found {', '.join(known) or 'no folder profiles'}")
 
@@ -57,10 +54,9 @@ def _workers_check(profile: Mapping[str, Any], study: Study) -> Check:
     if training is None:
         return Check(name="workers", status="ok", found="no training runs")
     workers = training.num_workers
-    given = train.get("devices") or str(train.get("gres", "")).rpartition(":")[2]
-    if not given or study.config.device == "cpu":
+    devices = devices_of_job(train)
+    if devices is None or study.config.device == "cpu":
         return Check(name="workers", status="ok", found=f"{workers} per training run")
-    devices = int(given) * int(train.get("nodes", 1))
     found = f"{workers} per training run, on {devices} devices"
     if workers == devices:
         return Check(name="workers", status="ok", found=found)
@@ -121,13 +117,13 @@ def _slurm_checks(
 def _job_check(job: str, requested: Mapping[str, Any], partitions: tuple[SlurmPartition, ...]) -> Check:
     name = str(requested.get("slurm_partition", ""))
     shown = ", ".join(f"{key} {requested[key]}" for key in ("slurm_partition", "gres", "runtime") if key in requested)
-    nodes = [partition for partition in partitions if partition.name == name]
+    nodes = [partition for partition in partitions if partition.name in name.split(",")]
     if not nodes:
         known = ", ".join(sorted({partition.name for partition in partitions}))
         return Check(name=job, status="problem", found=f"no partition {name}", advice=f"the cluster has {known}")
     reasons = {partition: _why_not(requested, partition) for partition in nodes}
     fitting = sum(partition.nodes for partition, reason in reasons.items() if not reason)
-    if fitting >= int(requested.get("nodes", 1)):
+    if fitting >= (whole_number(requested.get("nodes")) or 1):
         return Check(name=job, status="ok", found=shown)
     offered = f"{fitting} nodes for the {requested['nodes']} of a job" if fitting else reasons[nodes[0]]
     return Check(name=job, status="problem", found=shown, advice=f"partition {name} has {offered}")
@@ -137,13 +133,15 @@ def _why_not(requested: Mapping[str, Any], partition: SlurmPartition) -> str:
     """Return the limit of the nodes of a partition that a job exceeds; empty if there is none."""
     gres, _, count = str(requested.get("gres", "")).rpartition(":")
     devices = partition.num_devices(gres)
-    if gres and devices < int(count):
+    if gres and devices < (whole_number(count) or 0):
         return f"{devices} {gres} per node ({partition.gres or 'no gres'})"
-    if partition.minutes is not None and int(requested.get("runtime", 0)) > partition.minutes:
+    # Snakemake also takes texts such as 2d and 64GB, which are not compared.
+    minutes, cpus, memory = (whole_number(requested.get(name)) or 0 for name in ("runtime", "cpus_per_task", "mem_mb"))
+    if partition.minutes is not None and minutes > partition.minutes:
         return f"a time limit of {partition.minutes} minutes"
-    if int(requested.get("cpus_per_task", 1)) > partition.cpus:
+    if cpus > partition.cpus:
         return f"{partition.cpus} CPUs per node"
-    if int(requested.get("mem_mb", 0)) > partition.memory_mb:
+    if memory > partition.memory_mb:
         return f"{partition.memory_mb} MB per node"
     return ""
 
@@ -159,7 +157,8 @@ def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]
         problem = device_problem(kind)
         found = resolve_device(kind).label if problem is None else problem.removeprefix("device: ")
         yield Check(name=f"device of machines ({kind})", status="problem" if problem else "ok", found=found)
-    leases = {rule: int(resources.get("devices", 0)) for rule, resources in profile.get("set-resources", {}).items()}
+    given = profile.get("set-resources", {})
+    leases = {rule: whole_number(resources.get("devices")) or 0 for rule, resources in given.items()}
     if not any(leases.values()):
         return
     kind, ids = devices_of_machine(requested)

@@ -24,7 +24,7 @@ class SlurmPartition:
         """Return the number of devices `gres` (name or name:type) per node: 8 for `gpu:a100` in `gpu:a100:8(S:0-1)`."""
         counts = [
             int(count)
-            for name, count in re.findall(r"([A-Za-z_][\w.:]*?):(\d+)(?=[,(]|$)", self.gres)
+            for name, count in re.findall(r"([A-Za-z_][\w.:-]*?):(\d+)(?=[,(]|$)", self.gres)
             if name == gres or name.partition(":")[0] == gres
         ]
         return sum(counts)
@@ -47,16 +47,19 @@ def slurm_answers() -> bool:
 
     The cluster profiles call this: the same command uses a cluster, or the devices of a machine without a scheduler.
     """
-    answers = bool(read_partitions())
-    if not answers:
-        sys.stderr.write("no Slurm here: jobs run on this machine and lease its devices, train_devices in all\n")
-    return answers
+    partitions = read_partitions()
+    if not partitions:
+        why = "no Slurm here" if partitions is None else "Slurm does not answer (`sinfo` shows why)"
+        sys.stderr.write(f"{why}: jobs run on this machine and lease its devices, train_devices in all\n")
+    return bool(partitions)
 
 
 def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
     """Return the partitions in lines such as `gpu*|gpu:a100:8|1-00:00:00|128|1000000|4`."""
     found = []
     for line in text.splitlines():
+        if line.count("|") != 5:
+            continue  # a greeting of the site, or a blank line
         name, gres, limit, cpus, memory, nodes = line.split("|")
         found.append(
             SlurmPartition(
@@ -73,7 +76,7 @@ def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
 
 def _minutes(limit: str) -> int | None:
     """Return a Slurm time limit, days-hours:minutes:seconds, in minutes; None for infinite."""
-    if limit in ("infinite", "n/a"):
+    if limit.lower() in ("infinite", "unlimited", "n/a"):
         return None
     days, _, clock = limit.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
