@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
 from aqnpipe.cli.check import announcement, check_study
 from aqnpipe.cli.cost_estimate import A100, CPU_CORE, Assumptions, Rates, default_rates, estimate_study
+from aqnpipe.cli.main import app
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study, load_study_file
 from aqnpipe.errors import ConfigError
@@ -229,6 +231,32 @@ def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates():
     # Its rollouts are by vLLM; those of the smoke study are not.
     assert "weight syncs" in estimate["not_counted"]
     assert "weight syncs" not in aqnpipe("config/smoke.yaml").stdout
+
+
+def test_a_study_that_adds_seeds_has_the_cost_with_all_of_them_too():
+    """Two seeds before the first look, at most ten: five times the runs, whose checkpoints stay until the last look."""
+    plan = StudyPlan(load_study_file(Path("config/decide.yaml")))
+    found = check_study(plan, Assumptions())
+    whole = check_study(StudyPlan(plan.study.with_seeds(10)), Assumptions()).estimate
+    assert found.estimate is not None
+    assert found.at_most == whole
+    assert whole.checkpoint_gigabytes == pytest.approx(5 * found.estimate.checkpoint_gigabytes)
+    shown = CliRunner().invoke(app, ["check", "config/decide.yaml"]).stdout
+    assert f"with all seeds that may be added: at most {whole.device_hours:,.3g} CPU core hours and " in shown
+    fixed = check_study(StudyPlan(load_study_file(Path("config/config.yaml"))), Assumptions())
+    assert fixed.at_most is None
+
+
+def test_very_many_arms_are_named_on_one_short_line(tmp_path):
+    arms = {f"arm{number:04}": {"description": "clean"} for number in range(1000)}
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump({"arms": arms}))
+    study = yaml.safe_load(Path("config/smoke.yaml").read_text()) | {"arms": list(arms), "arms_file": "arms.yaml"}
+    del study["comparisons"]
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    line = CliRunner().invoke(app, ["check", f"{tmp_path}/study.yaml"]).stdout.splitlines()[0]
+    assert "1000 runs (arm0000, arm0001, " in line
+    assert "arm0019 and 980 more; seeds 0)" in line
+    assert "arm0020" not in line
 
 
 def test_a_wrong_size_is_one_line():

@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from aqnpipe.cli.main import app
-from aqnpipe.cli.memory_estimate import memory_lines, memory_per_device
+from aqnpipe.cli.memory_estimate import evaluation_memory_lines, memory_lines, memory_per_device
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
@@ -115,7 +115,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_help():
     study = plan("qwen2.5-7b", lora=None, parallelism="data")
     with pytest.raises(ConfigError, match=r"models\.large: training needs about 192 GB on each device, an A100 80 GB"):
         memory_lines(study, "an A100 80 GB", 80, 150)
-    with pytest.raises(ConfigError, match=r"expected training\.parallelism: fsdp or training\.lora or a smaller"):
+    with pytest.raises(ConfigError, match=r"expected training\.parallelism: fsdp or training\.lora or --memory"):
         memory_lines(study, "an A100 80 GB", 80, 150)
     assert memory_lines(study, "a device", 200, 150)[0].startswith("memory of a training device: large 192 GB of 200")
 
@@ -153,3 +153,74 @@ def test_a_model_of_unknown_shape_is_named():
 
 def test_a_study_on_a_cpu_has_no_line_on_memory():
     assert "memory of" not in CliRunner().invoke(app, ["check", "config/smoke.yaml"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "gigabytes", "helps"),
+    [
+        # Weights, gradients, moments and the reference take 37.1 GB on 8 workers, 30.9 GB on one, which has no buckets.
+        ({"micro_batch_size": 20}, 80, "training.lora or a smaller training.micro_batch_size or"),
+        ({"micro_batch_size": 20, "gradient_checkpointing": False}, 80, "or training.gradient_checkpointing: true or"),
+        ({"num_workers": 1, "micro_batch_size": 1}, 70, "training.lora or fewer training.validation_questions or"),
+        (
+            {"num_workers": 1, "micro_batch_size": 4},
+            45,
+            "training.lora or a smaller training.micro_batch_size and more training.num_workers and fewer "
+            "training.validation_questions or",
+        ),
+        ({"micro_batch_size": 20}, 30, "training.parallelism: fsdp or training.lora or --memory"),
+    ],
+)
+def test_what_would_help_is_what_does_not_fit(changes, gigabytes, helps):
+    with pytest.raises(ConfigError) as refused:
+        memory_lines(plan("qwen2.5-1.5b", **changes), "a device", gigabytes, 150)
+    assert helps in str(refused.value)
+
+
+def test_a_model_of_unknown_shape_needs_its_weights_gradients_and_moments():
+    """5 values of 4 bytes for each of 72.7 billion parameters on 8 devices are 182 GB; of 3 billion they are 7.5 GB."""
+    sources = {"source": "owner/unknown", "dtype": "bfloat16", "attention": "sdpa"}
+    study = with_models(plan("qwen2.5-1.5b", parallelism="fsdp"), {"base": sources})
+    with pytest.raises(ConfigError, match=r"models\.base: training needs more than 182 GB .* expected more training"):
+        memory_lines(study, "a device", 80, 150, {"base": 72.7e9})
+    (line,) = memory_lines(study, "a device", 80, 150, {"base": 3e9})
+    assert line.endswith("the shape of base is unknown, more than 8 GB of 80")
+    adapted = with_models(plan("qwen2.5-1.5b", lora={"rank": 8, "alpha": 8}), {"base": sources})
+    assert memory_lines(adapted, "a device", 80, 150, {"base": 3e9})[0].endswith("more than 6 GB of 80")
+
+
+def with_models(study, models):
+    config = study.study.config
+    models = {role: config.models[role].model_copy(update=given) for role, given in models.items()}
+    return StudyPlan(study.study.model_copy(update={"config": config.model_copy(update={"models": models})}))
+
+
+def test_an_evaluation_whose_weights_do_not_fit_is_refused():
+    """7.6 billion weights in bfloat16 are 15.2 GB, 66 MB of keys and values per response at the limit beside them."""
+    by_transformers = plan("qwen2.5-7b")
+    (line,) = evaluation_memory_lines(by_transformers, "a device", 80, 150)
+    # 64 sequences of 662 tokens: 4 heads x 128 in 28 layers, 2 bytes.
+    cache = 64 * 662 * 28 * 2 * 4 * 128 * 2 / 1e9
+    assert line.startswith("memory of an evaluating device: large weights 15.2 GB, keys and values of 64 sequences")
+    assert f"at most {cache:.3g} GB, of 80 GB" in line
+    # Shorter responses would fit.
+    assert evaluation_memory_lines(by_transformers, "a device", 18, 150)
+    with pytest.raises(
+        ConfigError, match=r"evaluation of large: its weights take 17\.7 GB on each device, a device has 16"
+    ):
+        evaluation_memory_lines(by_transformers, "a device", 16, 150)
+    on_vllm = plan("qwen2.5-7b", {"backend": "vllm", "gpu_memory_utilization": 0.1})
+    with pytest.raises(
+        ConfigError, match=r"vLLM gets 8 GB of 80; expected generation\.gpu_memory_utilization: 0\.2 or"
+    ):
+        evaluation_memory_lines(on_vllm, "a device", 80, 150)
+    shared = plan("qwen2.5-7b", {"backend": "vllm", "gpu_memory_utilization": 0.1, "tensor_parallel": 2})
+    assert "weights 7.62 GB" in evaluation_memory_lines(shared, "a device", 80, 150)[0]
+
+
+def test_given_checkpoints_that_no_device_can_hold_are_refused():
+    command = ["check", "config/formats-qwen2.5.yaml"]
+    assert "memory of an evaluating device" in CliRunner().invoke(app, command).stdout
+    refused = CliRunner().invoke(app, [*command, "--memory", "10"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "evaluation of" in str(refused.exception)

@@ -135,6 +135,23 @@ def test_the_nearest_right_study_is_valid(config, path, value):
     load_study(config, "study.yaml")
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["generation", "tensor_parallel"], 8, r"cannot be shared so: 12 attention heads do not divide by 8"),
+        (["evaluation", "max_response_tokens"], 32768, r"found 32768, expected fewer than the 32768 positions of"),
+        (["machines", "target", "faults", 0, "layer"], 28, r"found 28, model base \(Qwen/.*\) has layers 0 to 27"),
+    ],
+)
+def test_sizes_of_well_known_models_of_the_hub_are_checked_before_the_download(path, value, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    study = yaml.safe_load((ROOT / "config" / "qwen2.5-1.5b.yaml").read_text()) | {"arms_file": "config/arms.yaml"}
+    load_study(study, "study.yaml")
+    _set(study, path, value)
+    with pytest.raises(ConfigError, match=message):
+        load_study(study, "study.yaml")
+
+
 def test_of_fewer_test_questions_than_the_default_all_are_for_validations(config):
     config["dataset"]["num_test"] = 40
     del config["training"]["validation_questions"]

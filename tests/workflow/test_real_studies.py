@@ -20,13 +20,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.runs import TrainingMetrics
+from aqnpipe.config.model import KNOWN_CONFIGS
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.config.study import load_study
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.models.loading import prepare_model
-from aqnpipe.models.shapes import KNOWN_SHAPES
+from aqnpipe.models.shapes import shape_from_config
 from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.run import TrainingInputs
@@ -51,7 +52,8 @@ def _in_the_repository(monkeypatch):
 
 def write_model(folder: Path, hub_id: str) -> str:
     """A Qwen2 with the head counts, biases and tied or untied embeddings of `hub_id`, otherwise small; random."""
-    real = KNOWN_SHAPES[hub_id]
+    real = shape_from_config(KNOWN_CONFIGS[hub_id])
+    assert real is not None
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     hidden_size = real.num_heads * HEAD_DIM

@@ -1,6 +1,6 @@
 """`aqnpipe check`: validate a study, list its jobs and estimate their cost before anything runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +17,14 @@ from aqnpipe.cli.cost_estimate import (
     mean_prompt_tokens,
 )
 from aqnpipe.cli.front_door import device_problem, open_study, shards_problem
-from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, memory_lines
+from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory_lines, memory_lines
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.config.seeds import AdaptiveSeeds
 from aqnpipe.config.training import Keep
 from aqnpipe.errors import ConfigError
 
+_SHOWN_NAMES = 20
 LARGE_STUDY_HOURS = 4.0
 """Device hours from which the workflow prints the estimated cost of a study before it starts."""
 
@@ -41,6 +43,9 @@ class CheckedStudy(FrozenModel):
     jobs: dict[str, int]
     devices_per_engine: int = Field(description="devices that share every layer in an evaluation")
     estimate: Estimate | None
+    at_most: Estimate | None = Field(
+        default=None, description="of all seeds that may be added; `estimate` is then of those before the first look"
+    )
     missing: str | None
 
 
@@ -104,8 +109,11 @@ def _other_devices(plan: StudyPlan) -> Iterator[str]:
 
 def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
     """Return the jobs of a study, and the estimate of their cost or the information it needs."""
+    at_most = None
     try:
         estimate, missing = estimate_study(plan, assumptions), None
+        if plan.study.adaptive_seeds is not None:
+            at_most = estimate_study(_with_all_seeds(plan, plan.study.adaptive_seeds), assumptions)
     except ConfigError as error:
         estimate, missing = None, str(error)
     return CheckedStudy(
@@ -120,8 +128,14 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
         jobs=plan.jobs(),
         devices_per_engine=plan.study.config.generation.tensor_parallel,
         estimate=estimate,
+        at_most=at_most,
         missing=missing,
     )
+
+
+def _with_all_seeds(plan: StudyPlan, rule: AdaptiveSeeds) -> StudyPlan:
+    """Return the plan of a study that has added all seeds that it may add, in all arms."""
+    return StudyPlan(plan.study.with_seeds(rule.max))
 
 
 def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) -> list[str]:
@@ -132,18 +146,25 @@ def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) 
         return []
     named = {"cuda": "an A100 80 GB", "npu": "an Ascend 910C"}
     device = named[requested] if gigabytes is None else "the given device"
-    return memory_lines(plan, device, available, mean_prompt_tokens(plan, assumptions)[0])
+    prompt = mean_prompt_tokens(plan, assumptions)[0]
+    return [
+        *memory_lines(plan, device, available, prompt, assumptions.parameters),
+        *evaluation_memory_lines(plan, device, available, prompt, assumptions.parameters),
+    ]
 
 
 def announcement(plan: StudyPlan) -> str | None:
     """Return a line on the cost of a large study, which the workflow prints before it starts; None for a small one."""
     try:
         estimate = estimate_study(plan, Assumptions())
+        rule = plan.study.adaptive_seeds
+        at_most = None if rule is None else estimate_study(_with_all_seeds(plan, rule), Assumptions())
     except ConfigError as error:
         return f"estimated cost: unknown, {error}"
-    if estimate.device_hours < LARGE_STUDY_HOURS:
+    if (at_most or estimate).device_hours < LARGE_STUDY_HOURS:
         return None
-    return f"{_summary(estimate)} (`aqnpipe check` prints the details)"
+    more = "" if at_most is None else f" before the first look, {_in_all(at_most)}"
+    return f"{_summary(estimate)}{more} (`aqnpipe check` prints the details)"
 
 
 def _sizes(parameters: list[str], plan: StudyPlan) -> dict[str, float]:
@@ -172,12 +193,25 @@ def _rates(plan: StudyPlan, tflops: float | None, training: float | None, genera
     return default_rates(plan).model_copy(update=changes) if changes else None
 
 
+def _in_all(at_most: Estimate) -> str:
+    """Return the cost of a study that adds seeds if it adds all."""
+    return (
+        f"at most {at_most.device_hours:,.3g} {at_most.rates.device} hours and {at_most.disk_gigabytes:,.3g} GB in all"
+    )
+
+
+def _some(names: Sequence[object]) -> str:
+    """Return names on one line, of very many the first ones and the number of the others."""
+    shown = ", ".join(map(str, names[:_SHOWN_NAMES]))
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES:,} more"
+
+
 def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
     config = plan.study.config
-    seeds = ", ".join(map(str, plan.study.seeds))
+    seeds = _some(plan.study.seeds)
     if not plan.study.has_training:
         return (
-            f"{study}: valid. {plan.num_evaluations} checkpoints ({', '.join(config.arms)}), each at noise levels "
+            f"{study}: valid. {plan.num_evaluations} checkpoints ({_some(config.arms)}), each at noise levels "
             f"{', '.join(f'{level:g}' for level in config.evaluation.noise_levels)}, "
             f"{len(plan.study.comparisons())} comparisons; report in {plan.results}/report.html"
         )
@@ -187,7 +221,7 @@ def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
         runs += f" before the first look, at most {rule.max * len(config.arms)} in all"
         seeds += f", then {rule.step} more at a time up to {rule.max} for arms of open claims"
     return (
-        f"{study}: valid. {runs} ({', '.join(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
+        f"{study}: valid. {runs} ({_some(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
         f"{plan.num_evaluations} evaluations, {len(plan.diagnoses())} diagnoses, "
         f"{len(config.loss_studies)} loss studies, {len(plan.study.comparisons())} comparisons; "
         f"report in {plan.results}/report.html"
@@ -205,6 +239,7 @@ def _lines(checked: CheckedStudy) -> list[str]:
     return [
         *lines,
         _summary(estimate),
+        *([] if checked.at_most is None else [f"with all seeds that may be added: {_in_all(checked.at_most)}"]),
         *(
             f"  {cost.phase:<13} {cost.tokens:>9.3g} tokens  {cost.flops:>9.3g} FLOP  {cost.device_hours:>9.3g} h"
             for cost in estimate.phases

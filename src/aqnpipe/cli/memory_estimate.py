@@ -5,6 +5,7 @@ forward and backward passes (logits, activations). All have what is always there
 reference. The formulas and what they leave out: docs/cost-estimate.md.
 """
 
+from collections.abc import Mapping
 from math import ceil, floor
 
 from pydantic import Field
@@ -35,6 +36,8 @@ _MLP_VALUES = 4
 _HIDDEN_VALUES = 10
 # The context of torch and its libraries, and fragmentation.
 _RUNTIME = 2.5e9
+_LARGEST_SHARE = 0.95
+"""Of a device that vLLM can have; the rest is the context of torch."""
 
 
 class MemoryEstimate(FrozenModel):
@@ -83,7 +86,7 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
     sequences = training.sequences_per_step * training.steps_per_rollout / training.num_workers
     gathered = shape.num_parameters * base * (1 - 1 / shares)
     validated = ceil(training.validation_questions / training.num_workers)
-    cache = tokens * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * computed
+    cache = tokens * _cache_of_a_token(shape, computed)
     return MemoryEstimate(
         role=role,
         trained=trained,
@@ -124,8 +127,13 @@ def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tok
     return logit_bytes + activations + base * (2 * body + ends) + (base * (body + ends) if training.lora is None else 0)
 
 
-def memory_lines(plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: float) -> list[str]:
-    """Return a line per trained model; raises ConfigError if one cannot fit on a device with this memory."""
+def memory_lines(
+    plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: float, parameters: Mapping[str, float] | None = None
+) -> list[str]:
+    """Return a line per trained model; raises ConfigError if one cannot fit on a device with this memory.
+
+    parameters: sizes of models of unknown shape. What such a model needs at least is compared with the memory.
+    """
     lines: list[str] = []
     training = plan.study.config.training
     if training is None:
@@ -133,7 +141,15 @@ def memory_lines(plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: 
     for role in plan.study.model_roles():
         found = memory_per_device(plan, role, gigabytes * 1e9, prompt_tokens)
         if found is None:
-            lines.append(f"memory of a training device: not estimated, the shape of {role} is unknown")
+            least = _least(plan, role, training, (parameters or {}).get(role))
+            if least > gigabytes * 1e9:
+                raise ConfigError(
+                    f"models.{role}: training needs more than {ceil(least / 1e9)} GB on each device for weights, "
+                    f"gradients and moments alone, {device} has {gigabytes:g} GB; expected "
+                    f"{' or '.join(_ways_to_share(training))} or --memory for larger devices"
+                )
+            shown = f", more than {ceil(least / 1e9)} GB of {gigabytes:g}" if least else ""
+            lines.append(f"memory of a training device: not estimated, the shape of {role} is unknown{shown}")
             continue
         parts = {
             "trained weights, gradients, moments": found.trained,
@@ -156,18 +172,105 @@ def memory_lines(plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: 
     return lines
 
 
+def _least(plan: StudyPlan, role: str, training: TrainingConfig, num_parameters: float | None) -> float:
+    """Return the bytes that a model of this size takes on each device at least, whatever its shape; 0 if unknown."""
+    if num_parameters is None:
+        return 0.0
+    shares = training.num_workers if training.parallelism == "fsdp" else 1
+    if training.lora is not None:
+        return num_parameters * BYTES[plan.study.config.models[role].dtype] / shares
+    copies = _COPIES_OF_A_TRAINED_WEIGHT + (1 if training.kl_coefficient else 0)
+    return num_parameters * BYTES[training.weights_dtype] * copies / shares
+
+
+def evaluation_memory_lines(
+    plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: float, parameters: Mapping[str, float] | None = None
+) -> list[str]:
+    """Return a line per evaluated model; raises ConfigError if its weights do not fit on the devices of an engine.
+
+    The cache of a batch is shown for responses at their limit. Shorter ones need less, so it refuses nothing.
+    """
+    generation, evaluation = plan.study.config.generation, plan.study.config.evaluation
+    lines: list[str] = []
+    on_vllm = generation.backend == "vllm"
+    room = gigabytes * (generation.gpu_memory_utilization if on_vllm else 1.0)
+    has = f"vLLM gets {room:.3g} GB of {gigabytes:g}" if on_vllm else f"{device} has {gigabytes:g} GB"
+    sequences = 1 if on_vllm else evaluation.batch_size
+    for role, model in plan.study.models().items():
+        shape, computed = shape_of(model), BYTES[model.dtype] / generation.tensor_parallel / 1e9
+        num_parameters = (parameters or {}).get(role) or (shape.num_parameters if shape else None)
+        if num_parameters is None:
+            continue
+        weights = num_parameters * computed
+        tokens = sequences * (prompt_tokens + evaluation.max_response_tokens)
+        cache = tokens * _cache_of_a_token(shape, computed) if shape else 0.0
+        # vLLM does not start without room for one sequence.
+        needed = weights + (cache if on_vllm else _RUNTIME / 1e9)
+        if needed > room:
+            raise ConfigError(
+                f"evaluation of {role}: its weights {'and the cache of one sequence ' if on_vllm else ''}take "
+                f"{needed:.3g} GB on each device, {has}; expected "
+                f"{' or '.join(_ways_to_evaluate(needed / gigabytes, on_vllm))}"
+            )
+        lines.append(
+            f"memory of an evaluating device: {role} weights {weights:.3g} GB, keys and values of "
+            f"{f'{sequences} sequences at most' if sequences > 1 else 'a sequence'} {cache:.3g} GB, "
+            f"of {room:.3g} GB{' for vLLM' if on_vllm else ''}"
+        )
+    return lines
+
+
+def _ways_to_evaluate(share: float, on_vllm: bool) -> list[str]:
+    """Return what helps an evaluation that needs this share of a device's memory."""
+    larger = f"generation.gpu_memory_utilization: {ceil(100 * share) / 100:g}"
+    return [
+        *([larger] if on_vllm and share <= _LARGEST_SHARE else []),
+        f"a larger generation.tensor_parallel{'' if on_vllm else ' on vLLM'}",
+        "--memory for larger devices",
+    ]
+
+
+def _cache_of_a_token(shape: ModelShape, computed: float) -> float:
+    """Return the bytes of the keys and values of one token."""
+    return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * computed
+
+
+def _ways_to_share(training: TrainingConfig) -> list[str]:
+    """Return the settings that divide weights, gradients and moments, or make them fewer."""
+    return [
+        *(["training.parallelism: fsdp"] if training.parallelism == "data" and training.num_workers > 1 else []),
+        *(["more training.num_workers"] if training.parallelism == "fsdp" or training.num_workers == 1 else []),
+        *(["training.lora"] if training.lora is None else []),
+    ]
+
+
+def _smaller_moments(training: TrainingConfig, found: MemoryEstimate, room: float) -> str:
+    """Return the settings with which each moment fits into `room`, the bytes beside what is always there; or ''."""
+    passes = "a smaller training.micro_batch_size" if training.micro_batch_size > 1 else ""
+    if not training.gradient_checkpointing:
+        passes = "training.gradient_checkpointing: true"
+    ways = {
+        passes: found.passes,
+        "more training.num_workers": found.generating,
+        "fewer training.validation_questions": found.validating,
+    }
+    needed = [way for way, size in ways.items() if size > room]
+    return " and ".join(needed) if room > 0 and all(needed) else ""
+
+
 def _too_large(training: TrainingConfig, found: MemoryEstimate, device: str, gigabytes: float) -> str:
     # What vLLM may have: the device without everything else.
     share = floor(100 - (found.total - found.engine) / gigabytes / 1e7) / 100
     is_engine = found.engine > 0 and share >= 0
+    room = gigabytes * 1e9 - found.trained - found.reference - found.engine - _RUNTIME
+    smaller = _smaller_moments(training, found, room)
     ways = {
         f"generation.rollout_gpu_memory_utilization: {share:g}": is_engine
         and share * gigabytes * 1e9 >= found.engine_needs,
         "generation.rollout_backend: transformers": is_engine,
         "training.parallelism: fsdp": training.parallelism == "data" and training.num_workers > 1,
         "training.lora": training.lora is None,
-        "training.gradient_checkpointing: true": not training.gradient_checkpointing,
-        "a smaller training.micro_batch_size": training.micro_batch_size > 1,
+        smaller: smaller != "",
         "--memory for larger devices": True,
     }
     return (

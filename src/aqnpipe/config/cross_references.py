@@ -5,7 +5,7 @@ Each check yields one line per problem: file, key, what was found and what is ex
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
@@ -16,7 +16,7 @@ from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.machine_devices import arm_device_problems, machine_device_problems
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.model import ModelConfig, builtin_folder, num_layers_of, read_model_config, source_kind
+from aqnpipe.config.model import ModelConfig, known_config, num_layers_of, source_kind
 from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, OperatorNoise
 from aqnpipe.config.seeds import seed_numbers
 from aqnpipe.config.validation_messages import unknown
@@ -108,7 +108,7 @@ def validation_problems(study: "AnyStudyConfig", num_test: int | None, source: s
 
 
 def context_problems(study: "AnyStudyConfig", models: Mapping[str, ModelConfig], source: str) -> Iterator[str]:
-    """Yield responses that leave no position for a prompt; models of a hub are not known yet.
+    """Yield responses that leave no position for a prompt; most models of a hub are not known yet.
 
     A job compares with its own prompts. A task of lm-evaluation-harness cuts prompts itself.
     """
@@ -116,17 +116,23 @@ def context_problems(study: "AnyStudyConfig", models: Mapping[str, ModelConfig],
     if study.training is not None:
         asked = {"training": study.training.max_response_tokens, **asked}
     for role, model in models.items():
-        kind = source_kind(model.source)
-        folder = builtin_folder(model.source) if kind == "builtin" else Path(model.source)
-        if kind == "hub" or not (folder / "config.json").is_file():
-            continue  # A folder without config.json is a problem of its own.
-        context = read_model_config(folder).get("max_position_embeddings")
+        context = _known(model).get("max_position_embeddings")
         for section, tokens in asked.items():
             if isinstance(context, int) and tokens >= context:
                 yield (
                     f"{source}: {section}.max_response_tokens: found {tokens}, expected fewer than the {context} "
                     f"positions of model {role} ({model.source}), which its prompts need too"
                 )
+
+
+def _known(model: ModelConfig) -> Mapping[str, Any]:
+    """Return what is known of a model's config.json: nothing before the download of most models of a hub.
+
+    Nothing of a folder without one either, which is a problem of its own.
+    """
+    if source_kind(model.source) == "folder" and not (Path(model.source) / "config.json").is_file():
+        return {}
+    return known_config(model.source) or {}
 
 
 def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
@@ -274,13 +280,9 @@ def vllm_evaluation_problems(
 
 
 def _sharing_problems(num_workers: int, models: Mapping[str, ModelConfig], section: str, source: str) -> Iterator[str]:
-    """Yield models whose layers tensor-parallel workers cannot share; those of a hub are not known yet."""
+    """Yield models whose layers tensor-parallel workers cannot share; most of a hub are not known yet."""
     for name, model in models.items() if num_workers > 1 else ():
-        kind = source_kind(model.source)
-        folder = builtin_folder(model.source) if kind == "builtin" else Path(model.source)
-        if kind == "hub" or not (folder / "config.json").is_file():
-            continue  # A folder without config.json is a problem of its own.
-        reason = why_not_shared(read_model_config(folder), num_workers)
+        reason = why_not_shared(_known(model), num_workers)
         if reason is not None:
             where = f"{source}: generation.tensor_parallel: found {num_workers}"
             yield f"{where}, but {section}.{name} ({model.source}) cannot be shared so: {reason}"

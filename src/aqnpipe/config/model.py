@@ -29,6 +29,33 @@ _OTHER_NAMES = {
 """Keys of config.json that some families (GPT-2, GPT-J, GPT-Neo, BLOOM, MPT) name differently."""
 
 
+_QWEN2_5 = {"model_type": "qwen2", "num_hidden_layers": 28}
+_QWEN2_5_1_5B = {
+    **_QWEN2_5,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B": _QWEN2_5_1_5B,
+    "Qwen/Qwen2.5-1.5B-Instruct": {**_QWEN2_5_1_5B, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-7B-Instruct": {
+        **_QWEN2_5,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+    },
+}
+"""Sizes of the hub models of the shipped studies, from their config.json, for use before they are downloaded."""
+
+
 def noised_attention(attention: str) -> Literal["decomposed", "fused"]:
     """Return what noise on attention is put on with an implementation: both products, or one operator."""
     return "decomposed" if attention == "eager" else "fused"
@@ -118,11 +145,23 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def num_layers_of(source: str) -> int | None:
-    """Return the number of decoder layers of a built-in or local model; None for a hub id (unknown until download)."""
+def known_config(source: str) -> Mapping[str, Any] | None:
+    """Return config.json of a built-in, local or well-known model; None for another hub id (unknown until download).
+
+    Raises ModelError for a folder without a readable config.json.
+    """
     kind = source_kind(source)
     if kind == "hub":
-        return None
+        return KNOWN_CONFIGS.get(source)
+    return read_model_config(builtin_folder(source) if kind == "builtin" else Path(source))
+
+
+def num_layers_of(source: str) -> int | None:
+    """Return the number of decoder layers of a built-in, local or well-known model; None for another hub id."""
+    kind = source_kind(source)
+    if kind == "hub":
+        found = KNOWN_CONFIGS.get(source)
+        return None if found is None else int(found["num_hidden_layers"])
     return num_layers_in(builtin_folder(source) if kind == "builtin" else Path(source))
 
 

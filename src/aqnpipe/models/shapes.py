@@ -1,13 +1,12 @@
 """The shape of a decoder-only model, and its number of parameters and floating-point operations per token."""
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.model import ModelConfig, builtin_folder, read_model_config, source_kind
+from aqnpipe.config.model import ModelConfig, known_config
 
 
 class ModelShape(FrozenModel):
@@ -77,45 +76,16 @@ class ParameterCount(FrozenModel):
         return 2 * self.num_parameters * num_tokens
 
 
-def _qwen2_5(
-    hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int, vocab_size: int, *, tied: bool
-) -> ModelShape:
-    return ModelShape(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=28,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=128,
-        vocab_size=vocab_size,
-        tied_embeddings=tied,
-        qkv_bias=True,
-    )
-
-
-# Shapes of hub models, from their config.json, for use before they are downloaded.
-_QWEN2_5_1_5B = _qwen2_5(1536, 8960, 12, 2, 151936, tied=True)
-_QWEN2_5_7B = _qwen2_5(3584, 18944, 28, 4, 152064, tied=False)
-KNOWN_SHAPES: dict[str, ModelShape] = {
-    "Qwen/Qwen2.5-1.5B": _QWEN2_5_1_5B,
-    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_5_1_5B,
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_5_7B,
-}
-
-
 def shape_of(model: ModelConfig) -> ModelShape | None:
     """Return the shape of a built-in, local or well-known model.
 
     None for a hub model that must be downloaded first, and for a family whose config.json has not all sizes.
     """
-    kind = source_kind(model.source)
-    if kind == "hub":
-        return KNOWN_SHAPES.get(model.source)
-    folder = builtin_folder(model.source) if kind == "builtin" else Path(model.source)
-    return shape_from_config(read_model_config(folder))
+    config = known_config(model.source)
+    return None if config is None else shape_from_config(config)
 
 
-def shape_from_config(config: dict[str, Any]) -> ModelShape | None:
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape that a config.json describes; None if a size is missing."""
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     if not all(isinstance(config.get(key), int) for key in needed):
