@@ -266,6 +266,67 @@ def test_check_counts_the_devices_of_evaluations_on_another_kind(tmp_path, monke
     assert [problem in line for line in shown] == [True, False]
 
 
+LORA = {"rank": 4, "alpha": 4.0}
+SCALED = {"kind": "relative_gaussian", "scale": 0.05}
+
+
+def in_modules(pattern):
+    return {"evaluation": {"noises": {"here": {"module_noise": {"modules": [pattern], "error": SCALED}}}}}
+
+
+@pytest.mark.parametrize(
+    ("study", "changes", "message"),
+    [
+        (
+            "smoke",
+            {"training": {"lora": {**LORA, "target_modules": ["q_proj", "c_attn"]}}},
+            r"smoke\.yaml: training\.lora\.target_modules: 'c_attn' is no linear module of the layers .* of down_",
+        ),
+        (
+            "qwen2.5-7b",
+            {"training": {"parallelism": "data", "lora": {**LORA, "target_modules": ["qproj"]}}},
+            r"qwen2\.5-7b\.yaml: training\.lora\.target_modules: found 'qproj', expected a subset of q_proj, k_proj",
+        ),
+        (
+            "smoke",
+            in_modules("*.dwn_proj"),
+            r"smoke\.yaml: evaluation\.noises\.here\.module_noise\.modules: \w+: pattern '\*\.dwn_proj' matches none",
+        ),
+    ],
+)
+def test_modules_that_no_model_has_are_refused_before_anything_runs(study, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        open_study([Path(f"config/{study}.yaml")], changes)
+    open_study([Path(f"config/{study}.yaml")], changes, look_outside=False)
+
+
+@pytest.mark.parametrize(
+    ("study", "changes"),
+    [
+        ("smoke", {"training": {"lora": {**LORA, "target_modules": ["q_proj", "down_proj"]}}}),
+        ("qwen2.5-7b", {"training": {"parallelism": "data", "lora": {**LORA, "target_modules": ["v_proj"]}}}),
+        ("smoke", in_modules("*.down_proj")),
+        ("smoke", {"training": {"lora": LORA}, **in_modules("*.down_proj.lora_A.*")}),
+    ],
+)
+def test_modules_of_the_models_are_found(study, changes):
+    open_study([Path(f"config/{study}.yaml")], changes)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_truncated_weights_are_refused_before_anything_runs(training, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(builtin_folder("tiny"), folder)
+    changes = {"models": {"base": {"source": str(folder)}}} if training else {"checkpoints": {"small": str(folder)}}
+    study, key = (("smoke", "models.base"), ("checkpoints", "checkpoints.small"))[not training]
+    open_study([ROOT / "config" / f"{study}.yaml"], changes)
+    weights = folder / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size - 1)
+    with pytest.raises(ConfigError, match=rf"{study}\.yaml: {key}: model/model\.safetensors: not a valid safetensors"):
+        open_study([ROOT / "config" / f"{study}.yaml"], changes)
+
+
 @pytest.mark.parametrize(
     ("device", "workers", "given", "here", "said"),
     [

@@ -20,10 +20,13 @@ from aqnpipe.cli.profile_file import refuse_unreadable_profiles
 from aqnpipe.config.cross_references import validation_problems
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.diagnosis import NEED_SENSITIVITY
-from aqnpipe.config.model import builtin_folder, read_json_object, source_kind
+from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, read_json_object, source_kind
+from aqnpipe.config.noise import ModuleNoise
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
-from aqnpipe.config.study import Study, load_study_files, read_study_file
+from aqnpipe.config.study import Study, StudyConfig, load_study_files, read_study_file
+from aqnpipe.config.training import LoraConfig
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.device import VISIBLE_DEVICES, RequestedDevice, resolve_device, visible_ids
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError, ModelError
@@ -239,7 +242,9 @@ def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from _scorer_problems(study, source)
     yield from own_noise_problems(study, source)
     yield from _chat_template_problems(study, source)
+    yield from _weights_problems(study, source)
     yield from _checkpoint_problems(study, source)
+    yield from _module_problems(study, source)
     published = study.config.statistics.published
     if published is not None:
         try:
@@ -399,19 +404,78 @@ def _chat_template_problems(study: Study, source: str) -> Iterator[str]:
                 yield f"{source}: prompt.style: found chat, which model {role} cannot be asked in: {error}"
 
 
-def _checkpoint_problems(study: Study, source: str) -> Iterator[str]:
-    """Yield checkpoints that no job could prepare, and pairs with the same weights, which cannot be compared."""
-    if study.has_training:
+def _weights_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield local models that no job could prepare: unsafe, incomplete, or with a truncated file of weights."""
+    local = {name: model for name, model in study.models().items() if source_kind(model.source) == "folder"}
+    if not local:
         return
-    from aqnpipe.models.loading import refuse_unusable, source_folder
+    from aqnpipe.models.loading import refuse_unusable
 
-    local = {name: model for name, model in study.models().items() if source_kind(model.source) != "hub"}
     for name, model in local.items():
         try:
             refuse_unusable(model)
         except ModelError as error:
-            yield f"{source}: checkpoints.{name}: {error}"
-            return
+            yield f"{source}: {'models' if study.has_training else 'checkpoints'}.{name}: {error}"
+
+
+def _module_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield names of adapted modules and patterns of noised ones that a model does not have.
+
+    The modules of a model are those of its class, which is created without weights. Of a model of a hub nothing is
+    known before its download, except the linear modules of a well-known one.
+    """
+    training, named = study.config.training, study.config.evaluation.noises
+    lora = None if training is None else training.lora
+    noises: list[tuple[str, str | None, ModuleNoise | None]] = [
+        (f"{source}: evaluation.noises.{name}", None, settings_of(noise).module_noise) for name, noise in named.items()
+    ]
+    if isinstance(study.config, StudyConfig):
+        file = study.config.arms_file
+        noises += [(f"{file}: arms.{name}", arm.model, arm.module_noise) for name, arm in study.arms.items()]
+    patterns = [
+        (where, role, noise.modules)
+        for where, role, noise in noises
+        if noise is not None and isinstance(noise.modules, tuple)
+    ]
+    for role, model in study.models().items() if lora or patterns else ():
+        if source_kind(model.source) != "hub":
+            of_role = [(where, modules) for where, of, modules in patterns if of in (None, role)]
+            yield from _local_module_problems(model, lora, of_role, source)
+        elif lora is not None and model.source in KNOWN_CONFIGS:
+            known = LoraConfig.model_fields["target_modules"].default
+            for name in (name for name in lora.target_modules if name not in known):
+                yield f"{source}: training.lora.target_modules: found {name!r}, expected a subset of {', '.join(known)}"
+
+
+def _local_module_problems(
+    model: ModelConfig, lora: LoraConfig | None, patterns: Sequence[tuple[str, tuple[str, ...]]], source: str
+) -> Iterator[str]:
+    from aqnpipe.models.layout import select_modules
+    from aqnpipe.models.loading import source_folder, without_weights
+
+    try:
+        created = without_weights(source_folder(model))
+        if lora is not None:
+            from aqnpipe.models.adapters import add_adapters
+
+            add_adapters(created, lora, seed=0)
+    except ModelError as error:
+        yield f"{source}: {error}"
+        return
+    for where, modules in patterns:
+        try:
+            select_modules(created, modules)
+        except ModelError as error:
+            yield f"{where}.module_noise.modules: {error}"
+
+
+def _checkpoint_problems(study: Study, source: str) -> Iterator[str]:
+    """Yield pairs of checkpoints with the same weights, which cannot be compared."""
+    if study.has_training:
+        return
+    from aqnpipe.models.loading import source_folder
+
+    local = {name: model for name, model in study.models().items() if source_kind(model.source) != "hub"}
     for (first, model), (second, other) in combinations(local.items(), 2):
         if _same_weights(source_folder(model), source_folder(other)):
             yield (

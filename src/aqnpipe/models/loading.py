@@ -74,8 +74,24 @@ def source_folder(config: ModelConfig) -> Path:
 
 
 def refuse_unusable(config: ModelConfig) -> None:
-    """Raise ModelError if `prepare_model` could not copy a built-in or local model: unsafe or incomplete."""
-    _model_files(source_folder(config))
+    """Raise ModelError if `prepare_model` could not use a built-in or local model: unsafe, incomplete or truncated."""
+    folder = source_folder(config)
+    _model_files(folder)
+    num_parameters_in(folder)
+
+
+def without_weights(folder: Path) -> "PreTrainedModel":
+    """Return a model on the meta device, for the names of its modules; ModelError if its configuration is unusable."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except _UNREADABLE as error:
+        raise ModelError(f"model {str(folder)!r} cannot be loaded: {first_line(error)}") from error
+    return model
 
 
 def checked_folder(config: ModelConfig) -> Path:
@@ -86,6 +102,7 @@ def checked_folder(config: ModelConfig) -> Path:
     folder = source_folder(config)
     if not has_only_adapters(folder):
         _model_files(folder)
+    num_parameters_in(folder)
     return folder
 
 
