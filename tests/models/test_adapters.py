@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 from typer.testing import CliRunner
 
 from aqnpipe.cli.main import app
@@ -235,3 +236,17 @@ def test_an_engine_gets_no_weights_that_lost_the_first_update(make_model):
         weights(model)
     exact = dict(MergedForEngine(torch.float32)(model))
     assert exact["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
+
+
+def test_a_router_that_returns_more_than_a_product_gets_no_adapter():
+    config = Llama4TextConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
+        **{"pad_token_id": 0, "interleave_moe_layer_step": 1},
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(ModelError, match=r"feed_forward.router is a Llama4Router that returns a tuple"):
+        add_adapters(model, LoraConfig(rank=1, alpha=2, target_modules=("q_proj", "router")), seed=0)
+    assert not adapted_modules(model)
+    add_adapters(model, LoraConfig(rank=1, alpha=2, target_modules=("q_proj",)), seed=0)
+    assert len(adapted_modules(model)) == 2

@@ -43,6 +43,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
                 f"training.lora.target_modules: {target!r} is no linear module of the layers of this "
                 f"{type(model).__name__}, expected a subset of {', '.join(found)}"
             )
+        for name in (name for name in linears if name.endswith(f".{target}")):
+            _refuse_unadaptable(name, model.get_submodule(name))
     config = PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type] # declared int, used as a factor
@@ -53,6 +55,18 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+
+
+def _refuse_unadaptable(name: str, linear: nn.Module) -> None:
+    """Raise ModelError if a linear module returns more than its product, to which an adapter cannot be added."""
+    weight = weight_of(linear)
+    with torch.no_grad():
+        output = linear(torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device))
+    if not isinstance(output, Tensor):
+        raise ModelError(
+            f"training.lora.target_modules: {name} is a {type(linear).__name__} that returns a "
+            f"{type(output).__name__}, not a product alone, expected linear modules other than routers"
+        )
 
 
 def adapted_modules(model: nn.Module) -> dict[str, AdaptedLinear]:
