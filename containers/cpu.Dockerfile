@@ -13,6 +13,11 @@ RUN apt-get update \
 
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
+# src/aqnpipe/shipped links to these, which `aqnpipe init` and `aqnpipe run` need.
+COPY Snakefile ./
+COPY workflow ./workflow
+COPY config ./config
+COPY profiles ./profiles
 # The CPU builds of torch, without the CUDA libraries that the builds on the package index need.
 RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt '.[slurm]'
 

@@ -16,6 +16,11 @@ RUN apt-get update \
 
 COPY pyproject.toml constraints-cuda.txt README.md LICENSE ./
 COPY src ./src
+# src/aqnpipe/shipped links to these, which `aqnpipe init` and `aqnpipe run` need.
+COPY Snakefile ./
+COPY workflow ./workflow
+COPY config ./config
+COPY profiles ./profiles
 RUN pip install --constraint constraints-cuda.txt '.[slurm,vllm,lm-eval]'
 
 WORKDIR /work
