@@ -54,6 +54,7 @@ def test_healthy_models_give_every_answer(family, dtype, attention):
     assert not [check for check in checks if check.mismatch]
     named = {family: {"rotary"} for family in ("gpt2", "gpt_bigcode", "opt")}
     named["olmo"] = {"inputs of the final norm and of lm_head"}
+    named["deepseek_v3"] = {"compressed keys and values in the cache"}
     assert set(untested) == named.get(family, set())
     probes = {check.probe for check in checks}
     kernels = {"attention_one_hot", "attention_uniform", "attention_ordinary"}
@@ -140,7 +141,15 @@ def fifth_sequence_wrong(kernel, module, q, k, v, mask, **kwargs):
     return kernel(module, q, k, v, mask, **kwargs)
 
 
+def mask_lost_on_a_filled_cache(kernel, module, q, k, v, mask, **kwargs):
+    if 1 < q.shape[2] < k.shape[2]:
+        mask = mask.clone()
+        mask[..., -1] = 0
+    return kernel(module, q, k, v, mask, **kwargs)
+
+
 CHANGES = [
+    mask_lost_on_a_filled_cache,
     last_key_of_whole_tiles_lost,
     fifth_sequence_wrong,
     scores_too_large,
@@ -296,6 +305,70 @@ def test_the_lookup_of_kernels_is_restored_after_an_error(monkeypatch):
         probed(model)
     assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def of_new_values(change):
+    """Let the cache of one layer change the values of new tokens; `past` tokens came before them."""
+    from transformers import DynamicCache
+
+    own = DynamicCache.update
+
+    def update(cache, keys, values, layer, *args, **kwargs):
+        if layer == LAYER:
+            values = change(values.clone(), cache.get_seq_length(layer))
+        return own(cache, keys, values, layer, *args, **kwargs)
+
+    return patched(DynamicCache, "update", update)
+
+
+def lane_in_prefill(values, past):
+    return values if past else values.index_fill(-1, torch.tensor([3]), 0)
+
+
+def narrow_when_decoding(values, past):
+    """The new values with one bit less than 8: those of bfloat16 that are stored in a narrower cache."""
+    step = 2.0 ** (torch.frexp(values).exponent - 7)
+    return ((values / step).round() * step).to(values.dtype) if past and values.shape[2] == 1 else values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [lane_in_prefill, narrow_when_decoding])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
+def test_values_that_change_on_their_way_into_the_cache_are_found(family, change, dtype):
+    with of_new_values(change):
+        assert places(model_of(family, dtype)) == {(LAYER, "kv_cache")}
+
+
+@pytest.mark.parametrize(("family", "is_compressed"), [("deepseek_v3", True), ("llama", False)])
+def test_a_compressed_cache_is_named_as_untested(family, is_compressed):
+    _, untested = probed(model_of(family))
+    assert ("compressed keys and values in the cache" in untested) == is_compressed
+
+
+def test_a_cache_that_spoils_the_first_place_of_a_page_is_found():
+    from transformers import DynamicCache
+
+    own = DynamicCache.update
+
+    def update(cache, keys, values, layer, *args, **kwargs):
+        keys, values = own(cache, keys, values, layer, *args, **kwargs)
+        if layer == LAYER and keys.shape[2] % 16 == 1:
+            keys = torch.cat([keys[:, :, :-2], keys[:, :, -1:], keys[:, :, -1:]], 2)
+        return keys, values
+
+    with patched(DynamicCache, "update", update):
+        assert places(model_of()) == {(LAYER, "kv_cache")}
+
+
+def test_subnormal_probabilities_that_are_not_small_are_found():
+    own = torch.nn.functional.softmax
+
+    def garbled(scores, *args, **kwargs):
+        found = own(scores, *args, **kwargs)
+        return torch.where((found > 0) & (found < torch.finfo(found.dtype).tiny), 1e-3, found)
+
+    with patched(torch.nn.functional, "softmax", garbled):
+        assert places(model_of()) == {(0, "attention_core"), (1, "attention_core")}
 
 
 @pytest.mark.parametrize("part", ["keys", "values"])

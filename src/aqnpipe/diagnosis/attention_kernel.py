@@ -50,7 +50,7 @@ class Observation:
 
     `padding`: number of masked tokens at the start of each sequence. `seen`: tokens in the cache before this call;
     `num_new`: tokens of this call. `operands` and `tables`: queries and new keys of the first sequence as the model
-    made them, and its cosines and sines, by layer and `seen`.
+    made them, and its cosines and sines, by layer and `seen`. `shown`: outputs of the projections in this call.
     `with_gradients` differentiates the kernel of the prefill as well, `with_full_tiles` also runs whole tiles of keys,
     and fewer sequences.
     """
@@ -67,6 +67,11 @@ class Observation:
     tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     results: dict[int, Tensor] = field(default_factory=dict)
     cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shown: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def show(self, layer: int, numbers: Tensor) -> None:
+        """Record what a projection of the attention of a layer outputs in this call: [sequences, tokens, channels]."""
+        self.shown.setdefault(layer, []).append(numbers)
 
 
 @contextmanager
@@ -110,6 +115,7 @@ def _checked_call(
     observation.operands[layer, observation.seen] = (q[0].detach().cpu(), new_keys.detach().cpu())
     with on_host():
         observation.checks += _cache_checks(layer, k, v, observation)
+        observation.checks += _value_checks(layer, v, observation)
     odd = [key for key, value in kwargs.items() if value is not None and key not in _KNOWN_ARGUMENTS]
     if odd or q.ndim != 4 or q.shape[1] % k.shape[1]:
         observation.unknown[SITE] = f"its kernel takes {', '.join(odd) or 'operands of unknown shape'}"
@@ -264,6 +270,31 @@ def _gradient_checks(
             flat = [tensor.transpose(1, 2).flatten(2) for tensor in (wanted, seen, bound)]
             checks.append(compare("backward", layer, GRADIENT_SITE, flat[0], flat[1], allowed=flat[2]))
     return checks
+
+
+def _value_checks(layer: int, v: Tensor, observation: Observation) -> list[Check]:
+    """Compare the values of new tokens with the output of their projection, of which they are copies.
+
+    A projection of queries, keys and values has the values last, as a whole or in every head; the one that fits best
+    is compared. Where the cache holds compressed values, the projection runs on all tokens, of which the last are new.
+    """
+    new = v[:, :, v.shape[2] - observation.num_new :].transpose(1, 2).detach().cpu()
+    length, heads, width = new.shape[1:]
+    sources = []
+    for output in observation.shown.pop(layer, ()):
+        numbers = output.reshape(len(new), -1, output.shape[-1])
+        if numbers.shape[1] > length:
+            observation.unknown["compressed keys and values in the cache"] = "test numbers follow their expansion"
+            numbers = numbers[:, -length:]
+        if numbers.shape[-1] >= heads * width:
+            sources.append(numbers[..., -heads * width :].unflatten(-1, (heads, width)))
+        if numbers.shape[-1] % heads == 0 and numbers.shape[-1] > heads * width:
+            sources.append(numbers.unflatten(-1, (heads, -1))[..., -width:])
+    if not sources:
+        observation.unknown["values on their way to attention"] = "no projection of them is known"
+        return []
+    best = min(sources, key=lambda source: int((source != new).sum()))
+    return [compare("cache", layer, CACHE_SITE, best.flatten(2), new.flatten(2))]
 
 
 def visible_keys(num_queries: int, num_keys: int, observation: Observation, window: int | None) -> Tensor:

@@ -33,8 +33,9 @@ _SCORE = 2.0
 _STEPS_OF_RANGE = 16
 """Scores of the range sequences are multiples of 1/16 below 16, times a power of two."""
 _SPANS = {torch.float16: (2.0**-3, 2.0**-1)}
-_WIDE_SPANS = (2.0**-3, 1.0, 4.0)
-"""Factors of these scores: exp down to exp(-8) in float16, exp(-64) in formats with the exponents of float32."""
+_WIDE_SPANS = (2.0**-3, 1.0, 4.0, 8.0)
+"""Factors of these scores: exp down to exp(-8) in float16. In formats with the exponents of float32 down to exp(-128),
+through the numbers that are subnormal there."""
 _GROWTHS = {torch.float16: (-8, 5)}
 _WIDE_GROWTHS = (-60, 0)
 """Exponents of the values of the range sequences."""

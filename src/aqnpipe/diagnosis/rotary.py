@@ -33,12 +33,16 @@ cosines and sines [tokens, channels]."""
 
 @contextmanager
 def shown_projections(
-    attentions: Mapping[nn.Module, int], seed: int, longest: int, total: Callable[[], int]
+    attentions: Mapping[nn.Module, int],
+    seed: int,
+    longest: int,
+    total: Callable[[], int],
+    record: Callable[[int, Tensor], None],
 ) -> Iterator[None]:
     """Replace the outputs of the projections to queries, keys and values by test numbers while the body runs.
 
     Every token has its own numbers up to position `longest`, and every sequence has them at other channels; `total`
-    returns the number of tokens so far, with those of the call.
+    returns the number of tokens so far, with those of the call. `record` gets the layer and its numbers of every call.
     """
 
     def show(layer: int, number: int, output: Tensor) -> Tensor:
@@ -49,6 +53,7 @@ def shown_projections(
             shown = numbers[total() - output.shape[-2] : total()].expand(output.shape).clone()
             for sequence in range(1, len(shown)):  # equal sequences would hide that a cache confuses them
                 shown[sequence] = shown[sequence].roll(sequence, -1)
+            record(layer, shown.to(output.dtype))
             return torch.empty_like(output).copy_(shown)
 
     handles = [

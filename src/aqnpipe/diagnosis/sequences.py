@@ -2,11 +2,13 @@
 
 Three batches run through the whole model. The first has no padding, the second has some at the start of each sequence,
 because kernels are chosen by the mask, and the third is one sequence, as in plain generation. Each is a prefill and
-single tokens. Kernels run on test operands (see attention_kernel.py), everything else on what the model makes of them:
-the embedding, every sum of the residual stream, the way from one layer to the next, and from the last one to the
-logits, is recomputed on the host from its own terms, bit for bit (see ends_in_sequences.py for the ends).
+single tokens; the prefill of the second comes in two parts, so that several queries meet a filled cache. Kernels run on
+test operands (see attention_kernel.py), everything else on what the model makes of them: the embedding, every sum of
+the residual stream, the way from one layer to the next, and from the last one to the logits, is recomputed on the host
+from its own terms, bit for bit (see ends_in_sequences.py for the ends).
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,7 +35,10 @@ from aqnpipe.models.sites import LayerSites
 
 _PREFILL = 131
 """Tokens of the first prefill, more than two tiles of 64 and not a multiple of any tile."""
-_PADDED_PREFILL = 71
+_PADDED_PREFILL = 63
+_PAGE = 16
+"""The padded prefill is one less than a multiple of it, so that single tokens cross a boundary of a cache."""
+_FIRST_PART = 32
 _PADDING = (7, 0, 19, 3)
 """Masked tokens of the four sequences, one for each kind of operands."""
 _NUM_DECODED = 2
@@ -71,8 +76,10 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     with zero_angles(model) if is_known(model) and first.tables else nullcontext():
         _run_batch(model, layers, length, single, untested)
     short = min(_PADDED_PREFILL, length)
+    if short >= _PAGE:
+        short = (short + 1) // _PAGE * _PAGE - 1
     padding = torch.tensor(_PADDING).clamp(max=short - 1)
-    second = _run_batch(model, layers, short, Observation(padding, seed + 1), untested)
+    second = _run_batch(model, layers, short, Observation(padding, seed + 1), untested, min(_FIRST_PART, short))
     rotations: list[Check] = []
     if not first.tables:
         untested[ROTARY_SITE] = "the layers get no table of cosines and sines"
@@ -97,9 +104,16 @@ def longest_sequence(model: nn.Module) -> int:
 
 
 def _run_batch(
-    model: nn.Module, layers: Sequence[LayerSites], length: int, observation: Observation, untested: dict[str, str]
+    model: nn.Module,
+    layers: Sequence[LayerSites],
+    length: int,
+    observation: Observation,
+    untested: dict[str, str],
+    first_part: int | None = None,
 ) -> Observation:
-    """Prefill `length` tokens per sequence, then decode single tokens, with every layer observed."""
+    """Prefill `length` tokens per sequence, the `first_part` of them in a call of its own, then decode single tokens,
+    with every layer observed.
+    """
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     device = embedding.weight.device
     num_sequences, total = len(observation.padding), length + _NUM_DECODED
@@ -109,11 +123,14 @@ def _run_batch(
     attention = {sites.attention: index for index, sites in enumerate(layers)}
     cache = None
     with (
-        shown_projections(attention, observation.seed, total, lambda: observation.seen + observation.num_new),
+        shown_projections(
+            attention, observation.seed, total, lambda: observation.seen + observation.num_new, observation.show
+        ),
         replaced_operands(attention, observation),
         _observed(model, layers, observation, untested) as ends,
     ):
-        for start, end in [(0, length), *((at, at + 1) for at in range(length, total))]:
+        ends_of_calls = [first_part or length, length, *range(length + 1, total + 1)]
+        for start, end in itertools.pairwise([0, *sorted(set(ends_of_calls))]):
             observation.seen, observation.num_new = start, end - start
             shown = mask[:, :end] if observation.padding.any() else None
             output = model(input_ids=ids[:, start:end], attention_mask=shown, past_key_values=cache, use_cache=True)
