@@ -44,6 +44,11 @@ def test_a_wrong_argument_is_one_line(model, arguments, message):
     assert "\n" not in str(found.value)
 
 
+def test_a_model_that_replicates_another_is_one_line(model):
+    with pytest.raises(ConfigError, match=r"^noisy: model is a DataParallel, expected the model inside it"):
+        aqnpipe.noisy(torch.nn.DataParallel(model), 0.05).__enter__()
+
+
 def test_what_is_no_model_is_one_line():
     with pytest.raises(ConfigError, match="noisy: model is 'gpt2', expected a model in memory"):
         aqnpipe.noisy("gpt2", 0.05).__enter__()

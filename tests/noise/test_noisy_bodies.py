@@ -260,6 +260,26 @@ def test_two_threads_in_the_model_at_once_are_refused_in_one_line(model, ids):
     assert receipt.check().content.phases[0].forwards == 2
 
 
+def test_a_replica_of_the_model_is_refused_in_one_line(model, ids):
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        model(input_ids=ids)
+        with pytest.raises(ModelError, match="a replica of it"):
+            model._replicate_for_data_parallel()(input_ids=ids)
+        torch.nn.DataParallel(model)(input_ids=ids)  # without a GPU it calls the model itself
+    assert receipt.check().content.phases[0].forwards == 2
+
+
+def test_a_forked_process_may_not_call_the_model(model, ids, monkeypatch):
+    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+        model(input_ids=ids)
+        with monkeypatch.context() as forked:
+            forked.setattr("os.getpid", lambda: -1)
+            with pytest.raises(ModelError, match="is called in a forked process while noise is installed"):
+                model(input_ids=ids)
+        model(input_ids=ids)
+    assert receipt.check().content.phases[0].forwards == 2
+
+
 def test_a_second_backward_pass_through_one_graph_is_refused(model, ids):
     with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
         loss = model(input_ids=ids, labels=ids).loss

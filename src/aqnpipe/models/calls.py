@@ -5,6 +5,7 @@ the model. So the hooks are on every module that has the decoder layers and the 
 calls only the outermost counts.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from threading import get_ident
 from typing import Any
@@ -28,6 +29,7 @@ class ForwardPasses:
         self._depths = {module: depth for depth, module in enumerate(_whole_models(model))}
         # Depth of the outermost module that computes, and the thread that called it.
         self._running: tuple[int, int] | None = None
+        self._process = os.getpid()
 
     def hooks(self, *, prepend: bool = False) -> list[Any]:
         """Register the hooks and return their handles; `prepend`: `enter` comes ahead of other hooks."""
@@ -38,6 +40,7 @@ class ForwardPasses:
         return handles
 
     def _before(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._refuse_copies(module)
         depth, thread = self._depths[module], get_ident()
         if self._running is not None:
             outer, running_thread = self._running
@@ -53,9 +56,22 @@ class ForwardPasses:
         self._enter(module, args, kwargs)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running == (self._depths[module], get_ident()):
+        if self._running == (self._depths.get(module), get_ident()):
             self._running = None
             self._leave(module, args, output)
+
+    def _refuse_copies(self, module: nn.Module) -> None:
+        """Raise ModelError for a replica and in a forked process: both have the hooks, and nobody sees what they do."""
+        if module not in self._depths:
+            raise ModelError(
+                f"{type(self._model).__name__}: a replica of it (DataParallel) is called under noise, expected the "
+                "model itself, on one device"
+            )
+        if os.getpid() != self._process:
+            raise ModelError(
+                f"{type(self._model).__name__} is called in a forked process while noise is installed: it would draw "
+                "the noise of the other process again, unseen by the receipt; expected the fork before noise begins"
+            )
 
 
 def _whole_models(model: nn.Module) -> list[nn.Module]:

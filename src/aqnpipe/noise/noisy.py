@@ -28,6 +28,7 @@ from aqnpipe.noise.kernels.own import refuse_unusable
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
+_REPLICATING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _KEY_LIMIT = 2**63
 """Seeds and steps are packed into 64 bits with a sign."""
 
@@ -159,6 +160,8 @@ def _refuse_wrong_kinds(model: Any, seed: Any, step: Any, include_lm_head: Any, 
     """Raise ConfigError for an argument of another kind than expected."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"noisy: model is {model!r}, expected a model in memory (torch.nn.Module)")
+    if isinstance(model, _REPLICATING):
+        raise ConfigError(f"noisy: model is a {type(model).__name__}, expected the model inside it (model.module)")
     for name, value in (("seed", seed), ("step", 0 if step is None else step)):
         if not (_is_whole(value) and -_KEY_LIMIT <= value < _KEY_LIMIT):
             raise ConfigError(f"noisy: {name} is {value!r}, expected a whole number of at most 63 bits")
