@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import aqnpipe
 from aqnpipe.config.noise import MantissaTruncation
@@ -67,6 +68,19 @@ def test_layers_under_gradient_checkpointing_compute_again_with_their_noise(mode
     again = gradients()
     assert len(stored) == len(again) > 0
     assert all(torch.equal(*pair) for pair in zip(stored, again, strict=True))
+
+
+def test_a_checkpoint_that_stores_products_is_refused_before_it_runs(model, ids):
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
+    with (
+        pytest.raises(ModelError, match=r"^model\.layers\.0: gradient_checkpointing_kwargs has a context_fn"),
+        aqnpipe.noisy(model, scale=0.05, backward=True),
+    ):
+        pass
 
 
 def test_gradients_without_noise_are_refused(model, ids):
@@ -192,6 +206,94 @@ def test_operations_outside_the_layers_that_are_no_products_are_accepted(make_mo
     with torch.no_grad(), autocast, aqnpipe.noisy(model, scale=0.05) as receipt:
         model(input_ids=ids)
     assert receipt.check().content.phases[0].noised_share == 1
+
+
+def test_a_product_around_the_layers_that_begins_with_a_later_pass_is_refused(make_model, ids):
+    model, passes = make_model(), []
+
+    def later(hidden, weight):
+        passes.append(hidden)
+        return hidden @ weight if len(passes) > 1 else hidden
+
+    around_layers(model, later)
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        for _ in range(12):
+            model(input_ids=ids)
+    with pytest.raises(ReceiptError, match=r"aten\.mm in model\.norm, outside the decoder layers"):
+        receipt.check()
+
+
+def test_passes_observed_around_the_layers_alone_are_accepted(make_model, ids):
+    model = make_model()
+    around_layers(model, lambda hidden, weight: hidden @ weight)
+    # Made by a product around the layers, and changed by a layer.
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output @ torch.eye(32))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0].mul_(2), *args[1:]))
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05, layers=[0, 2], include_lm_head=False) as receipt:
+        for _ in range(12):
+            model(input_ids=ids)
+    assert receipt.check().content.phases[0].forwards == 12
+
+
+def test_a_product_of_integers_is_refused_by_layer(model, ids):
+    def quantized(module, args, output):
+        product = (output * 8).int() @ torch.ones(32, 32, dtype=torch.int32)
+        return output + 0 * product
+
+    model.model.layers[1].mlp.register_forward_hook(quantized)
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match="1 calls of matmul of integers in layer 1 escaped"):
+        receipt.check()
+
+
+def test_integers_may_be_multiplied_one_by_one(model, ids):
+    def masked(module, args, output):
+        places = torch.arange(output.shape[1])
+        return output + 0 * torch.einsum("i,j->ij", places, places).sum()
+
+    model.model.layers[1].mlp.register_forward_hook(masked)
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    receipt.check()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_linear_modules_may_have_weight_norm(model, ids, backward):
+    for layer in model.model.layers:
+        weight_norm(layer.mlp.up_proj)
+    with torch.set_grad_enabled(backward), aqnpipe.noisy(model, scale=0.05, backward=backward) as receipt:
+        loss = model(input_ids=ids, labels=ids).loss
+        if backward:
+            loss.backward()
+    receipt.check()
+
+
+def test_offloaded_weights_are_refused_in_one_line(model, ids):
+    linear = model.model.layers[1].mlp.up_proj
+    weight, absent = linear.weight, torch.nn.Parameter(linear.weight.to("meta"))
+
+    def forward(x):
+        linear.weight = weight
+        output = torch.nn.Linear.forward(linear, x)
+        linear.weight = absent
+        return output
+
+    linear.weight, linear.forward = absent, forward
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match="linear modules with offloaded weights cannot be computed again"):
+        receipt.check()
+
+
+def test_a_norm_of_activations_by_the_operator_of_weight_norm_is_refused(model, ids):
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, output: torch._weight_norm(output[0], torch.ones(output.shape[1], 1)).expand_as(output)
+    )
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match=r"aten\._weight_norm_interface in model\.layers\.1\.mlp escaped"):
+        receipt.check()
 
 
 def die_once(model):

@@ -97,9 +97,9 @@ class EngineAudit(PhaseAudit):
         return frame
 
     def _leave_model(self, module: Any, args: Any, output: Any) -> None:
-        if self._whole is not None:
+        if self._around is not None:
             # The operations of attention are not known from its arguments, so there is no share to record.
-            self._whole.total = self._whole.noised = 0
+            self._around.total = self._around.noised = 0
         super()._leave_model(module, args, output)
 
     def _norm_sigma(self, name: str) -> float:

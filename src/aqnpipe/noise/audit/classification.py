@@ -146,6 +146,9 @@ _KEEPS_THE_PARAMETER = frozenset(
 _ELEMENTWISE = frozenset({"_safe_softmax", "_softmax", "gelu", "native_layer_norm", "silu"})
 """Operations with noise under `operators: all`. An RMSNorm is several operations; its noise is added by module."""
 
+_OF_WEIGHTS = frozenset({"_weight_norm_interface"})
+"""Operations that compute a weight from parameters alone. With other tensors they are products."""
+
 _ADDITIONS = frozenset({"add", "add_", "sub", "sub_"})
 
 
@@ -209,7 +212,8 @@ def escape(
         if takes_matrix:
             parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
         return None
-    if not is_known(func):
+    is_of_weights = name in _OF_WEIGHTS and func.namespace == "aten" and parameters.holds_all(inputs)
+    if not is_known(func) and not is_of_weights:
         return f"{func.namespace}.{name}"
     if not takes_matrix:
         return None

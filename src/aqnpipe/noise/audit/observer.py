@@ -256,6 +256,20 @@ class Observer(TorchDispatchMode):
         self.classified = 0
         self.escapes, self.unused, self.readings = {}, {}, []
 
+    def pause(self) -> None:
+        """Observe nothing until `go_on`: a part runs within the present pass that is not to be observed.
+
+        It reads tensors unseen, and may change them, so those of the pass count as read now.
+        """
+        frame = self._frames[-1]
+        for storage in [storage for storage, followed in self._followed.items() if followed.frame is frame]:
+            self._settle(self._followed.pop(storage))
+        self._is_paused = True
+
+    def go_on(self) -> None:
+        """Observe again."""
+        self._is_paused = False
+
     @property
     def frame(self) -> Frame | None:
         """The pass that is running."""

@@ -1,8 +1,8 @@
 """The audit of one phase on one model: which passes are observed, and whether what was observed is what was requested.
 
 The first forward over prompts and the first over single tokens are observed as a whole, once per run or evaluation
-pass. After that single layers are observed, in forwards drawn at random with decreasing frequency. The injection does
-not know the draw, and observed forwards run the same code as all others.
+pass. After that single layers are observed, and what is around the layers, each in forwards drawn at random with
+decreasing frequency. The injection does not know the draw, and observed forwards run the same code as all others.
 """
 
 from bisect import bisect_right
@@ -64,13 +64,14 @@ class PhaseAudit:
         self._modules = recorder.requested.module_noise_in(phase)
         self.position = position._replace(forward=-1)
         # What is observed must not depend on how many numbers earlier observations drew.
-        self._choices, self._rng = (
-            np.random.default_rng([key_at(position._replace(forward=0), f"audit.{phase}"), part]) for part in (0, 1)
+        self._choices, self._rng, self._choices_around = (
+            np.random.default_rng([key_at(position._replace(forward=0), f"audit.{phase}"), part]) for part in range(3)
         )
         self._names: dict[nn.Module, str] = {}
         self._handles: list[Callable[[], None]] = []
         self._later_handles: list[Callable[[], None]] = []
-        self._whole: Observer | None = None
+        self._around: Observer | None = None
+        self._is_whole = False
         self._due_parts: dict[int, AuditedPart] = {}
         self._entered: set[int] = set()
         self._kind = _SEVERAL
@@ -115,17 +116,20 @@ class PhaseAudit:
         self.position = self.position._replace(forward=self.position.forward + 1)
         self._kind = self._kind_of(args, kwargs)
         number = self._recorder.num_forwards(self._phase) + 1
-        whole = self._recorder.lacks_whole_audit(self._phase, self._kind)
-        if not whole and self._choices.random() >= max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
+        self._is_whole = self._recorder.lacks_whole_audit(self._phase, self._kind)
+        # So what begins with forward k of n is missed with probability (k - 1) / n.
+        is_around = self._is_whole or self._choices_around.random() < 1 / number
+        is_inside = self._is_whole or self._choices.random() < max(_LEAST_SHARE, _EXPECTED_AUDITS / number)
+        if not (is_around or is_inside):
             return
         compare_norms(
             self._model, self._phase, self.position, self._recorder, self._comparison, self._rng, self._norm_sigma
         )
         observer = self._new_observer()
-        if whole:
-            self._whole = observer
+        if is_around:
+            self._around = observer
             self._start(observer, self._frame(self._outside, None, self._model))
-        chosen = self._parts if whole else [self._parts[int(self._choices.integers(len(self._parts)))]]
+        chosen = self._chosen_parts(is_inside)
         self._due_parts = {
             part.place: part for part in chosen if part.norm is not None and self._noise and self._noise.is_in(None)
         }
@@ -135,6 +139,38 @@ class PhaseAudit:
                 part.module.register_forward_pre_hook(partial(self._enter_part, observer, part), prepend=True),
                 part.module.register_forward_hook(partial(self._leave_part, observer, part), always_call=True),
             )
+        if is_around:
+            self._pass_over(observer, [part for part in self._parts if part not in chosen])
+
+    def _chosen_parts(self, is_inside: bool) -> Sequence[AuditedPart]:
+        if self._is_whole:
+            return self._parts
+        return [self._parts[int(self._choices.integers(len(self._parts)))]] if is_inside else []
+
+    def _pass_over(self, observer: Observer, parts: Sequence[AuditedPart]) -> None:
+        """Do not observe `parts` in this forward, in which `observer` observes what is around them."""
+        # Parts may lie within each other: a norm in an output projection.
+        running: list[nn.Module] = []
+
+        def stop(module: nn.Module, args: Any) -> None:
+            if not running:
+                observer.pause()
+                self.observer = None
+            running.append(module)
+
+        def go_on(module: nn.Module, args: Any, output: Any) -> None:
+            running.remove(module)
+            if not running:
+                observer.go_on()
+                self.observer = observer
+
+        for part in parts:
+            if not part.runs_after_model:
+                self._register(
+                    self._handles.append,
+                    part.module.register_forward_pre_hook(stop, prepend=True),
+                    part.module.register_forward_hook(go_on, always_call=True),
+                )
 
     def _new_observer(self) -> Observer:
         return Observer(self._rng)
@@ -148,10 +184,10 @@ class PhaseAudit:
         for part in self._due_parts.values() if has_ended else ():
             self._comparison.note(f"norm {self._name(part.module)}: it was never called")
         self._due_parts = {}
-        if self._whole is not None:
-            observer, self._whole = self._whole, None
+        if self._around is not None:
+            observer, self._around = self._around, None
             self._stop(observer, output, has_ended=has_ended)
-            if has_ended:
+            if has_ended and self._is_whole:
                 # One that an exception ended is no audit of the whole: the next forward of its kind is.
                 self._recorder.note_whole_audit(self._phase, self._kind)
                 self._recorder.count_flops(self._phase, observer.total, observer.noised)
@@ -165,7 +201,7 @@ class PhaseAudit:
                 "one call of each layer and of the output projection"
             )
         self._entered.add(part.place)
-        if self._whole is None:
+        if self._around is None:
             self._start(observer, frame)
         else:
             observer.enter(frame)
@@ -177,7 +213,7 @@ class PhaseAudit:
         self._linears.remove()
         # vLLM's logits are None on workers that do not sample.
         if output is None and not part.runs_after_model:
-            if self._whole is None:
+            if self._around is None:
                 self._stop(observer, output, has_ended=False)
             else:
                 observer.abandon()
@@ -187,7 +223,7 @@ class PhaseAudit:
                 self._comparison.note(f"norm {name} of {observer.frame.name}: it was never called")
         self._expect_hidden(observer, part, output)
         self._recorder.count_audit(self._phase, self._kind)
-        if self._whole is None:
+        if self._around is None:
             self._stop(observer, output)
         else:
             observer.leave(output)

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import noop_context_fn
 
+from aqnpipe.errors import ModelError
 from aqnpipe.noise.injection.phase_state import PhaseState
 
 ACTIVE_MARK = "_aqnpipe_injection"
@@ -27,9 +29,20 @@ def install_on_checkpoints(state: PhaseState, stack: ExitStack, install_on_layer
         checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
         if checkpoint is None or not getattr(layer, "gradient_checkpointing", False) or not layer.training:
             continue
+        _refuse_stored_products(names[layer], checkpoint)
         install = partial(install_on_layer, index, layer, names[layer])
         layer._gradient_checkpointing_func = partial(_checkpointed, state, index, checkpoint, install)  # type: ignore[assignment]
         stack.callback(setattr, layer, "_gradient_checkpointing_func", checkpoint)
+
+
+def _refuse_stored_products(name: str, checkpoint: Callable[..., Any]) -> None:
+    """Raise ModelError for a selective checkpoint: a product that it stores has its noise already, and got it twice."""
+    context_of = getattr(checkpoint, "keywords", {}).get("context_fn", noop_context_fn)
+    if context_of is not noop_context_fn:
+        raise ModelError(
+            f"{name}: gradient_checkpointing_kwargs has a context_fn (selective checkpoint), whose stored products "
+            "would get their noise twice; expected a checkpoint that computes the whole layer again"
+        )
 
 
 def _checkpointed(

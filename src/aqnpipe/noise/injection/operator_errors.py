@@ -123,6 +123,9 @@ class OperatorErrors:
             args, kwargs = self._wrap_operands(operator, args, kwargs)
         output = function(*args, **kwargs)
         if not output.is_floating_point() and not output.is_complex():
+            # Noise needs fractions, so a product of quantized integers cannot have it.
+            what = f"{operator} of integers in {self._state.place.name}"
+            self._state.recorder.count_escape(self._state.phase, what)
             return output
         if operator in KEEPS_ITS_OUTPUT:
             noised = output.detach().clone()

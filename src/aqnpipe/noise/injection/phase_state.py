@@ -51,6 +51,11 @@ class Place:
     other_products: int = 0
     module_calls: Counter[int] = field(default_factory=Counter)
 
+    @property
+    def name(self) -> str:
+        """Name of the place in messages."""
+        return "lm_head" if self.layer is None else f"layer {self.layer}"
+
 
 class PhaseState:
     """One phase on one model: the current place, which hooks keep up to date, and the function that puts errors there.
