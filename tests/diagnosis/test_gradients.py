@@ -168,7 +168,8 @@ def detached(module, args, output):
 
 def gaps_of(model):
     with torch.no_grad():
-        checks, untested = further_checks(model, [layer_sites(layer) for layer in decoder_layers(model)], 0)
+        parts, untested = further_checks(model, [layer_sites(layer) for layer in decoder_layers(model)], 0)
+    checks = [check for part in parts for check in part.checks]
     return {check.site for check in checks if check.probe == "backward" and check.layer == 1}, untested
 
 

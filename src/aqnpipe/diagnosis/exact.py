@@ -11,6 +11,7 @@ from torch import nn
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis.again import Part, without_false_noise
 from aqnpipe.diagnosis.arithmetic import determinism_requested
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
@@ -92,10 +93,10 @@ def run_exact(
             checks += found
             reordered |= set(changing)
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
-        more, unreached = further_checks(model, layers, config.seed, show_progress, elements_needed(config))
-        more += compare_with_earlier(model, before)
+        parts, unreached = further_checks(model, layers, config.seed, show_progress, elements_needed(config))
+        more = [check for part in parts for check in part.checks] + compare_with_earlier(model, before)
         checks, unfit = _without_misfits(without_consequences(checks + more), probers, inputs)
-        faults = _faults(checks, probers, inputs)
+        faults = _faults(checks, probers, inputs, parts)
     return ExactResult(
         checks=checks,
         faults=faults,
@@ -204,7 +205,9 @@ def _without_misfits(
     return [c for c in checks if (c.layer, c.probe, c.site) not in wrong], notes
 
 
-def _faults(checks: Sequence[Check], probers: Sequence[LayerProber], inputs: ProbeInputs) -> tuple[LocatedFault, ...]:
+def _faults(
+    checks: Sequence[Check], probers: Sequence[LayerProber], inputs: ProbeInputs, parts: Sequence[Part]
+) -> tuple[LocatedFault, ...]:
     evidence: Evidence = mismatching(checks)
     faults = []
     for suspect in suspects(evidence, checks):
@@ -212,7 +215,7 @@ def _faults(checks: Sequence[Check], probers: Sequence[LayerProber], inputs: Pro
         fault = classify(suspect, elements)
         if suspect.layers[0] != OUTSIDE_LAYERS:
             fault = refine_fault(fault, suspect.evidence, probers[suspect.layers[0]], inputs)
-        faults.append(fault)
+        faults.append(without_false_noise(fault, suspect.layers[0], parts))
     return tuple(sorted(faults, key=lambda fault: (fault.scope != "device", fault.layers, fault.site)))
 
 

@@ -1,6 +1,7 @@
 """The probes beyond the linears of single layers: ends of the model, ranges, sequences, shapes, experts, gradients."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from aqnpipe.diagnosis.activations import (
     gated_sweep,
 )
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
+from aqnpipe.diagnosis.again import Part
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
@@ -42,20 +44,21 @@ def further_checks(
     seed: int,
     show_progress: Callable[[str], None] = lambda line: None,
     elements_at_ends: int = 1,
-) -> tuple[list[Check], tuple[Untested, ...]]:
-    """Return the checks of all further probes, and what of them did not fit the model, with the reason.
+) -> tuple[list[Part], tuple[Untested, ...]]:
+    """Return the parts of the further probes with their checks, and what did not fit the model, with the reason.
 
     `elements_at_ends`: least number of values on each channel of the final norm and lm_head.
     """
     gaps: dict[tuple[str, str], list[int]] = {}
     show_progress("exact probes: embedding, final norm, lm_head")
-    checks = probe_ends(model, seed, is_known=is_known(model), num_elements=elements_at_ends)
+    parts = [Part(lambda: probe_ends(model, seed, is_known=is_known(model), num_elements=elements_at_ends))]
+    unreached: dict[str, str] = {}
     for index, sites in enumerate(layers):
         show_progress(f"exact probes: ranges, shapes and gradients of layer {index + 1} of {len(layers)}")
-        checks += _checks_of_layer(model, index, sites, len(layers), seed, gaps)
+        parts.append(Part(partial(_checks_of_layer, model, index, sites, len(layers), seed, gaps)))
     show_progress("exact probes: sequences")
-    unreached: dict[str, str] = {}
-    checks += probe_sequences(model, layers, seed, unreached)
+    parts.append(Part(lambda: probe_sequences(model, layers, seed, unreached)))
+    checks = [check for part in parts for check in part.checks]
     if not is_known(model):
         reason = f"not tried on model type {model_type(model)}"
         unreached["ranges and gradients of norms, experts, router"] = reason
@@ -65,7 +68,7 @@ def further_checks(
     ]
     if any(check.probe == "shapes" for check in checks):
         untested.append(_other_shapes(len(layers)))
-    return checks, (*untested, *_limits(model, layers))
+    return parts, (*untested, *_limits(model, layers))
 
 
 def _other_shapes(num_layers: int) -> Untested:

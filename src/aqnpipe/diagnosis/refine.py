@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import LocatedFault
+from aqnpipe.diagnosis.again import as_repeated
 from aqnpipe.diagnosis.checks import Check, Mismatch
 from aqnpipe.diagnosis.classify import Mark, mark_of, most_informative
 from aqnpipe.diagnosis.inputs import ProbeInputs
@@ -29,8 +30,7 @@ def refine_fault(
     drive = _drive(fault.site, prober)
     mark = mark_of(most_informative(evidence))
     if drive is not None and fault.type in ("noise", "spike") and _is_repeatable(fault.site, drive, inputs):
-        unclassified = {"type": "other", "magnitude": None, "magnitude_low": None, "magnitude_high": None}
-        return fault.model_copy(update={**unclassified, "evidence": f"{fault.evidence}; the same in every call"})
+        return as_repeated(fault, "the same in every call")
     if drive is None or fault.type not in _WITH_REFERENCE or mark.level is None:
         return fault
     lowered = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, _lowered(inputs.ladder))
