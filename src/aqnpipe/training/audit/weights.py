@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
 from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.shares import is_sharded, local, own_share
+from aqnpipe.models.stored_names import as_stored, stored_weights
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Element, ElementSample, Errors, unobserved
 
@@ -37,28 +37,33 @@ class WeightAudit:
         self._whole = ElementSample.draw(
             {name: weight.shape for name, weight in weights.items()}, derive_seed(seed, "audit of workers"), 2
         )
-        self._check_initial(weights, folder)
+        self._check_initial(model, folder)
         self._frozen = [not weights[_own_name(weights, e.name)].requires_grad for e in self._sample.elements]
 
-    def _check_initial(self, weights: dict[str, nn.Parameter], folder: Path) -> None:
+    def _check_initial(self, model: nn.Module, folder: Path) -> None:
         """Compare the weights in memory with the files of the prepared model; adapters must begin without effect."""
         stored: dict[Element, float] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                names = set(file.keys())
-                for element in self._sample.elements:
-                    if element.name in names:
-                        ranges = tuple(slice(place, place + 1) for place in element.index)
-                        value = file.get_slice(element.name)[ranges] if ranges else file.get_tensor(element.name)
-                        dtype = weights[_own_name(weights, element.name)].dtype
-                        stored[element] = float(value.to(dtype).double().reshape(()))
+        weights = dict(model.named_parameters())
+        own = {name.replace(_BASE, "."): weight for name, weight in weights.items() if "lora_" not in name}
+        with stored_weights(folder) as files:
+            for element in self._sample.elements:
+                if element.name in files:
+                    file = files[element.name]
+                    ranges = tuple(slice(place, place + 1) for place in element.index)
+                    value = file.get_slice(element.name)[ranges] if ranges else file.get_tensor(element.name)
+                    stored[element] = float(value.to(own[element.name].dtype).double().reshape(()))
+            renamed = {
+                name: _equal(tensor, files[name].get_tensor(name).to(tensor.dtype))
+                for name, tensor in as_stored(model, own, files.keys())
+            }
         pairs = [
             (value, stored[element], element)
             for element, value in zip(self._sample.elements, self._initial.tolist(), strict=True)
             if element in stored
         ]
         wrong = [element.name for value, wanted, element in pairs if value != wanted]
-        self._errors.note(INITIAL, len(pairs), 0.0 if not wrong else 1e9)
+        wrong += [name for name, is_equal in renamed.items() if not is_equal]
+        self._errors.note(INITIAL, len(pairs) + len(renamed), 0.0 if not wrong else 1e9)
         if wrong:
             self._report(f"{wrong[0]} before training is not the weight of the prepared model")
         for name, weight in weights.items():
@@ -102,26 +107,28 @@ class WeightAudit:
         own = (
             dict([*model.named_parameters(), *model.named_buffers()]) if is_sharded(model) else dict(model.state_dict())
         )
-        compared = 0
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    known = name if name in own else _adapter_name(name)
-                    if known not in own:
-                        continue
-                    compared += 1
-                    # Each worker compares its own share of a sharded model.
-                    memory = own_share(model, known, own[known])
-                    if not _equal(memory, own_share(model, known, file.get_tensor(name))):
-                        self._report(
-                            f"{name} in the checkpoint of step {step} is not the weight in memory after step {step}"
-                        )
-                        return False
-        expected = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        if not compared or (compared < len(expected) and not any("expert" in name for name in expected)):
-            self._report(f"the checkpoint of step {step} has {compared} of {len(expected)} trained weights")
-            return False
-        return True
+        trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+        compared, problem = 0, ""
+        with stored_weights(folder) as files:
+            known = {name if name in own else _adapter_name(name): name for name in files}
+            for name in known.keys() & own.keys():
+                stored = files[known[name]].get_tensor(known[name])
+                compared += stored.numel() if name in trained else 0
+                # Each worker compares its own share of a sharded model.
+                if not _equal(own_share(model, name, own[name]), own_share(model, name, stored)):
+                    problem = problem or known[name]
+            # In the same order on every worker, because shares are gathered.
+            others = {name: own[name] for name in trained if name not in known}
+            for name, tensor in as_stored(model, others, files):
+                compared += tensor.numel()
+                if not _equal(tensor, files[name].get_tensor(name)):
+                    problem = problem or name
+        if problem:
+            self._report(f"{problem} in the checkpoint of step {step} is not the weight in memory after step {step}")
+        elif compared != sum(trained.values()):
+            self._report(f"the checkpoint of step {step} has {compared} of {sum(trained.values())} trained values")
+            problem = "incomplete"
+        return not problem
 
 
 def weights_digests(folder: Path) -> dict[str, str]:
