@@ -128,6 +128,22 @@ def test_a_narrow_accumulator_of_the_backward_pass_is_found(dtype, every, part):
     assert places(model) == {(1, f"up_proj.{part}_gradient")}
 
 
+@pytest.mark.parametrize(("wrong", "found"), [(range(1, 2), {0, 1}), (range(512, 4096), {1})])
+def test_a_backward_kernel_that_is_wrong_for_some_numbers_of_tokens_is_found(wrong, found):
+    model = tiny_model_of("qwen2")
+    layers = [layer_sites(layer) for layer in decoder_layers(model)]
+
+    def damaged(module, of_input, of_output):
+        return (of_input[0] * (1.5 if len(of_input[0]) in wrong else 1.0),)
+
+    for sites in layers:
+        sites.linears["up_proj"].register_full_backward_hook(damaged)
+    with torch.no_grad():
+        parts, _ = further_checks(model, layers, 1)  # by the seed, layer 1 has many tokens
+    checks = [check for part in parts for check in part.checks if check.mismatch]
+    assert {(check.layer, check.site) for check in checks} == {(layer, "up_proj.input_gradient") for layer in found}
+
+
 class SplitBackward(NarrowBackward):
     @staticmethod
     def backward(context, gradient):

@@ -111,6 +111,19 @@ def test_lm_head_that_adds_in_few_bits_is_found(dtype):
     assert ends(model) == {"lm_head"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lm_head_that_reads_rows_with_gaps_wrongly_is_found(dtype):
+    """As for the last token of each of several sequences, the only one that generation needs."""
+    model = model_of(dtype=dtype)
+    head = model.lm_head
+
+    def damaged(module, args, output):
+        return output if args[0].is_contiguous() else output.roll(1, 0)
+
+    head.register_forward_hook(damaged)
+    assert ends(model) == {"lm_head"}
+
+
 def reciprocal_root_off(module, args, output):
     x = args[0].float()
     square = x.square().mean(-1, keepdim=True)

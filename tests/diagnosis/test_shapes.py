@@ -31,7 +31,7 @@ def test_healthy_linears_give_every_answer(family, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 8, 96, 512, 4096])
+@pytest.mark.parametrize("rows", [*SMALL, *LARGE])
 def test_a_kernel_that_is_wrong_for_one_shape_is_found(rows, dtype):
     model = tiny_model_of("qwen2").to(dtype)
     seed = 1  # the large batches run in layer 1

@@ -20,8 +20,10 @@ _LARGEST_SUM = {torch.bfloat16: 2**8, torch.float16: 2**11}
 """Integers up to here are exact in the dtype, in which healthy kernels may hold the partial sums of a split sum."""
 
 
-_ROWS = (1, 8, 96, 512)
+_ROWS = (1, 4, 8, 97, 512)
 """Rows of one sequence with which lm_head runs: a token, few, and as many as in a prefill."""
+_LAST_OF = (4, 3)
+"""Sequences and tokens of which lm_head reads the last token of each alone, as in generation: rows with gaps."""
 _LEAST_SWEEPS = 6
 """Calls of a norm: a fault that strikes some calls is missed as seldom as at the sites of layers."""
 
@@ -113,7 +115,8 @@ def _embedding(module: nn.Module) -> list[Check]:
 def _selecting(head: nn.Linear, generator: torch.Generator, num_elements: int) -> Iterator[Check]:
     """Run lm_head with outputs that each copy one input, times a factor; both have full mantissas as far as exact.
 
-    It runs with single tokens and with sequences, until every channel had `num_elements` values.
+    It runs with single tokens, sequences and the last tokens of sequences, until every channel had `num_elements`
+    values.
     """
     dtype, device = head.weight.dtype, head.weight.device
     bits = min(mantissa_bits(dtype), PRODUCT_BITS)
@@ -124,8 +127,15 @@ def _selecting(head: nn.Linear, generator: torch.Generator, num_elements: int) -
     with substituted([(head.weight, selection_weight(chosen, factors, head.weight)), *zero_bias(head)]):
         for shape in shapes:
             x = full_mantissas((*shape, head.in_features), bits, generator)
-            expected = x[..., chosen].float() * factors.float()  # exact: the product has twice PRODUCT_BITS at most
-            yield compare("head", OUTSIDE_LAYERS, "lm_head", expected, head(x.to(device, dtype)))
+            yield compare("head", OUTSIDE_LAYERS, "lm_head", _products(x, chosen, factors), head(x.to(device, dtype)))
+        x = full_mantissas((*_LAST_OF, head.in_features), bits, generator)
+        expected = _products(x[:, -1:], chosen, factors)
+        yield compare("head", OUTSIDE_LAYERS, "lm_head", expected, head(x.to(device, dtype)[:, -1:]))
+
+
+def _products(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Return what a selecting lm_head outputs; exact, for a product has twice PRODUCT_BITS at most."""
+    return x[..., chosen].float() * factors.float()
 
 
 def _summing(head: nn.Linear, generator: torch.Generator) -> Check:

@@ -21,6 +21,8 @@ from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
 from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts
+from aqnpipe.diagnosis.gradients import LARGE as LARGE_OF_GRADIENTS
+from aqnpipe.diagnosis.gradients import SMALL as SMALL_OF_GRADIENTS
 from aqnpipe.diagnosis.gradients import probe_gradients
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.reference import FEW_ROWS
@@ -50,9 +52,9 @@ def further_checks(
     `elements_at_ends`: least number of values on each channel of the final norm and lm_head.
     """
     gaps: dict[tuple[str, str], list[int]] = {}
+    unreached: dict[str, str] = {}
     show_progress("exact probes: embedding, final norm, lm_head")
     parts = [Part(lambda: probe_ends(model, seed, is_known=is_known(model), num_elements=elements_at_ends))]
-    unreached: dict[str, str] = {}
     for index, sites in enumerate(layers):
         show_progress(f"exact probes: ranges, shapes and gradients of layer {index + 1} of {len(layers)}")
         parts.append(Part(partial(_checks_of_layer, model, index, sites, len(layers), seed, gaps)))
@@ -76,13 +78,17 @@ def _other_shapes(num_layers: int) -> Untested:
     places = {rows: min(count, num_layers) for rows, count in LAYERS_OF_LARGE.items()}
     shown = " and ".join(f"{rows} in {count} of {num_layers} layers" for rows, count in places.items())
     small = ", ".join(map(str, SMALL))
-    return Untested(part="linears with other numbers of rows", reason=f"{small} in every layer, {shown} (by the seed)")
+    gradients = f"gradients with {', '.join(map(str, SMALL_OF_GRADIENTS))} in every layer, {LARGE_OF_GRADIENTS} in one"
+    return Untested(
+        part="linears with other numbers of rows",
+        reason=f"{small} in every layer, {shown}, {gradients} (by the seed)",
+    )
 
 
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
     """Return what no diagnosis tests: learned positions, some gradients, other sequences, other attention kernels."""
     used = getattr(model.config, "_attn_implementation", None)
-    without_probe = ["embedding", "gains", "biases", "rotary embedding", "residual sums", "lm_head"]
+    without_probe = ["embedding", "gains", "biases", "rotary embedding", "gated products", "residual sums", "lm_head"]
     if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
         without_probe[1:1] = ["experts", "router"]
     tokens = model.get_input_embeddings()  # type: ignore[operator]
@@ -94,11 +100,12 @@ def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
         Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(
             part="other numbers of sequences",
-            reason="1 and 4 through the whole model, attention also with 2, 3 and 16",
+            reason="1 and 4 through the whole model, attention also with 2, 3 and 16, its gradients with 4",
         ),
         Untested(
-            part="activations, experts and router with other numbers of rows",
-            reason=f"{', '.join(map(str, FEW_ROWS))} and a batch of hundreds",
+            part="operations beside linears with other numbers of rows",
+            reason=f"activations, experts and router ran with {', '.join(map(str, FEW_ROWS))} and hundreds, norms and "
+            "residual sums with those of the sequences and hundreds",
         ),
         Untested(part="longer sequences", reason=f"the longest had {longest_sequence(model)} tokens"),
         Untested(part="other attention kernels", reason=f"the model ran with {used}"),
@@ -129,7 +136,7 @@ def _checks_of_layer(
         if type(linear).forward is not nn.Linear.forward:
             gaps.setdefault((name, "a linear with another output, such as a choice of experts"), []).append(index)
             continue
-        gradients = probe_gradients(name, linear, index, generator)
+        gradients = probe_gradients(name, linear, index, generator, large=index == seed % num_layers)
         checks += gradients
         if len({check.site for check in gradients}) < 2:
             gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)

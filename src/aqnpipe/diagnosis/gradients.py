@@ -15,30 +15,39 @@ from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas
 from aqnpipe.diagnosis.substitute import substituted
 
 _NUM_TOKENS = 32
+SMALL = (1, _NUM_TOKENS)
+LARGE = 513
+"""Tokens of the selections: kernels are chosen by their number. The large one runs in one layer."""
 _LEAST_TERMS = 8
 
 
-def probe_gradients(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
-    """Return the checks of both gradients of a linear; gradients that the model has accumulated are left alone."""
-    checks = _selecting(name, module, layer, generator) + _summing(name, module, layer, generator)
+def probe_gradients(
+    name: str, module: nn.Linear, layer: int, generator: torch.Generator, *, large: bool = False
+) -> list[Check]:
+    """Return the checks of both gradients of a linear, of many tokens too if `large`; those that the model has
+    accumulated are left alone.
+    """
+    checks = _summing(name, module, layer, generator)
+    for tokens in (*SMALL, LARGE) if large else SMALL:
+        checks += _selecting(name, module, layer, tokens, generator)
     if min(module.weight.shape) >= _LEAST_TERMS:
         checks += _accumulating(name, module, layer, generator)
     return checks
 
 
-def _selecting(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
+def _selecting(name: str, module: nn.Linear, layer: int, tokens: int, generator: torch.Generator) -> list[Check]:
     """Give every value of both gradients one product, of operands with full mantissas.
 
     The products have 24 bits, or as many as exact products of the dtype have.
     """
     outputs, inputs = module.weight.shape
     dtype = module.weight.dtype
-    gradient = full_mantissas((_NUM_TOKENS, outputs), min(operand_bits(dtype), 24 - PRODUCT_BITS), generator)
+    gradient = full_mantissas((tokens, outputs), min(operand_bits(dtype), 24 - PRODUCT_BITS), generator)
     bits = min(operand_bits(dtype), PRODUCT_BITS)
     of_outputs, factors = selection(inputs, outputs)[0], full_mantissas((inputs,), bits, generator)
     weight = selection_weight(of_outputs, factors, torch.zeros(inputs, outputs, dtype=torch.float64)).T
-    of_tokens, values = selection(inputs, _NUM_TOKENS)[0], full_mantissas((inputs,), bits, generator)
-    x = selection_weight(of_tokens, values, torch.zeros(inputs, _NUM_TOKENS, dtype=torch.float64)).T
+    of_tokens, values = selection(inputs, tokens)[0], full_mantissas((inputs,), bits, generator)
+    x = selection_weight(of_tokens, values, torch.zeros(inputs, tokens, dtype=torch.float64)).T
     seen = _gradients(module, x, weight, gradient)
     wanted = (gradient[:, of_outputs] * factors, gradient[of_tokens].T * values)
     return [

@@ -1,8 +1,8 @@
 """Linears with other numbers of rows: one (decode), few, as many as a prefill, and enough to fill a large device.
 
 Libraries choose a kernel by the shape of the operands, and a fault of one shows in no other. Every linear runs with 1,
-8 and 96 rows. Larger batches take turns with the layers, from an offset that the seed sets, so that the cost is
-bounded and repeated runs with other seeds cover the rest.
+4, 8 and 97 rows, the last an odd number beyond whole tiles. Larger batches take turns with the layers, from an offset
+that the seed sets, so that the cost is bounded and repeated runs with other seeds cover the rest.
 """
 
 import torch
@@ -13,7 +13,7 @@ from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
 from aqnpipe.diagnosis.substitute import substituted, zero_bias
 
-SMALL = (1, 8, 96)
+SMALL = (1, 4, 8, 97)
 LARGE = (512, 4096)
 LAYERS_OF_LARGE = {512: 4, 4096: 1}
 """Number of layers of a diagnosis in which each large batch runs."""
