@@ -59,3 +59,16 @@ def test_a_gradient_with_another_factor_is_named(dtype, limit, factor, expected)
 
     problem, *_ = problems_of(0, dtype, limit, scale)
     assert re.search(expected, problem)
+
+
+@pytest.mark.parametrize(("name", "is_named"), [("e_score_correction_bias", False), ("q_bias", True)])
+def test_only_a_bias_that_selects_experts_may_lack_a_gradient(name, is_named):
+    found, model = [], nn.Linear(6, 6)
+    model.register_parameter(name, nn.Parameter(torch.zeros(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    updates = Updates(training_spec(micro_batch_size=8), model, Errors(), found.append)
+    updates.attach(optimizer, lambda step: True)
+    model(torch.ones(3, 6)).square().mean().backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert [f"{name} got the gradients of 0 micro-batches" in problem for problem in found] == [True] * is_named
