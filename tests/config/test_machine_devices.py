@@ -155,7 +155,7 @@ def test_a_study_without_further_machines_has_none_of_these_jobs():
         ({}, ["device"], "device computes as the study does, expected a machine with another device"),
         ({"bf": {"counterpart": {"attention": "sdpa"}}}, ["bf"], "noise on attention would be another one"),
         (
-            {"bf": {"counterpart": {"dtype": "float32"}}},
+            {"bf": {"counterpart": {"dtype": "float32", "threads": 1}}},
             ["bf"],
             "has a counterpart with the dtype, threads and batch_size",
         ),

@@ -28,7 +28,8 @@ def test_what_can_be_no_model_is_refused(source):
 
 def test_number_of_layers(tmp_path):
     assert num_layers_of("tiny") == num_layers_of("tiny-large") == 6
-    assert num_layers_of("Qwen/Qwen2.5-1.5B-Instruct") is None
+    assert num_layers_of("Qwen/Qwen2.5-1.5B-Instruct") == 28
+    assert num_layers_of("some/model") is None
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 28}')
     assert num_layers_of(str(tmp_path)) == 28
 
