@@ -107,7 +107,7 @@ def mask_of_one_key_lost(kernel, module, q, k, v, mask, **kwargs):
 
 def values_of_neighbours(kernel, module, q, k, v, mask, **kwargs):
     swapped = v.clone()
-    swapped[:, :, [40, 41]] = v[:, :, [41, 40]]
+    swapped[:, :, [20, 21]] = v[:, :, [21, 20]]
     return kernel(module, q, k, swapped, mask, **kwargs)
 
 

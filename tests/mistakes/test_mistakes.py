@@ -42,6 +42,8 @@ class Mistake:
         """Write the study with this mistake."""
         study = copy.deepcopy(STUDY) | {"arms_file": "arms.yaml", "arms": ["baseline", "E5"], "results_dir": "results"}
         study["comparisons"][0].update(treatment="E5")
+        # Refused where it is more than the few questions of a row.
+        del study["training"]["validation_questions"]
         arms = {"arms": copy.deepcopy(ARMS)}
         if self.dataset:
             study["dataset"] = {"source": "local", "path": "questions", "num_train": 4, "num_test": 1}

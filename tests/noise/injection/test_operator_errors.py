@@ -90,17 +90,6 @@ def test_a_product_written_as_an_einsum_without_a_sum_is_refused(make_model):
     assert any("aten.mul on a weight matrix in model.layers.1.mlp" in problem for problem in problems)
 
 
-def test_products_of_integers_stay_exact(make_model):
-    def compute(x, module):
-        counts = torch.einsum("i,i->", module.positions, module.positions)
-        assert int(counts) == 91
-        assert int(module.positions @ module.positions) == 91
-        return x @ module.weight
-
-    model, _ = with_branch(make_model(), compute)
-    receipt_of(model, backward=False).check()
-
-
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     "compute",
