@@ -28,28 +28,11 @@ from rich.console import Console
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from aqnpipe.config.model import KNOWN_CONFIGS
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 
 CONSOLE = Console()
 ROOT = Path(__file__).resolve().parent.parent
-WIDTHS = {
-    "Qwen/Qwen2.5-1.5B-Instruct": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen2.5-7B-Instruct": {
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
-}
 QUERY_BIAS, FIRST_KEY_BIAS = 20.0, 100.0
 """Sizes of biases in Qwen2.5: those of queries, and those of the first layer's keys."""
 
@@ -92,12 +75,12 @@ def main() -> None:
     changes = make_smaller(study, options)
     for role, model in study["models"].items():
         folder = options.output / role
-        widths = dict(WIDTHS[model["source"]])
+        config = {**KNOWN_CONFIGS[model["source"]], "num_hidden_layers": options.layers}
         for name, wanted in {"vocab_size": options.vocabulary, "intermediate_size": options.mlp_width}.items():
             if wanted:
-                changes[f"models.{role}: {name}"] = widths[name], wanted
-                widths[name] = wanted
-        make_model(widths, options.layers, questions, study["prompt"]["instruction"], folder)
+                changes[f"models.{role}: {name}"] = config[name], wanted
+                config[name] = wanted
+        make_model(config, questions, study["prompt"]["instruction"], folder)
         model["source"] = str(folder.resolve())
     path = options.output / "study.yaml"
     path.write_text(yaml.safe_dump(study, sort_keys=False), encoding="utf-8")
@@ -174,20 +157,18 @@ def make_smaller(study: dict[str, Any], options: argparse.Namespace) -> dict[str
     return changes
 
 
-def make_model(
-    widths: dict[str, Any], num_layers: int, rows: list[dict[str, str]], instruction: str, folder: Path
-) -> None:
-    """Save a random model of these widths that knows the answer format, with a tokenizer that has a chat template."""
+def make_model(sizes: dict[str, Any], rows: list[dict[str, str]], instruction: str, folder: Path) -> None:
+    """Save a random model of these sizes that knows the answer format, with a tokenizer that has a chat template."""
     tokenizer = make_tokenizer(rows)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        **widths,
-        num_hidden_layers=num_layers,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        max_position_embeddings=32_768,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
+    config = Qwen2Config.from_dict(
+        {
+            **sizes,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": None,
+        }
     )
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():

@@ -30,8 +30,8 @@ def cluster(tmp_path):
     return tmp_path
 
 
-def dry_run(profile, *arguments, path=()):
-    """Messages of the jobs that compute on a device, as (rule, what the profile gives), with their number."""
+def planned(profile, *arguments, path=()):
+    """What a dry run prints."""
     done = subprocess.run(
         [SNAKEMAKE, "--profile", profile, "--dry-run", "--forceall", "--nolock", *arguments],
         cwd=ROOT,
@@ -42,6 +42,12 @@ def dry_run(profile, *arguments, path=()):
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
+    return output
+
+
+def dry_run(profile, *arguments, path=()):
+    """Messages of the jobs that compute on a device, as (rule, what the profile gives), with their number."""
+    output = planned(profile, *arguments, path=path)
     messages = re.findall(r"(?m)^Job \d+: ([a-z ]+): [^(\n]*(?:\((.*)\))?$", output)
     return Counter((rule, given) for rule, given in messages if rule in DEVICE_RULES)
 
@@ -113,24 +119,13 @@ def test_jobs_of_a_machine_get_the_resources_of_its_device(cluster):
 
 @pytest.mark.slow
 def test_a_place_without_the_device_of_a_planned_job_refuses_and_names_the_jobs(cluster, tmp_path):
-    def planned(*arguments):
-        done = subprocess.run(
-            [SNAKEMAKE, "--profile", "a100", "-n", "--forceall", "--nolock", *OTHER_DEVICE, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{cluster}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout + done.stderr
-
     refusal = (
         "ERROR: config/measured.yaml: machines.measured.device: the profile has no npu for srdd_diagnose_npu, expected "
         "its resources in set-resources; where there are such devices, `--until srdd_diagnose_npu measure_parity_npu` "
         "runs these jobs alone"
     )
-    assert refusal in planned()
-    assert "ERROR" not in planned("--until", "prepare_model", "prepare_data")
+    assert refusal in planned("a100", *OTHER_DEVICE, path=[cluster])
+    assert "ERROR" not in planned("a100", *OTHER_DEVICE, "--until", "prepare_model", "prepare_data", path=[cluster])
 
 
 @pytest.mark.slow
@@ -140,23 +135,13 @@ def test_a_plan_whose_runs_get_too_few_devices_says_so(cluster):
     text = (ROOT / "profiles" / "a100" / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("train_devices: 8 ", "train_devices: 4 "))
 
-    def planned(*arguments):
-        done = subprocess.run(
-            [SNAKEMAKE, "--profile", folder, "-n", "--forceall", "--nolock", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{cluster}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout + done.stderr
-
     refusal = (
         "ERROR: config/qwen2.5-1.5b.yaml: training.num_workers: found 8, the profile gives a training run 4 devices"
     )
-    assert refusal in planned("--until", "train")
-    assert "ERROR" not in planned("--until", "prepare_model")
-    assert "ERROR" not in planned("--until", "train", "--config", "training={num_workers: 4}")
+    assert refusal in planned(folder, "--until", "train", path=[cluster])
+    assert "ERROR" not in planned(folder, "--until", "prepare_model", path=[cluster])
+    fewer = ("--config", "training={num_workers: 4}")
+    assert "ERROR" not in planned(folder, "--until", "train", *fewer, path=[cluster])
 
 
 def test_a_workstation_with_eight_devices_runs_a_study_for_eight_as_it_is(monkeypatch):

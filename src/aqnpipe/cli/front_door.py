@@ -451,10 +451,10 @@ def _local_module_problems(
     model: ModelConfig, lora: LoraConfig | None, patterns: Sequence[tuple[str, tuple[str, ...]]], source: str
 ) -> Iterator[str]:
     from aqnpipe.models.layout import select_modules
-    from aqnpipe.models.loading import source_folder, without_weights
+    from aqnpipe.models.loading import create_model, source_folder
 
     try:
-        created = without_weights(source_folder(model))
+        created = create_model(source_folder(model), "meta")
         if lora is not None:
             from aqnpipe.models.adapters import add_adapters
 

@@ -80,18 +80,32 @@ def refuse_unusable(config: ModelConfig) -> None:
     num_parameters_in(folder)
 
 
-def without_weights(folder: Path) -> "PreTrainedModel":
-    """Return a model on the meta device, for the names of its modules; ModelError if its configuration is unusable."""
+def create_model(
+    folder: Path,
+    device: "torch.device | str",
+    *,
+    dtype: Dtype = "float32",
+    attention: Attention = "eager",
+    seed: int = 0,
+) -> "PreTrainedModel":
+    """Return a model of the shape in config.json with random weights; on the meta device it has none.
+
+    Raises ModelError if no decoder-only model has this configuration.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    read_model_config(folder)
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(seed)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation=attention
+            )
     except _UNREADABLE as error:
-        raise ModelError(f"model {str(folder)!r} cannot be loaded: {first_line(error)}") from error
-    return model
+        raise ModelError(f"model {str(folder)!r} cannot be created: {first_line(error)}") from error
+    return model.eval()
 
 
 def checked_folder(config: ModelConfig) -> Path:

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
-from aqnpipe.config.model import Attention, Dtype, ModelConfig, read_model_config
-from aqnpipe.errors import ModelError, first_line
+from aqnpipe.config.model import Attention, Dtype, ModelConfig
+from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +44,12 @@ def find_model(name: str, dtype: Dtype, attention: Attention, *, random_weights:
 
 def load(source: ModelSource, device: "torch.device", seed: int) -> "nn.Module":
     """Return the model on `device`, with the weights in its folder or with random ones drawn by `seed`."""
-    from aqnpipe.models.loading import load_model
+    from aqnpipe.models.loading import create_model, load_model
     from aqnpipe.seeding import derive_seed
 
     if source.random_weights:
-        return _created(source, device, derive_seed(seed, "diagnosis.weights"))
+        weights_seed = derive_seed(seed, "diagnosis.weights")
+        return create_model(source.folder, device, dtype=source.dtype, attention=source.attention, seed=weights_seed)
     return load_model(source.folder, dtype=source.dtype, attention=source.attention, device=device)
 
 
@@ -85,28 +86,9 @@ def _folder_of(name: str) -> Path:
 
 def _refuse_other_families(source: ModelSource) -> None:
     """Raise ModelError if the model has no decoder layers of attention and an MLP."""
-    import torch
-
     from aqnpipe.models.layout import decoder_layers
+    from aqnpipe.models.loading import create_model
     from aqnpipe.models.sites import layer_sites
 
-    for layer in decoder_layers(_created(source, torch.device("meta"), seed=0)):
+    for layer in decoder_layers(create_model(source.folder, "meta", attention=source.attention)):
         layer_sites(layer)
-
-
-def _created(source: ModelSource, device: "torch.device", seed: int) -> "nn.Module":
-    """Return a model with the shape in config.json and random weights, created in its dtype on `device`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    read_model_config(source.folder)
-    try:
-        config = AutoConfig.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.manual_seed(seed)
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, source.dtype), attn_implementation=source.attention
-            )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {str(source.folder)!r} cannot be created: {first_line(error)}") from error
-    return model.eval()
