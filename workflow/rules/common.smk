@@ -27,8 +27,10 @@ from aqnpipe.config.machine_devices import other_kind, rule_on
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceError, ModelError
 from aqnpipe.report.closing import closing_lines
+from aqnpipe.runtime.device_allocation import computes_on_cpu
 from aqnpipe.runtime.run_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
+from aqnpipe.runtime.warm_start import warm_interpreter
 
 # Snakemake keeps its jobs until it ends. Searching them for garbage again and again took a sixth of the processor time of a
 # plan of 2,000 runs (benchmarks/README.md).
@@ -38,9 +40,6 @@ gc.set_threshold(500_000, 50, 100)
 EVALUATION_RULES = ("evaluate", "evaluate_run")
 MANY_EVALUATIONS = 5000  # with more jobs than these a line names the faster way
 MANY_ARMS = 100
-
-# Snakemake puts the interpreter into shell commands without quotes; in a folder with a space every job would fail.
-sys.executable = shlex.quote(sys.executable)
 
 
 def say(line):
@@ -73,6 +72,18 @@ try:
     PROGRESS = None if DESIGN is None or not workflow.is_main_process else progress(STUDY)
 except AqnpipeError as error:
     refuse(error)
+
+
+def interpreter():
+    """Return the command that runs the scripts of jobs; where all compute on this machine's CPU, it starts them warm."""
+    is_run = workflow.is_main_process and not workflow.output_settings.dryrun
+    if is_run and sys.platform == "linux" and workflow.local_exec and computes_on_cpu(STUDY.config.device):
+        return warm_interpreter(max(PLAN.training_threads(), PLAN.evaluation_threads()))
+    # Snakemake puts it into shell commands without quotes; in a folder with a space every job would fail.
+    return shlex.quote(sys.executable)
+
+
+sys.executable = interpreter()
 
 # This must run before Snakemake reads its locks and file times, because a killed Snakemake leaves its locks behind.
 if workflow.is_main_process and not workflow.output_settings.dryrun:

@@ -22,8 +22,6 @@ for KIND, MACHINES in PLAN.diagnosed_by_kind().items():
             verdict=f"{RESULTS}/srdd/{{model}}/{{machine}}/verdict.json",
         log:
             f"{RESULTS}/logs/srdd_diagnose/{{model}}_{{machine}}.log",
-        benchmark:
-            f"{RESULTS}/benchmarks/srdd_diagnose/{{model}}_{{machine}}.tsv"
         wildcard_constraints:
             machine=any_of(MACHINES),
         conda:
@@ -54,8 +52,6 @@ rule generate_layer_sigmas:
         f"{RESULTS}/srdd/{{model}}/{{machine}}/sigmas-{{strategy}}.yaml",
     log:
         f"{RESULTS}/logs/generate_layer_sigmas/{{model}}_{{machine}}_{{strategy}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/generate_layer_sigmas/{{model}}_{{machine}}_{{strategy}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:

@@ -19,8 +19,6 @@ rule evaluate:
         record=f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.run.json",
     log:
         f"{RESULTS}/logs/evaluate/{{model}}_{{arm}}_seed{{seed}}_step{{step}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/evaluate/{{model}}_{{arm}}_seed{{seed}}_step{{step}}.tsv"
     wildcard_constraints:
         arm=PRETRAINED if EVALUATES_RUNS else arm_pattern(),
     # Where weights are removed, before further training, which needs the space.
@@ -64,8 +62,6 @@ if EVALUATES_RUNS:
             ],
         log:
             f"{RESULTS}/logs/evaluate/{{model}}_{{arm}}_seed{{seed}}.log",
-        benchmark:
-            f"{RESULTS}/benchmarks/evaluate/{{model}}_{{arm}}_seed{{seed}}.tsv"
         wildcard_constraints:
             arm=arm_pattern(with_pretrained=False),
         priority: 0 if STUDY.config.keep == "all" else 1

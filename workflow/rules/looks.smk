@@ -60,8 +60,6 @@ checkpoint look:
         f"{RESULTS}/looks/look{{look}}.json",
     log:
         f"{RESULTS}/logs/look/look{{look}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/look/look{{look}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:

@@ -16,8 +16,6 @@ rule loss_study:
         record=f"{RESULTS}/loss_study/{{model}}/{{name}}.run.json",
     log:
         f"{RESULTS}/logs/loss_study/{{model}}_{{name}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/loss_study/{{model}}_{{name}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     threads: lambda wildcards: PLAN.loss_study_threads(wildcards.model, wildcards.name)
@@ -42,8 +40,6 @@ rule compare_losses:
         f"{RESULTS}/loss_study/{{model}}/{{name}}.claims.json",
     log:
         f"{RESULTS}/logs/compare_losses/{{model}}_{{name}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/compare_losses/{{model}}_{{name}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:

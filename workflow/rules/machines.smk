@@ -24,8 +24,6 @@ for KIND, MACHINES in PLAN.evaluated_by_kind().items():
             record=f"{RESULTS}/eval_on/{{machine}}/{{model}}/{{arm}}/seed{{seed}}/step{{step}}.run.json",
         log:
             f"{RESULTS}/logs/evaluate_on_machine/{{machine}}_{{model}}_{{arm}}_seed{{seed}}_step{{step}}.log",
-        benchmark:
-            f"{RESULTS}/benchmarks/evaluate_on_machine/{{machine}}_{{model}}_{{arm}}_seed{{seed}}_step{{step}}.tsv"
         wildcard_constraints:
             machine=any_of(MACHINES),
         # Where weights are removed, before further training, which needs the space.
@@ -62,8 +60,6 @@ if STUDY.config.evaluation.machines:
             csv=report(f"{RESULTS}/machines.csv", caption="../report/machines.rst", category="Tables"),
         log:
             f"{RESULTS}/logs/compare_machines.log",
-        benchmark:
-            f"{RESULTS}/benchmarks/compare_machines.tsv"
         conda:
             "../envs/aqnpipe.yaml"
         params:

@@ -17,8 +17,6 @@ for KIND, MACHINES in PLAN.measured_by_kind().items():
             f"{RESULTS}/parity/{{model}}/{{machine}}.json",
         log:
             f"{RESULTS}/logs/measure_parity/{{model}}_{{machine}}.log",
-        benchmark:
-            f"{RESULTS}/benchmarks/measure_parity/{{model}}_{{machine}}.tsv"
         wildcard_constraints:
             machine=any_of(MACHINES),
         conda:

@@ -10,8 +10,6 @@ rule prepare_data:
         f"{RESULTS}/data/{{split}}.parquet",
     log:
         f"{RESULTS}/logs/prepare_data/{{split}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/prepare_data/{{split}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:
@@ -30,8 +28,6 @@ rule prepare_model:
         record=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
     log:
         f"{RESULTS}/logs/prepare_model/{{model}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/prepare_model/{{model}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:

@@ -30,8 +30,6 @@ rule compare:
         claims=f"{RESULTS}/claims.json",
     log:
         f"{RESULTS}/logs/compare.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/compare.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:
@@ -51,8 +49,6 @@ rule check_published:
         f"{RESULTS}/published.json",
     log:
         f"{RESULTS}/logs/check_published.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/check_published.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:
@@ -94,8 +90,6 @@ rule report:
         flips_csv=report(f"{RESULTS}/flips.csv", caption="../report/flips.rst", category="Tables"),
     log:
         f"{RESULTS}/logs/report.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/report.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     params:

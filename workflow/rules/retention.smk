@@ -29,8 +29,6 @@ rule remove_weights:
         f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/weights.json",
     log:
         f"{RESULTS}/logs/remove_weights/{{model}}_{{arm}}_seed{{seed}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/remove_weights/{{model}}_{{arm}}_seed{{seed}}.tsv"
     # Before further training, which needs the space.
     priority: 2
     conda:

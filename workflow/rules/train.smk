@@ -23,8 +23,6 @@ rule train:
         ],
     log:
         f"{RESULTS}/logs/train/{{model}}_{{arm}}_seed{{seed}}.log",
-    benchmark:
-        f"{RESULTS}/benchmarks/train/{{model}}_{{arm}}_seed{{seed}}.tsv"
     conda:
         "../envs/aqnpipe.yaml"
     threads: PLAN.training_threads()

@@ -65,8 +65,8 @@ def _cells(
         _mean_and_range([cost.seconds for cost in costs], words),
         f"{per_step:.2f}",
         f"{per_step / first:.2f}" if first else numbers.MISSING,
-        _mean([cost.cpu_seconds for cost in costs]),
-        _largest(costs),
+        f"{fmean(cost.cpu_seconds for cost in costs):.1f}",
+        f"{max(cost.peak_mb for cost in costs):,.0f}",
         f"{fmean(cost.seconds for cost in evaluations):.1f}" if evaluations else numbers.MISSING,
     )
 
@@ -80,13 +80,3 @@ def _mean_and_range(values: Sequence[float], words: Words) -> str:
         return f"{values[0]:.1f}"
     span = words("span", low=f"{min(values):.1f}", high=f"{max(values):.1f}")
     return f"{fmean(values):.1f} ({span})"
-
-
-def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{fmean(known):.1f}" if known else numbers.MISSING
-
-
-def _largest(costs: Sequence[Cost]) -> str:
-    known = [cost.peak_mb for cost in costs if cost.peak_mb is not None]
-    return f"{max(known):,.0f}" if known else numbers.MISSING

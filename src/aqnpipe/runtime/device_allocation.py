@@ -142,6 +142,11 @@ def devices_to_compute_on(requested: RequestedDevice) -> tuple[DeviceKind, tuple
     return "cpu", ()
 
 
+def computes_on_cpu(requested: RequestedDevice) -> bool:
+    """Return whether jobs of a study compute on the CPU of this machine."""
+    return devices_to_compute_on(requested)[0] == "cpu"
+
+
 def current_allocation(requested: RequestedDevice = "auto") -> Allocation:
     """Return the devices that Slurm or the environment gave to this process.
 

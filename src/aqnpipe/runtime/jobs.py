@@ -11,6 +11,7 @@ from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, DataError, ModelError, StorageError
 from aqnpipe.runtime.device_allocation import allocated_devices, place_of_job
 from aqnpipe.runtime.disk_errors import disk_errors
+from aqnpipe.runtime.job_costs import costs_file, measured_costs
 
 Say = Callable[[str], None]
 
@@ -35,7 +36,7 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
             print(line, flush=True)  # noqa: T201 - goes to the log file
 
         try:
-            with disk_errors("the output of this job"):
+            with disk_errors("the output of this job"), measured_costs(costs_file(log)):
                 print(place_of_job(), flush=True)  # noqa: T201
                 yield say
         except AqnpipeError as error:

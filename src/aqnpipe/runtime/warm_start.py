@@ -1,0 +1,248 @@
+"""Jobs on a CPU start in a process that has already imported the libraries of the stages.
+
+Importing torch, transformers and TRL takes several seconds of processor time, much of the time of a small study.
+Snakemake starts each job as `python script.py`. `warm_interpreter` starts a server, which imports once, and returns the
+command of a stand-in for `python`. The stand-in passes script, environment, folder and streams to the server, which
+forks; it forwards signals to the forked process and ends as that does. Snakemake decides what runs, as without it.
+
+The stand-in runs the true interpreter instead if the server does not answer, or if the job has other threads:
+the libraries read their number of threads when they are imported.
+
+Server: `python -m aqnpipe.runtime.warm_start DESCRIPTOR MODULE ...` with that of a socket on which requests wait, until
+its standard input ends and its jobs are done.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+IMPORTED = (
+    "aqnpipe.runtime.jobs",
+    "aqnpipe.data.stage",
+    "aqnpipe.diagnosis.stage",
+    "aqnpipe.runtime.training",
+    "aqnpipe.training.trainer",
+    "aqnpipe.evaluation.stage",
+    "aqnpipe.runtime.evaluation_workers",
+    "aqnpipe.comparison.stage",
+    "aqnpipe.published.check",
+    "aqnpipe.report.stage",
+    "altair",
+    "vl_convert",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+"""What jobs of the built-in models import, in the order in which jobs need it."""
+
+_LARGEST_REQUEST = 1 << 17
+_SECONDS_BETWEEN_LOOKS = 0.02
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG)
+_STAND_IN = """import json, os, signal, socket, sys
+
+def cold():
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+
+if not sys.argv[1:] or sys.argv[1].startswith("-") or os.environ.get("OMP_NUM_THREADS") != {threads!r}:
+    cold()
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+request = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}
+try:
+    server.connect({path!r})
+    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+    pid = int(server.recv(64) or 0)
+except OSError:
+    pid = 0
+if not pid:
+    cold()
+# From a terminal the forked process gets an interrupt too.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+for number in {forwarded!r}:
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+code = int(server.recv(64) or -9)
+if code < 0:
+    if code != -9:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+def warm_interpreter(threads: int, modules: tuple[str, ...] = IMPORTED) -> str:
+    """Start a server and return the command that Snakemake puts before the scripts of jobs.
+
+    threads: of the jobs that compute, as Snakemake passes them. The server ends with this process, after the jobs.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="aqnpipe-"))
+    path, stand_in = str(folder / "socket"), folder / "python.py"
+    stand_in.write_text(stand_in_source(path, str(threads)), encoding="utf-8")
+    with listen(path) as listening:
+        descriptor = listening.fileno()
+        # Without -P it would search the working directory for modules.
+        server = subprocess.Popen(  # noqa: S603 - the interpreter itself
+            [sys.executable, "-P", "-m", "aqnpipe.runtime.warm_start", str(descriptor), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            pass_fds=[descriptor],
+        )
+    atexit.register(_close, server, folder)
+    return f"{shlex.quote(sys.executable)} -IS {shlex.quote(str(stand_in))}"
+
+
+def _close(server: subprocess.Popen[bytes], folder: Path) -> None:
+    if server.stdin is not None:
+        server.stdin.close()
+    # Without its socket it gets no further jobs. It is not waited for: a killed Snakemake leaves its jobs running too.
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def stand_in_source(path: str, threads: str) -> str:
+    """Return the program that stands in for the interpreter, for `python -IS`: it imports nothing of any package."""
+    forwarded = [int(number) for number in _FORWARDED]
+    return _STAND_IN.format(python=sys.executable, path=path, threads=threads, forwarded=forwarded)
+
+
+def run_script(arguments: list[str]) -> None:
+    """Run a script with arguments in this process as `python` does."""
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def serve(listening: socket.socket, run: Callable[[list[str]], None] = run_script) -> None:
+    """Fork for every request until standard input ends, then until all forked processes are done."""
+    children: dict[int, socket.socket] = {}
+    is_open = True
+    with selectors.DefaultSelector() as selector:
+        selector.register(listening, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        while is_open or children:
+            for key, _ in selector.select(_SECONDS_BETWEEN_LOOKS):
+                if key.fd == 0:
+                    selector.unregister(0)
+                    is_open = False
+                elif key.fileobj is listening:
+                    _accept(listening, selector, children, run)
+                elif not key.fileobj.recv(1):  # type: ignore[union-attr]
+                    # The stand-in was killed, and with it the job.
+                    selector.unregister(key.fileobj)
+                    for pid in [pid for pid, requested in children.items() if requested is key.fileobj]:
+                        os.kill(pid, signal.SIGKILL)
+            _reap(selector, children)
+
+
+def _accept(
+    listening: socket.socket,
+    selector: selectors.BaseSelector,
+    children: dict[int, socket.socket],
+    run: Callable[[list[str]], None],
+) -> None:
+    requested, _ = listening.accept()
+    message, descriptors, _, _ = socket.recv_fds(requested, _LARGEST_REQUEST, 3)
+    if not message:
+        requested.close()
+        return
+    pid = os.fork()
+    if pid == 0:
+        for connection in (listening, requested, *children.values()):
+            connection.close()
+        _become(json.loads(message), descriptors, run)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    children[pid] = requested
+    selector.register(requested, selectors.EVENT_READ)
+    with contextlib.suppress(BrokenPipeError):
+        requested.send(str(pid).encode())
+
+
+def _reap(selector: selectors.BaseSelector, children: dict[int, socket.socket]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        requested = children.pop(pid)
+        if requested in {key.fileobj for key in selector.get_map().values()}:
+            selector.unregister(requested)
+            with contextlib.suppress(BrokenPipeError):
+                requested.send(str(os.waitstatus_to_exitcode(status)).encode())
+        requested.close()
+
+
+def _become(request: dict, descriptors: list[int], run: Callable[[list[str]], None]) -> None:
+    """Turn this forked process into the one that was requested; does not return."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    code = 0
+    try:
+        run(request["arguments"])
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException:  # noqa: BLE001 - as the interpreter ends
+        traceback.print_exc()
+        code = 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                code = code or 120
+        os._exit(code)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def listen(path: str) -> socket.socket:
+    """Return a socket on which requests wait until `serve` answers them."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(path)
+    listening.listen(64)
+    return listening
+
+
+def import_all(names: tuple[str, ...]) -> None:
+    """Import modules, and keep collections of garbage in forked processes from copying what all share."""
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    # An interrupt from a terminal ends the jobs, and then Snakemake ends the server.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    import_all(tuple(sys.argv[2:]))
+    serve(listening)
+
+
+if __name__ == "__main__":
+    main()
