@@ -58,7 +58,6 @@ ATTACKED: dict[str, Any] = {
             "max_response_tokens": 24,
             "batch_size": 8,
         },
-        "statistics": {"bootstrap_samples": 200},
         "comparisons": [HELPS, HURTS, TRAINING_HELPS],
         "report": {"title": "Attacked", "question": "Is it noticed?"},
     },

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from aqnpipe.artifacts.comparisons import Claim, RefusalKind
 from aqnpipe.artifacts.statements import Statement
 from aqnpipe.comparison.claims import statements_of
 from aqnpipe.comparison.contrasts import Contrast, Scores, Side
-from aqnpipe.comparison.judgement import judge, p_value_of
+from aqnpipe.comparison.judgement import adjusted_tests, evidence_of, judge
 from aqnpipe.config.analysis import ArmComparison, DegradationComparison, LevelComparison, StatisticsConfig
 from aqnpipe.report.claims_view import sentence_text
 from aqnpipe.report.numbers import percent, points
@@ -44,8 +44,12 @@ def judged_statements(
     scores = Scores(treatment, control, *accuracies, None, by_scorer=by_scorer or {})
     contrast = Contrast("id", comparison, *sides, scores, None)
     estimate = estimate_difference(treatment, control)
-    p_holm = p_value_of(comparison, estimate) if p_holm is None else p_holm
-    judgement = judge(contrast, estimate, variance_parts(treatment - control), p_holm, family_size, SETTINGS)
+    found = evidence_of(contrast, estimate)
+    other = {} if found.p_other is None else {"id": found.p_other}
+    tests, others = adjusted_tests({"id": comparison}, {"id": found.p_value}, other, SETTINGS.alpha)
+    claimed = tests["id"] if p_holm is None else replace(tests["id"], p_holm=p_holm)
+    sizes = variance_parts(treatment - control), (claimed, others.get("id")), family_size
+    judgement = judge(contrast, estimate, *sizes, SETTINGS)
     return judgement, statements_of(contrast, scores, estimate, judgement, SETTINGS)
 
 
@@ -220,3 +224,89 @@ def test_an_effect_that_other_scorers_hardly_see_says_so():
     assert "按评分器 last_number" in sentence.zh
     _, sentence = judged(better, worse, by_scorer={"last_number": -0.02})
     assert "By the scorer last_number, the difference is −2.0 points" in sentence.en
+
+
+ROLES = ("primary", "control", "secondary", "secondary", "secondary")
+
+
+def random_claims(draws):
+    """Return five claims on random data, of random tests, with their estimates."""
+    contrasts, estimates = {}, {}
+    for number, role in enumerate(ROLES):
+        test = draws.choice(["superiority", "non_inferiority", "equivalence"])
+        hypothesis = {"expected": str(draws.choice(["higher", "lower", "different"]))} if test == "superiority" else {
+            "margin": float(draws.choice([0.02, 0.1]))
+        }  # fmt: skip
+        if test == "superiority" and draws.random() < 0.5:
+            hypothesis["equivalent_within"] = float(draws.choice([0.03, 0.1]))
+        claim = ArmComparison(treatment="E5b", control="E5", claim="", role=role, test=str(test), **hypothesis)
+        kind, shift, seeds = draws.integers(3), draws.choice([0, 0, 0.05, -0.05, 0.15]), int(draws.integers(2, 6))
+        control = draws.random((seeds if kind else 1, 150))
+        treatment = control + shift + draws.normal(0, draws.choice([0.05, 0.3]), control.shape)
+        if kind != 1:
+            treatment, control = (treatment > 0.4).astype(float), (control > 0.4).astype(float)
+        sides = Side("base", "E5b", 0.0), Side("base", "E5", 0.0)
+        scores = Scores(treatment, control, 0.5, 0.5, None)
+        name = f"claim {number}"
+        contrasts[name] = Contrast(name, claim, *sides, scores, None, of_weights=not kind)
+        estimates[name] = estimate_difference(treatment, control)
+    return contrasts, estimates
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_verdict_p_value_and_interval_agree(seed):
+    """Whatever the data, tests and roles: the interval excludes what the verdict excludes, at the level that it has."""
+    contrasts, estimates = random_claims(np.random.default_rng(seed))
+    found = {name: evidence_of(contrast, estimates[name]) for name, contrast in contrasts.items()}
+    tests, others = adjusted_tests(
+        {name: contrast.comparison for name, contrast in contrasts.items()},
+        {name: one.p_value for name, one in found.items()},
+        {name: one.p_other for name, one in found.items() if one.p_other is not None},
+        0.05,
+    )
+    for name, contrast in contrasts.items():
+        parts, claim = VarianceParts(0.0, 0.1, 0.1), contrast.comparison
+        judgement = judge(contrast, estimates[name], parts, (tests[name], others.get(name)), 1, SETTINGS)
+        low, high, verdict = judgement.ci_low, judgement.ci_high, judgement.verdict
+        if claim.role != "secondary":
+            assert judgement.claimed.p_value == judgement.claimed.p_holm
+            if claim.test == "superiority" and verdict != "equivalent":
+                assert judgement.interval_level == pytest.approx(0.95)
+        if claim.test == "superiority":
+            excludes_0 = low > 0 or high < 0
+            assert (verdict in ("supported", "refuted")) == (excludes_0 and verdict != "equivalent")
+            assert excludes_0 == (verdict != "not_shown") or verdict == "equivalent"
+            if verdict == "supported":
+                assert claim.expected in ("different", "higher" if low > 0 else "lower")
+            within = claim.equivalent_within
+            if within is not None:
+                assert (verdict == "equivalent") <= (-within < low and high < within)
+                assert verdict != "not_shown" or not (-within < low and high < within)
+        elif claim.test == "non_inferiority":
+            assert (verdict == "supported") == (low > -claim.margin)
+            assert (verdict == "refuted") == (high < -claim.margin)
+        else:
+            assert (verdict == "supported") == (low > -claim.margin and high < claim.margin)
+            assert (verdict == "refuted") == (low > claim.margin or high < -claim.margin)
+
+
+def test_the_primary_claim_is_tested_by_itself_and_controls_cost_the_others_nothing():
+    """p = 0.046 of the primary claim stays; beside it, three controls and a secondary claim would have made it 0.23."""
+    roles = {"first": "primary", "a": "control", "b": "control", "c": "control", "d": "secondary", "e": "secondary"}
+    claims = {
+        name: ArmComparison(treatment="E5b", control="E5", claim="", expected="higher", role=role)
+        for name, role in roles.items()
+    }
+    values = {"first": 0.046, "a": 0.2, "b": 0.04, "c": 0.9, "d": 0.03, "e": 0.02}
+    tests, _ = adjusted_tests(claims, values, {}, 0.05)
+    assert {name: test.p_holm for name, test in tests.items()} == pytest.approx(values | {"d": 0.04, "e": 0.04})
+    assert [tests[name].tail for name in ("first", "b", "d")] == pytest.approx([0.025] * 3)
+
+
+@pytest.mark.parametrize("role", ["primary", "control"])
+def test_only_secondary_claims_have_a_family(role):
+    claim = {"arm": "E5", "noise_level": 0.1, "claim": ""}
+    assert LevelComparison(**claim, role="secondary", family="noise").family == "noise"
+    with pytest.raises(ValueError, match=f"family: found 'noise', expected none: a {role} claim is tested by itself"):
+        LevelComparison(**claim, role=role, family="noise")

@@ -13,6 +13,7 @@ from aqnpipe.comparison.look_states import (
     look_file,
     next_look,
     plan_after,
+    planned_looks,
     progress,
     read_looks,
     register_design,
@@ -23,6 +24,7 @@ from aqnpipe.comparison.looks import probability_of_decision, take_look
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.report.words import load_words
+from aqnpipe.statistics.group_sequential import look_adjusted_p
 
 RULE = {"start": 2, "step": 2, "max": 6}
 ARMS = ["baseline", "E5", "E5b", "srdd_guided"]
@@ -31,7 +33,7 @@ ARMS = ["baseline", "E5", "E5b", "srdd_guided"]
 @pytest.fixture(scope="module")
 def claims(synthetic):
     return [
-        synthetic.arms("baseline", "pretrained", role="control", family="controls"),
+        synthetic.arms("baseline", "pretrained", role="control"),
         synthetic.arms("E5b", "E5", role="primary"),
         synthetic.arms("E5", "baseline", expected="different", equivalent_within=0.9),
     ]
@@ -107,9 +109,11 @@ def test_the_same_data_give_the_same_bytes_and_a_deleted_record_comes_back(study
 def test_p_values_are_adjusted_for_looks_and_family(study, evaluations):
     first = after(study(), evaluations, 1)[0]
     primary = next(claim for claim in first.claims if claim.comparison_id == "E5b-vs-E5@0")
-    # 2 of 6 seeds: a ninth of 90 % of 5 % is spent, so the nominal level of the first look is 0.5 %.
-    assert primary.level == pytest.approx(0.005)
-    assert primary.p_value < primary.p_looks <= primary.p_holm
+    assert primary.p_value < primary.p_looks == primary.p_holm
+    # 2 of 6 seeds: a ninth of 90 % of 5 % is spent, so p = 0.005 at the first look is as good as 0.05 over all of them.
+    looks = planned_looks(first.design)
+    assert look_adjusted_p(looks, 1, 0.005, one_sided=False) == pytest.approx(0.05)
+    assert primary.p_looks == pytest.approx(look_adjusted_p(looks, 1, primary.p_value, one_sided=False))
 
 
 def test_raising_the_maximum_continues_without_changing_what_is_there(study, evaluations):
@@ -123,7 +127,11 @@ def test_raising_the_maximum_continues_without_changing_what_is_there(study, eva
     assert [look_file("results", look).read_bytes() for look in (1, 2, 3)] == before
     # The reserve of 10 %: the first look after the planned ones spends half of it.
     extra = next(claim for claim in records[-1].claims if claim.look == 4)
-    assert 0.0025 <= extra.level < 0.0125
+    looks = planned_looks(records[-1].design)
+    assert extra.p_looks == pytest.approx(look_adjusted_p(looks, 4, extra.p_value, one_sided=False))
+    assert (
+        look_adjusted_p(looks, 4, 0.0025, one_sided=False) < 0.05 < look_adjusted_p(looks, 4, 0.0125, one_sided=False)
+    )
 
 
 def test_the_maximum_may_be_lowered_to_what_was_used_but_not_below(study, evaluations):
@@ -145,7 +153,7 @@ def test_without_a_reserve_the_maximum_cannot_be_raised(study, evaluations):
     [
         ({"statistics": {"alpha": 0.1}}, r"statistics.alpha \(0.05 to 0.1\)"),
         ({"seeds": RULE | {"futility": 0.0, "step": 1}}, r"seeds.step \(2 to 1\)"),
-        ({"comparisons": []}, r"the claim baseline-vs-pretrained@0 \(edited\)"),
+        ({"comparisons": []}, r"the claim E5b-vs-E5@0 \(edited\)"),
         ({"dataset": {"source": "generated", "num_train": 480, "num_test": 300}}, "the data set"),
         ({"training": "rate"}, "the training or evaluation of arm baseline"),
     ],
@@ -168,6 +176,7 @@ def test_a_claim_that_is_edited_added_or_removed_is_refused_and_new_words_are_no
         (claims[:2], r"E5-vs-baseline@0 \(removed\)"),
         ([*claims, synthetic.levels("E5")], r"E5@0.1-vs-0 \(added\)"),
         ([claims[0], claims[1] | {"expected": "lower"}, claims[2]], r"E5b-vs-E5@0 \(edited\)"),
+        ([claims[0], claims[1] | {"role": "secondary"}, claims[2]], r"E5b-vs-E5@0 \(edited\)"),
     ]:
         with pytest.raises(ConfigError, match=words):
             registered_design(synthetic.study(comparisons=changed, seeds=seeds))
@@ -233,11 +242,9 @@ def test_the_chance_of_a_decision_is_that_of_all_final_estimates_that_decide():
     def between(low, high):
         return stats.norm.cdf(high) - stats.norm.cdf(low)
 
-    def critical(one_sided):
-        return 1.5 if one_sided else 2.0
-
-    def chance(*claim):
-        return probability_of_decision(*claim, critical, between)
+    def chance(test, margin, within):
+        distance = 2.0 if test == "superiority" else 1.5
+        return probability_of_decision(test, margin, within, (distance, distance), between)
 
     outside = stats.norm.sf
     assert chance("superiority", None, None) == pytest.approx(2 * outside(2))

@@ -5,15 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from statsmodels.stats.proportion import proportion_confint
 
 from aqnpipe.statistics.paired import (
     PairedCounts,
     exact_minimum_detectable_difference,
-    mcnemar_exact_p,
     minimum_detectable_difference,
-    newcombe_interval,
     paired_counts,
+    score_interval,
+    score_p,
     tango_p,
 )
 
@@ -41,34 +40,24 @@ def test_unequal_or_empty_vectors_are_refused():
         paired_counts(np.array([], dtype=bool), np.array([], dtype=bool))
 
 
-def test_newcombe_reproduces_the_published_example():
-    """An example of Newcombe (1998), method 10: 36, 12, 2, 0 gives 0.0569 to 0.3404."""
-    low, high = newcombe_interval(PairedCounts(36, 12, 2, 0), alpha=0.05)
-    assert (round(low, 4), round(high, 4)) == (0.0569, 0.3404)
-
-
-def test_newcombe_without_any_disagreement_has_the_width_of_wilson():
-    """All questions wrong on both sides: phi is 0, so each half is the Wilson half of 0/30."""
-    low, high = newcombe_interval(PairedCounts(0, 0, 0, 30), alpha=0.05)
-    wilson = proportion_confint(0, 30, alpha=0.05, method="wilson")[1]
-    assert (-low, high) == (pytest.approx(wilson), pytest.approx(wilson))
+@given(counts())
+def test_the_score_interval_holds_what_tangos_test_does_not_reject_and_swapping_negates_it(table):
+    low, high = score_interval(table, alpha=0.05)
+    back_low, back_high = score_interval(table.swapped(), alpha=0.05)
+    assert -1 <= low <= table.difference <= high <= 1
+    assert (back_low, back_high) == (pytest.approx(-high, abs=1e-7), pytest.approx(-low, abs=1e-7))
+    if low > -0.99:
+        assert tango_p(table, low - 0.002) < 0.025 < tango_p(table, low + 0.002)
 
 
 @given(counts())
-def test_newcombe_holds_the_estimate_and_swapping_negates_it(table):
-    low, high = newcombe_interval(table, alpha=0.05)
-    back_low, back_high = newcombe_interval(table.swapped(), alpha=0.05)
-    assert -1 - 1e-9 <= low <= table.difference + 1e-9
-    assert table.difference - 1e-9 <= high <= 1 + 1e-9
-    assert (back_low, back_high) == (pytest.approx(-high), pytest.approx(-low))
-
-
-@given(counts())
-def test_mcnemar_is_the_sign_test_of_the_disagreements(table):
+def test_the_score_test_is_mcnemars_and_decides_as_its_interval_does(table):
     disagreements = table.only_treatment + table.only_control
-    expected = stats.binomtest(table.only_treatment, disagreements).pvalue if disagreements else 1.0
-    assert mcnemar_exact_p(table) == pytest.approx(expected)
-    assert mcnemar_exact_p(table.swapped()) == pytest.approx(expected)
+    surplus = abs(table.only_treatment - table.only_control)
+    expected = 2 * stats.norm.sf(surplus / math.sqrt(disagreements)) if disagreements else 1.0
+    assert score_p(table) == pytest.approx(expected)
+    low, high = score_interval(table, alpha=0.05)
+    assert (score_p(table) < 0.05) == (low > 0 or high < 0)
 
 
 def test_detectable_difference_of_the_published_sample_sizes():

@@ -3,10 +3,8 @@ import pandas as pd
 import pytest
 import statsmodels.api as sm
 from scipy import stats
-from statsmodels.stats.contingency_tables import mcnemar
 
 from aqnpipe.statistics.robustness import (
-    cochran_q_p,
     joint_test,
     mean_slopes,
     robustness_row,
@@ -66,24 +64,15 @@ def test_levels_that_repeat_each_other_carry_no_information():
     assert joint_test(np.stack([first, first]))["joint_p"] is None
 
 
-def test_cochrans_q_of_two_levels_is_mcnemars_chi_squared():
-    first, second = (scores[0, 0] for scores in outcomes((0.7, 0.6)))
-    table = [[np.sum((first == a) & (second == b)) for b in (1, 0)] for a in (1, 0)]
-    assert cochran_q_p(np.stack([first, second])) == pytest.approx(mcnemar(table, exact=False, correction=False).pvalue)
-    assert cochran_q_p(np.stack([first, first])) == 1.0
-
-
 def test_row_of_one_run_and_of_several():
     single = robustness_row(LEVELS, outcomes((0.75, 0.7, 0.5)), None, 0.05)
     assert single["slope"] == pytest.approx(single["accuracy_highest_level"] - single["accuracy_lowest_level"])
     assert single["slope_ci_low"] < single["slope"] < single["slope_ci_high"] < 0
     assert single["joint_p"] < 0.001
-    assert single["cochran_q_p"] < 0.001
     arms = [outcomes((0.75, 0.7, 0.5), seeds=3, noise_seeds=2, seed=seed) for seed in (1, 2)]
     seed_variance = SeedBlocks(np.stack([mean_slopes(LEVELS, arm) for arm in arms])).of_arm(0)
     several = robustness_row(LEVELS, arms[0], seed_variance, 0.05)
     assert several["num_seeds"] == 3
-    assert several["cochran_q_p"] is None
     assert several["slope_p"] < 0.05
 
 

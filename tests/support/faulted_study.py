@@ -42,7 +42,7 @@ STUDY: dict[str, Any] = {
     },
     "diagnosis": {"num_prompts": 3},
     "evaluation": {"noise_levels": [0.0, 0.1], "noise_seeds": [0], "max_response_tokens": 6, "batch_size": 6},
-    "statistics": {"bootstrap_samples": 200, "published": "config/published.yaml"},
+    "statistics": {"published": "config/published.yaml"},
     "loss_studies": [
         {
             "name": "loss",

@@ -68,7 +68,6 @@ def study(**changes: Any) -> Study:
             "max_response_tokens": 40,
         },
         "evaluation": {"noise_seeds": [0, 1], "max_response_tokens": 40, "batch_size": 250},
-        "statistics": {"bootstrap_samples": 400},
         "comparisons": COMPARISONS,
         "report": {"title": "Synthetic", "question": "Does it?"},
     }

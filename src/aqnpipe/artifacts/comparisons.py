@@ -58,23 +58,26 @@ class ComparisonTable(pa.DataFrameModel):
     kind: `arms` (treatment minus control at one level), `levels` (an arm at a level minus itself without noise) or
     `degradation` (what the level costs the treatment minus what it costs the control: above 0 the treatment loses less;
     `treatment_change` and `control_change` are the two costs). `test` decides what `p_value` is about: superiority is
-    two-sided, non_inferiority and equivalence (TOST) are one-sided against `margin`. `interval_level` is the confidence
-    of all intervals of the row: 1 - alpha for superiority, 1 - 2*alpha for the one-sided tests, so that before Holm the
-    interval and the p-value decide alike. `p_holm` is adjusted over the valid comparisons of the row's `family`.
-    `degrees_of_freedom` are those of the standard error, all its parts together (Satterthwaite).
-    Beside the primary analysis: `bootstrap_low`/`bootstrap_high` (seeds and questions resampled), `p_seed_t` (paired t
-    over seed means) and `p_permutation` (signs of seeds flipped), the last two always two-sided against 0 and null with
-    a single seed. The minimum detectable difference (from 0, or from the margin) is at the study's power and the
-    strictest level of the family (alpha divided by its size). `seeds_needed` and `questions_needed`: how many would
-    show a difference as large as the observed one; null where that does not apply or no number would be enough.
-    `method`: the analysis by key, see `statistics.crossed_effects.estimate_difference`; the report's catalogue has its
-    text.
+    two-sided, non_inferiority and equivalence (TOST) are one-sided against `margin`. `p_looks`: the same, adjusted for
+    the looks of a study that adds seeds; null with fixed seeds. `p_holm`: that one, adjusted over the valid secondary
+    claims of the row's `family`; the primary claim and each control are tested by themselves, have no family, and
+    `p_holm` is not larger. `p_equivalence`: of the test that the difference is smaller than `equivalent_within`.
+    `p_beyond`: of the test that it lies beyond the margin. Both are adjusted for looks, and `p_equivalence_holm` and
+    `p_beyond_holm` over the same tests of the family. `ci_low` and `ci_high` are the interval by which the verdict is
+    decided: at confidence `interval_level` it excludes 0, or a margin, if and only if the verdict says so.
+    `degrees_of_freedom` are those of the standard error, all its parts together (Satterthwaite). The minimum detectable
+    difference (from 0, or from the margin) is at the study's power and the strictest level of the family (alpha divided
+    by its size). `seeds_needed` and `questions_needed`: how many would show a difference as large as the observed one;
+    null where that does not apply or no number would be enough.
+    `method`: the keys of what was computed, see `statistics.crossed_effects.Estimate.analysis`; the report's catalogue
+    has the text of each.
     """
 
     comparison_id: str = pa.Field(unique=True)
     kind: str = pa.Field(isin=["arms", "levels", "degradation"])
     test: str = pa.Field(isin=["superiority", "non_inferiority", "equivalence"])
-    family: str
+    role: str = pa.Field(isin=["primary", "secondary", "control"])
+    family: str = pa.Field(nullable=True)
     margin: float = pa.Field(nullable=True)
     model: str
     treatment: str
@@ -91,18 +94,19 @@ class ComparisonTable(pa.DataFrameModel):
     interval_level: float = pa.Field(gt=0, lt=1)
     ci_low: float = pa.Field(nullable=True)
     ci_high: float = pa.Field(nullable=True)
-    bootstrap_low: float = pa.Field(nullable=True)
-    bootstrap_high: float = pa.Field(nullable=True)
     standard_error: float = pa.Field(nullable=True)
     degrees_of_freedom: float = pa.Field(nullable=True)
     p_value: float = pa.Field(nullable=True)
+    p_looks: float = pa.Field(nullable=True)
     p_holm: float = pa.Field(nullable=True)
-    p_seed_t: float = pa.Field(nullable=True)
-    p_permutation: float = pa.Field(nullable=True)
+    p_equivalence: float = pa.Field(nullable=True)
+    p_equivalence_holm: float = pa.Field(nullable=True)
+    p_beyond: float = pa.Field(nullable=True)
+    p_beyond_holm: float = pa.Field(nullable=True)
     minimum_detectable_difference: float = pa.Field(nullable=True)
     seeds_needed: int = pa.Field(nullable=True)
     questions_needed: int = pa.Field(nullable=True)
-    method: str = pa.Field(isin=["two_way", "mcnemar", "questions", "no_variance", "not_compared"])
+    method: str = pa.Field(str_matches="^(two_way .*|mcnemar|questions|no_variance|not_compared)$")
     verdict: str = pa.Field(isin=["supported", "refuted", "equivalent", "not_shown", "invalid"])
 
     class Config:
@@ -118,8 +122,8 @@ class RobustnessTable(pa.DataFrameModel):
     questions are the clusters. `joint_p` is about equal accuracy at all levels. `joint_method` is the key of its test:
     `hotelling_t2`, Hotelling's T2 over the differences from the lowest level, F with `joint_df1` and `joint_df2`.
     `slope` is the change of accuracy per 0.1 of relative noise scale (a least-squares line through the levels), with
-    an interval at 1 - alpha, over seeds and questions where there are several seeds. `cochran_q_p`: Cochran's Q, where
-    one pass per level makes outcomes yes or no; else null. `problem`: why nothing was computed; null if something was.
+    an interval at 1 - alpha, over seeds and questions where there are several seeds. `problem`: why nothing was
+    computed; null if something was.
     """
 
     model: str
@@ -139,7 +143,6 @@ class RobustnessTable(pa.DataFrameModel):
     joint_df1: float = pa.Field(nullable=True)
     joint_df2: float = pa.Field(nullable=True)
     joint_p: float = pa.Field(nullable=True)
-    cochran_q_p: float = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
 
     class Config:
@@ -191,8 +194,7 @@ class SeedComparison(Artifact):
     """The paired 2x2 table of one seed: question counts by (treatment correct, control correct).
 
     Of the first sample and at noisy levels of the first noise seed alone, so that each question counts once.
-    `ci_low`/`ci_high`: Newcombe's method 10; `bootstrap_low`/`bootstrap_high`: percentile interval, questions
-    resampled; both at 1 - alpha.
+    `ci_low`/`ci_high`: Tango's score interval at 1 - alpha, `mcnemar_p`: McNemar's score test.
     """
 
     seed: int
@@ -204,8 +206,6 @@ class SeedComparison(Artifact):
     difference: float
     ci_low: float
     ci_high: float
-    bootstrap_low: float
-    bootstrap_high: float
     mcnemar_p: float
 
 
@@ -231,7 +231,7 @@ class Claim(Artifact):
 
 
 class Family(Artifact):
-    """A family of comparisons that share an error rate: `size` counts those that were tested."""
+    """A family of secondary claims that share an error rate: `size` counts those that were tested."""
 
     name: str
     size: int
@@ -240,7 +240,7 @@ class Family(Artifact):
 class AAControlRate(Artifact):
     """How often A/A comparisons (an A/A control against the arm that it repeats) were significant at `alpha`.
 
-    `across_seeds`: the primary analysis, one test per A/A control and noise level. `single_runs`: exact McNemar of
+    `across_seeds`: the primary analysis, one test per A/A control and noise level. `single_runs`: McNemar's test of
     single pairs of runs, which does not cover run-to-run variance. `identical`: tests whose two sides have equal
     outcomes on every question, which no test can reject. Intervals: Clopper-Pearson at 1 - alpha. The tests share
     questions and runs, so the intervals are approximate.
@@ -256,7 +256,7 @@ class AAControlRate(Artifact):
 
 
 class ClaimsFile(Artifact):
-    """results/claims.json. `family_size`: tested comparisons in all families together.
+    """results/claims.json. `family_size`: tested secondary claims in all families together.
 
     `missing`: evaluations that the study requests and that do not exist, as `model/arm seed S step N`.
     `answer`: the sentence on the primary claim; null without one. `looks`: of a study that adds seeds, in order.

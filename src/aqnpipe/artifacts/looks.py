@@ -33,27 +33,27 @@ class LookDesign(Artifact):
 class ClaimAtLook(Artifact):
     """A claim at a look; fractions. Of a claim that ended at an earlier look, the values of that look.
 
-    `look`, `seeds`: when the claim was tested. `p_value`: of that look alone. `level`: what the p-value has to be below
-    at that look if the claim is the only one. `p_looks`: adjusted for all looks; `p_equivalence`: the same for the test
-    that the difference is smaller than `equivalent_within`; `p_holm`: the smaller of both, adjusted by Holm's method
-    over the family. `ci_low`, `ci_high`: repeated confidence interval, which covers the true difference at all looks
-    together with probability 1 - alpha (Jennison & Turnbull 1989; 1 - 2*alpha for one-sided tests). `chance`: predicted
-    probability that the claim is decided by the planned maximum.
+    `look`, `seeds`: when the claim was tested. `p_value`: of that look alone. `p_looks`: adjusted for all looks;
+    `p_holm`: that one adjusted by Holm's method over the family, the same for a claim that is tested by itself.
+    `p_other`, `p_other_holm`: the same for the claim's other test, that the difference is smaller than
+    `equivalent_within`, or beyond the margin. `ci_low`, `ci_high`: repeated confidence interval, which covers the true
+    difference at all looks together with probability `interval_level` (Jennison & Turnbull 1989), that of the test that
+    decides the state. `chance`: predicted probability that the claim is decided by the planned maximum.
     """
 
     comparison_id: str
-    family: str
     state: ClaimState
     look: int
     seeds: int
     difference: float | None = None
     ci_low: float | None = None
     ci_high: float | None = None
+    interval_level: float | None = None
     p_value: float | None = None
-    level: float | None = None
     p_looks: float | None = None
-    p_equivalence: float | None = None
     p_holm: float | None = None
+    p_other: float | None = None
+    p_other_holm: float | None = None
     chance: float | None = None
     reason: str | None = None
 

@@ -42,7 +42,7 @@ def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate,
             single += [_IDENTICAL] * len(study.seeds_of(contrast.treatment.arm))
             continue
         if len(scores.seed_tables) > 1:
-            estimate = scores.estimate(study.config.statistics.seed)
+            estimate = scores.estimate()
             across.append(_Outcome(estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
         single += [
             _Outcome(table.mcnemar_p, table.only_treatment + table.only_control == 0) for table in scores.seed_tables

@@ -65,10 +65,20 @@ def _numbers(contrast: Contrast, scores: Scores, estimate: Estimate, judgement: 
             "detail.interval.fractions", level=judgement.interval_level, low=judgement.ci_low, high=judgement.ci_high
         ),
         *([] if margin is None else [statement("detail.margin", margin=margin)]),
-        statement("detail.p_and_holm", p=judgement.p_value, p_holm=judgement.p_holm),
+        *_p_values(contrast, judgement),
         sample,
     )
     return statement("claim.difference", sides=sides, difference=estimate.difference, details=details)
+
+
+def _p_values(contrast: Contrast, judgement: Judgement) -> list[Statement]:
+    """Return the p-values behind the verdict; Holm's adjustment only where the claim shares its error rate."""
+    if judgement.verdict == "equivalent" and judgement.other is not None:
+        return [statement("detail.p_equivalent", p=judgement.other.p_value, p_holm=judgement.other.p_holm)]
+    p_value = judgement.p_value if judgement.p_looks is None else judgement.p_looks
+    if contrast.comparison.role != "secondary":
+        return [statement("detail.p", p=p_value)]
+    return [statement("detail.p_and_holm", p=p_value, p_holm=judgement.claimed.p_holm)]
 
 
 def _conclusion(contrast: Contrast, judgement: Judgement) -> list[Statement]:

@@ -15,8 +15,7 @@ from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
-from aqnpipe.statistics.paired import mcnemar_exact_p, newcombe_interval, paired_counts
-from aqnpipe.statistics.resampling import Resampler
+from aqnpipe.statistics.paired import paired_counts, score_interval, score_p
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
 FloatArray = npt.NDArray[np.float64]
@@ -62,9 +61,9 @@ class Scores:
     seed_tables: tuple[SeedComparison, ...] = ()
     by_scorer: Mapping[str, float] = field(default_factory=dict)
 
-    def estimate(self, seed: int) -> Estimate:
-        """Return the mean difference and what its tests need; `seed` of the permutations."""
-        return estimate_difference(self.treatment, self.control, self.seed_variance, seed)
+    def estimate(self) -> Estimate:
+        """Return the mean difference and what its tests need."""
+        return estimate_difference(self.treatment, self.control, self.seed_variance)
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,9 @@ class RefusedError(Exception):
 class Contrasts:
     """Resolves comparisons of a study against the evaluations of the last steps."""
 
-    def __init__(
-        self,
-        study: Study,
-        evaluations: Mapping[Checkpoint, LoadedEvaluation],
-        resampler: Resampler,
-    ) -> None:
+    def __init__(self, study: Study, evaluations: Mapping[Checkpoint, LoadedEvaluation]) -> None:
         self._study = study
         self._evaluations = evaluations
-        self._resampler = resampler
         self._seed_means: dict[tuple[str, float, bool], dict[str, FloatArray]] = {}
         self._weights_of: dict[tuple[str, str], list[str | None]] = {}
 
@@ -259,11 +252,10 @@ class Contrasts:
         alpha = self._study.config.statistics.alpha
         treated = np.stack([pair[0].levels[treatment.noise_level].first_correct for pair in pairs])
         untreated = np.stack([pair[1].levels[control.noise_level].first_correct for pair in pairs])
-        intervals = self._resampler.interval_per_seed(treated.astype(np.float64) - untreated, 1 - alpha)
         tables = []
         for number, (first, second) in enumerate(pairs):
             counts = paired_counts(treated[number], untreated[number])
-            low, high = newcombe_interval(counts, alpha)
+            low, high = score_interval(counts, alpha)
             tables.append(
                 SeedComparison(
                     seed=second.source.seed if treatment.arm == PRETRAINED else first.source.seed,
@@ -275,9 +267,7 @@ class Contrasts:
                     difference=counts.difference,
                     ci_low=low,
                     ci_high=high,
-                    bootstrap_low=intervals[number][0],
-                    bootstrap_high=intervals[number][1],
-                    mcnemar_p=mcnemar_exact_p(counts),
+                    mcnemar_p=score_p(counts),
                 )
             )
         return tuple(tables)

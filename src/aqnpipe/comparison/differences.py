@@ -9,13 +9,11 @@ from aqnpipe.comparison.judgement import possible_interval
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.resampling import Resampler
 
 
 def difference_rows(study: Study, evaluations: Mapping[Checkpoint, LoadedEvaluation]) -> list[dict[str, Any]]:
     """Return a row per arm and level, after the last step, as in `artifacts.comparisons.DifferenceTable`."""
-    # One resample: the figure has no bootstrap interval, and drawing it would take most of the time.
-    contrasts = Contrasts(study, evaluations, Resampler(study.config.statistics.seed, 1))
+    contrasts = Contrasts(study, evaluations)
     return [row for role in study.model_roles() for row in _rows_of_model(study, role, contrasts)]
 
 
@@ -37,13 +35,13 @@ def _rows_of_model(study: Study, role: str, contrasts: Contrasts) -> Iterator[di
                 kind="arms", treatment=name, control=reference, noise_level=level, expected="higher", claim=name
             )
             identity = {"model": role, "arm": name, "reference": reference, "noise_level": level}
-            yield identity | _estimated(contrasts.of(comparison, name), alpha, study.config.statistics.seed)
+            yield identity | _estimated(contrasts.of(comparison, name), alpha)
 
 
-def _estimated(contrast: Contrast, alpha: float, seed: int) -> dict[str, Any]:
+def _estimated(contrast: Contrast, alpha: float) -> dict[str, Any]:
     if contrast.scores is None:
         return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
-    estimate = contrast.scores.estimate(seed)
+    estimate = contrast.scores.estimate()
     low, high = possible_interval(contrast.comparison, estimate, 1 - alpha)
     return {
         "num_seeds": estimate.num_seeds,

@@ -1,7 +1,10 @@
-"""Ids of comparisons, apart from the statistics, whose imports every start of the workflow would wait for."""
+"""Ids of comparisons and the families that share an error rate.
+
+They are apart from the statistics, whose imports every start of the workflow would wait for.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aqnpipe.config.analysis import Comparison
 
@@ -15,6 +18,11 @@ def comparison_ids(comparisons: Sequence[Comparison]) -> dict[str, Comparison]:
         counts[wanted] += 1
         named[wanted if counts[wanted] == 1 else f"{wanted}#{counts[wanted]}"] = comparison
     return named
+
+
+def error_families(named: Mapping[str, Comparison]) -> dict[str, tuple[str, str]]:
+    """Return by id the family whose error rate a claim shares: the primary claim and each control have one alone."""
+    return {name: (claim.role, claim.family if claim.role == "secondary" else name) for name, claim in named.items()}
 
 
 def _comparison_id(comparison: Comparison) -> str:

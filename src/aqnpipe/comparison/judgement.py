@@ -1,12 +1,14 @@
 """Judge a claim: p-value, interval and verdict of an estimate, by the test that the comparison declares."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.comparison.contrasts import Contrast
+from aqnpipe.comparison.identity import error_families
 from aqnpipe.config.analysis import Comparison, StatisticsConfig, TestedClaim
 from aqnpipe.statistics.crossed_effects import Estimate, VarianceParts, questions_needed, seeds_needed
-from aqnpipe.statistics.multiple_testing import interval_level
+from aqnpipe.statistics.multiple_testing import adjusted_within_families
 from aqnpipe.statistics.spread import Spread
 
 EFFECTS = (0.01, 0.02, 0.05)
@@ -14,14 +16,41 @@ EFFECTS = (0.01, 0.02, 0.05)
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """The verdict on a tested comparison with its numbers, the last ones as in `artifacts.ComparisonTable`.
+class Evidence:
+    """A claim with its estimate and the p-values of its own and of its other test, before any adjustment."""
 
-    `seeds_for`: seeds that find each of EFFECTS; None where no number would; empty where more seeds are no answer.
+    contrast: Contrast
+    estimate: Estimate
+    p_value: float
+    p_other: float | None
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A hypothesis of a claim that was tested.
+
+    `p_value`: of the test itself, in a study that adds seeds adjusted for its looks. `p_holm`: adjusted over the
+    family. `tail`: the one-sided level at which Holm's method made the test; `p_holm` is below alpha if and only if the
+    interval at confidence 1 - 2*tail says so.
     """
 
     p_value: float
     p_holm: float
+    tail: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a tested comparison with its numbers, the last ones as in `artifacts.ComparisonTable`.
+
+    `p_value`: of the claim's own test, unadjusted. `claimed`: that test. `other`: the test of equivalence of a claim of
+    a difference, or of a difference beyond the margin. `seeds_for`: seeds that find each of EFFECTS; None where no
+    number would; empty where more seeds are no answer.
+    """
+
+    p_value: float
+    claimed: Tested
+    other: Tested | None
     interval_level: float
     ci_low: float
     ci_high: float
@@ -29,6 +58,7 @@ class Judgement:
     minimum_detectable: float | None
     seeds_needed: int | None
     questions_needed: int | None
+    p_looks: float | None = None
     seeds_for: tuple[int | None, ...] = ()
 
 
@@ -57,6 +87,52 @@ def beyond_margin_p(claim: TestedClaim, estimate: Estimate) -> float | None:
     return below if claim.test == "non_inferiority" else min(1.0, 2 * min(below, estimate.upper_p(claim.margin)))
 
 
+def other_p_value(claim: TestedClaim, estimate: Estimate) -> float | None:
+    """Return the p-value of a claim's other test: of a difference within `equivalent_within`, or beyond the margin."""
+    within = claim.equivalent_within
+    if within is None:
+        return beyond_margin_p(claim, estimate)
+    return min(1.0, 2 * max(estimate.upper_p(-within), estimate.lower_p(within)))
+
+
+def evidence_of(contrast: Contrast, estimate: Estimate) -> Evidence:
+    """Return a claim with its estimate and p-values; those of a claim that the data cannot decide are 1."""
+    claim = contrast.comparison
+    other = other_p_value(claim, estimate)
+    if not is_decidable(contrast, estimate):
+        return Evidence(contrast, estimate, 1.0, None if other is None else 1.0)
+    return Evidence(contrast, estimate, p_value_of(claim, estimate), other)
+
+
+def adjusted_tests(
+    claims: Mapping[str, Comparison], p_values: Mapping[str, float], others: Mapping[str, float], alpha: float
+) -> tuple[dict[str, Tested], dict[str, Tested]]:
+    """Return the claims' own tests and their other tests, each adjusted by Holm's method over the claims' families.
+
+    The two kinds of test are adjusted separately: a claim that was found equivalent says nothing on whether other
+    claims of a difference are true, so it must not relax their level.
+    """
+    families = error_families(claims)
+    found = []
+    for values, is_one_sided in ((p_values, _is_one_sided), (others, _is_other_one_sided)):
+        adjusted = adjusted_within_families([families[name] for name in values], list(values.values()), alpha)
+        found.append(
+            {
+                name: Tested(p, one.p_value, one.level if is_one_sided(claims[name]) else one.level / 2)
+                for (name, p), one in zip(values.items(), adjusted, strict=True)
+            }
+        )
+    return found[0], found[1]
+
+
+def _is_one_sided(claim: TestedClaim) -> bool:
+    return claim.margin is not None
+
+
+def _is_other_one_sided(claim: TestedClaim) -> bool:
+    return claim.test == "non_inferiority"
+
+
 def possible_interval(claim: Comparison, estimate: Estimate, level: float) -> tuple[float, float]:
     """Return the interval of an estimate at confidence `level`, within the values that a difference can have."""
     low, high = estimate.interval(level)
@@ -78,27 +154,27 @@ def judge(
     contrast: Contrast,
     estimate: Estimate,
     parts: VarianceParts,
-    p_holm: float,
+    tests: tuple[Tested, Tested | None],
     family_size: int,
     settings: StatisticsConfig,
 ) -> Judgement:
     """Return the verdict and the numbers behind it; the family's strictest level is alpha / family_size."""
     claim = contrast.comparison
     strictest = settings.alpha / family_size
-    tail = strictest / 2 if claim.test == "superiority" else strictest
-    level = interval_level(settings.alpha, one_sided=claim.margin is not None)
-    low, high = possible_interval(claim, estimate, level)
+    verdict, tail = verdict_of(contrast, estimate, *tests, settings.alpha)
+    low, high = possible_interval(claim, estimate, 1 - 2 * tail)
     distance = _distance(claim, estimate.difference)
-    sizes = (tail, settings.power)
+    sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)
     can_extrapolate = estimate.spread is not None and is_decidable(contrast, estimate)
     more_seeds = can_extrapolate and estimate.num_seeds > 1
     return Judgement(
         p_value=p_value_of(claim, estimate),
-        p_holm=p_holm,
-        interval_level=level,
+        claimed=tests[0],
+        other=tests[1],
+        interval_level=1 - 2 * tail,
         ci_low=low,
         ci_high=high,
-        verdict=verdict_of(contrast, estimate, p_holm, settings.alpha, strictest),
+        verdict=verdict,
         minimum_detectable=_minimum_detectable(estimate.spread, *sizes),
         seeds_needed=seeds_needed(parts, estimate.num_questions, distance, *sizes) if more_seeds else None,
         questions_needed=questions_needed(parts, estimate.num_seeds, distance, *sizes) if can_extrapolate else None,
@@ -113,23 +189,24 @@ def _minimum_detectable(spread: Spread | None, tail: float, power: float) -> flo
     return None if spread is None else spread.minimum_detectable(tail, power) / spread.standard_error_bias
 
 
-def verdict_of(contrast: Contrast, estimate: Estimate, p_holm: float, alpha: float, strictest: float) -> ClaimVerdict:
-    """Return supported or refuted where the adjusted p is below alpha and the data can decide the claim.
+def verdict_of(
+    contrast: Contrast, estimate: Estimate, claimed: Tested, other: Tested | None, alpha: float
+) -> tuple[ClaimVerdict, float]:
+    """Return the verdict and the one-sided level of the interval that says the same.
 
-    A claim with a margin is refuted where the difference lies beyond the margin at the family's `strictest` level.
+    The interval of a verdict is that of the test behind it; where nothing is shown, the wider one of both tests.
     """
     claim = contrast.comparison
+    widest = claimed.tail if other is None else min(claimed.tail, other.tail)
     if not is_decidable(contrast, estimate):
-        return "not_shown"
-    beyond = beyond_margin_p(claim, estimate)
-    if beyond is None:
-        if p_holm >= alpha:
-            return "not_shown"
-        found = "higher" if estimate.difference > 0 else "lower"
-        return "supported" if claim.direction in (found, "different") else "refuted"
-    if p_holm < alpha:
-        return "supported"
-    return "refuted" if beyond < strictest else "not_shown"
+        return "not_shown", widest
+    if other is not None and other.p_holm < min(alpha, claimed.p_holm):
+        return ("refuted" if claim.equivalent_within is None else "equivalent"), other.tail
+    if claimed.p_holm >= alpha:
+        return "not_shown", widest
+    found = "higher" if estimate.difference > 0 else "lower"
+    is_as_claimed = claim.margin is not None or claim.direction in (found, "different")
+    return ("supported" if is_as_claimed else "refuted"), claimed.tail
 
 
 def _distance(claim: TestedClaim, difference: float) -> float:

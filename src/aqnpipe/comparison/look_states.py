@@ -213,7 +213,7 @@ def _changes(registered: LookDesign, found: LookDesign) -> Iterator[str]:
 
 def _as_tested(claim: Comparison) -> str:
     """Return what decides the verdict on a claim; its wording may be corrected at any time."""
-    tested = claim.model_dump(mode="json", exclude={"claim", "claim_zh", "role"})
+    tested = claim.model_dump(mode="json", exclude={"claim", "claim_zh"})
     return json.dumps(tested, sort_keys=True)
 
 

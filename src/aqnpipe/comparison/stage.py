@@ -40,15 +40,15 @@ from aqnpipe.comparison.contrasts import (
 )
 from aqnpipe.comparison.differences import difference_rows
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
-from aqnpipe.comparison.judgement import Judgement, judge, p_value_of
+from aqnpipe.comparison.identity import error_families
+from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, evidence_of, judge
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_at_look, last_looks, look_statement
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.crossed_effects import Estimate, variance_parts
-from aqnpipe.statistics.multiple_testing import holm_within_families, interval_level
-from aqnpipe.statistics.resampling import Resampler
+from aqnpipe.statistics.multiple_testing import interval_level
 from aqnpipe.statistics.robustness import JOINT_METHOD, mean_slopes, robustness_row
 
 FloatArray = npt.NDArray[np.float64]
@@ -80,12 +80,11 @@ class ComparisonOutputs:
 
 @dataclass(frozen=True)
 class _Tested:
-    """A tested contrast with its estimate and its p-value before Holm."""
+    """A contrast with data and its estimate."""
 
     contrast: Contrast
     scores: Scores
     estimate: Estimate
-    p_value: float
 
 
 def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
@@ -128,11 +127,10 @@ def compare(
     """
     settings = study.config.statistics
     loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha)
-    resampler = Resampler(settings.seed, settings.bootstrap_samples)
-    contrasts = Contrasts(study, loaded, resampler)
+    contrasts = Contrasts(study, loaded)
     decided = last_looks(study, looks)
-    compared_pairs = contrasts_at_looks(study, loaded, resampler, looks) or contrasts.of_all(study.comparisons())
-    rows, claims, families = judge_all(compared_pairs, settings, resampler, study, decided)
+    compared_pairs = contrasts_at_looks(study, loaded, looks) or contrasts.of_all(study.comparisons())
+    rows, claims, families = judge_all(compared_pairs, settings, study, decided)
     accuracy = (
         pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else _table([], AccuracyTable)
     )
@@ -189,57 +187,57 @@ def missing_evaluations(study: Study, present: set[Checkpoint]) -> tuple[str, ..
 def judge_all(
     contrasts: Sequence[Contrast],
     settings: StatisticsConfig,
-    resampler: Resampler,
     study: Study,
     decided: Mapping[str, ClaimAtLook] = MappingProxyType({}),
 ) -> tuple[list[dict[str, Any]], list[Claim], Mapping[str, int]]:
-    """Return the rows of the comparison table, the claims, and the number of tested comparisons per family.
+    """Return the rows of the comparison table, the claims, and the number of tested secondary claims per family.
 
     decided: the claims of a study that adds seeds at their last looks, by id, which decide the verdicts.
     """
-    tested = [test for contrast in contrasts if (test := _tested(contrast, settings.seed)) is not None]
-    by_id = {test.contrast.comparison_id: test for test in tested}
-    tested_families = [test.contrast.comparison.family for test in tested]
-    families = Counter(tested_families)
-    adjusted = dict(zip(by_id, holm_within_families(tested_families, [test.p_value for test in tested]), strict=True))
+    tested = {
+        contrast.comparison_id: _Tested(contrast, contrast.scores, contrast.scores.estimate())
+        for contrast in contrasts
+        if contrast.scores is not None
+    }
+    evidence = {name: evidence_of(test.contrast, test.estimate) for name, test in tested.items()}
+    named = {name: test.contrast.comparison for name, test in tested.items()}
+    tests, others = adjusted_tests(
+        named,
+        {name: found.p_value for name, found in evidence.items()},
+        {name: found.p_other for name, found in evidence.items() if found.p_other is not None},
+        settings.alpha,
+    )
+    family_of = error_families(named)
+    sizes = Counter(family_of.values())
     declared = bool(study.config.comparisons)
     rows, claims = [], []
     for contrast in contrasts:
         key = contrast.comparison_id
         if contrast.refusal is None:
-            size = families[contrast.comparison.family]
-            row, claim = _judged(by_id[key], adjusted[key], size, settings, resampler, declared, decided.get(key))
+            found = tests[key], others.get(key)
+            row, claim = _judged(tested[key], found, sizes[family_of[key]], settings, declared, decided.get(key))
         else:
             row, claim = _refused(contrast, contrast.refusal, settings, declared)
         rows.append(row)
         claims.append(claim)
-    return rows, claims, families
-
-
-def _tested(contrast: Contrast, seed: int) -> _Tested | None:
-    if contrast.scores is None:
-        return None
-    estimate = contrast.scores.estimate(seed)
-    return _Tested(contrast, contrast.scores, estimate, p_value_of(contrast.comparison, estimate))
+    return rows, claims, {family: size for (role, family), size in sizes.items() if role == "secondary"}
 
 
 def _judged(
     tested: _Tested,
-    p_holm: float,
+    tests: tuple[Tested, Tested | None],
     family_size: int,
     settings: StatisticsConfig,
-    resampler: Resampler,
     declared: bool,
     decided: ClaimAtLook | None,
 ) -> tuple[dict[str, Any], Claim]:
     contrast, scores, estimate = tested.contrast, tested.scores, tested.estimate
     differences = scores.treatment - scores.control
     judgement = judge(
-        contrast, estimate, variance_parts(differences, scores.seed_variance), p_holm, family_size, settings
+        contrast, estimate, variance_parts(differences, scores.seed_variance), tests, family_size, settings
     )
     if decided is not None:
         judgement = judgement_at_look(judgement, decided)
-    bootstrap = resampler.interval(differences, judgement.interval_level)
     is_degradation = contrast.comparison.kind == "degradation"
     row = _identity(contrast) | {
         "num_seeds": estimate.num_seeds,
@@ -249,14 +247,10 @@ def _judged(
         "treatment_change": float(scores.treatment.mean()) if is_degradation else None,
         "control_change": float(scores.control.mean()) if is_degradation else None,
         "difference": estimate.difference,
-        "bootstrap_low": bootstrap[0],
-        "bootstrap_high": bootstrap[1],
         "standard_error": estimate.spread.standard_error if estimate.spread else None,
         "degrees_of_freedom": estimate.spread.sampling_freedom if estimate.spread else None,
-        "p_seed_t": estimate.p_seed_t,
-        "p_permutation": estimate.p_permutation,
-        "method": estimate.method,
-        **_judgement_columns(judgement),
+        "method": " ".join(estimate.analysis),
+        **_judgement_columns(judgement, has_margin=contrast.comparison.margin is not None),
     }
     claim = Claim(
         comparison_id=contrast.comparison_id,
@@ -274,13 +268,16 @@ def _judged(
     return row, claim
 
 
-def _judgement_columns(judgement: Judgement) -> dict[str, Any]:
+def _judgement_columns(judgement: Judgement, *, has_margin: bool) -> dict[str, Any]:
+    other, name = judgement.other, "p_beyond" if has_margin else "p_equivalence"
     return {
+        **({} if other is None else {name: other.p_value, f"{name}_holm": other.p_holm}),
         "interval_level": judgement.interval_level,
         "ci_low": judgement.ci_low,
         "ci_high": judgement.ci_high,
         "p_value": judgement.p_value,
-        "p_holm": judgement.p_holm,
+        "p_looks": judgement.p_looks,
+        "p_holm": judgement.claimed.p_holm,
         "minimum_detectable_difference": judgement.minimum_detectable,
         "seeds_needed": judgement.seeds_needed,
         "questions_needed": judgement.questions_needed,
@@ -317,7 +314,8 @@ def _identity(contrast: Contrast) -> dict[str, Any]:
         "comparison_id": contrast.comparison_id,
         "kind": contrast.comparison.kind,
         "test": contrast.comparison.test,
-        "family": contrast.comparison.family,
+        "role": contrast.comparison.role,
+        "family": contrast.comparison.family if contrast.comparison.role == "secondary" else None,
         "margin": contrast.comparison.margin,
         "model": contrast.treatment.model,
         "treatment": contrast.treatment.arm,

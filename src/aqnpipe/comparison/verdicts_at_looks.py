@@ -12,7 +12,6 @@ from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.comparison.judgement import Judgement
 from aqnpipe.config.analysis import Comparison
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.resampling import Resampler
 
 _VERDICTS: Mapping[ClaimState, ClaimVerdict] = {
     "open": "not_shown",
@@ -33,19 +32,18 @@ def last_looks(study: Study, looks: Sequence[LookFile]) -> dict[str, ClaimAtLook
         return {}
     known = {claim.comparison_id: claim for claim in looks[-1].claims} if looks else {}
     return {
-        name: known.get(name)
-        or ClaimAtLook(comparison_id=name, family=claim.family, state="open", look=0, seeds=study.adaptive_seeds.start)
-        for name, claim in comparison_ids(study.comparisons()).items()
+        name: known.get(name) or ClaimAtLook(comparison_id=name, state="open", look=0, seeds=study.adaptive_seeds.start)
+        for name in comparison_ids(study.comparisons())
     }
 
 
 def contrasts_at_looks(
-    study: Study, loaded: Mapping[Checkpoint, LoadedEvaluation], resampler: Resampler, looks: Sequence[LookFile]
+    study: Study, loaded: Mapping[Checkpoint, LoadedEvaluation], looks: Sequence[LookFile]
 ) -> list[Contrast]:
     """Return every comparison on the seeds of the last look at it; none if the seeds are fixed."""
     claims = last_looks(study, looks)
     of_seeds = {
-        number: Contrasts(study.with_seeds(number), loaded, resampler)
+        number: Contrasts(study.with_seeds(number), loaded)
         for number in sorted({claim.seeds for claim in claims.values()})
     }
     named = comparison_ids(study.comparisons())
@@ -54,15 +52,24 @@ def contrasts_at_looks(
 
 def judgement_at_look(judgement: Judgement, claim: ClaimAtLook) -> Judgement:
     """Return the judgement with verdict, interval and p-values of the last look, which are adjusted for all looks."""
-    if claim.p_value is None or claim.ci_low is None or claim.ci_high is None or claim.p_holm is None:
+    numbers = (claim.p_value, claim.p_looks, claim.p_holm, claim.ci_low, claim.ci_high, claim.interval_level)
+    if any(number is None for number in numbers):
         return replace(judgement, verdict="not_shown", seeds_needed=None)
+    p_value, p_looks, p_holm, low, high, level = (float(number or 0.0) for number in numbers)
+    claimed = replace(judgement.claimed, p_value=p_looks, p_holm=p_holm)
+    other = judgement.other
+    if other is not None and claim.p_other is not None and claim.p_other_holm is not None:
+        other = replace(other, p_value=claim.p_other, p_holm=claim.p_other_holm)
     return replace(
         judgement,
         verdict=_VERDICTS[claim.state],
-        ci_low=claim.ci_low,
-        ci_high=claim.ci_high,
-        p_value=claim.p_value,
-        p_holm=claim.p_holm,
+        p_value=p_value,
+        p_looks=p_looks,
+        claimed=claimed,
+        other=other,
+        interval_level=level,
+        ci_low=low,
+        ci_high=high,
     )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
-from aqnpipe.config.base import FrozenModel, Seed
+from aqnpipe.config.base import FrozenModel
 
 PRETRAINED = "pretrained"
 """Used in place of an arm id: the model before training."""
@@ -18,10 +18,11 @@ Direction = Literal["higher", "lower", "different"]
 """different: in either direction."""
 TestKind = Literal["superiority", "non_inferiority", "equivalence"]
 ClaimRole = Literal["primary", "secondary", "control"]
+DEFAULT_FAMILY = "main"
 
 
 class TestedClaim(FrozenModel):
-    """A claim, how it is tested, and the family of comparisons that shares its error rate.
+    """A claim, how it is tested, and the family of secondary claims that shares its error rate.
 
     - superiority: the difference is above 0, below 0, or not 0 (see `expected`).
     - non_inferiority: the difference is above -margin ("loses no more than").
@@ -40,11 +41,16 @@ class TestedClaim(FrozenModel):
     expected: Direction | None = Field(
         default=None, description="for superiority: the sign of the difference that is claimed"
     )
-    family: str = Field(default="main", min_length=1, description="Holm's adjustment is applied within a family")
+    family: str = Field(
+        default=DEFAULT_FAMILY,
+        min_length=1,
+        description="of secondary claims: Holm's adjustment is applied within a family",
+    )
     role: ClaimRole = Field(
         default="secondary",
-        description="primary: the claim that answers the study's question, at most one; control: expected to hold in "
-        "any working study",
+        description="primary: the claim that answers the study's question, at most one, tested by itself; control: "
+        "expected to hold in any working study, a check that is tested by itself; secondary: shares the error rate of "
+        "its family",
     )
     equivalent_within: float | None = Field(
         default=None,
@@ -53,6 +59,12 @@ class TestedClaim(FrozenModel):
         description="for superiority in a study with adaptive seeds: differences smaller than this do not matter, and "
         "the claim may end as equivalent; a fraction",
     )
+
+    @model_validator(mode="after")
+    def _only_secondary_claims_have_families(self) -> Self:
+        if self.role != "secondary" and self.family != DEFAULT_FAMILY:
+            raise ValueError(f"family: found {self.family!r}, expected none: a {self.role} claim is tested by itself")
+        return self
 
     @model_validator(mode="after")
     def _test_fits(self) -> Self:
@@ -123,14 +135,17 @@ Comparison = Annotated[ArmComparison | LevelComparison | DegradationComparison, 
 
 
 class StatisticsConfig(FrozenModel):
-    """Error rate, power and resampling of the analysis, and the published figures to check."""
+    """Error rate and power of the analysis, and the published figures to check."""
 
-    alpha: float = Field(default=0.05, gt=0, lt=0.5, description="family-wise error rate of each family of comparisons")
+    alpha: float = Field(
+        default=0.05,
+        gt=0,
+        lt=0.5,
+        description="error rate of the primary claim, of each control, and of each family of secondary claims",
+    )
     power: float = Field(
         default=0.8, gt=0.5, lt=1, description="power for which the minimum detectable difference is computed"
     )
-    seed: Seed = Field(default=0, description="seed of the bootstrap and of the permutations")
-    bootstrap_samples: int = Field(default=2000, ge=200, le=1_000_000)
     compared_levels: Literal["highest", "all"] = Field(
         default="highest",
         description="noise levels of the usual comparisons besides 0: the highest, or all; Holm's correction then "

@@ -5,7 +5,14 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Literal
 
-from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, DegradationComparison, LevelComparison
+from aqnpipe.config.analysis import (
+    DEFAULT_FAMILY,
+    PRETRAINED,
+    ArmComparison,
+    Comparison,
+    DegradationComparison,
+    LevelComparison,
+)
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.diagnosis import SigmaStrategy
 
@@ -28,12 +35,12 @@ def default_comparisons(
     *,
     every_level: bool = False,
 ) -> tuple[Comparison, ...]:
-    """Return the usual comparisons for `arms`, A/A controls excluded, in three families.
+    """Return the usual comparisons for `arms`, A/A controls excluded; the controls among them are in no family.
 
     - arms: a clean arm against the pretrained model; a noise arm against the clean arm; an AQN arm against the arm with
       the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if its
       strategy has any, against its controls of equal energy.
-    - levels: every arm at the highest noise level, and under each named noise, against itself without noise.
+    - levels (controls): every arm at the highest noise level, and under each named noise, against itself without noise.
     - degradation: accuracy lost to that level, by a noise or AQN arm against each of its counterparts.
 
     `names` of the named noises by level, under which arms are compared as at the highest level. With `every_level` they
@@ -65,9 +72,9 @@ def default_comparisons(
 def all_pairs(
     checkpoints: Sequence[str], noise_levels: Sequence[float], names: Mapping[float, str] = MappingProxyType({})
 ) -> tuple[Comparison, ...]:
-    """Return the comparisons of given checkpoints, in three families.
+    """Return the comparisons of given checkpoints, in two families, and controls.
 
-    - arms: every pair at every level. levels: every checkpoint at every level above 0 against itself without noise.
+    - arms: every pair at every level. Controls: every checkpoint at every level above 0 against itself without noise.
     - degradation: accuracy lost to the highest level and to each named noise, for every pair.
 
     `names` of the named noises by level. Comparisons that need level 0 are omitted if the study does not evaluate it.
@@ -159,7 +166,7 @@ def _accuracy(name: str, counterpart: str, arm: Arm, level: float, names: Mappin
         control=counterpart,
         noise_level=level,
         expected="lower" if hurts else "higher",
-        family="arms",
+        family=DEFAULT_FAMILY if counterpart == PRETRAINED else "arms",
         role="control" if counterpart == PRETRAINED else "secondary",
         claim=f"{name} has {word} accuracy than {counterpart}{where}",
         claim_zh=f"{where_zh}{name} 的准确率{word_zh} {counterpart}",
@@ -171,7 +178,6 @@ def _level(name: str, level: float, names: Mapping[float, str]) -> LevelComparis
     return LevelComparison(
         arm=name,
         noise_level=level,
-        family="levels",
         role="control",
         claim=f"{noise} costs {name} accuracy",
         claim_zh=f"{noise_zh}降低 {name} 的准确率",

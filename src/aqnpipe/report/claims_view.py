@@ -12,7 +12,7 @@ from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table
+from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table, analysis_text
 from aqnpipe.report.translation import in_language
 from aqnpipe.report.verdicts import VERDICT_SYMBOLS, counted_verdicts
 from aqnpipe.report.words import Words
@@ -133,13 +133,15 @@ def claims_overview(study: Study, data: ReportData, words: Words) -> ClaimsOverv
 
 
 def _groups(rows: Sequence[ClaimRow], words: Words) -> Iterator[ClaimGroup]:
-    """Yield a group per family in the study's order, the one of the primary claim first, and the controls last."""
+    """Yield the primary claim, a group per family of secondary claims in the study's order, and the controls."""
     controls = [row for row in rows if row.role == "control"]
-    others = [row for row in rows if row.role != "control"]
-    primary = [row.family for row in others if row.role == "primary"]
-    families = list(dict.fromkeys([*primary, *(row.family for row in others)]))
+    primary = [row for row in rows if row.role == "primary"]
+    if primary:
+        yield _group(words("claims.primary"), primary, words)
+    others = [row for row in rows if row.role == "secondary"]
+    families = list(dict.fromkeys(row.family for row in others))
     for family in families:
-        heading = words("claims.family", family=family) if len(families) > 1 or controls else ""
+        heading = words("claims.family", family=family) if len(families) > 1 or primary or controls else ""
         yield _group(heading, [row for row in others if row.family == family], words)
     if controls:
         yield _group(words("claims.controls"), controls, words)
@@ -238,9 +240,7 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
         sentences.append(words("sure.not_shown"))
     if "invalid" in verdicts:
         sentences.append(words("sure.invalid"))
-    if claims.family_size:
-        families = ", ".join(f"{family.name} {family.size}" for family in claims.families)
-        sentences.append(words("sure.family", alpha=settings.alpha, families=families))
+    sentences += _error_rates(claims, comparisons, words)
     sentences += [
         words(
             f"sure.aa_control.{rate.kind}",
@@ -252,6 +252,24 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
         for rate in claims.aa_control_rates
     ]
     return sentences
+
+
+def _error_rates(claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> Iterator[str]:
+    """Yield which claims share an error rate, and how the claims were tested; nothing if none was."""
+    tested = comparisons.filter(pl.col("method") != "not_compared")
+    if tested.is_empty():
+        return
+    roles = {claim.role for claim in claims.claims}
+    yield words("sure.primary", alpha=claims.alpha) if "primary" in roles else words("sure.no_primary")
+    if claims.family_size:
+        families = ", ".join(f"{family.name} {family.size}" for family in claims.families)
+        yield words("sure.family", alpha=claims.alpha, families=families)
+    if "control" in roles:
+        yield words("sure.controls", alpha=claims.alpha)
+    primary = tested.filter(pl.col("role") == "primary")
+    method = (tested if primary.is_empty() else primary)["method"][0]
+    yield words("sure.method", method=analysis_text(method, words))
+    yield words("sure.scope")
 
 
 def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Table:
@@ -304,7 +322,7 @@ def _claim_row(
         interval=words.span(row["ci_low"], row["ci_high"], numbers.points) if compared else "",
         strip=_strip(row, reach, words) if compared and row["ci_low"] is not None else None,
         paired=paired_table(claim, 1 - claims.alpha, words, max_seeds) if claim.seeds else None,
-        family=row.get("family", ""),
+        family=row.get("family") or "",
         role=claim.role,
         anchor=anchor,
     )

@@ -10,6 +10,7 @@ from aqnpipe.data.scoring import SCORERS
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis, Run
 from aqnpipe.report.words import Words
+from aqnpipe.statistics.seed_blocks import GUARD_LEVEL, LARGEST_SEED_SD, PRIOR_FREEDOM
 
 MAX_CURVE_CELLS = 4000
 MAX_CURVE_ROWS = 60
@@ -171,7 +172,6 @@ def robustness_table(robustness: pl.DataFrame, level: float, words: Words) -> Ta
         ("interval", lambda row: words.span(row["slope_ci_low"], row["slope_ci_high"], numbers.points)),
         ("slope_p", lambda row: numbers.p_value(row["slope_p"])),
         ("joint_p", lambda row: numbers.p_value(row["joint_p"])),
-        ("cochran_p", lambda row: numbers.p_value(row["cochran_q_p"])),
         ("levels", lambda row: str(row["num_levels"])),
         ("seeds", lambda row: str(row["num_seeds"])),
         ("problem", lambda row: row["problem"] or numbers.MISSING),
@@ -229,17 +229,17 @@ def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
     methods = list(dict.fromkeys(comparisons["method"]))
     columns: list[Column] = [
         ("comparison", lambda row: row["comparison_id"]),
-        ("family", lambda row: row["family"]),
-        ("bootstrap", lambda row: _interval(row, "bootstrap", words)),
-        ("p_seed_t", lambda row: numbers.p_value(row["p_seed_t"])),
-        ("p_permutation", lambda row: numbers.p_value(row["p_permutation"])),
+        ("family", lambda row: row["family"] or numbers.MISSING),
+        ("p_looks", lambda row: numbers.p_value(row["p_looks"])),
+        ("p_equivalence", lambda row: numbers.p_value(row["p_equivalence"])),
+        ("p_equivalence_holm", lambda row: numbers.p_value(row["p_equivalence_holm"])),
         ("seeds_needed", lambda row: numbers.count(row["seeds_needed"])),
         ("questions_needed", lambda row: numbers.count(row["questions_needed"])),
         ("interval_level", lambda row: numbers.level(row["interval_level"])),
         ("method", lambda row: str(methods.index(row["method"]) + 1)),
     ]
     note = words("list.separator").join(
-        f"{number}: {words(f'analysis.{method}')}" for number, method in enumerate(methods, start=1)
+        f"{number}: {analysis_text(method, words)}" for number, method in enumerate(methods, start=1)
     )
     return table_of(
         "checks",
@@ -250,6 +250,15 @@ def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
         num_text_columns=2,
         note=words("comparisons.methods", methods=note) if note else "",
     )
+
+
+def analysis_text(method: str, words: Words) -> str:
+    """Return the text of an analysis from the keys of what was computed and the constants of the code that ran."""
+    parts = (
+        words(f"analysis.{key}", prior=PRIOR_FREEDOM, guard=GUARD_LEVEL, largest=LARGEST_SEED_SD)
+        for key in method.split()
+    )
+    return words("list.separator").join(parts)
 
 
 def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:

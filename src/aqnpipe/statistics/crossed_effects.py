@@ -10,11 +10,13 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
-from aqnpipe.statistics.paired import PairedCounts, mcnemar_exact_p, newcombe_interval, paired_counts, tango_p
-from aqnpipe.statistics.resampling import sign_flip_p
-from aqnpipe.statistics.seed_blocks import SeedVariance, moderated_sampling_freedom, prior_freedom
+from aqnpipe.statistics.paired import PairedCounts, paired_counts, score_interval, score_p, tango_p
+from aqnpipe.statistics.seed_blocks import (
+    SeedVariance,
+    moderated_sampling_freedom,
+    prior_freedom,
+)
 from aqnpipe.statistics.spread import Spread, VariancePart
 
 FloatArray = npt.NDArray[np.float64]
@@ -31,9 +33,8 @@ _NO_VARIANCE = 1e-20
 class Estimate:
     """A difference of accuracies (fractions) and the quantities from which its tests and intervals are computed.
 
-    `spread` is None where nothing varies. `counts` is None unless exact methods apply: one run with yes/no outcomes, or
-    differences that do not vary. `p_seed_t` and `p_permutation` are alternatives to the primary method, None with a
-    single seed.
+    `spread` is None where nothing varies. `counts` is None unless tests of counts apply: one run with yes/no outcomes,
+    or differences that do not vary. `analysis`: the method with the parts of it that this estimate uses, as keys.
     """
 
     method: Method
@@ -42,8 +43,7 @@ class Estimate:
     difference: float
     spread: Spread | None
     counts: PairedCounts | None
-    p_seed_t: float | None
-    p_permutation: float | None
+    analysis: tuple[str, ...]
 
     @property
     def covers_seed_variance(self) -> bool:
@@ -58,16 +58,16 @@ class Estimate:
         return self.spread
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Two-sided interval at confidence `level`: Newcombe's for counts, else from the spread and not clipped."""
+        """Two-sided interval at confidence `level`: Tango's for counts, else from the spread and not clipped."""
         if self.counts is not None:
-            return newcombe_interval(self.counts, 1 - level)
+            return score_interval(self.counts, 1 - level)
         half = self.varying_spread.half_width(level)
         return self.difference - half, self.difference + half
 
     def two_sided_p(self) -> float:
-        """p-value against "no difference": exact McNemar test for counts, else from the spread."""
+        """p-value against "no difference": McNemar's score test for counts, else from the spread."""
         if self.counts is not None:
-            return mcnemar_exact_p(self.counts)
+            return score_p(self.counts)
         return min(2 * self.varying_spread.upper_tail(abs(self.difference)), 1.0)
 
     def upper_p(self, bound: float) -> float:
@@ -99,7 +99,7 @@ class VarianceParts:
 
 
 def estimate_difference(
-    treatment: FloatArray, control: FloatArray, seed_variance: SeedVariance | None = None, seed: int = 0
+    treatment: FloatArray, control: FloatArray, seed_variance: SeedVariance | None = None
 ) -> Estimate:
     """Return the mean of d = treatment - control and what its tests need; the data determine the method.
 
@@ -108,16 +108,14 @@ def estimate_difference(
     - two_way: several seeds.
     - mcnemar: one seed, yes/no outcomes.
     - questions: one seed, averaged over noise seeds.
-    - no_variance: d does not vary, so there is no standard error; exact test and interval over the questions.
+    - no_variance: d does not vary, so there is no standard error; score test and interval over the questions.
 
-    `seed_variance`: moderated by the other arms of the study, see `SeedBlocks`; None: that of these runs alone. `seed`
-    is for the permutations drawn with more than 14 seeds.
+    `seed_variance`: moderated by the other arms of the study, see `SeedBlocks`; None: that of these runs alone.
     """
     differences = treatment - control
     num_seeds, num_questions = differences.shape
     if num_seeds < 1 or num_questions < 2:
         raise ValueError(f"need at least 1 seed and 2 questions, found shape {differences.shape}")
-    means = differences.mean(axis=1)
     spread = two_way_spread(differences, seed_variance) if num_seeds > 1 else _questions_spread(differences[0])
     counts: PairedCounts | None = None
     method: Method = "two_way" if num_seeds > 1 else "questions"
@@ -132,9 +130,16 @@ def estimate_difference(
         difference=float(differences.mean()),
         spread=spread,
         counts=counts,
-        p_seed_t=seed_t_p(means) if num_seeds > 1 else None,
-        p_permutation=sign_flip_p(means, seed) if num_seeds > 1 else None,
+        analysis=_analysis(method, spread, seed_variance),
     )
+
+
+def _analysis(method: Method, spread: Spread | None, seeds: SeedVariance | None) -> tuple[str, ...]:
+    """Return the keys of what was computed, from which every text on the method is made."""
+    if spread is None or method == "mcnemar":
+        return (method,)
+    reference = "one_variance" if spread.is_t else "behrens_fisher"
+    return (method, seeds.source if seeds else "own", reference) if method == "two_way" else (method,)
 
 
 def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None = None) -> Spread | None:
@@ -183,13 +188,6 @@ def _constant_counts(differences: FloatArray) -> PairedCounts:
     if abs(mean) < 1e-12:
         return PairedCounts(number, 0, 0, 0)
     return PairedCounts(0, number, 0, 0) if mean > 0 else PairedCounts(0, 0, number, 0)
-
-
-def seed_t_p(seed_means: FloatArray) -> float | None:
-    """Two-sided p-value of a t-test over means[seed]. It holds for these questions only. None if nothing varies."""
-    if seed_means.var() < _NO_VARIANCE:
-        return None
-    return float(stats.ttest_1samp(seed_means, 0.0).pvalue)
 
 
 def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None = None) -> VarianceParts:

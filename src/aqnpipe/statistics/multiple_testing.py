@@ -1,18 +1,34 @@
-"""Several tests at once: Holm's correction within families, and the interval that decides like the test."""
+"""Several tests at once: Holm's correction within families, and the level at which each test is then made."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from statsmodels.stats.multitest import multipletests
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """A p-value adjusted by Holm's method, and the level that decides alike on the p-value before.
+
+    Holm's method stops with some tests not rejected; alpha divided by their number (at least 1) is the level of its
+    last step. A test of the family is rejected if and only if its own p-value is below that level, so an interval at
+    this level says what the verdict says.
+    """
+
+    p_value: float
+    level: float
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm-adjusted p-values in the given order."""
-    if not p_values:
-        return []
-    return [float(p) for p in multipletests(p_values, method="holm")[1]]
+    values = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.minimum(np.maximum.accumulate(np.arange(len(values), 0, -1) * values[order]), 1.0)
+    return [float(p) for p in adjusted]
 
 
-def holm_within_families(families: Sequence[str], p_values: Sequence[float]) -> list[float]:
+def holm_within_families(families: Sequence[Hashable], p_values: Sequence[float]) -> list[float]:
     """Return Holm-adjusted p-values in the given order; `families[i]` is the family of `p_values[i]`.
 
     >>> holm_within_families(["a", "b", "a"], [0.01, 0.03, 0.04])
@@ -23,6 +39,16 @@ def holm_within_families(families: Sequence[str], p_values: Sequence[float]) -> 
         members = [index for index, name in enumerate(families) if name == family]
         adjusted |= dict(zip(members, holm([p_values[index] for index in members]), strict=True))
     return [adjusted[index] for index in range(len(p_values))]
+
+
+def adjusted_within_families(families: Sequence[Hashable], p_values: Sequence[float], alpha: float) -> list[Adjusted]:
+    """Return Holm-adjusted p-values with their levels, in the given order."""
+    found = holm_within_families(families, p_values)
+    left = {
+        family: sum(name == family and p >= alpha for name, p in zip(families, found, strict=True))
+        for family in set(families)
+    }
+    return [Adjusted(p, alpha / max(left[family], 1)) for family, p in zip(families, found, strict=True)]
 
 
 def interval_level(alpha: float, *, one_sided: bool) -> float:

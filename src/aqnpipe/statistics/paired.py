@@ -1,4 +1,4 @@
-"""Paired yes/no outcomes of the same questions under two conditions: counts, tests, interval and power."""
+"""Paired yes/no outcomes of the same questions under two conditions: counts, score tests, interval and power."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, stats
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.proportion import proportion_confint
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -50,26 +48,27 @@ def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
     )
 
 
-def mcnemar_exact_p(counts: PairedCounts) -> float:
-    """Two-sided p-value of the exact McNemar test: is a disagreement equally likely to favour either side?"""
-    table = [[counts.both_correct, counts.only_treatment], [counts.only_control, counts.neither]]
-    return float(mcnemar(table, exact=True).pvalue)
+def score_p(counts: PairedCounts) -> float:
+    """Two-sided p-value of McNemar's score test: is a disagreement equally likely to favour either side?
 
-
-def newcombe_interval(counts: PairedCounts, alpha: float) -> tuple[float, float]:
-    """Interval of the paired difference of proportions: method 10 of Newcombe (1998), Statist. Med. 17:2635-2650.
-
-    It combines the two Wilson intervals by square-and-add with a continuity-corrected phi. No library in use has it.
+    It is Tango's test at 0, both sides, so it decides like `score_interval`. Over all shares of disagreements its error
+    is at most 5.3 % at a nominal 5 %, and below the level at 1.25 % and less (Fagerland et al. 2013, BMC Med. Res.
+    Methodol. 13:91).
     """
-    a, b, c, d = counts.both_correct, counts.only_treatment, counts.only_control, counts.neither
-    num = counts.num_questions
-    first, second = (a + b) / num, (a + c) / num
-    low_1, high_1 = proportion_confint(a + b, num, alpha=alpha, method="wilson")
-    low_2, high_2 = proportion_confint(a + c, num, alpha=alpha, method="wilson")
-    phi = _phi(a, b, c, d)
-    below = _square_and_add(first - low_1, high_2 - second, phi)
-    above = _square_and_add(high_1 - first, second - low_2, phi)
-    return first - second - below, first - second + above
+    return min(1.0, 2 * min(tango_p(counts, 0.0), tango_p(counts.swapped(), 0.0)))
+
+
+def score_interval(counts: PairedCounts, alpha: float) -> tuple[float, float]:
+    """Interval of the paired difference of proportions: the values that Tango's test at alpha / 2 does not reject."""
+    return _lower_limit(counts, alpha / 2), -_lower_limit(counts.swapped(), alpha / 2)
+
+
+def _lower_limit(counts: PairedCounts, tail: float) -> float:
+    def excess(bound: float) -> float:
+        return tango_p(counts, bound) - tail
+
+    lowest = -1 + 1e-9
+    return -1.0 if excess(lowest) > 0 else float(optimize.brentq(excess, lowest, counts.difference))
 
 
 def tango_p(counts: PairedCounts, bound: float) -> float:
@@ -87,19 +86,6 @@ def tango_p(counts: PairedCounts, bound: float) -> float:
     if variance <= 0:
         return 0.5 if surplus == 0 else float(surplus < 0)
     return float(stats.norm.sf(surplus / math.sqrt(variance)))
-
-
-def _phi(a: int, b: int, c: int, d: int) -> float:
-    margins = (a + b) * (c + d) * (a + c) * (b + d)
-    if margins == 0:
-        return 0.0
-    surplus = a * d - b * c
-    corrected = max(surplus - (a + b + c + d) / 2, 0.0) if surplus > 0 else surplus
-    return corrected / math.sqrt(margins)
-
-
-def _square_and_add(x: float, y: float, phi: float) -> float:
-    return math.sqrt(max(x * x - 2 * phi * x * y + y * y, 0.0))
 
 
 def minimum_detectable_difference(

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
-from statsmodels.stats.contingency_tables import cochrans_q
 
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.seed_blocks import SeedVariance
@@ -36,8 +35,6 @@ def robustness_row(
     slopes = slope_per_question(levels, means)
     estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance)
     low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
-    # With several samples per question, outcomes are shares instead of yes or no.
-    binary = all(scores.shape[:2] == (1, 1) and np.isin(scores, (0.0, 1.0)).all() for scores in outcomes)
     return {
         "num_seeds": means.shape[1],
         "num_questions": means.shape[2],
@@ -50,7 +47,6 @@ def robustness_row(
         "slope_ci_high": high,
         "slope_p": estimate.two_sided_p() if estimate.spread is not None else None,
         **joint_test(means.mean(axis=1)),
-        "cochran_q_p": cochran_q_p(np.stack([scores[0, 0] for scores in outcomes])) if binary else None,
     }
 
 
@@ -89,10 +85,3 @@ def joint_test(means: FloatArray) -> Mapping[str, float | None]:
         "joint_df2": float(freedom),
         "joint_p": float(stats.f.sf(value, rank, freedom)),
     }
-
-
-def cochran_q_p(outcomes: FloatArray) -> float:
-    """p-value of Cochran's Q for yes/no outcomes[level, question], one pass per level; 1 if no outcome changes."""
-    if np.all(outcomes == outcomes[0]):
-        return 1.0
-    return float(cochrans_q(outcomes.T).pvalue)

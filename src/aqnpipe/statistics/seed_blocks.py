@@ -10,6 +10,7 @@ by Phipson et al. 2016, Ann. Appl. Stat. 10:946). Both constants were chosen by 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,18 +40,26 @@ compared before keep their numbers to the last digit."""
 _SMALLEST_EIGENVALUE = 1e-9
 
 
+VarianceSource = Literal["own", "moderated", "guarded", "arm", "arm_alone"]
+"""own: by the compared runs alone. moderated: with the other arms'. guarded: alone, because it is larger than theirs.
+
+arm, arm_alone: of one arm against a constant, in two parts or by its own seeds alone.
+"""
+
+
 @dataclass(frozen=True)
 class SeedVariance:
     """Variance between seeds of the difference of one seed, in one part or two.
 
     `shared`: what a seed does to all arms alike, where it does not cancel (one arm against a constant). `own`: the
     interaction of arms and seeds, or the variance of the arm where it has no others. `num_arms`: arms that estimate it,
-    1 if it is that of the compared runs alone.
+    1 if it is that of the compared runs alone. `source`: how it was estimated.
     """
 
     own: VariancePart
     shared: VariancePart | None = None
     num_arms: int = 1
+    source: VarianceSource = "own"
 
     @property
     def parts(self) -> tuple[VariancePart, ...]:
@@ -80,7 +89,12 @@ class SeedBlocks:
         rest_freedom = total_freedom - freedom
         rest = max(squares - own * freedom / 2, 0.0)
         pool = VariancePart.of(2 * rest / rest_freedom, rest_freedom) if rest_freedom >= 1 else None
-        return SeedVariance(moderated(VariancePart.of(own, freedom), pool), num_arms=_num_arms(self.means))
+        part = VariancePart.of(own, freedom)
+        arms = _num_arms(self.means)
+        if pool is None:
+            return SeedVariance(part, num_arms=arms)
+        source: VarianceSource = "guarded" if _scatters_more(part, pool) else "moderated"
+        return SeedVariance(moderated(part, pool), num_arms=arms, source=source)
 
     def of_arm(self, row: int) -> SeedVariance | None:
         """Return the variance of one row against a constant; None if it has fewer than two seeds.
@@ -94,7 +108,7 @@ class SeedBlocks:
         if variance is None:
             return None
         freedom = float(seeds.sum() - 1)
-        alone = SeedVariance(_limited(VariancePart.of(variance, freedom)))
+        alone = SeedVariance(_limited(VariancePart.of(variance, freedom)), source="arm_alone")
         table = self.means[:, seeds]
         complete = table[np.isfinite(table).all(axis=1)]
         number = len(complete)
@@ -114,6 +128,7 @@ class SeedBlocks:
             own=moderated(VariancePart.of(own, freedom), pool).times(share),
             shared=_limited(VariancePart.of(shared + covariance, freedom)),
             num_arms=number,
+            source="arm",
         )
 
 

@@ -99,11 +99,12 @@ class Spread:
         return np.sqrt(variances), weights
 
     @property
-    def _is_t(self) -> bool:
+    def is_t(self) -> bool:
+        """Whether the estimate has a t distribution: a single part without a limit."""
         return len(self.parts) == 1 and math.isinf(self.parts[0].largest_ratio)
 
     def _tail(self, value: float) -> float:
-        if self._is_t:
+        if self.is_t:
             return float(stats.t.sf(value, self.parts[0].degrees_of_freedom))
         scales, weights = self._scales
         return float(weights @ special.ndtr(-value / scales))
@@ -112,7 +113,7 @@ class Spread:
         """Quantile of the estimate divided by its standard error; `probability` in (0, 1)."""
         if probability < 0.5:
             return -self.quantile(1 - probability)
-        if self._is_t:
+        if self.is_t:
             return float(stats.t.ppf(probability, self.parts[0].degrees_of_freedom))
         highest = max(float(stats.t.ppf(probability, part.degrees_of_freedom)) for part in self.parts)
         return float(optimize.brentq(lambda x: self._tail(x) - (1 - probability), 0.0, 2 * highest * len(self.parts)))
