@@ -254,11 +254,21 @@ def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
 
 def analysis_text(method: str, words: Words) -> str:
     """Return the text of an analysis from the keys of what was computed and the constants of the code that ran."""
-    parts = (
-        words(f"analysis.{key}", prior=PRIOR_FREEDOM, guard=GUARD_LEVEL, largest=LARGEST_SEED_SD)
-        for key in method.split()
-    )
-    return words("list.separator").join(parts)
+    return words("list.separator").join(_part_of_analysis(key, words) for key in method.split())
+
+
+def _part_of_analysis(key: str, words: Words) -> str:
+    match key:
+        case "moderated":
+            return words("seed_variance.moderated", prior=PRIOR_FREEDOM)
+        case "guarded":
+            return words("seed_variance.guarded", guard=GUARD_LEVEL)
+        case "arm":
+            return words("seed_variance.arm", prior=PRIOR_FREEDOM, largest=LARGEST_SEED_SD)
+        case "arm_alone":
+            return words("seed_variance.arm_alone", largest=LARGEST_SEED_SD)
+        case _:
+            return words(f"analysis.{key}")
 
 
 def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:
