@@ -121,7 +121,9 @@ def test_a_job_outlives_the_end_of_snakemake(monkeypatch, tmp_path):
     ends[0][0](*ends[0][1])
     process.communicate("go\n", timeout=30)
     assert process.returncode == 4
-    assert ends[0][1][0].wait(timeout=30) == 0
+    server, folder = ends[0][1]
+    assert server.wait(timeout=30) == 0
+    assert not folder.exists()
 
 
 def test_every_module_that_is_imported_before_the_fork_exists():

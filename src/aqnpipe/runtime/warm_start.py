@@ -242,6 +242,8 @@ def main() -> None:
     listening = socket.socket(fileno=int(sys.argv[1]))
     import_all(tuple(sys.argv[2:]))
     serve(listening)
+    # A Snakemake that was killed left its folder.
+    shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)
 
 
 if __name__ == "__main__":
