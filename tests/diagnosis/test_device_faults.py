@@ -13,8 +13,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
-def diagnosed(model, site, change, layers=(0, 1, 2)):
-    """Diagnose with `change` applied to the output of `site` in `layers`."""
+def damage(model, site, change, layers=(0, 1, 2)):
+    """Apply `change` to the output of `site` in `layers`."""
 
     def hook(module, args, output):
         tensor = output[0] if isinstance(output, tuple) else output
@@ -23,6 +23,10 @@ def diagnosed(model, site, change, layers=(0, 1, 2)):
 
     for layer in layers:
         site_module(model, layer, site).register_forward_hook(hook)
+
+
+def diagnosed(model, site, change, layers=(0, 1, 2)):
+    damage(model, site, change, layers)
     return run_exact(model, CONFIG)
 
 
@@ -35,12 +39,16 @@ def with_factor(channels, factor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("site", ["o_proj", "up_proj", "layer_output", "input_layernorm", "attention_output"])
-def test_a_channel_that_is_wrong_in_every_layer_is_a_fault_of_the_device(random_model, dtype, site):
-    result = diagnosed(random_model(dtype=dtype), site, with_factor([7], 0.75))
-    (fault,) = result.faults
-    assert (fault.scope, fault.layer, fault.site, fault.layers) == ("device", None, site, (0, 1, 2))
-    assert fault.faulty_channel_indices == (7,)
+def test_a_channel_that_is_wrong_in_every_layer_is_a_fault_of_the_device(random_model, dtype):
+    model = random_model(dtype=dtype)
+    sites = ["attention_output", "input_layernorm", "layer_output", "o_proj", "up_proj"]
+    for channel, site in enumerate(sites):
+        damage(model, site, with_factor([channel], 0.75))
+    result = run_exact(model, CONFIG)
+    assert [(fault.scope, fault.layer, fault.site, fault.layers) for fault in result.faults] == [
+        ("device", None, site, (0, 1, 2)) for site in sites
+    ]
+    assert [fault.faulty_channel_indices for fault in result.faults] == [(channel,) for channel in range(5)]
     verdict = judge(result, None, CONFIG)
     assert (verdict.verdict, verdict.layer) == ("fault", None)
 
@@ -57,31 +65,52 @@ def test_a_layer_with_a_fault_of_its_own_beside_that_of_the_device(random_model)
     assert [(fault.layer, fault.faulty_channel_indices) for fault in result.faults] == [(None, (7,)), (1, (30,))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("site", ["down_proj", "layer_output", "q_proj"])
-@pytest.mark.parametrize("stuck_at", [0, 1])
-@pytest.mark.parametrize("bit", [0, 5])
-def test_a_stuck_mantissa_bit_is_found_and_named(random_model, dtype, site, stuck_at, bit):
-    def change(output):
-        words = output.view(WORDS[dtype])
-        return ((words & ~(1 << bit)) | (stuck_at << bit)).view(dtype)
+@pytest.mark.parametrize(("turn", "dtype"), enumerate(DTYPES))
+def test_stuck_mantissa_bits_are_found_and_named(random_model, turn, dtype):
+    """Bit and value of each of four layers at two of three sites; over the dtypes, every one at every site.
 
-    (fault,) = diagnosed(random_model(dtype=dtype), site, change, layers=(1,)).faults
-    assert (fault.layer, fault.site) == (1, site)
-    assert set(fault.bits.flipped) == {bit}
-    assert int(fault.bits.expected, 16) ^ int(fault.bits.observed, 16) == int(fault.bits.xor_mask, 16) == 1 << bit
-    assert fault.rate_per_call >= 0.2
+    Every layer has channels of its own: those that most layers share would be a fault of the device.
+    """
+
+    def stuck(bit, value, channels):
+        def change(output):
+            words = output.view(WORDS[dtype])[..., channels]
+            words.copy_((words & ~(1 << bit)) | (value << bit))
+            return output
+
+        return change
+
+    model, sites = random_model(dtype=dtype, num_layers=4), ["down_proj", "layer_output", "q_proj"]
+    bits = {}
+    for layer, (bit, value) in enumerate([(0, 0), (0, 1), (5, 0), (5, 1)]):
+        for shift in range(2):
+            site = sites[(layer + shift + turn) % 3]
+            bits[layer, site] = bit
+            damage(model, site, stuck(bit, value, slice(layer, None, 4)), layers=(layer,))
+    result = run_exact(model, CONFIG)
+    assert {(fault.layer, fault.site) for fault in result.faults} == set(bits)
+    for fault in result.faults:
+        bit = bits[fault.layer, fault.site]
+        assert set(fault.bits.flipped) == {bit}
+        assert int(fault.bits.expected, 16) ^ int(fault.bits.observed, 16) == int(fault.bits.xor_mask, 16) == 1 << bit
+        assert fault.rate_per_call >= 0.2
 
 
-@pytest.mark.parametrize("site", ["o_proj", "input_layernorm", "layer_output", "mlp_output"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_is_a_fault_of_its_own_layer_only(random_model, site, value):
-    def change(output):
-        output[..., 3] = value
-        return output
+@pytest.mark.parametrize("sites", [("o_proj", "layer_output"), ("input_layernorm", "mlp_output")])
+@pytest.mark.parametrize("values", [(torch.nan, torch.inf), (torch.inf, torch.nan)])
+def test_nan_is_a_fault_of_its_own_layer_only(random_model, sites, values):
+    def filled(value):
+        def change(output):
+            output[..., 3] = value
+            return output
 
-    result = diagnosed(random_model(dtype=torch.bfloat16), site, change, layers=(1,))
-    assert {(fault.layer, fault.site) for fault in result.faults} == {(1, site)}
+        return change
+
+    model = random_model(dtype=torch.bfloat16, num_layers=4)
+    for layer, site, value in zip((0, 2), sites, values, strict=True):
+        damage(model, site, filled(value), layers=(layer,))
+    result = run_exact(model, CONFIG)
+    assert [(fault.layer, fault.site) for fault in result.faults] == [(0, sites[0]), (2, sites[1])]
     assert judge(result, None, CONFIG).verdict == "fault"
 
 
