@@ -37,7 +37,7 @@ def test_spacing_is_the_distance_to_the_neighbours():
 @pytest.mark.parametrize("scale", [0.05, 0.01, 0.003, 0.001, 0.0003])
 def test_moments_are_those_of_rounded_noise(dtype, scale):
     generator = torch.Generator().manual_seed(3)
-    clean = torch.randn(400_000, generator=generator).to(dtype)
+    clean = torch.randn(200_000, generator=generator).to(dtype)
     clean = clean[clean != 0]
     drawn = torch.randn(clean.shape, generator=generator)
     errors = (clean.float() * (1 + scale * drawn)).to(dtype).double() - clean.double()
@@ -66,7 +66,7 @@ def deviation_of(sums, scale):
 
 @pytest.mark.parametrize("scale", [0.05, 0.01, 0.002])
 def test_a_long_honest_run_in_bfloat16_is_as_expected(scale):
-    sums = sums_of(torch.bfloat16, scale, 500_000, 8)
+    sums = sums_of(torch.bfloat16, scale, 500_000, 3)
     assert deviation_of(sums, scale) <= 5
     if scale < 0.05:
         assert abs(sums.root_mean_square / scale - 1) > 5 / np.sqrt(2 * sums.count), "without rounding it is not"
@@ -98,8 +98,10 @@ def receipt_of(model, spec, requested=None, steps=24, autocast=False):
     return recorder.receipt()
 
 
-@pytest.mark.parametrize("bias", [0.0, 1.0, 20.0, 300.0])
-@pytest.mark.parametrize("mixed", [False, True], ids=["bfloat16 weights", "float32 weights under autocast"])
+@pytest.mark.parametrize(
+    ("bias", "mixed"),
+    [(0.0, False), (20.0, False), (300.0, False), (1.0, True), (300.0, True)],
+)
 def test_a_model_in_bfloat16_with_large_biases_passes(make_model, bias, mixed):
     model = with_biases(make_model(hidden_size=64, intermediate_size=96), bias)
     model = model if mixed else model.to(torch.bfloat16)
