@@ -23,6 +23,7 @@ import numpy.typing as npt
 from scipy import optimize, special
 
 from aqnpipe.statistics.crossed_effects import two_way_spread
+from aqnpipe.statistics.sample_sizes import expected_spread, variance_parts
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance
 from aqnpipe.statistics.spread import Spread, VariancePart
 
@@ -118,7 +119,7 @@ def pooled(study: SimulatedStudy) -> SeedVariance | None:
     means = study.means - study.means.mean(axis=0)
     freedom = float((study.means.shape[0] - 1) * (study.means.shape[1] - 1))
     squares = float(np.sum((means - means.mean(axis=1, keepdims=True)) ** 2))
-    return SeedVariance(VariancePart.of(2 * squares / freedom, freedom), num_arms=len(means))
+    return SeedVariance(VariancePart(2 * squares / freedom, freedom), num_arms=len(means))
 
 
 def empirical_bayes(study: SimulatedStudy) -> SeedVariance | None:
@@ -135,7 +136,7 @@ def empirical_bayes(study: SimulatedStudy) -> SeedVariance | None:
     own = float((study.means[0] - study.means[1]).var(ddof=1))
     prior = min(prior, (arms - 1) * freedom)
     variance = (freedom * own + prior * pool.own.variance) / (freedom + prior)
-    return SeedVariance(VariancePart.of(variance, freedom + prior), num_arms=arms)
+    return SeedVariance(VariancePart(variance, freedom + prior), num_arms=arms)
 
 
 def _inverse_trigamma(value: float) -> float:
@@ -164,11 +165,14 @@ def rates(design: Design, number: int, seed: int) -> dict[str, float]:
     return {name: count / number for name, count in counts.items()}
 
 
-def mean_detectable(design: Design, number: int, seed: int) -> float:
-    """Return the mean minimum detectable difference of the first two arms, as the report prints it for one test."""
-    spreads = [spread_of_pair(study) for study in studies(design, number, seed)]
-    found = [spread.minimum_detectable(0.025, 0.8) / spread.standard_error_bias for spread in spreads if spread]
-    return float(np.mean(found))
+def median_detectable(design: Design, number: int, seed: int) -> float:
+    """Return the median minimum detectable difference of the first two arms, as the report prints it for one test."""
+    found = []
+    for study in studies(design, number, seed):
+        parts = variance_parts(study.answers[0] - study.answers[1], SeedBlocks(study.means).of_pair(0, 1))
+        spread = expected_spread(parts, design.num_seeds, design.num_questions, 0.025, 0.8)
+        found.append(0.0 if spread is None else spread.minimum_detectable(0.025, 0.8))
+    return float(np.median(found))
 
 
 def grid(arms: tuple[int, ...], scatter: float) -> list[Design]:
@@ -219,7 +223,7 @@ def _simulated(part: str, number: int, seeds: list[int]) -> Iterator[tuple[Desig
         for k in seeds:
             for n in (200, 1319):
                 design = Design(k, n, 2.0, 0.5)
-                printed = mean_detectable(design, number, seed=11)
+                printed = median_detectable(design, number, seed=11)
                 at_printed = Design(k, n, 2.0, 0.5, effect=printed)
                 yield at_printed, {"printed": printed, "power": rates(at_printed, 2 * number, seed=12)["pair 0.05"]}
         return

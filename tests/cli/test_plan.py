@@ -30,7 +30,22 @@ def test_the_table_has_a_line_per_noise_level():
     lines = planned(CONFIG / "tiny-full.yaml", "--points", "8").stdout.splitlines()
     assert lines[2].split()[:3] == ["noise", "alone", "family"]
     assert [line.split()[0] for line in lines[3:6]] == ["0%", "5%", "10%"]
-    assert "cheapest for 8 points" in lines[2]
+    assert "cheapest for 8 points in the family" in lines[2]
+    assert "cheapest for 8 points as the primary claim" in planned(CONFIG / "config.yaml", "--points", "8").stdout
+
+
+def test_a_pilot_gives_a_range_of_seeds(tmp_path):
+    study = synthetic_evaluations.study(seeds=[0, 1, 2])
+    synthetic_evaluations.write_evaluations(tmp_path, study)
+    arguments = (CONFIG / "config.yaml", "--points", "8", "--results", tmp_path / "results")
+    levels = json.loads(planned(*arguments, "--json").stdout)["levels"]
+    known = [level for level in levels if level["seeds_range"] is not None]
+    assert known
+    for level in known:
+        assert level["seed_sd_range"][0] <= level["seed_sd"] <= level["seed_sd_range"][1]
+        low, high = level["seeds_range"]
+        assert low <= level["cheapest"]["num_seeds"] <= (high or 65)
+    assert "80 % intervals of what the results say" in planned(*arguments).stdout
 
 
 def test_named_noises_are_planned_with_their_passes(tmp_path):
@@ -102,6 +117,8 @@ def test_results_give_variances_on_the_seeds_that_two_arms_share(tmp_path):
     results = tmp_path / "results"
     shutil.rmtree(results / "eval" / "base" / "baseline" / "seed2")
     found = json.loads(planned(CONFIG / "tiny-full.yaml", "--json", "--results", results).stdout)
-    assert {level["variances_from"] for level in found["levels"]} == {"results"}
+    # Two arms of two common seeds have one degree of freedom, which says nothing about seeds.
+    assert {level["variances_from"] for level in found["levels"]} == {"results, usual seeds"}
+    assert {level["seeds_range"] for level in found["levels"]} == {None}
     shutil.rmtree(results / "eval" / "base" / "E5" / "seed0")
     assert isinstance(planned(CONFIG / "tiny-full.yaml", "--results", results).exception, DataError)

@@ -14,7 +14,8 @@ from aqnpipe.config.analysis import ArmComparison, DegradationComparison, LevelC
 from aqnpipe.report.claims_view import sentence_text
 from aqnpipe.report.numbers import percent, points
 from aqnpipe.report.words import load_words
-from aqnpipe.statistics.crossed_effects import VarianceParts, estimate_difference, questions_needed, variance_parts
+from aqnpipe.statistics.crossed_effects import estimate_difference
+from aqnpipe.statistics.sample_sizes import VarianceParts, questions_needed, variance_parts
 
 SETTINGS = StatisticsConfig()
 ENGLISH, CHINESE = load_words("en"), load_words("zh")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,7 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from aqnpipe.statistics.planning import FloatArray, PairVariances
+    from aqnpipe.statistics.planning import FloatArray, Pilot
 
 
 class PlannedLevel(FrozenModel):
@@ -27,9 +28,15 @@ class PlannedLevel(FrozenModel):
     noise_name: str | None = Field(description="of a named noise; its level numbers it")
     variances_from: str
     seed_sd: float = Field(description="standard deviation of the difference between seeds")
+    seed_sd_range: tuple[float, float] | None = Field(
+        description="80 % interval of it; null: the results say nothing about it, and seed_sd is the usual value"
+    )
     detectable_alone: float | None = Field(description="as the only comparison")
     detectable_in_family: float | None = Field(description="as one of its family, before Holm has rejected any other")
     cheapest: dict[str, float] | None = Field(description="num_seeds, num_questions, num_draws and device_hours")
+    seeds_range: tuple[int, int | None] | None = Field(
+        description="seeds of the cheapest split at both ends of seed_sd_range; null at the upper end: more than tried"
+    )
 
 
 class StudyPrognosis(FrozenModel):
@@ -47,7 +54,8 @@ class StudyPrognosis(FrozenModel):
     num_draws: int
     power: float
     alpha: float
-    largest_family: int
+    largest_family: int = Field(description="of secondary claims")
+    has_primary: bool = Field(description="whether the split is for a primary claim, which is tested by itself")
     wanted: float
     device_hours: float
     devices_per_engine: int = Field(description="devices that share every layer in an evaluation")
@@ -76,9 +84,11 @@ def plan(
 
 def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumptions: Assumptions) -> StudyPrognosis:
     """Return what a study can find, with variances of `results`; DataError if no two arms with two seeds are there."""
-    from aqnpipe.statistics.planning import USUAL, cheapest, detectable
+    from aqnpipe.statistics.planning import SEEDS_TRIED, USUAL, PairVariances, Pilot, cheapest, detectable
 
-    config, families = opened.study.config, [claim.family for claim in opened.study.comparisons()]
+    config, claims = opened.study.config, opened.study.comparisons()
+    families = [claim.family for claim in claims if claim.role == "secondary"]
+    has_primary = any(claim.role == "primary" for claim in claims)
     rule = opened.study.adaptive_seeds
     if rule is not None:
         opened = StudyPlan(opened.study.with_seeds(rule.max))
@@ -96,27 +106,36 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     def level_found(level: float) -> PlannedLevel:
         # In other results the level of a named noise may number another one.
         own = measured.get(level) if level not in noise_names else None
-        variances, num_arms = own or USUAL, len(opened.study.arms)
+        pilot, num_arms = own or Pilot(USUAL, None), len(opened.study.arms)
         if not is_random[level]:
             # Its one pass has no draws to average over.
-            variances = replace(variances, draw=0.0)
+            pilot = replace(pilot, variances=replace(pilot.variances, draw=0.0))
+        variances, tested_with = pilot.variances, 1 if has_primary else largest
 
-        def limit(tried: tuple[int, int, int], comparisons: int) -> float | None:
+        def limit(of: PairVariances, tried: tuple[int, int, int], comparisons: int) -> float | None:
             alpha = config.statistics.alpha / comparisons
-            return detectable(variances, tried, num_arms, alpha, config.statistics.power)
+            return detectable(of, tried, num_arms, alpha, config.statistics.power)
 
-        def finds(num_seeds: int, num_questions: int, num_draws: int) -> bool:
-            found = limit((num_seeds, num_questions, num_draws), largest)
+        def finds(of: PairVariances, *tried: int) -> bool:
+            found = limit(of, (tried[0], tried[1], tried[2]), tested_with)
             return found is not None and found <= wanted
 
-        split = cheapest(finds, cost, most_questions, noisy=is_random[level])
+        def seeds_with(of: PairVariances, num_questions: int, num_draws: int) -> int | None:
+            return next((number for number in SEEDS_TRIED if finds(of, number, num_questions, num_draws)), None)
+
+        split = cheapest(partial(finds, variances), cost, most_questions, noisy=is_random[level])
+        low, high = (None, None) if split is None else (
+            seeds_with(end, split.num_questions, split.num_draws) for end in pilot.ends
+        )  # fmt: skip
         return PlannedLevel(
             noise_level=level,
             noise_name=noise_names.get(level),
-            variances_from="results" if own else "usual values",
+            variances_from="usual values" if own is None else "results" if own.seed_range else "results, usual seeds",
             seed_sd=variances.seed**0.5,
-            detectable_alone=limit(sizes, 1),
-            detectable_in_family=limit(sizes, largest),
+            seed_sd_range=_roots(pilot.seed_range),
+            detectable_alone=limit(variances, sizes, 1),
+            detectable_in_family=limit(variances, sizes, largest),
+            seeds_range=None if low is None or pilot.seed_range is None else (low, high),
             cheapest=None if split is None else {name: float(value) for name, value in vars(split).items()},
         )
 
@@ -127,6 +146,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         num_questions=sizes[1],
         num_draws=sizes[2],
         largest_family=largest,
+        has_primary=has_primary,
         wanted=wanted,
         device_hours=estimate.device_hours,
         devices_per_engine=config.generation.tensor_parallel,
@@ -135,6 +155,10 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         alpha=config.statistics.alpha,
         power=config.statistics.power,
     )
+
+
+def _roots(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    return None if ends is None else (ends[0] ** 0.5, ends[1] ** 0.5)
 
 
 class _Cost:
@@ -163,9 +187,9 @@ def _num_questions(opened: StudyPlan) -> int:
     return number
 
 
-def _variances(results: Path, scorer: str) -> "dict[float, PairVariances]":
+def _variances(results: Path, scorer: str) -> "dict[float, Pilot]":
     """Return the variances of pairs of arms by noise level, after the last step, from a results folder."""
-    from aqnpipe.statistics.planning import pair_variances
+    from aqnpipe.statistics.planning import pilot_of
 
     scores = _scores(results, scorer)
     found = {}
@@ -173,9 +197,9 @@ def _variances(results: Path, scorer: str) -> "dict[float, PairVariances]":
         arms = [(role, arm) for role, arm, at_level in scores if at_level == level]
         pairs = [(first, second) for first, second in combinations(arms, 2) if first[0] == second[0]]
         tables = [_on_common_seeds(scores[*first, level], scores[*second, level]) for first, second in pairs]
-        variances = pair_variances([pair for pair in tables if pair is not None])
-        if variances is not None:
-            found[level] = variances
+        pilot = pilot_of([pair for pair in tables if pair is not None], len(arms))
+        if pilot is not None:
+            found[level] = pilot
     if not found:
         raise DataError(f"{results}: found no two arms with two common seeds, expected a finished study's results")
     return found
@@ -237,16 +261,20 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
         )
     yield (
         f"Differences of two arms found with {found.power:.0%} power at alpha {found.alpha:g}, in points: as the only "
-        f"comparison, and as one of {found.largest_family} (Holm's strictest level)."
+        f"comparison, and as one of a family of {found.largest_family} secondary claims (Holm's strictest level)."
     )
-    wanted = f"cheapest for {100 * found.wanted:g} points in the family"
+    claim = "as the primary claim" if found.has_primary else "in the family"
+    wanted = f"cheapest for {100 * found.wanted:g} points {claim}"
     width = max(7, *(len(level.noise_name or "") for level in found.levels))
-    yield f"{'noise':>{width}}{'alone':>8}{'family':>8}  {'SD of seeds':<24}{wanted}"
+    yield f"{'noise':>{width}}{'alone':>8}{'family':>8}  {'SD of seeds':<27}{wanted}"
     for level in found.levels:
         limits = "".join(_points(limit) for limit in (level.detectable_alone, level.detectable_in_family))
-        scatter = f"{100 * level.seed_sd:.1f} ({level.variances_from})"
+        between = "" if level.seed_sd_range is None else " to ".join(f"{100 * end:.1f}" for end in level.seed_sd_range)
+        scatter = f"{100 * level.seed_sd:.1f} ({between or level.variances_from})"
         noise = level.noise_name or f"{level.noise_level:.0%}"
-        yield f"{noise:>{width}}{limits}  {scatter:<24}{_split(level)}"
+        yield f"{noise:>{width}}{limits}  {scatter:<27}{_split(level)}"
+    if any(level.seed_sd_range for level in found.levels):
+        yield "In brackets: 80 % intervals of what the results say about seeds, and the numbers of seeds at their ends."
     if found.num_seeds < 2:
         yield "With one seed per arm no difference of arms can be shown."
 
@@ -260,11 +288,18 @@ def _points(limit: float | None) -> str:
     return f"{'none' if limit is None else format(100 * limit, '.1f'):>8}"
 
 
+def _seeds_range(level: PlannedLevel) -> str:
+    if level.seeds_range is None:
+        return ""
+    low, high = level.seeds_range
+    return f" ({low} to {'more than 64' if high is None else high})"
+
+
 def _split(level: PlannedLevel) -> str:
     if level.cheapest is None:
         return "none of those tried (up to 64 seeds on these questions)"
     split = level.cheapest
     return (
-        f"{split['num_seeds']:.0f} seeds, {split['num_questions']:,.0f} questions, {split['num_draws']:.0f} draws: "
-        f"{split['device_hours']:.3g} h"
+        f"{split['num_seeds']:.0f} seeds{_seeds_range(level)}, {split['num_questions']:,.0f} questions, "
+        f"{split['num_draws']:.0f} draws: {split['device_hours']:.3g} h"
     )

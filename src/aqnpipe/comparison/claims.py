@@ -4,7 +4,8 @@ from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.comparison.contrasts import Contrast, Scores
 from aqnpipe.comparison.judgement import EFFECTS, Judgement, is_decidable
 from aqnpipe.config.analysis import StatisticsConfig
-from aqnpipe.statistics.crossed_effects import MAX_SEEDS_SEARCHED, Estimate
+from aqnpipe.statistics.crossed_effects import Estimate
+from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
 _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""

@@ -7,9 +7,9 @@ from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.comparison.contrasts import Contrast
 from aqnpipe.comparison.identity import error_families
 from aqnpipe.config.analysis import Comparison, StatisticsConfig, TestedClaim
-from aqnpipe.statistics.crossed_effects import Estimate, VarianceParts, questions_needed, seeds_needed
+from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.multiple_testing import adjusted_within_families
-from aqnpipe.statistics.spread import Spread
+from aqnpipe.statistics.sample_sizes import VarianceParts, expected_spread, questions_needed, seeds_needed
 
 EFFECTS = (0.01, 0.02, 0.05)
 """True differences, as fractions, for which the number of seeds is given."""
@@ -175,7 +175,7 @@ def judge(
         ci_low=low,
         ci_high=high,
         verdict=verdict,
-        minimum_detectable=_minimum_detectable(estimate.spread, *sizes),
+        minimum_detectable=_minimum_detectable(parts, estimate, *sizes),
         seeds_needed=seeds_needed(parts, estimate.num_questions, distance, *sizes) if more_seeds else None,
         questions_needed=questions_needed(parts, estimate.num_seeds, distance, *sizes) if can_extrapolate else None,
         seeds_for=tuple(seeds_needed(parts, estimate.num_questions, effect, *sizes) for effect in EFFECTS)
@@ -184,9 +184,10 @@ def judge(
     )
 
 
-def _minimum_detectable(spread: Spread | None, tail: float, power: float) -> float | None:
-    """Return the smallest true distance that is found with `power`; `spread` is an estimate from this data."""
-    return None if spread is None else spread.minimum_detectable(tail, power) / spread.standard_error_bias
+def _minimum_detectable(parts: VarianceParts, estimate: Estimate, tail: float, power: float) -> float | None:
+    """Return the smallest true distance that is found with `power`, by the variances that a typical study estimates."""
+    spread = expected_spread(parts, estimate.num_seeds, estimate.num_questions, tail, power)
+    return None if spread is None or estimate.spread is None else spread.minimum_detectable(tail, power)
 
 
 def verdict_of(

@@ -47,9 +47,10 @@ from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_a
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.crossed_effects import Estimate, variance_parts
+from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.multiple_testing import interval_level
 from aqnpipe.statistics.robustness import JOINT_METHOD, mean_slopes, robustness_row
+from aqnpipe.statistics.sample_sizes import variance_parts
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -248,7 +249,7 @@ def _judged(
         "control_change": float(scores.control.mean()) if is_degradation else None,
         "difference": estimate.difference,
         "standard_error": estimate.spread.standard_error if estimate.spread else None,
-        "degrees_of_freedom": estimate.spread.sampling_freedom if estimate.spread else None,
+        "degrees_of_freedom": estimate.spread.degrees_of_freedom if estimate.spread else None,
         "method": " ".join(estimate.analysis),
         **_judgement_columns(judgement, has_margin=contrast.comparison.margin is not None),
     }

@@ -10,7 +10,7 @@ from aqnpipe.data.scoring import SCORERS
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis, Run
 from aqnpipe.report.words import Words
-from aqnpipe.statistics.seed_blocks import GUARD_LEVEL, LARGEST_SEED_SD, PRIOR_FREEDOM
+from aqnpipe.statistics.seed_blocks import GUARD_LEVEL, LARGEST_SEED_SD, PRIOR_FREEDOM, PRIOR_FREEDOM_OF_TWO
 
 MAX_CURVE_CELLS = 4000
 MAX_CURVE_ROWS = 60
@@ -263,8 +263,12 @@ def _part_of_analysis(key: str, words: Words) -> str:
             return words("seed_variance.moderated", prior=PRIOR_FREEDOM)
         case "guarded":
             return words("seed_variance.guarded", guard=GUARD_LEVEL)
+        case "larger":
+            return words("seed_variance.larger", prior=PRIOR_FREEDOM_OF_TWO)
         case "arm":
             return words("seed_variance.arm", prior=PRIOR_FREEDOM, largest=LARGEST_SEED_SD)
+        case "arm_of_two":
+            return words("seed_variance.arm_of_two", prior=PRIOR_FREEDOM_OF_TWO, largest=LARGEST_SEED_SD)
         case "arm_alone":
             return words("seed_variance.arm_alone", largest=LARGEST_SEED_SD)
         case _:

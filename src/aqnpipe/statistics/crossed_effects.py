@@ -4,7 +4,6 @@ d[seed, question] is the correctness of the treatment minus that of the control 
 noise seeds. A claim about arms must hold for other seeds and other questions, so both count as samples of a population.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,21 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from aqnpipe.statistics.paired import PairedCounts, paired_counts, score_interval, score_p, tango_p
-from aqnpipe.statistics.seed_blocks import (
-    SeedVariance,
-    moderated_sampling_freedom,
-    prior_freedom,
-)
-from aqnpipe.statistics.spread import Spread, VariancePart
+from aqnpipe.statistics.seed_blocks import SeedVariance
+from aqnpipe.statistics.spread import SMALLEST_VARIANCE, Spread, VariancePart, spread_of
 
 FloatArray = npt.NDArray[np.float64]
 Method = Literal["two_way", "questions", "mcnemar", "no_variance"]
-
-MAX_SEEDS_SEARCHED = 1000
-MAX_QUESTIONS_SEARCHED = 10_000_000
-
-_NO_VARIANCE = 1e-20
-"""Variances of means below this are rounding errors: one changed answer in 100,000 questions gives about 1e-15."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +70,6 @@ class Estimate:
         if self.counts is not None:
             return tango_p(self.counts.swapped(), -bound)
         return self.varying_spread.upper_tail(bound - self.difference)
-
-
-@dataclass(frozen=True)
-class VarianceParts:
-    """Components of the variance of a single d[seed, question]; `residual` includes the interaction of both.
-
-    `seed`: between seeds, beyond the residual. `shared`: what seeds do to all arms alike, where it does not cancel.
-    `num_arms`: arms that estimate the seeds' part together; below 3 it is estimated by the compared runs alone.
-    """
-
-    seed: float
-    question: float
-    residual: float
-    shared: float = 0.0
-    num_arms: int = 1
 
 
 def estimate_difference(
@@ -153,21 +127,16 @@ def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None =
     num_seeds, num_questions = differences.shape
     by_seed = float(differences.mean(axis=1).var(ddof=1))
     by_question = float(differences.mean(axis=0).var(ddof=1)) / num_questions
-    if by_seed / num_seeds + by_question < _NO_VARIANCE:
+    if by_seed / num_seeds + by_question < SMALLEST_VARIANCE:
         return None
     residual = interaction_variance(differences)
-    seeds = seed_variance or SeedVariance(VariancePart.of(by_seed, num_seeds - 1.0))
+    seeds = seed_variance or SeedVariance(VariancePart(by_seed, num_seeds - 1.0))
     own, is_alone = seeds.own, seeds.own.degrees_of_freedom <= num_seeds - 1
     if is_alone and seeds.shared is None:
-        own = VariancePart.of(max(own.variance, residual / num_questions), own.degrees_of_freedom)
-    questions = VariancePart.of(max(by_question - residual / differences.size, 0.0), num_questions - 1.0)
+        own = VariancePart(max(own.variance, residual / num_questions), own.degrees_of_freedom)
+    questions = VariancePart(max(by_question - residual / differences.size, 0.0), num_questions - 1.0)
     shared = () if seeds.shared is None else (seeds.shared.times(1 / num_seeds),)
-    return _spread(*shared, own.times(1 / num_seeds), questions)
-
-
-def _spread(*parts: VariancePart) -> Spread | None:
-    varying = tuple(part for part in parts if part.variance > _NO_VARIANCE)
-    return Spread(varying) if varying else None
+    return spread_of(*shared, own.times(1 / num_seeds), questions)
 
 
 def interaction_variance(differences: FloatArray) -> float:
@@ -179,7 +148,7 @@ def interaction_variance(differences: FloatArray) -> float:
 
 
 def _questions_spread(differences: FloatArray) -> Spread | None:
-    return _spread(VariancePart.of(float(differences.var(ddof=1)) / differences.size, differences.size - 1.0))
+    return spread_of(VariancePart(float(differences.var(ddof=1)) / differences.size, differences.size - 1.0))
 
 
 def _constant_counts(differences: FloatArray) -> PairedCounts:
@@ -188,73 +157,3 @@ def _constant_counts(differences: FloatArray) -> PairedCounts:
     if abs(mean) < 1e-12:
         return PairedCounts(number, 0, 0, 0)
     return PairedCounts(0, number, 0, 0) if mean > 0 else PairedCounts(0, 0, number, 0)
-
-
-def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None = None) -> VarianceParts:
-    """Return the variance components of d[seed, question] from mean squares of a two-way layout, one value per cell.
-
-    With one seed, all variance is attributed to the questions. `seed_variance` is that of `two_way_spread`.
-    """
-    num_seeds, num_questions = differences.shape
-    if num_seeds == 1:
-        return VarianceParts(seed=0.0, question=float(differences.var(ddof=1)), residual=0.0)
-    residual = interaction_variance(differences)
-    seeds = seed_variance or SeedVariance(VariancePart.of(float(differences.mean(axis=1).var(ddof=1)), num_seeds - 1.0))
-    return VarianceParts(
-        seed=max(seeds.own.variance - residual / num_questions, 0.0),
-        question=max(float(differences.mean(axis=0).var(ddof=1)) - residual / num_seeds, 0.0),
-        residual=residual,
-        shared=0.0 if seeds.shared is None else seeds.shared.variance,
-        num_arms=seeds.num_arms,
-    )
-
-
-def expected_spread(parts: VarianceParts, num_seeds: int, num_questions: int) -> Spread | None:
-    """Return the expected spread with other numbers of seeds and questions; with one seed, that over questions only.
-
-    None if nothing varies.
-    """
-    if num_seeds == 1:
-        return _spread(VariancePart.of((parts.question + parts.residual) / num_questions, num_questions - 1.0))
-    freedom, pool = num_seeds - 1.0, (parts.num_arms - 2) * (num_seeds - 1.0)
-    own = VariancePart.of((parts.seed + parts.residual / num_questions) / num_seeds, freedom)
-    if pool > 0:
-        own = VariancePart(own.variance, freedom + prior_freedom(pool), moderated_sampling_freedom(freedom, pool))
-    shared = VariancePart.of(parts.shared / num_seeds, freedom)
-    return _spread(shared, own, VariancePart.of(parts.question / num_questions, num_questions - 1.0))
-
-
-def seeds_needed(parts: VarianceParts, num_questions: int, distance: float, tail: float, power: float) -> int | None:
-    """Return the number of seeds with which a one-sided test at level `tail` detects a true `distance` with `power`.
-
-    Returns None if the distance is not above 0, or if MAX_SEEDS_SEARCHED seeds are too few (the questions are the
-    limit).
-    """
-    return _smallest(
-        lambda number: expected_spread(parts, number, num_questions), 2, MAX_SEEDS_SEARCHED, distance, tail, power
-    )
-
-
-def questions_needed(parts: VarianceParts, num_seeds: int, distance: float, tail: float, power: float) -> int | None:
-    """Return the number of questions with which a test detects `distance`; None as in `seeds_needed`."""
-    return _smallest(
-        lambda number: expected_spread(parts, num_seeds, number), 10, MAX_QUESTIONS_SEARCHED, distance, tail, power
-    )
-
-
-def _smallest(
-    spread_with: Callable[[int], Spread | None], lowest: int, highest: int, distance: float, tail: float, power: float
-) -> int | None:
-    """Return the smallest number whose spread makes `distance` detectable, by bisection."""
-
-    def enough(number: int) -> bool:
-        spread = spread_with(number)
-        return spread is None or spread.minimum_detectable(tail, power) <= distance
-
-    if distance <= 0 or not enough(highest):
-        return None
-    low, high = lowest - 1, highest
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high

@@ -1,13 +1,15 @@
 """What a study of arms can find before it runs, and the cheapest numbers of seeds, questions and noise draws."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
-from aqnpipe.statistics.crossed_effects import VarianceParts, expected_spread, interaction_variance
+from aqnpipe.statistics.crossed_effects import interaction_variance
+from aqnpipe.statistics.sample_sizes import VarianceParts, expected_spread
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -39,6 +41,11 @@ class PairVariances:
 USUAL = PairVariances(seed=2 * 0.015**2, question=0.02, answer=0.12, draw=0.10)
 """Assumed for studies without results, not measured; the variance between seeds is that of a run SD of 1.5 points."""
 
+LEAST_FREEDOM = 4.0
+"""Degrees of freedom of the variance between seeds below which a pilot says nothing about it."""
+
+PILOT_TAIL = 0.1
+
 
 @dataclass(frozen=True)
 class Split:
@@ -50,10 +57,42 @@ class Split:
     device_hours: float
 
 
-def pair_variances(pairs: Sequence[tuple[FloatArray, FloatArray]]) -> PairVariances | None:
-    """Return the mean variances over pairs of arms of scores[seed, noise draw, question]; None without two seeds."""
-    found = [_of_pair(first - second) for first, second in pairs if first.shape[0] > 1]
-    return PairVariances(*np.mean(found, axis=0)) if found else None
+@dataclass(frozen=True)
+class Pilot:
+    """What a pilot says about variances. `seed_range`: 80 % interval of that between seeds.
+
+    It is None where the pilot says nothing about it; `variances` have the usual value there.
+    """
+
+    variances: PairVariances
+    seed_range: tuple[float, float] | None
+
+    @property
+    def ends(self) -> tuple[PairVariances, PairVariances]:
+        """The variances with both ends of the range of that between seeds."""
+        low, high = self.seed_range or (self.variances.seed, self.variances.seed)
+        return replace(self.variances, seed=low), replace(self.variances, seed=high)
+
+
+def pilot_of(pairs: Sequence[tuple[FloatArray, FloatArray]], num_arms: int) -> Pilot | None:
+    """Return the mean variances over pairs of arms of scores[seed, noise draw, question]; None without two seeds.
+
+    The variance between seeds has the degrees of freedom of the interaction of `num_arms` arms and seeds.
+    """
+    usable = [first - second for first, second in pairs if first.shape[0] > 1]
+    if not usable:
+        return None
+    found = PairVariances(*np.mean([_of_pair(differences) for differences in usable], axis=0))
+    num_seeds, num_draws, num_questions = usable[0].shape
+    freedom = (num_arms - 1.0) * (num_seeds - 1.0)
+    if found.seed == 0 or freedom < LEAST_FREEDOM:
+        return Pilot(replace(found, seed=USUAL.seed), None)
+    by_answers = (found.answer + found.draw / num_draws) / num_questions
+    low, high = (
+        (found.seed + by_answers) * freedom / float(stats.chi2.isf(tail, freedom)) - by_answers
+        for tail in (PILOT_TAIL, 1 - PILOT_TAIL)
+    )
+    return Pilot(found, (max(low, 0.0), high))
 
 
 def _of_pair(differences: FloatArray) -> tuple[float, float, float, float]:
@@ -79,7 +118,7 @@ def detectable(
     num_seeds, num_questions, num_draws = sizes
     if num_seeds < 2:
         return None
-    spread = expected_spread(variances.parts(num_draws, num_arms), num_seeds, num_questions)
+    spread = expected_spread(variances.parts(num_draws, num_arms), num_seeds, num_questions, alpha / 2, power)
     return 0.0 if spread is None else spread.minimum_detectable(alpha / 2, power)
 
 

@@ -8,6 +8,7 @@ and a pair that scatters significantly more than the others uses its own varianc
 by Phipson et al. 2016, Ann. Appl. Stat. 10:946). Both constants were chosen by simulation: docs/decisions/0008.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +24,9 @@ FloatArray = npt.NDArray[np.float64]
 PRIOR_FREEDOM = 4.0
 """Degrees of freedom with which the other arms' variance predicts that of a pair, if it were known exactly."""
 
+PRIOR_FREEDOM_OF_TWO = 1.75
+"""The same with two seeds, which cannot tell whether a pair scatters more than the other arms."""
+
 GUARD_LEVEL = 0.25
 """Level of the F-test by which a pair that scatters more than the other arms keeps its own variance."""
 
@@ -33,17 +37,14 @@ Without a limit two seeds, which have one degree of freedom, could not show that
 if both lose 30: a standard deviation of 20 points would remain possible.
 """
 
-_MAX_CELLS_AT_ONCE = 1250
-"""Runs up to which one least-squares problem holds all effects. The reduced one rounds otherwise, and studies that were
-compared before keep their numbers to the last digit."""
-
 _SMALLEST_EIGENVALUE = 1e-9
 
 
-VarianceSource = Literal["own", "moderated", "guarded", "arm", "arm_alone"]
-"""own: by the compared runs alone. moderated: with the other arms'. guarded: alone, because it is larger than theirs.
+VarianceSource = Literal["own", "moderated", "larger", "guarded", "arm", "arm_of_two", "arm_alone"]
+"""own: by the compared runs alone. moderated: with the other arms'. larger: with two seeds, the larger one of both.
 
-arm, arm_alone: of one arm against a constant, in two parts or by its own seeds alone.
+guarded: alone, because it is larger than the others'. arm, arm_of_two: of one arm against a constant, in two parts.
+arm_alone: by its own seeds alone.
 """
 
 
@@ -88,12 +89,13 @@ class SeedBlocks:
         squares, total_freedom = _interaction(self.means)
         rest_freedom = total_freedom - freedom
         rest = max(squares - own * freedom / 2, 0.0)
-        pool = VariancePart.of(2 * rest / rest_freedom, rest_freedom) if rest_freedom >= 1 else None
-        part = VariancePart.of(own, freedom)
+        pool = VariancePart(2 * rest / rest_freedom, rest_freedom) if rest_freedom >= 1 else None
+        part = VariancePart(own, freedom)
         arms = _num_arms(self.means)
         if pool is None:
             return SeedVariance(part, num_arms=arms)
-        source: VarianceSource = "guarded" if _scatters_more(part, pool) else "moderated"
+        combined: VarianceSource = "moderated" if freedom > 1 else "larger"
+        source = "guarded" if _scatters_more(part, pool) else combined
         return SeedVariance(moderated(part, pool), num_arms=arms, source=source)
 
     def of_arm(self, row: int) -> SeedVariance | None:
@@ -108,7 +110,7 @@ class SeedBlocks:
         if variance is None:
             return None
         freedom = float(seeds.sum() - 1)
-        alone = SeedVariance(_limited(VariancePart.of(variance, freedom)), source="arm_alone")
+        alone = SeedVariance(_limited(VariancePart(variance, freedom)), source="arm_alone")
         table = self.means[:, seeds]
         complete = table[np.isfinite(table).all(axis=1)]
         number = len(complete)
@@ -119,16 +121,16 @@ class SeedBlocks:
         own = float((values[seeds] - block_means).var(ddof=1)) / share
         squares = float(np.sum((complete - block_means - complete.mean(axis=1, keepdims=True) + complete.mean()) ** 2))
         rest_freedom = (number - 2) * freedom
-        pool = VariancePart.of(max(squares - own * freedom, 0.0) / rest_freedom, rest_freedom) if rest_freedom else None
-        if pool is not None and _scatters_more(VariancePart.of(own, freedom), pool):
+        pool = VariancePart(max(squares - own * freedom, 0.0) / rest_freedom, rest_freedom) if rest_freedom else None
+        if pool is not None and _scatters_more(VariancePart(own, freedom), pool):
             return alone
         shared = float(block_means.var(ddof=1))
         covariance = max(variance - shared - own * share, 0.0)
         return SeedVariance(
-            own=moderated(VariancePart.of(own, freedom), pool).times(share),
-            shared=_limited(VariancePart.of(shared + covariance, freedom)),
+            own=moderated(VariancePart(own, freedom), pool).times(share),
+            shared=_limited(VariancePart(shared + covariance, freedom)),
             num_arms=number,
-            source="arm",
+            source="arm" if freedom > 1 else "arm_of_two",
         )
 
 
@@ -152,27 +154,32 @@ def distinct_runs(means: FloatArray, identities: Sequence[Sequence[str | None]])
 
 
 def moderated(own: VariancePart, pool: VariancePart | None) -> VariancePart:
-    """Return the own variance combined with that of a pool; the own one where there is no pool or it scatters more."""
+    """Return the own variance combined with that of a pool; the own one where there is no pool or it scatters more.
+
+    With two seeds it is the larger of the two.
+    """
     if pool is None or _scatters_more(own, pool):
         return own
-    prior = prior_freedom(pool.degrees_of_freedom)
-    freedom = own.degrees_of_freedom + prior
+    freedom = own.degrees_of_freedom
     return VariancePart(
-        variance=(own.degrees_of_freedom * own.variance + prior * pool.variance) / freedom,
-        degrees_of_freedom=freedom,
-        sampling_freedom=moderated_sampling_freedom(own.degrees_of_freedom, pool.degrees_of_freedom),
+        float(combined_variance(own.variance, freedom, pool.variance, pool.degrees_of_freedom)),
+        freedom + prior_freedom(freedom, pool.degrees_of_freedom),
     )
 
 
-def prior_freedom(pool_freedom: float) -> float:
+def combined_variance(
+    own: FloatArray | float, own_freedom: float, pool: FloatArray | float, pool_freedom: float
+) -> FloatArray:
+    """Return the variance of a pair that does not scatter more than the others; elementwise."""
+    if own_freedom <= 1:
+        return np.maximum(own, pool)
+    prior = prior_freedom(own_freedom, pool_freedom)
+    return np.asarray((own_freedom * own + prior * pool) / (own_freedom + prior))
+
+
+def prior_freedom(own_freedom: float, pool_freedom: float) -> float:
     """Return the weight of a pool in degrees of freedom: it is less sure the fewer degrees of freedom it has itself."""
-    return 1 / (1 / PRIOR_FREEDOM + 1 / pool_freedom)
-
-
-def moderated_sampling_freedom(own_freedom: float, pool_freedom: float) -> float:
-    """Return how precisely a moderated variance is estimated where all arms scatter alike."""
-    prior = prior_freedom(pool_freedom)
-    return (own_freedom + prior) ** 2 / (own_freedom + prior**2 / pool_freedom)
+    return 1 / (1 / (PRIOR_FREEDOM_OF_TWO if own_freedom <= 1 else PRIOR_FREEDOM) + 1 / pool_freedom)
 
 
 def _limited(part: VariancePart) -> VariancePart:
@@ -180,10 +187,12 @@ def _limited(part: VariancePart) -> VariancePart:
 
 
 def _scatters_more(own: VariancePart, pool: VariancePart) -> bool:
-    if own.degrees_of_freedom <= 1:
-        return False  # Two seeds cannot tell, and the own variance alone would show nothing.
-    critical = float(stats.f.isf(GUARD_LEVEL, own.degrees_of_freedom, pool.degrees_of_freedom))
-    return own.variance > critical * pool.variance
+    return own.variance > guard_ratio(own.degrees_of_freedom, pool.degrees_of_freedom) * pool.variance
+
+
+def guard_ratio(own_freedom: float, pool_freedom: float) -> float:
+    """Return the ratio of a pair's variance to the pool's above which the pair keeps its own; two seeds cannot tell."""
+    return math.inf if own_freedom <= 1 else float(stats.f.isf(GUARD_LEVEL, own_freedom, pool_freedom))
 
 
 def _variance(values: FloatArray) -> float | None:
@@ -196,20 +205,7 @@ def _num_arms(means: FloatArray) -> int:
 
 
 def _interaction(means: FloatArray) -> tuple[float, float]:
-    """Return the sum of squares and the degrees of freedom left by additive effects of arms and seeds."""
-    if means.size > _MAX_CELLS_AT_ONCE:
-        return _interaction_of_many(means)
-    arms, seeds = np.nonzero(np.isfinite(means))
-    design = np.zeros((len(arms), means.shape[0] + means.shape[1]))
-    design[np.arange(len(arms)), arms] = 1
-    design[np.arange(len(arms)), means.shape[0] + seeds] = 1
-    values = means[arms, seeds]
-    solution, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
-    return float(np.sum((values - design @ solution) ** 2)), float(len(values) - rank)
-
-
-def _interaction_of_many(means: FloatArray) -> tuple[float, float]:
-    """Return what `_interaction` returns, up to rounding, without a design of cells x (arms + seeds).
+    """Return the sum of squares and the degrees of freedom left by additive effects of arms and seeds.
 
     The effects of the longer side are eliminated: those of the shorter side solve the reduced normal equations of a
     design with two crossed factors (Searle 1971, Linear Models, chapter 7). 10,000 cells take milliseconds.
