@@ -18,9 +18,16 @@ def plan(monkeypatch):
     return StudyPlan(load_study_file(Path("config/config.yaml")))
 
 
-def test_a_machine_without_faults_gets_the_strategies_of_the_faulty_ones(plan):
-    assert plan.strategies("base", "target") == ["published", "robust_first"]
-    assert plan.strategies("base", "device") == ["published", "robust_first"]
+@pytest.fixture
+def decide(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    return StudyPlan(load_study_file(Path("config/decide.yaml")))
+
+
+def test_a_machine_without_faults_gets_the_strategies_of_the_faulty_ones(decide):
+    strategies = ["published", "robust_first", "shuffled_layers"]
+    assert decide.strategies("base", "target") == strategies
+    assert decide.strategies("base", "device") == strategies
 
 
 def test_a_faulty_machine_gets_only_its_own_strategies(monkeypatch):
@@ -61,7 +68,7 @@ def test_sigmas_by_damage_on_a_machine_without_a_counterpart_are_refused(monkeyp
 def test_equal_energy_needs_a_base_sigma_within_the_bounds_of_sigmas(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match=r"sigma_rule\.base_sigma: found 0\.5, expected sigma_min 0\.01 to .* 0\.15"):
-        load_study_files([Path("config/config.yaml")], {"sigma_rule": {"base_sigma": 0.5}})
+        load_study_files([Path("config/decide.yaml")], {"sigma_rule": {"base_sigma": 0.5}})
     load_study_files([Path("config/smoke.yaml")], {"sigma_rule": {"base_sigma": 0.5}})
 
 
@@ -88,8 +95,8 @@ def test_parities_named_as_files_are_among_those_of_the_study(monkeypatch, tmp_p
     assert str(there) in plan.all_parity_files()
 
 
-def test_the_default_study_s_guided_arm_differs_from_uniform_aqn_in_the_sigmas_alone(plan):
-    guided, uniform = (plan.study.arms[name] for name in ("guided_robust_first", "E5b"))
+def test_the_guided_arm_differs_from_uniform_aqn_in_the_sigmas_alone(decide):
+    guided, uniform = (decide.study.arms[name] for name in ("guided_robust_first", "E5b"))
     assert guided.aqn.layer_sigmas_strategy == "robust_first"
     assert (
         guided.aqn.model_copy(update={"layer_sigmas_from": None, "layer_sigmas_strategy": "published"}) == uniform.aqn

@@ -18,9 +18,9 @@ def config(monkeypatch):
 
 
 def test_a_pair_of_arms_may_be_named(config):
-    config["report"] |= {"language": "zh", "explore": {"treatment": "E5b", "control": "pretrained", "noise_level": 0.1}}
+    config["report"] |= {"language": "zh", "explore": {"treatment": "E5", "control": "pretrained", "noise_level": 0.1}}
     report = load_study(config, "study.yaml").config.report
-    assert (report.language, report.explore.treatment, report.explore.noise_level) == ("zh", "E5b", 0.1)
+    assert (report.language, report.explore.treatment, report.explore.noise_level) == ("zh", "E5", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_pair_of_arms_may_be_named(config):
         ({"explore": {"treatment": "E99", "control": "E5"}}, r"report\.explore: unknown arm 'E99', the study has"),
         ({"explore": {"treatment": "E5", "control": "E5"}}, r"report\.explore: treatment and control are both 'E5'"),
         (
-            {"explore": {"treatment": "E5", "control": "E5b", "noise_level": 0.07}},
+            {"explore": {"treatment": "E5", "control": "baseline", "noise_level": 0.07}},
             r"report\.explore\.noise_level: found 0\.07, the study evaluates",
         ),
         ({"explore": {"treatment": "E5"}}, r"report\.explore\.control: missing key"),

@@ -90,7 +90,7 @@ def _set(config, path, value):
         (
             ["training", "epochs"],
             3,
-            r"config/arms\.yaml: arms\.E5b\.aqn\.schedule\.ranges: found 2 ranges, .* 3 epochs",
+            r"config/arms\.yaml: arms\.guided_robust_first\.aqn\.schedule\.ranges: found 2 ranges, .* 3 epochs",
         ),
         (
             ["training", "validation_questions"],
