@@ -3,6 +3,7 @@
     python benchmarks/sequential.py            # the grid: type-I error over all looks
     python benchmarks/sequential.py --power    # power and expected number of runs, beside the fixed design
     python benchmarks/sequential.py --spending # other spending functions, for the choice in docs/decisions
+    python benchmarks/sequential.py --equivalence # claims that may end as equivalent, by the way of adjusting them
 
 Several arms are compared with the first one, in one family: seeds 2, 4, ..., 16, the moderated variance of
 `statistics.seed_blocks`, Holm's adjustment, the levels of `statistics.group_sequential`, and futility. A run's accuracy
@@ -22,7 +23,7 @@ from scipy import special, stats
 
 from aqnpipe.statistics import group_sequential
 from aqnpipe.statistics.group_sequential import Looks, bounds, nominal_tails
-from aqnpipe.statistics.seed_blocks import GUARD_LEVEL, prior_freedom
+from aqnpipe.statistics.seed_blocks import combined_variance, guard_ratio, prior_freedom
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -117,11 +118,9 @@ def _tests(means: FloatArray, at_questions: FloatArray, questions: int) -> tuple
     variance, test_freedom = own, np.full_like(own, freedom)
     if rest_freedom > 0:
         pool = 2 * np.maximum(squares[:, None] - own * freedom / 2, 0) / rest_freedom
-        prior = prior_freedom(rest_freedom)
-        # With two seeds there is no guard, as in `statistics.seed_blocks`.
-        guarded = (freedom > 1) & (own > stats.f.isf(GUARD_LEVEL, freedom, rest_freedom) * pool)
-        variance = np.where(guarded, own, (freedom * own + prior * pool) / (freedom + prior))
-        test_freedom = np.where(guarded, freedom, freedom + prior)
+        guarded = own > guard_ratio(freedom, rest_freedom) * pool
+        variance = np.where(guarded, own, combined_variance(own, freedom, pool, rest_freedom))
+        test_freedom = np.where(guarded, freedom, freedom + prior_freedom(freedom, rest_freedom))
     # A variance that no other arms moderate is at least that of the answers, as in `statistics.crossed_effects`.
     by_answers = 2e4 * ANSWERS / questions
     by_seed = np.where(test_freedom == freedom, np.maximum(variance, by_answers), variance) / seeds
@@ -251,6 +250,55 @@ def spending_functions(studies: int) -> None:
             print(f"| {name} | {effect:g} | {found.any_error:.1%} | {found.power:.1%} | {found.runs:.1f} |")
 
 
+FIVE_LOOKS = Looks(start=2, step=2, planned=10, reserve=0.1)
+
+
+def equivalence_rates(
+    claims: int, margin: float, at_margin: int, studies: int, *, is_separate: bool
+) -> tuple[float, float, float]:
+    """Return the shares of studies with a false difference, a false equivalence, and either, and no futility.
+
+    Every claim has a normal statistic of known variance over `FIVE_LOOKS`; `margin`: in standard errors at the last
+    look. The first `at_margin` claims differ by exactly the margin, the others not at all. `is_separate`: differences
+    and equivalence are adjusted apart, else Holm's method takes the smaller p-value of a claim.
+    """
+    random = np.random.default_rng([7, claims, at_margin])
+    levels, looks = level_table(FIVE_LOOKS, claims), FIVE_LOOKS
+    # In standard errors of one seed; the margin is one in those of all seeds.
+    bound = margin / np.sqrt(looks.planned)
+    true = np.where(np.arange(claims) < at_margin, bound, 0.0)
+    sums = random.standard_normal((studies, claims, looks.planned)).cumsum(axis=2)
+    ended = np.zeros((2, studies, claims), dtype=bool)
+    for look in range(1, looks.num_planned + 1):
+        number = looks.seeds_at(look)
+        estimate, root = true + sums[:, :, number - 1] / number, np.sqrt(number)
+        p_values = 2 * stats.norm.sf(np.array([np.abs(estimate), bound - np.abs(estimate)]) * root)
+        while True:
+            open_claims = ~ended.any(axis=0)
+            left = (~ended).sum(axis=2) if is_separate else np.stack([open_claims.sum(axis=1)] * 2)
+            allowed = levels[np.maximum(left, 1) - 1, look - 1][:, :, None]
+            new = open_claims & (p_values < allowed) & (p_values <= p_values.min(axis=0))
+            if not new.any():
+                break
+            ended |= new
+    differs, same = (ended[0] & (true == 0)).any(axis=1), (ended[1] & (true > 0)).any(axis=1)
+    return float(differs.mean()), float(same.mean()), float((differs | same).mean())
+
+
+def equivalence(studies: int) -> None:
+    """Print false findings where claims may end as equivalent, by the way of adjusting them."""
+    print("| claims | margin, SE | at the margin | adjusted | false difference | false equivalence | either |")
+    print("|---|---|---|---|---|---|---|")
+    for claims, margin in ((3, 4.0), (4, 4.5), (8, 4.5)):
+        for at_margin in (0, claims // 2, claims):
+            for is_separate in (False, True):
+                found = equivalence_rates(claims, margin, at_margin, studies, is_separate=is_separate)
+                name = "separately" if is_separate else "the smaller p"
+                print(
+                    f"| {claims} | {margin:g} | {at_margin} | {name} | {' | '.join(f'{rate:.1%}' for rate in found)} |"
+                )
+
+
 def main() -> None:
     """Print the tables that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,8 +307,11 @@ def main() -> None:
     parser.add_argument("--questions", type=int, nargs="+", default=[200, 500, 1319], help="of the grid")
     parser.add_argument("--power", action="store_true")
     parser.add_argument("--spending", action="store_true")
+    parser.add_argument("--equivalence", action="store_true")
     arguments = parser.parse_args()
-    if arguments.power:
+    if arguments.equivalence:
+        equivalence(arguments.studies)
+    elif arguments.power:
         power(arguments.studies)
     elif arguments.spending:
         spending_functions(arguments.studies)

@@ -16,8 +16,8 @@ class AccuracyTable(pa.DataFrameModel):
 
     `noise_level`: a relative scale below 1, or the number of a named noise, whose name is in `noise` (a column that
     only studies with named noises have). `accuracy`: of the study's primary scorer. `ci_low` and `ci_high`: its Wilson
-    interval over the questions, without run-to-run variance. `truncated_fraction`: responses that were cut off at the
-    token limit.
+    interval over the questions, for as many as have the same error with one answer each; without run-to-run variance.
+    `truncated_fraction`: responses that were cut off at the token limit.
     `parse_failure_fraction`: those in which the primary scorer found no answer; `parse_failure_<scorer>`: the same for
     each scorer.
     """

@@ -26,6 +26,7 @@ from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
 ROW_KEYS = [*PASS_KEYS, "sample"]
+_DIGITS = 6
 _IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
 _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
 # Not the number of its workers, on which no result depends.
@@ -141,8 +142,8 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: str, alph
         )
         .sort("noise_level")
     )
-    num_questions = table["num_questions"].to_numpy()
-    low, high = proportion_confint(table["accuracy"].to_numpy() * num_questions, num_questions, alpha, method="wilson")
+    effective = _effective_questions(rows, f"correct_{scorer}").to_numpy()
+    low, high = proportion_confint(table["accuracy"].to_numpy() * effective, effective, alpha, method="wilson")
     return table.select(
         *(pl.lit(value).alias(name) for name, value in source.identity.items()),
         "noise_level",
@@ -157,6 +158,22 @@ def accuracy_rows(source: EvaluationInput, rows: pl.DataFrame, scorer: str, alph
         "parse_failure_fraction",
         *(f"parse_failure_{name}" for name in SCORERS),
     ).with_columns(pl.col("seed", "step").cast(pl.Int64))
+
+
+def _effective_questions(rows: pl.DataFrame, correct: str) -> pl.Series:
+    """Return, per noise level, how many questions with one answer each would give an accuracy with the same error.
+
+    Several answers to a question, of noise draws or samples, have a mean that varies less than one yes or no.
+    """
+    keys = ["noise_level", "question_id"]
+    of_questions = rows.group_by(keys, maintain_order=True).agg(pl.col(correct).mean().alias("mean"), pl.len())
+    mean, number, answers = pl.col("mean").mean(), pl.len(), pl.col("len").sum()
+    # A mean of yes or no has the variance mean * (1 - mean); if no question varies, all answers count.
+    as_one = (number * mean * (1 - mean) / pl.col("mean").var(ddof=0)).fill_nan(number)
+    found = of_questions.group_by("noise_level", maintain_order=True).agg(
+        pl.min_horizontal(as_one, answers).round(_DIGITS).alias("questions")
+    )
+    return found.sort("noise_level")["questions"]
 
 
 OF_ROLLOUTS = "training: rollouts"

@@ -219,7 +219,11 @@ def sentence_text(claim: Claim, words: Words) -> str:
 
 def seeds_per_arm(study: Study, words: Words) -> str:
     """Return how many seeds an arm has, as a range where a study added seeds to some arms only."""
-    fewest, most = (f(len(study.seeds_of(arm)) for arm in study.arms) for f in (min, max))
+    return _seeds_range([len(study.seeds_of(arm)) for arm in study.arms], words)
+
+
+def _seeds_range(numbers: Sequence[int], words: Words) -> str:
+    fewest, most = min(numbers), max(numbers)
     return words("span", low=str(fewest), high=str(most)) if fewest < most else str(most)
 
 
@@ -234,7 +238,7 @@ def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: W
     if num_seeds > 1 and not between.is_empty():
         found = between["minimum_detectable_difference"]
         detectable = _range(float(found.min()), float(found.max()), words)  # type: ignore[arg-type]
-        seeds = seeds_per_arm(study, words)
+        seeds = _seeds_range(between["num_seeds"].to_list(), words)
         sentences.append(words("sure.detectable", seeds=seeds, range=detectable, power=settings.power))
     if "not_shown" in verdicts:
         sentences.append(words("sure.not_shown"))
