@@ -2,6 +2,7 @@
 
 import pytest
 from made_up_parities import operator, parity
+from replacing import replaced
 
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures, with_figures
@@ -116,7 +117,7 @@ def test_missing_damaged_and_foreign_files_are_refused(write, tmp_path):
     refused(tmp_path / "none.json")
     path = write()
     text = path.read_text()
-    path.write_text(text.replace('"bias": 0.1', '"bias": 0.2'))
+    path.write_text(replaced(text, '"bias": 0.1', '"bias": 0.2', times=7))
     refused(path)
     path.write_text(text[: len(text) // 2])
     refused(path)

@@ -10,6 +10,7 @@ import polars as pl
 from checksum_files import write_parquet_with_checksum
 from hold import took_effect
 from micro_study import MicroStudy
+from replacing import replaced
 from sabotage import (
     AFTER_TRAINING,
     END,
@@ -204,7 +205,7 @@ def _sigmas_of_device(study: MicroStudy) -> None:
 
 def _edited_sigmas(study: MicroStudy) -> None:
     path = study.results / "srdd" / "base" / "target" / "sigmas-published.yaml"
-    replace_file(path, path.read_bytes().replace(b"0.05", b"0.06", 1))
+    replace_file(path, replaced(path.read_bytes(), b"base_sigma: 0.05", b"base_sigma: 0.06"))
 
 
 def _evaluated_with(**changes: Any) -> Any:

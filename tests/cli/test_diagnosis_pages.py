@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_up_diagnoses import diagnosis, located
 from random_models import random_model_of
+from replacing import replaced
 
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.diagnosis.node_comparison import node_of
@@ -66,6 +67,8 @@ def test_pages_have_commands_and_nothing_but_commands_in_fences(page):
 def test_no_command_needs_an_accelerator_after_the_replacement(tmp_path):
     for _, text in COMMANDS:
         assert not re.search(r"cuda|npu|Qwen|--devices all", on_this_machine(text, tmp_path)), text
+    for pattern, _ in REPLACED:
+        assert any(re.search(pattern, text) for _, text in COMMANDS), pattern
 
 
 @pytest.mark.slow
@@ -87,7 +90,7 @@ def test_a_command_runs_as_written(page, text, folder):
 
 def test_the_python_example_runs_as_written(folder, capsys):
     (text,) = PYTHON
-    text = text.replace("path/to/model", str(folder / "model")).replace('"cuda:0"', '"cpu"')
+    text = replaced(replaced(text, "path/to/model", str(folder / "model")), '"cuda:0"', '"cpu"')
     scope: dict[str, object] = {}
     exec(compile(text, "example", "exec"), scope)
     printed = capsys.readouterr().out.splitlines()

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from replacing import replaced
 
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.own_code import located, source_digest
@@ -84,7 +85,7 @@ def test_a_source_that_changed_after_planning_is_refused(own, tmp_path):
     planned = EvaluationConfig(primary_scorer=f"{own}:contains", max_response_tokens=4, batch_size=1).planned()
     assert planned.scorer_sha256 == source_digest(f"{own}:contains")
     refuse_unusable_scorer(planned)
-    (tmp_path / f"{own}.py").write_text(SOURCE.replace("gold_answer in response", "True"))
+    (tmp_path / f"{own}.py").write_text(replaced(SOURCE, "gold_answer in response", "True"))
     with pytest.raises(ConfigError, match=r"scorer_sha256 is .*, its source has"):
         planned.planned()
     with pytest.raises(ConfigError, match="its source changed after the run was planned"):

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from replacing import replace_in
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 from typer.testing import CliRunner
@@ -157,8 +158,7 @@ def test_the_base_is_found_by_the_digest_of_its_weights(checkpoint, tmp_path):
 
 def test_a_missing_base_another_one_and_another_configuration_are_one_line(checkpoint, make_model, tmp_path):
     base = tmp_path / "models" / "base"
-    config = (base / "config.json").read_text()
-    (base / "config.json").write_text(config.replace('"rope_theta": 10000.0', '"rope_theta": 20000.0') + " ")
+    replace_in(base / "config.json", ('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
     write_prepared_model(base, describe_model(base, "made/up"))
     with pytest.raises(ModelError, match=r"trained on 'made/up' .*base has these weights, but another config.json"):
         find_base(checkpoint)

@@ -10,6 +10,7 @@ from pathlib import Path
 import altair as alt
 import polars as pl
 import pytest
+from replacing import replaced
 
 import aqnpipe
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile
@@ -213,7 +214,7 @@ def test_pictures_round_positions_but_never_labels():
     assert "0.12345 #fe0101" in svg
     assert "0.98765" in svg
     assert 'fill="var(--c1)"' in svg
-    assert "#fe0101" not in svg.replace("0.12345 #fe0101", "")
+    assert "#fe0101" not in replaced(svg, "0.12345 #fe0101", "")
 
 
 def test_long_training_is_thinned_and_keeps_its_last_step():

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from replacing import replaced
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("workflow", "config", "profiles")
@@ -90,8 +91,10 @@ def test_a_study_runs_from_the_wheel_in_an_empty_folder(programs, tmp_path):
     run(tmp_path, programs / "aqnpipe", "init", folder)
     study = (folder / "config" / "smoke.yaml").read_text()
     (tmp_path / "own.yaml").write_text(
-        study.replace("results_dir: results/smoke", f"results_dir: {results}").replace(
-            "arms_file: arms.yaml", "arms_file: my studies/config/arms.yaml"
+        replaced(
+            replaced(study, "results_dir: results/smoke", f"results_dir: {results}"),
+            "arms_file: arms.yaml",
+            "arms_file: my studies/config/arms.yaml",
         )
     )
     assert "valid" in run(folder, programs / "aqnpipe", "check", "../own.yaml")

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import warm_python
 import yaml
+from replacing import substituted
 
 import aqnpipe
 
@@ -71,7 +73,13 @@ _STARTS = 5
 class WarmPython:
     """Forks Snakemake and its jobs from a process that has already imported a copy of the package."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None, source: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        source: Path | None = None,
+        modules: tuple[str, ...] = warm_python.STUDIES,
+    ) -> None:
         self.folder = folder
         self.stand_in = folder / "python"
         self.source = source or folder / "src"
@@ -91,7 +99,7 @@ class WarmPython:
         # Under libfaketime a sleep in Python sometimes fails (EINVAL), also during imports.
         for _ in range(_STARTS):
             self._server = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("warm_python.py"), folder / "socket", self.stand_in],
+                [sys.executable, warm_python.__file__, folder / "socket", self.stand_in, *modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=self.environment,
@@ -103,12 +111,18 @@ class WarmPython:
             self._server.wait()
         raise RuntimeError("the warm Python did not start")
 
-    def snakemake(self, folder: Path, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    def snakemake(
+        self, folder: Path, *arguments: str, timeout: float = 900, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run the command `snakemake` in a folder to its end; standard output and error are one text in `stdout`."""
         return subprocess.run(
             [self.stand_in, "-m", "snakemake", *arguments],
             cwd=folder,
-            env={**self.environment, "AQNPIPE_WARM_PIDS": tempfile.mkdtemp(dir=self.folder, prefix="pids")},
+            env={
+                **self.environment,
+                "AQNPIPE_WARM_PIDS": tempfile.mkdtemp(dir=self.folder, prefix="pids"),
+                **environment,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -274,7 +288,7 @@ class FaultedStudy:
                 continue
             found[name] = path.read_bytes() if path.is_file() else b""
         if "report.html" in found:
-            found["report.html"] = _COSTS.sub(b"", found["report.html"])
+            found["report.html"] = substituted(found["report.html"], _COSTS, b"")
         return found
 
 

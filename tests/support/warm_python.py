@@ -3,9 +3,9 @@
 The server and the stand-in for the interpreter are those of `aqnpipe.runtime.warm_start`. Here Snakemake itself is
 forked too, started by the same command, with the same files, signals and exit codes as always.
 
-`python warm_python.py SOCKET STAND_IN` serves until its standard input ends, and writes STAND_IN: a program that, given
-a script and arguments, or `-m snakemake` and arguments, runs them in a forked process and ends as that does. Each
-process says its pid in the folder that AQNPIPE_WARM_PIDS names.
+`python warm_python.py SOCKET STAND_IN [MODULE ...]` imports the modules, serves until its standard input ends, and
+writes STAND_IN: a program that, given a script and arguments, or `-m snakemake` and arguments, runs them in a forked
+process and ends as that does. Each process says its pid in the folder that AQNPIPE_WARM_PIDS names.
 """
 
 import importlib
@@ -13,14 +13,25 @@ import os
 import sys
 from pathlib import Path
 
+from replacing import replaced
+
 from aqnpipe.runtime import warm_start
 
-IMPORTED = (
+PLANNING = (
     "snakemake.cli",
     "snakemake.executors.local",
+    "smart_open",
     "aqnpipe.artifacts.provenance",
     "aqnpipe.cli.check",
+    "aqnpipe.cli.report",
+    "aqnpipe.comparison.look_states",
     "aqnpipe.config.plan",
+    "aqnpipe.report.closing",
+)
+"""What Snakemake imports before it starts a job."""
+
+STUDIES = (
+    *PLANNING,
     "aqnpipe.loss_study.stage",
     "aqnpipe.models.loading",
     "aqnpipe.loss_study.comparison",
@@ -32,15 +43,14 @@ _OPTIONS = 'sys.argv[1].startswith("-")'
 def main() -> None:
     """Import, write the stand-in, then fork for every request."""
     path, stand_in = sys.argv[1], Path(sys.argv[2])
-    warm_start.import_all(IMPORTED)
-    for name in IMPORTED:
+    warm_start.import_all(tuple(sys.argv[3:]))
+    for name in STUDIES:
         if name.startswith("aqnpipe."):
             # What the workflow asks first; the imports of every module are kept.
             importlib.import_module("aqnpipe.artifacts.provenance").code_digest(name)
     listening = warm_start.listen(path)
     source = warm_start.stand_in_source(path, os.environ["OMP_NUM_THREADS"])
-    assert source.count(_OPTIONS) == 1
-    source = source.replace(_OPTIONS, f'{_OPTIONS} and sys.argv[1:3] != ["-m", "snakemake"]')
+    source = replaced(source, _OPTIONS, f'{_OPTIONS} and sys.argv[1:3] != ["-m", "snakemake"]')
     stand_in.write_text(f"#!{sys.executable} -IS\n{source}", encoding="utf-8")
     stand_in.chmod(0o755)
     print("ready", flush=True)  # noqa: T201 - for who started it

@@ -8,7 +8,6 @@ tests start every process anew, and check that the study has the same bytes.
 import dataclasses
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from faulted_study import WarmPython, differences, planned_jobs
+from replacing import replace_in, substituted
 
 import aqnpipe
 from aqnpipe.artifacts.diagnoses import SigmaFile
@@ -456,8 +456,7 @@ def artifacts(checkout):
         for path in results.rglob("*")
         if path.is_file() and path.relative_to(results).parts[0] not in ("logs", "benchmarks")
     }
-    found["report.html"], count = re.subn(rb'(?s)<section id="costs">.*?</section>', b"", found["report.html"])
-    assert count == 1
+    found["report.html"] = substituted(found["report.html"], rb'(?s)<section id="costs">.*?</section>', b"")
     return found
 
 
@@ -474,10 +473,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     """What fooled the original experiments: noise is logged, but never added."""
     copy_of = copy_of.cold()
     module = copy_of.folder / "src" / "aqnpipe" / "noise" / "kernels" / "error_models.py"
-    source = module.read_text()
-    sabotaged = source.replace("return add_relative_gaussian_(tensor, error.scale, source)", "return tensor", 1)
-    assert sabotaged != source
-    module.write_text(sabotaged)
+    replace_in(module, ("return add_relative_gaussian_(tensor, error.scale, source)", "return tensor"))
     run = RESULTS / "runs" / "base" / "srdd_guided" / "seed0"
     result = copy_of.snakemake("--forcerun", "train", "--", str(run / "run.json"))
     assert result.returncode != 0

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from replacing import replace_in, substituted
 
 import aqnpipe
 
@@ -65,8 +66,7 @@ class Run:
         path = folder / "profiles" / profile / "config.yaml"
         text = path.read_text()
         for key, value in (site or {}).items():
-            text, count = re.subn(rf"(?m)^  {key}: \S+", f"  {key}: {value}", text)
-            assert count == 1
+            text = substituted(text, rf"(?m)^  {key}: \S+", f"  {key}: {value}")
         path.write_text(text)
         self.log = folder / "snakemake.log"
         self.process = None
@@ -156,8 +156,7 @@ class Run:
             for path in files
             if path.parts[0] not in ("logs", "benchmarks", "scratch") and not path.name.startswith(".")
         }
-        found["report.html"], count = re.subn(rb'(?s)<section id="costs">.*?</section>', b"", found["report.html"])
-        assert count == 1
+        found["report.html"] = substituted(found["report.html"], rb'(?s)<section id="costs">.*?</section>', b"")
         return found
 
 
@@ -203,9 +202,8 @@ def undisturbed(started):
 
 def test_a_run_over_two_nodes_is_stopped_before_its_limit_and_goes_on(started, source, tmp_path):
     with Run(source, tmp_path, "a100", site={"train_nodes": 2, "train_devices": 1}) as run:
-        study = tmp_path / "study.yaml"
         settings = "num_workers: 2\n  resume_every: 2\n  micro_batch_size: 4"
-        study.write_text(study.read_text().replace("micro_batch_size: 8", settings).replace("epochs: 15", "epochs: 6"))
+        replace_in(tmp_path / "study.yaml", ("micro_batch_size: 8", settings), ("epochs: 20", "epochs: 6"))
         receipt = f"{RESULTS}/runs/base/baseline/seed0/receipt.json"
         run.start(receipt)
         job = wait_for("training on two nodes", run.training)

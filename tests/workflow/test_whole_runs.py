@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yte
+from replacing import replace_in, replaced
 
 ROOT = Path(__file__).parents[2]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")
@@ -17,8 +18,7 @@ SNAKEMAKE = Path(sys.executable).with_name("snakemake")
 def resources(profile, chosen):
     """The resources of each rule with `evaluate_whole_runs` as chosen."""
     text = (ROOT / "profiles" / profile / "config.yaml").read_text()
-    edited, count = re.subn(r"(?m)^  evaluate_whole_runs: false", f"  evaluate_whole_runs: {chosen}", text)
-    assert count == 1
+    edited = replaced(text, "\n  evaluate_whole_runs: false", f"\n  evaluate_whole_runs: {chosen}")
     return yte.process_yaml(edited, require_use_yte=True)["set-resources"]
 
 
@@ -39,7 +39,7 @@ def study(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "Snakefile", tmp_path)
     path = tmp_path / "profiles" / "workstation" / "config.yaml"
-    path.write_text(path.read_text().replace("evaluate_whole_runs: false", "evaluate_whole_runs: true"))
+    replace_in(path, ("evaluate_whole_runs: false", "evaluate_whole_runs: true"))
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def test_every_run_is_one_job_and_the_pretrained_model_another(study):
 def test_a_profile_without_resources_for_whole_runs_is_one_line(study):
     """As those of an earlier version, to which a user adds `whole_runs`."""
     path = study / "profiles" / "workstation" / "config.yaml"
-    path.write_text(path.read_text().replace('"evaluate_run", ', ""))
+    replace_in(path, ('"evaluate_run", ', ""))
     output = dry_run(study, "--profile", "profiles/workstation", "--configfile", "config/smoke.yaml", code=2)
     expected = "found no devices, workers, expected the resources of evaluate"
     assert f"ERROR: set-resources: evaluate_run: {expected}" in output

@@ -9,6 +9,7 @@ import torch
 import trl.trainer.grpo_trainer as grpo
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from replacing import replaced
 from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, write_inputs
 from transformers import Trainer
 from trl import GRPOTrainer
@@ -74,14 +75,13 @@ def test_an_honest_run_passes_and_its_record_holds_the_facts(name, inputs, tmp_p
     assert max(entry.worst for entry in facts.recomputed.values()) < 0.5
 
 
-def replaced(old, new, function=GRPOTrainer._compute_loss):
+def changed(old, new, function=GRPOTrainer._compute_loss):
     """Patch TRL's source: `old` becomes `new` in one method."""
 
     def patch(monkeypatch):
         source = textwrap.dedent(inspect.getsource(function)).replace("@profiling_decorator\n", "")
-        assert old in source, old
         found = {}
-        exec(source.replace(old, new), vars(grpo), found)
+        exec(replaced(source, old, new), vars(grpo), found)
         monkeypatch.setattr(GRPOTrainer, function.__name__, found[function.__name__])
 
     return patch
@@ -239,17 +239,17 @@ SABOTAGES = {
         "learning rate 0.0009 at step 2",
     ),
     "KL sign": (
-        replaced("per_token_loss + self.beta * per_token_kl", "per_token_loss - self.beta * per_token_kl"),
+        changed("per_token_loss + self.beta * per_token_kl", "per_token_loss - self.beta * per_token_kl"),
         KL,
         "KL term has the wrong sign",
     ),
     "KL missing": (
-        replaced("per_token_loss + self.beta * per_token_kl", "per_token_loss"),
+        changed("per_token_loss + self.beta * per_token_kl", "per_token_loss"),
         KL,
         r"KL term has coefficient 0, the study asks for 0\.05",
     ),
     "KL of another form": (
-        replaced(
+        changed(
             "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
             "per_token_logps - ref_per_token_logps",
         ),
@@ -257,7 +257,7 @@ SABOTAGES = {
         "KL term has another form",
     ),
     "clipping off": (
-        replaced("-torch.min(per_token_loss1, per_token_loss2)", "-per_token_loss1"),
+        changed("-torch.min(per_token_loss1, per_token_loss2)", "-per_token_loss1"),
         {**OFF_POLICY, "clip_ratio": 1e-3},
         "ratios are not clipped",
     ),
@@ -272,7 +272,7 @@ SABOTAGES = {
         "those of other completions|are not those of the rewards",
     ),
     "advantages not normalised": (
-        replaced(
+        changed(
             "advantages = advantages / (std_rewards + 1e-4)",
             "pass",
             inspect.unwrap(GRPOTrainer._generate_and_score_completions),
@@ -399,7 +399,7 @@ SABOTAGES = {
     ),
     "fewer completions per prompt": (with_attribute(num_generations=4), {}, "num_generations is 4"),
     "unfinished completions masked": (
-        replaced(
+        changed(
             'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
             "mask = completion_mask * ~completion_mask.bool().all(1, keepdim=True)",
         ),
@@ -422,7 +422,7 @@ SABOTAGES = {
     ),
     "loss type": (with_attribute(loss_type="grpo"), {}, "loss_type is 'grpo', the study asks for 'dapo'"),
     "denominator": (
-        replaced("loss = (per_token_loss * mask).sum() / normalizer", "loss = (per_token_loss * mask).mean()"),
+        changed("loss = (per_token_loss * mask).sum() / normalizer", "loss = (per_token_loss * mask).mean()"),
         {},
         "the loss is scaled by",
     ),
