@@ -8,7 +8,6 @@ from aqnpipe.artifacts.sampler_distance import (
     DistanceGrowth,
     DistancePart,
     DistanceParts,
-    ExplainedBy,
     SamplerDistance,
 )
 from aqnpipe.report.distance_view import distance_table, growth_sentences
@@ -49,13 +48,13 @@ def test_shares_are_pooled_over_runs_by_hand():
     assert row.cells[0] == "E5"
     assert row.cells[1] == "noise in the rollout 80.0\u00a0%; decoding token by token 20.2\u00a0%"
     # The mean over tokens: (10 * 0.1 + 40 * 0.05) / 50.
-    assert row.cells[2:] == ("–", "1", "2", "0.06")
+    assert row.cells[2:] == ("1", "2", "0.06")
 
 
 def test_first_and_last_step_are_rows_of_their_own_and_arms_keep_their_order():
     first, last = parts(1, 10, 0.2, {"engine": 1.0}), parts(20, 10, 0.3, {"staleness": 1.0})
     table = distance_table([run("E5", 0, first, last), run("baseline", 0, first)], EN)
-    found = [(row.cells[0], row.cells[1], row.cells[3]) for row in table.rows]
+    found = [(row.cells[0], row.cells[1], row.cells[2]) for row in table.rows]
     assert found == [
         ("E5", "vLLM and its number format 100.0\u00a0%", "1"),
         ("E5", "older weights of the sampler 100.0\u00a0%", "20"),
@@ -63,26 +62,9 @@ def test_first_and_last_step_are_rows_of_their_own_and_arms_keep_their_order():
     ]
 
 
-def test_places_are_layers_of_noise_or_operators_of_rounding():
-    layers = (
-        ExplainedBy(first_layer=0, last_layer=3, rms=0.3, share=0.9),
-        ExplainedBy(first_layer=4, last_layer=4, rms=0.1, share=0.06),
-        ExplainedBy(rms=0.1, share=0.04),
-    )
-    noisy = parts(1, 10, 0.2, {"rollout_noise": 1.0}, noise_by_layers=layers)
-    operators = (ExplainedBy(operator="q_proj", rms=0.1, share=0.6), ExplainedBy(operator="norm", rms=0.0, share=0.0))
-    clean = parts(1, 10, 0.2, {"decoding": 1.0}, rounding_by_operator=operators)
-    table = distance_table([run("E5", 0, noisy), run("baseline", 0, clean)], EN)
-    assert [row.cells[2] for row in table.rows] == [
-        "layers 0 to 3 90.0\u00a0%; layer 4 6.0\u00a0%; outside the layers 4.0\u00a0%",
-        "q_proj 60.0\u00a0%",
-    ]
-    assert distance_table([run("E5", 0, noisy)], ZH).rows[0].cells[2].startswith("第 0 至 3 层：90.0")
-
-
 def test_a_distance_of_zero_has_no_shares():
     nothing = parts(1, 10, 0.0, {"decoding": None, "batch": None})
-    assert distance_table([run("E5", 0, nothing)], EN).rows[0].cells[1:3] == ("–", "–")
+    assert distance_table([run("E5", 0, nothing)], EN).rows[0].cells[1] == "–"
 
 
 def test_runs_without_parts_have_a_row_with_the_reason():
@@ -97,11 +79,11 @@ def test_runs_without_parts_have_a_row_with_the_reason():
         run("baseline", 3, facts=False),
     ]
     assert [row.cells for row in distance_table(runs, EN).rows[2:]] == [
-        ("E5", f"not explained: {memory}", "–", "–", "1", "–"),
-        ("baseline", f"not explained: {switch}", "–", "–", "2", "–"),
-        ("baseline", "not explained: its record has neither parts nor a reason", "–", "–", "2", "–"),
+        ("E5", f"not explained: {memory}", "–", "1", "–"),
+        ("baseline", f"not explained: {switch}", "–", "2", "–"),
+        ("baseline", "not explained: its record has neither parts nor a reason", "–", "2", "–"),
     ]
-    assert [row.cells[4] for row in distance_table(runs, EN).rows[:2]] == ["1", "2"]
+    assert [row.cells[3] for row in distance_table(runs, EN).rows[:2]] == ["1", "2"]
     assert switch in distance_table(runs, ZH).rows[-2].cells[1]
     assert growth_sentences(runs, EN) == []
     assert distance_table([], EN) is None

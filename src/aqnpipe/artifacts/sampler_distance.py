@@ -48,30 +48,10 @@ class DistancePart(Artifact):
     share: float | None
 
 
-class ExplainedBy(Artifact):
-    """The effect of the operators at one place alone.
-
-    The place is a kind of operators by the name of its modules, or the decoder layers from `first_layer` to
-    `last_layer`, or (all null) what is outside the layers. `share`: of the mean square that is to be explained, null if
-    that is 0.
-    """
-
-    operator: str | None = None
-    first_layer: int | None = None
-    last_layer: int | None = None
-    rms: float = Field(ge=0)
-    share: float | None
-
-
 class DistanceParts(Artifact):
     """The distance on a few sequences of one step, by cause.
 
     - rollout_step: optimiser steps done when the sequences were drawn.
-    - noise_by_layers: the noise of rollouts, drawn anew, in some layers at a time; a share is that of the sum of their
-      mean squares. noise_rms: in all layers at once.
-    - rounding_by_operator: the operators of one kind computed one token at a time in one pass; a share is the part of
-      the mean square of `decoding` that is gone with them. Only where the policy itself draws rollouts without noise,
-      and where `decoding` is above 1e-5 nats, which the rounding of float32 usually is not.
     - forwards: forward passes of the measurement.
     """
 
@@ -82,9 +62,6 @@ class DistanceParts(Artifact):
     mean_absolute: float = Field(description="mean of |d| over these tokens")
     rms: float
     parts: tuple[DistancePart, ...]
-    noise_rms: float | None = None
-    noise_by_layers: tuple[ExplainedBy, ...] = ()
-    rounding_by_operator: tuple[ExplainedBy, ...] = ()
     forwards: int
 
 

@@ -1,16 +1,13 @@
 """The distance between sampler and trained policy: where it comes from, arm by arm, or why that is not known."""
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
-from aqnpipe.artifacts.sampler_distance import DistanceParts, ExplainedBy
+from aqnpipe.artifacts.sampler_distance import DistanceParts
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Run
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import Words
-
-Key = TypeVar("Key", bound=Hashable)
 
 MAX_SHOWN = 3
 _LEAST_SHARE = 0.01
@@ -61,13 +58,12 @@ def distance_table(runs: Sequence[Run], words: Words) -> Table | None:
     for arm in dict.fromkeys(run.arm for run in runs):
         rows += [Row(_cells(arm, steps[arm, is_last], words)) for is_last in (False, True) if (arm, is_last) in steps]
         rows += [
-            Row((arm, reason, *[numbers.MISSING] * 2, str(count), numbers.MISSING))
-            for reason, count in missing[arm].items()
+            Row((arm, reason, numbers.MISSING, str(count), numbers.MISSING)) for reason, count in missing[arm].items()
         ]
-    names = ("arm", "distance_parts", "distance_places", "step", "runs", "distance")
+    names = ("arm", "distance_parts", "step", "runs", "distance")
     headers = tuple(words(f"column.{name}") for name in names)
     note = words.paragraph([words("distance.note"), *_mixed_invariance(runs, words)])
-    return Table("distance", words("distance.table"), headers, tuple(rows), 3, note)
+    return Table("distance", words("distance.table"), headers, tuple(rows), 2, note)
 
 
 def _why_not(run: Run, words: Words) -> str | None:
@@ -96,11 +92,9 @@ def _cells(arm: str, measured: Sequence[DistanceParts], words: Words) -> tuple[s
     mean = sum(parts.num_tokens * parts.mean_absolute for parts in measured) / tokens
     steps = sorted({parts.step for parts in measured})
     causes = {words(f"distance.cause.{cause}"): share for cause, share in _shares_of_causes(measured).items()}
-    places = {_place(place, words): share for place, share in _shares_of_places(measured).items()}
     return (
         arm,
         _listed(causes, words),
-        _listed(places, words, MAX_SHOWN) if places else numbers.MISSING,
         words("span", low=steps[0], high=steps[-1]) if len(steps) > 1 else str(steps[0]),
         str(len(measured)),
         numbers.metric(mean),
@@ -108,53 +102,22 @@ def _cells(arm: str, measured: Sequence[DistanceParts], words: Words) -> tuple[s
 
 
 def _shares_of_causes(measured: Sequence[DistanceParts]) -> dict[str, float]:
-    """Return the share of every cause in the sum of squares of all tokens."""
-    return _pooled(
-        (part.cause, part.share, parts.num_tokens * parts.rms**2) for parts in measured for part in parts.parts
-    )
-
-
-def _shares_of_places(measured: Sequence[DistanceParts]) -> dict[ExplainedBy, float]:
-    """Return what every group of layers, or kind of operators, explains of noise or of the rounding of decoding."""
-    entries = []
+    """Return the share of every cause in the sum of squares of all tokens; 0 if that is 0."""
+    weighted: dict[str, float] = defaultdict(float)
+    weights: dict[str, float] = defaultdict(float)
     for parts in measured:
-        of_noise = parts.num_tokens * sum(row.rms**2 for row in parts.noise_by_layers)
-        entries += [(_without_size(row), row.share, of_noise) for row in parts.noise_by_layers]
-        decoding = sum(part.rms**2 for part in parts.parts if part.cause == "decoding") * parts.num_tokens
-        entries += [(_without_size(row), row.share, decoding) for row in parts.rounding_by_operator]
-    return _pooled(entries)
+        for part in parts.parts:
+            weighted[part.cause] += parts.num_tokens * parts.rms**2 * (part.share or 0.0)
+            weights[part.cause] += parts.num_tokens * parts.rms**2
+    return {cause: weighted[cause] / weights[cause] if weights[cause] else 0.0 for cause in weights}
 
 
-def _pooled(entries: Iterable[tuple[Key, float | None, float]]) -> dict[Key, float]:
-    """Return the mean share of every key, weighted by the squares that it is a share of; 0 without any."""
-    weighted: dict[Key, float] = defaultdict(float)
-    weights: dict[Key, float] = defaultdict(float)
-    for key, share, weight in entries:
-        weighted[key] += weight * (share or 0.0)
-        weights[key] += weight
-    return {key: weighted[key] / weights[key] if weights[key] else 0.0 for key in weights}
-
-
-def _listed(shares: Mapping[str, float], words: Words, most: int | None = None) -> str:
+def _listed(shares: Mapping[str, float], words: Words) -> str:
     """Return the names with their shares, the largest first; a dash if none is worth a name."""
-    order = sorted(shares, key=lambda name: -abs(shares[name]))[:most]
+    order = sorted(shares, key=lambda name: -abs(shares[name]))
     named = [words("distance.share", name=name, share=shares[name]) for name in order if _is_named(shares[name])]
     return words("list.separator").join(named) or numbers.MISSING
 
 
 def _is_named(share: float) -> bool:
     return abs(share) >= _LEAST_SHARE
-
-
-def _place(place: ExplainedBy, words: Words) -> str:
-    if place.operator is not None:
-        return place.operator
-    if place.first_layer is None:
-        return words("distance.outside")
-    if place.first_layer == place.last_layer:
-        return words("distance.layer", layer=place.first_layer)
-    return words("distance.layers", first=place.first_layer, last=place.last_layer)
-
-
-def _without_size(place: ExplainedBy) -> ExplainedBy:
-    return place.model_copy(update={"rms": 0.0, "share": None})

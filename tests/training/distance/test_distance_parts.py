@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from aqnpipe.training.distance.parts import explained, parts_of, rms, share_of
+from aqnpipe.training.distance.parts import parts_of, share_of
 
 
 def values(*numbers):
@@ -32,12 +32,4 @@ def test_equal_passes_have_no_shares():
     same = values(-1.0, -2.0)
     (part,) = parts_of(same, {"rest": same})
     assert (part.rms, part.share) == (0.0, None)
-    assert share_of(same, values(0.0, 0.0)) is explained(same, values(0.0, 0.0)) is None
-
-
-def test_what_is_explained_is_what_is_gone():
-    whole = values(2.0, 0.0)
-    assert rms(whole) == pytest.approx(math.sqrt(2))
-    assert explained(values(1.0, 0.0), whole) == 0.75
-    assert explained(values(4.0, 0.0), whole) == 0.0
-    assert explained(values(0.0, 2.0), whole) == -1.0
+    assert share_of(same, values(0.0, 0.0)) is None

@@ -10,7 +10,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.artifacts.sampler_distance import DistanceProgress, SamplerDistance
 from aqnpipe.training.distance.passes import NotMeasurableError
-from aqnpipe.training.distance.probe import LEAST_ROUNDING, DistanceProbe
+from aqnpipe.training.distance.probe import DistanceProbe
 
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 
@@ -36,18 +36,7 @@ def test_without_noise_the_distance_is_rounding_and_nothing_is_left_over(inputs,
         assert step.rms < 1e-4
         assert causes(step)["rest"].rms == 0
         assert sum(part.share for part in step.parts) == pytest.approx(1)
-        # What float32 leaves is not worth a pass per operator.
-        assert causes(step)["decoding"].rms < LEAST_ROUNDING
-        assert step.rounding_by_operator == ()
-        assert step.noise_by_layers == ()
     assert sum("distance to the sampler at step" in line for line in said) == 2
-
-
-def test_rounding_that_is_large_enough_is_explained_by_operators(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.training.distance.probe.LEAST_ROUNDING", 0.0)
-    (step, _) = parts_in(run(training_spec(), inputs, tmp_path / "run")).steps
-    assert len(step.rounding_by_operator) == 11
-    assert {row.operator for row in step.rounding_by_operator} >= {"q_proj", "down_proj", "input_layernorm", "norm"}
 
 
 def test_noise_in_rollout_and_policy_are_told_apart(inputs, tmp_path):
@@ -56,13 +45,11 @@ def test_noise_in_rollout_and_policy_are_told_apart(inputs, tmp_path):
     assert list(causes(step)) == ["rollout_noise", "decoding", "batch", "rest"]
     assert causes(step)["rollout_noise"].share == pytest.approx(1, abs=1e-2)
     assert causes(step)["rest"].rms == 0
-    assert [(row.first_layer, row.share) for row in step.noise_by_layers] == [(1, 1.0)]
 
     actor = {**NOISE, "phases": ["actor_forward", "backward"]}
     (step, _) = parts_in(run(training_spec(actor), inputs, tmp_path / "actor")).steps
     assert list(causes(step)) == ["rollout_batch", "decoding", "batch", "actor_noise"]
     assert causes(step)["actor_noise"].share == pytest.approx(1, abs=1e-2)
-    assert step.noise_rms is None
 
 
 def test_the_sampler_s_older_weights_are_staleness(inputs, tmp_path):
@@ -103,9 +90,9 @@ def test_the_measurement_changes_no_byte_of_the_run(inputs, tmp_path, noise):
     assert other_facts(measured) == other_facts(plain)
 
 
-@pytest.mark.parametrize("number", [1, 4, 8, 11, 12])
+@pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_measurement_that_runs_out_of_memory_changes_no_byte_of_the_run(inputs, tmp_path, monkeypatch, number):
-    """In one of the passes of the first step: the whole one, decoding, noise by layers, of the micro-batch."""
+    """In one of the passes of the first step: the whole one, decoding, of the micro-batch."""
     spec = training_spec(operator_noise=NOISE, aqn=AQN, num_steps=3)
     plain = run(spec, inputs, tmp_path / "plain")
     said: list[str] = []

@@ -32,12 +32,6 @@ def share_of(part: Tensor, whole: Tensor) -> float | None:
     return float((part * whole).sum()) / square if square else None
 
 
-def explained(part: Tensor, whole: Tensor) -> float | None:
-    """Return the share of the mean square of `whole` that is gone without `part`; None if `whole` is 0."""
-    square = float(whole.square().sum())
-    return 1 - float((whole - part).square().sum()) / square if square else None
-
-
 def _part(cause: Cause, difference: Tensor, distance: Tensor) -> DistancePart:
     return DistancePart(
         cause=cause, mean=float(difference.mean()), rms=rms(difference), share=share_of(difference, distance)

@@ -16,22 +16,18 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from aqnpipe.artifacts.sampler_distance import Cause, DistanceParts, DistanceProgress, ExplainedBy, SamplerDistance
+from aqnpipe.artifacts.sampler_distance import Cause, DistanceParts, DistanceProgress, SamplerDistance
 from aqnpipe.config.noise import Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.training.distance.growth import growth_line, growth_of
 from aqnpipe.training.distance.memory import end_forward, free_memory, whole_weights
 from aqnpipe.training.distance.parts import parts_of, rms
 from aqnpipe.training.distance.passes import Drawn, NotMeasurableError, Passes, masked, sequences_of
-from aqnpipe.training.distance.substitution import noise_by_layers, rounding_by_operator
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import rank_and_size
 
 MAX_SEQUENCES = 4
-"""Sequences that are measured. They cost about two rollouts and twenty forward passes of as few rows, twice a run."""
-
-LEAST_ROUNDING = 1e-5
-"""Root mean square in nats below which decoding is not explained by operators: float32 leaves about 1e-6."""
+"""Sequences that are measured. They cost a rollout and two forward passes of as few rows, twice a run."""
 
 _OUT_OF_MEMORY = "the device has too little free memory"
 
@@ -50,8 +46,6 @@ class _Step:
     passes: Passes
     seconds: float = 0.0
     chain: dict[Cause, Tensor] = field(default_factory=dict)
-    noise: tuple[float | None, tuple[ExplainedBy, ...]] = (None, ())
-    rounding: tuple[ExplainedBy, ...] = ()
 
 
 class DistanceProbe:
@@ -192,16 +186,10 @@ class DistanceProbe:
         is_noised = self._is_noised("rollout", step.rollout_step)
         whole = step.passes.in_one_pass(step.sequences)
         if self._samples_in_process:
-            decoded = step.passes.decoded(step.sequences)
-            step.chain["rollout_noise" if is_noised else "rollout_batch"] = decoded
+            step.chain["rollout_noise" if is_noised else "rollout_batch"] = step.passes.decoded(step.sequences)
             step.chain["decoding"] = whole
-            # Noise is larger than rounding by orders of magnitude.
-            if not is_noised and rms(decoded - whole) > LEAST_ROUNDING:
-                step.rounding = rounding_by_operator(step.passes, step.sequences, whole, decoded)
         else:
             step.chain["noise_and_engine" if is_noised else "engine"] = whole
-        if is_noised:
-            step.noise = noise_by_layers(step.passes, step.sequences, whole, self._plan, step.rollout_step)
 
     def _measure_now(self, step: _Step) -> None:
         if step.step - 1 > step.rollout_step:
@@ -233,9 +221,6 @@ def _parts(step: _Step) -> DistanceParts:
         mean_absolute=float((policy - sampled).abs().mean()),
         rms=rms(policy - sampled),
         parts=parts_of(sampled, step.chain),
-        noise_rms=step.noise[0],
-        noise_by_layers=step.noise[1],
-        rounding_by_operator=step.rounding,
         forwards=step.passes.forwards,
     )
 
