@@ -438,3 +438,27 @@ def test_aa_controls_give_a_false_positive_rate(synthetic, run, tmp_path):
     _, _, claims = run(study, made.evaluations)
     assert claims.aa_control_rates[0].identical == 3
     assert claims.aa_control_rates[0].rejected == 0
+
+
+def test_clusters_are_the_unit_of_every_test_and_interval(synthetic, artifacts, run, tmp_path):
+    """Ten clusters of 20 questions: the questions' part has 9 degrees of freedom, and the method is named."""
+    study = changed(artifacts, comparisons=[synthetic.arms("E5b", "E5"), synthetic.levels("pretrained")])
+    accuracy, plain, _ = run(study, artifacts.evaluations)
+    for source in artifacts.evaluations:
+        number = pl.col("question_id").str.extract(r"(\d+)$").cast(pl.Int64)
+        rewrite_rows(source, lambda rows: rows.with_columns(cluster=pl.format("kind {}", number % 10)))  # noqa: B023
+    clustered_accuracy, clustered, claims = run(study, artifacts.evaluations)
+    assert [method.split()[-1] for method in clustered["method"]] == ["clusters"] * 2
+    assert "clusters of questions are the unit" in analysis_text(clustered["method"][0], load_words("en"))
+    assert clustered["difference"].to_list() == pytest.approx(plain["difference"].to_list())
+    assert clustered["num_questions"].to_list() == [200, 200]
+    assert clustered["degrees_of_freedom"][1] == pytest.approx(9)
+    assert plain["degrees_of_freedom"][1] == pytest.approx(199)
+    assert clustered_accuracy["accuracy"].equals(accuracy["accuracy"])
+    assert not clustered_accuracy["ci_low"].equals(accuracy["ci_low"])
+    seed = claims.claims[0].seeds[0]
+    assert seed.ci_low <= seed.difference <= seed.ci_high
+    for source in artifacts.evaluations:
+        rewrite_rows(source, lambda rows: rows.with_columns(cluster=pl.lit("one")))
+    _, _, claims = run(study, artifacts.evaluations)
+    assert "all questions are in one cluster" in reason(claims, "E5b-vs-E5@0")

@@ -96,7 +96,7 @@ def test_generated_data_set_is_a_table_without_overlap():
 
 
 def test_generated_overlap_would_be_caught(monkeypatch):
-    same = [Problem("How many?", "1+1=2\n#### 2", 1, False)]
+    same = [Problem("How many?", "1+1=2\n#### 2", 1, False, "+")]
     monkeypatch.setattr(loader, "generate_problems", lambda config, split: same)
     with pytest.raises(DataError, match="also in train"):
         load_problems(GeneratedDataset(num_train=1, num_test=1), "test")
@@ -233,3 +233,26 @@ def test_columns_with_different_names_are_read(tmp_path, header):
     path = tmp_path / "test.csv"
     path.write_text(f"{header}\na,#### 1,x{',y' if header.endswith(',,') else ''}\n")
     assert load_problems(LocalDataset(source="local", path=str(path)), "test")["gold_answer"].to_list() == ["1"]
+
+
+def with_clusters(rows, names):
+    return [row | {"meta": {"document": name}} for row, name in zip(rows, names, strict=True)]
+
+
+def test_a_column_that_names_clusters_is_read_and_may_not_be_empty(tmp_path):
+    config = write_jsonl(tmp_path, with_clusters(TRAIN, ["a", "b"]), with_clusters(TEST, ["c", 7]))
+    named = config.model_copy(update={"cluster_column": "meta.document"})
+    assert load_problems(named, "test")["cluster"].to_list() == ["c", "7"]
+    assert "cluster" not in load_problems(config, "test").columns
+    empty = write_jsonl(tmp_path, with_clusters(TRAIN, ["a", "b"]), with_clusters(TEST, ["c", None]))
+    with pytest.raises(DataError, match=r"column meta\.document is empty in 1 rows"):
+        load_problems(empty.model_copy(update={"cluster_column": "meta.document"}), "test")
+
+
+def test_generated_problems_are_clustered_by_their_operations():
+    problems = load_problems(GeneratedDataset(num_train=5, num_test=60, max_steps=2), "test")
+    for answer, kind in problems.select("answer", "cluster").iter_rows():
+        steps = answer.split("\n")[:-1]
+        assert len(kind) == len(steps)
+        assert all(operation in step for operation, step in zip(kind, steps, strict=True))
+    assert 4 < problems["cluster"].n_unique() <= 20

@@ -106,7 +106,7 @@ class ComparisonTable(pa.DataFrameModel):
     minimum_detectable_difference: float = pa.Field(nullable=True)
     seeds_needed: int = pa.Field(nullable=True)
     questions_needed: int = pa.Field(nullable=True)
-    method: str = pa.Field(str_matches="^(two_way .*|mcnemar|questions|no_variance|not_compared)$")
+    method: str = pa.Field(str_matches="^(two_way .*|mcnemar|(questions|no_variance)( clusters)?|not_compared)$")
     verdict: str = pa.Field(isin=["supported", "refuted", "equivalent", "not_shown", "invalid"])
 
     class Config:

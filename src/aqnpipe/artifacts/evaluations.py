@@ -56,6 +56,7 @@ def evaluation_files(
 class EvaluationTable(pa.DataFrameModel):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
+    `cluster`: of the question, the unit of tests and intervals; absent where that is the question.
     `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
     the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers that do not compare numbers have
@@ -64,6 +65,7 @@ class EvaluationTable(pa.DataFrameModel):
     """
 
     question_id: str
+    cluster: Optional[str]  # noqa: UP045 - pandera's form of a column that may be absent
     noise_level: float = pa.Field(ge=0)
     noise_seed: int = pa.Field(ge=0)
     sample: int = pa.Field(ge=0)

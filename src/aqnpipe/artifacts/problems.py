@@ -1,15 +1,18 @@
 """The table of questions that the prepare_data stage writes for training, evaluation and diagnosis."""
 
+from typing import Optional
+
 import pandera.polars as pa
 
 
 class ProblemTable(pa.DataFrameModel):
-    """results/data/<split>.parquet: one question per row."""
+    """results/data/<split>.parquet: one question per row; `cluster`: the unit of tests and intervals, if not itself."""
 
     question_id: str = pa.Field(unique=True)
     question: str
     answer: str
     gold_answer: str
+    cluster: Optional[str]  # noqa: UP045 - pandera's form of a column that may be absent
 
     class Config:
         """No other columns are allowed."""

@@ -145,7 +145,7 @@ def _compared(
     control = _scores(second, 0.0 if kind == "noise" else level)
     if kind == "degradation":
         treatment, control = treatment - _scores(first, 0.0), control - _scores(second, 0.0)
-    estimate = estimate_difference(treatment[None], control[None])
+    estimate = estimate_difference(treatment[None], control[None], None, first.levels[level].clusters)
     low, high = estimate.interval(1 - alpha)
     bound = 2.0 if kind == "degradation" else 1.0
     return CheckpointComparison.model_validate(

@@ -4,6 +4,7 @@ from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.comparison.contrasts import Contrast, Scores
 from aqnpipe.comparison.judgement import EFFECTS, Judgement, is_decidable
 from aqnpipe.config.analysis import StatisticsConfig
+from aqnpipe.statistics.clusters import neighbours_vary_together
 from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
@@ -20,6 +21,7 @@ def statements_of(
         *_parts_of_degradation(contrast, scores, estimate),
         *_other_scorers(scores, estimate),
         *_conclusion(contrast, judgement),
+        *_undeclared_clusters(scores),
     ]
     if judgement.verdict == "not_shown":
         found += _why_not_shown(contrast, estimate, judgement, settings)
@@ -80,6 +82,11 @@ def _p_values(contrast: Contrast, judgement: Judgement) -> list[Statement]:
     if contrast.comparison.role != "secondary":
         return [statement("detail.p", p=p_value)]
     return [statement("detail.p_and_holm", p=p_value, p_holm=judgement.claimed.p_holm)]
+
+
+def _undeclared_clusters(scores: Scores) -> list[Statement]:
+    is_clustered = scores.clusters is None and neighbours_vary_together(scores.differences.mean(axis=0))
+    return [statement("claim.clustered")] if is_clustered else []
 
 
 def _conclusion(contrast: Contrast, judgement: Judgement) -> list[Statement]:

@@ -14,8 +14,9 @@ from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
+from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
-from aqnpipe.statistics.paired import paired_counts, score_interval, score_p
+from aqnpipe.statistics.paired import paired_counts
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
 FloatArray = npt.NDArray[np.float64]
@@ -50,7 +51,7 @@ class Scores:
     row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
     model; None with a single seed. `by_scorer`: the same difference by the other scorers of numbers,
-    if the primary one is of numbers.
+    if the primary one is of numbers. `clusters`: of the questions; None: each is its own.
     """
 
     treatment: FloatArray
@@ -60,10 +61,17 @@ class Scores:
     seed_variance: SeedVariance | None
     seed_tables: tuple[SeedComparison, ...] = ()
     by_scorer: Mapping[str, float] = field(default_factory=dict)
+    clusters: Clusters | None = None
 
     def estimate(self) -> Estimate:
         """Return the mean difference and what its tests need."""
-        return estimate_difference(self.treatment, self.control, self.seed_variance)
+        return estimate_difference(self.treatment, self.control, self.seed_variance, self.clusters)
+
+    @property
+    def differences(self) -> FloatArray:
+        """Differences [seed, question], or [seed, cluster]."""
+        found = self.treatment - self.control
+        return found if self.clusters is None else self.clusters.collapsed(found)
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,7 @@ class Contrasts:
                 for scorer in (SCORERS if primary in SCORERS else ())
                 if scorer != primary
             },
+            clusters=first[0].levels[treatment.noise_level].clusters,
         )
 
     def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
@@ -255,7 +264,9 @@ class Contrasts:
         tables = []
         for number, (first, second) in enumerate(pairs):
             counts = paired_counts(treated[number], untreated[number])
-            low, high = score_interval(counts, alpha)
+            ours, theirs = (one[number : number + 1].astype(np.float64) for one in (treated, untreated))
+            estimate = estimate_difference(ours, theirs, None, first.levels[treatment.noise_level].clusters)
+            low, high = estimate.interval(1 - alpha)
             tables.append(
                 SeedComparison(
                     seed=second.source.seed if treatment.arm == PRETRAINED else first.source.seed,
@@ -265,9 +276,9 @@ class Contrasts:
                     only_control=counts.only_control,
                     neither=counts.neither,
                     difference=counts.difference,
-                    ci_low=low,
-                    ci_high=high,
-                    mcnemar_p=score_p(counts),
+                    ci_low=max(low, -1.0),
+                    ci_high=min(high, 1.0),
+                    mcnemar_p=estimate.two_sided_p(),
                 )
             )
         return tuple(tables)

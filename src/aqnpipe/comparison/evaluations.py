@@ -23,6 +23,7 @@ from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.statistics.clusters import Clusters
 
 PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
 ROW_KEYS = [*PASS_KEYS, "sample"]
@@ -50,7 +51,8 @@ class LevelScores:
     """Correctness at one noise level: correct[noise seed, question], the share of right samples; question ids sorted.
 
     `first_correct`[question]: whether the first sample under the first noise seed is right. `same_responses_as`: a
-    lower level at which every response is the same, in every noise seed; None: there is no such level.
+    lower level at which every response is the same, in every noise seed; None: there is no such level. `clusters`: of
+    the questions; None: each is its own.
     """
 
     question_ids: tuple[str, ...]
@@ -59,6 +61,7 @@ class LevelScores:
     correct: npt.NDArray[np.float64]
     first_correct: npt.NDArray[np.bool_]
     same_responses_as: float | None
+    clusters: Clusters | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,8 @@ def _effective_questions(rows: pl.DataFrame, correct: str) -> pl.Series:
     Several answers to a question, of noise draws or samples, have a mean that varies less than one yes or no.
     """
     keys = ["noise_level", "question_id"]
+    if "cluster" in rows.columns:
+        return _effective_of_clusters(rows, correct)
     of_questions = rows.group_by(keys, maintain_order=True).agg(pl.col(correct).mean().alias("mean"), pl.len())
     mean, number, answers = pl.col("mean").mean(), pl.len(), pl.col("len").sum()
     # A mean of yes or no has the variance mean * (1 - mean); if no question varies, all answers count.
@@ -174,6 +179,21 @@ def _effective_questions(rows: pl.DataFrame, correct: str) -> pl.Series:
         pl.min_horizontal(as_one, answers).round(_DIGITS).alias("questions")
     )
     return found.sort("noise_level")["questions"]
+
+
+def _effective_of_clusters(rows: pl.DataFrame, correct: str) -> pl.Series:
+    """Return the same where questions are in clusters, from the variance between clusters."""
+    ordered = rows.sort(ROW_KEYS).group_by("noise_level", "question_id", "cluster", maintain_order=True)
+    found = []
+    for _, part in ordered.agg(pl.col(correct).mean()).sort("noise_level", maintain_order=True).group_by(
+        "noise_level", maintain_order=True
+    ):  # fmt: skip
+        means, clusters = part[correct].to_numpy(), Clusters.of(part["cluster"].to_list())
+        variance = float(clusters.collapsed(means).var(ddof=1)) / clusters.number if clusters.number > 1 else 0.0
+        of_answers = float(means.mean() * (1 - means.mean()))
+        # Clusters that happen to vary less than single answers would are not worth more questions than there are.
+        found.append(min(of_answers / variance if variance > 0 else len(means), len(means)))
+    return pl.Series(found, dtype=pl.Float64).round(_DIGITS)
 
 
 OF_ROLLOUTS = "training: rollouts"
@@ -224,6 +244,7 @@ def _levels(rows: pl.DataFrame, scorer: str) -> dict[float, LevelScores]:
             pl.col("sample"),
             pl.col(f"correct_{scorer}").mean().alias("correct"),
             pl.col(f"correct_{scorer}").first().alias("first"),
+            *([pl.col("cluster").first()] if "cluster" in rows.columns else []),
         )
         .sort(PASS_KEYS[::-1])
     )
@@ -243,6 +264,7 @@ def _levels(rows: pl.DataFrame, scorer: str) -> dict[float, LevelScores]:
             correct=shown["correct"].to_numpy().reshape(len(passes), -1),
             first_correct=first["first"].to_numpy(),
             same_responses_as=twins.get(float(level)),
+            clusters=Clusters.of(first["cluster"].to_list()) if whole and "cluster" in first.columns else None,
         )
     return levels
 
@@ -272,6 +294,8 @@ def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:
     ]
     if len({scores.question_ids for scores in levels.values()}) > 1 and not problems:
         problems.append("noise levels hold different questions")
+    if any(scores.clusters is not None and scores.clusters.number < 2 for scores in levels.values()):
+        problems.append("all questions are in one cluster, so there is nothing to compare over")
     return problems
 
 

@@ -1,5 +1,6 @@
 """Judge a claim: p-value, interval and verdict of an estimate, by the test that the comparison declares."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -176,17 +177,24 @@ def judge(
         ci_high=high,
         verdict=verdict,
         minimum_detectable=_minimum_detectable(parts, estimate, *sizes),
-        seeds_needed=seeds_needed(parts, estimate.num_questions, distance, *sizes) if more_seeds else None,
-        questions_needed=questions_needed(parts, estimate.num_seeds, distance, *sizes) if can_extrapolate else None,
-        seeds_for=tuple(seeds_needed(parts, estimate.num_questions, effect, *sizes) for effect in EFFECTS)
+        seeds_needed=seeds_needed(parts, estimate.num_units, distance, *sizes) if more_seeds else None,
+        questions_needed=_questions_needed(parts, estimate, distance, *sizes) if can_extrapolate else None,
+        seeds_for=tuple(seeds_needed(parts, estimate.num_units, effect, *sizes) for effect in EFFECTS)
         if more_seeds and claim.margin is None
         else (),
     )
 
 
+def _questions_needed(
+    parts: VarianceParts, estimate: Estimate, distance: float, tail: float, power: float
+) -> int | None:
+    units = questions_needed(parts, estimate.num_seeds, distance, tail, power)
+    return None if units is None else math.ceil(units * estimate.num_questions / estimate.num_units)
+
+
 def _minimum_detectable(parts: VarianceParts, estimate: Estimate, tail: float, power: float) -> float | None:
     """Return the smallest true distance that is found with `power`, by the variances that a typical study estimates."""
-    spread = expected_spread(parts, estimate.num_seeds, estimate.num_questions, tail, power)
+    spread = expected_spread(parts, estimate.num_seeds, estimate.num_units, tail, power)
     return None if spread is None or estimate.spread is None else spread.minimum_detectable(tail, power)
 
 

@@ -108,7 +108,7 @@ def _compared(plan: StudyPlan, pairs: Sequence[_Pair], level: float) -> dict[str
     first, second = (np.stack([pair[side].levels[level].correct for pair in pairs]) for side in (0, 1))
     ours, theirs = first.mean(axis=1), second.mean(axis=1)
     statistics = plan.study.config.statistics
-    estimate = estimate_difference(theirs, ours)
+    estimate = estimate_difference(theirs, ours, None, pairs[0][0].levels[level].clusters)
     low, high = estimate.interval(1 - statistics.alpha)
     return {
         "num_seeds": estimate.num_seeds,

@@ -47,6 +47,7 @@ from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_a
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
+from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.multiple_testing import interval_level
 from aqnpipe.statistics.robustness import JOINT_METHOD, mean_slopes, robustness_row
@@ -233,9 +234,8 @@ def _judged(
     decided: ClaimAtLook | None,
 ) -> tuple[dict[str, Any], Claim]:
     contrast, scores, estimate = tested.contrast, tested.scores, tested.estimate
-    differences = scores.treatment - scores.control
     judgement = judge(
-        contrast, estimate, variance_parts(differences, scores.seed_variance), tests, family_size, settings
+        contrast, estimate, variance_parts(scores.differences, scores.seed_variance), tests, family_size, settings
     )
     if decided is not None:
         judgement = judgement_at_look(judgement, decided)
@@ -348,10 +348,12 @@ def _robustness_of_model(
 ) -> list[dict[str, Any]]:
     empty = {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0, "joint_method": JOINT_METHOD}
     found: dict[str, list[FloatArray]] = {}
+    clusters: dict[str, Clusters | None] = {}
     problems: dict[str, str] = {}
     for arm in arms:
         try:
-            found[arm] = _outcomes(contrasts.runs_of(model, arm), levels)
+            runs = contrasts.runs_of(model, arm)
+            found[arm], clusters[arm] = _outcomes(runs, levels), runs[0].levels[levels[0]].clusters
         except RefusedError as error:
             problems[arm] = error.refusal.reason
     slopes = {arm: mean_slopes(levels, outcomes) for arm, outcomes in found.items() if arm != PRETRAINED}
@@ -362,7 +364,7 @@ def _robustness_of_model(
     return [
         empty | {"arm": arm, "problem": problems[arm]}
         if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances[arm], alpha)
+        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances[arm], alpha, clusters[arm])
         for arm in arms
     ]
 

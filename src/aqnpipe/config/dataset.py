@@ -64,6 +64,12 @@ class StoredDataset(FrozenModel):
     choices_column: str | None = Field(
         default=None, min_length=1, description="for answer_format choice: a list of choices, put below the question"
     )
+    cluster_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what the answers to some questions depend on together (kind of problem, document, template): the "
+        "unit of every test and interval; a dot leads into a nested column",
+    )
     system_messages: Literal["refuse", "drop"] = Field(
         default="refuse", description="what happens with system messages in question_column"
     )

@@ -20,7 +20,7 @@ _SHOWN = 80
 
 
 def questions_and_answers(table: pl.DataFrame, config: StoredDataset, name: str) -> pl.DataFrame:
-    """Return the columns question, answer and gold_answer of a data set's table.
+    """Return the columns question, answer, gold_answer and, if one is named, cluster of a data set's table.
 
     Raises DataError, naming `name`, the row and the column, if a column is missing or empty, or a value is not what the
     configuration says.
@@ -29,6 +29,7 @@ def questions_and_answers(table: pl.DataFrame, config: StoredDataset, name: str)
         raise DataError(f"{name}: no rows")
     columns = [config.question_column, config.answer_column]
     columns += [config.choices_column] if config.choices_column is not None else []
+    columns += [config.cluster_column] if config.cluster_column is not None else []
     values = {column: _values(table, column, columns, name) for column in columns}
     rows = []
     for row in range(table.height):
@@ -44,7 +45,10 @@ def questions_and_answers(table: pl.DataFrame, config: StoredDataset, name: str)
         else:
             text = _answer_text(answer, where, config)
             rows.append((question, *_GOLD[config.answer_format](text, where)))
-    return pl.DataFrame(rows, schema=dict.fromkeys(("question", "answer", "gold_answer"), pl.String), orient="row")
+    found = pl.DataFrame(rows, schema=dict.fromkeys(("question", "answer", "gold_answer"), pl.String), orient="row")
+    if config.cluster_column is None:
+        return found
+    return found.with_columns(pl.Series("cluster", [str(value) for value in values[config.cluster_column]]))
 
 
 def _values(table: pl.DataFrame, column: str, wanted: Sequence[str], name: str) -> list[Any]:

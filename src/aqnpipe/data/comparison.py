@@ -44,6 +44,7 @@ def draw_comparison(rng: np.random.Generator, difficulty: Difficulty) -> Problem
         answer="\n".join([*worked, f"#### {relations.count(requested)}"]),
         num_steps=num_steps,
         has_distractor=has_distractor,
+        kind=f"{requested} of {len(numbers)}",
     )
 
 

@@ -21,6 +21,8 @@ _FORMATS = (".jsonl", ".csv", ".parquet")
 def load_problems(config: DatasetConfig, split: Split) -> pl.DataFrame:
     """Return the problems of `split`: question_id ("test-00017"), question, answer (worked), gold_answer (canonical).
 
+    Where the data set has clusters of questions, the column cluster too.
+
     A limit selects the first rows. A file in place of a folder has the test questions alone.
 
     Raises DataError if a file, column or gold answer is missing, a limit exceeds the
@@ -38,7 +40,7 @@ def load_problems(config: DatasetConfig, split: Split) -> pl.DataFrame:
     _refuse_two_answers(table, f"{_name_of(config)}, split {split}")
     table = _limit(table, config, split)
     question_ids = [f"{split}-{index:05d}" for index in range(table.height)]
-    return table.select(pl.Series("question_id", question_ids, dtype=pl.String), "question", "answer", "gold_answer")
+    return table.select(pl.Series("question_id", question_ids, dtype=pl.String), *table.columns)
 
 
 def splits_of(config: DatasetConfig) -> tuple[Split, ...]:
@@ -59,7 +61,7 @@ def _name_of(config: DatasetConfig) -> str:
 
 
 def _read_split(config: GeneratedDataset | LocalDataset | HubDataset, split: Split) -> pl.DataFrame:
-    """Return the columns question, answer and gold_answer of a whole split."""
+    """Return the columns question, answer, gold_answer and, where there are clusters, cluster of a whole split."""
     if isinstance(config, GeneratedDataset):
         problems = generate_problems(config, split)
         return pl.DataFrame(
@@ -67,6 +69,7 @@ def _read_split(config: GeneratedDataset | LocalDataset | HubDataset, split: Spl
                 "question": [problem.question for problem in problems],
                 "answer": [problem.answer for problem in problems],
                 "gold_answer": [extract_answer(problem.answer, "strict") for problem in problems],
+                "cluster": [problem.kind for problem in problems],
             },
             schema_overrides={"gold_answer": pl.String},
         )

@@ -61,12 +61,16 @@ class Difficulty:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its worked answer, which ends in `#### n`."""
+    """A question and its worked answer, which ends in `#### n`.
+
+    `kind`: what problems that differ in words and numbers alone have in common; their answers vary together.
+    """
 
     question: str
     answer: str
     num_steps: int
     has_distractor: bool
+    kind: str
 
 
 @dataclass
@@ -81,6 +85,7 @@ class _Story:
     value: int = 0
     sentences: list[str] = field(default_factory=list)
     worked_steps: list[str] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     newcomers: list[str] = field(default_factory=lambda: list(NAMES))
     # The subject of the last sentence, to whom a pronoun in the next sentence would refer.
     last_named: str | None = None
@@ -110,6 +115,7 @@ class _Story:
         """Add a line to the worked answer and update the quantity."""
         result = apply(operation, self.value, operand)
         self.worked_steps.append(f"{self.value}{operation}{operand}={result}")
+        self.operations.append(operation)
         self.value = result
 
 
@@ -149,6 +155,7 @@ def draw_problem(rng: np.random.Generator, difficulty: Difficulty) -> Problem:
         answer="\n".join([*story.worked_steps, f"#### {story.value}"]),
         num_steps=num_steps,
         has_distractor=has_distractor,
+        kind="".join(story.operations),
     )
 
 

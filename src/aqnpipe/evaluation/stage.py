@@ -157,9 +157,12 @@ def score(
         pairs({name: grade(text, gold) for name, grade in graders.items()})
         for text, gold in zip(texts, golds, strict=True)
     ]
+    has_clusters = "cluster" in problems.columns
+    clusters: dict[str, list[str]] = {"cluster": problems["cluster"].to_list() * len(samples)} if has_clusters else {}
     return pl.DataFrame(
         {
             "question_id": problems["question_id"].to_list() * len(samples),
+            **clusters,
             "noise_level": [noise_level] * len(texts),
             "noise_seed": [noise_seed] * len(texts),
             "sample": [number for number in range(len(samples)) for _ in range(len(problems))],

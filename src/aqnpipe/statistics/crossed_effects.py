@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.paired import PairedCounts, paired_counts, score_interval, score_p, tango_p
 from aqnpipe.statistics.seed_blocks import SeedVariance
 from aqnpipe.statistics.spread import SMALLEST_VARIANCE, Spread, VariancePart, spread_of
@@ -23,7 +24,8 @@ class Estimate:
     """A difference of accuracies (fractions) and the quantities from which its tests and intervals are computed.
 
     `spread` is None where nothing varies. `counts` is None unless tests of counts apply: one run with yes/no outcomes,
-    or differences that do not vary. `analysis`: the method with the parts of it that this estimate uses, as keys.
+    or differences that do not vary. `analysis`: the method with the parts of it that
+    this estimate uses, as keys. `num_units`: questions, or their clusters.
     """
 
     method: Method
@@ -33,6 +35,7 @@ class Estimate:
     spread: Spread | None
     counts: PairedCounts | None
     analysis: tuple[str, ...]
+    num_units: int
 
     @property
     def covers_seed_variance(self) -> bool:
@@ -73,7 +76,10 @@ class Estimate:
 
 
 def estimate_difference(
-    treatment: FloatArray, control: FloatArray, seed_variance: SeedVariance | None = None
+    treatment: FloatArray,
+    control: FloatArray,
+    seed_variance: SeedVariance | None = None,
+    clusters: Clusters | None = None,
 ) -> Estimate:
     """Return the mean of d = treatment - control and what its tests need; the data determine the method.
 
@@ -84,13 +90,22 @@ def estimate_difference(
     - questions: one seed, averaged over noise seeds.
     - no_variance: d does not vary, so there is no standard error; score test and interval over the questions.
 
-    `seed_variance`: moderated by the other arms of the study, see `SeedBlocks`; None: that of these runs alone.
+    `seed_variance`: moderated by the other arms of the study, see `SeedBlocks`; None: that of these runs alone. With
+    `clusters` these are the units in place of the questions.
     """
+    num_questions = treatment.shape[1]
+    if clusters is not None:
+        treatment, control = clusters.collapsed(treatment), clusters.collapsed(control)
     differences = treatment - control
-    num_seeds, num_questions = differences.shape
-    if num_seeds < 1 or num_questions < 2:
-        raise ValueError(f"need at least 1 seed and 2 questions, found shape {differences.shape}")
-    spread = two_way_spread(differences, seed_variance) if num_seeds > 1 else _questions_spread(differences[0])
+    num_seeds, num_units = differences.shape
+    if num_seeds < 1 or num_units < 2:
+        raise ValueError(f"need at least 1 seed and 2 questions or clusters, found shape {differences.shape}")
+    freedom = num_units - 1.0 if clusters is None else clusters.freedom
+    spread = (
+        two_way_spread(differences, seed_variance, freedom)
+        if num_seeds > 1
+        else spread_of(VariancePart(float(differences[0].var(ddof=1)) / num_units, freedom))
+    )
     counts: PairedCounts | None = None
     method: Method = "two_way" if num_seeds > 1 else "questions"
     if spread is None:
@@ -104,7 +119,8 @@ def estimate_difference(
         difference=float(differences.mean()),
         spread=spread,
         counts=counts,
-        analysis=_analysis(method, spread, seed_variance),
+        analysis=(*_analysis(method, spread, seed_variance), *([] if clusters is None else ["clusters"])),
+        num_units=num_units,
     )
 
 
@@ -116,12 +132,15 @@ def _analysis(method: Method, spread: Spread | None, seeds: SeedVariance | None)
     return (method, seeds.source if seeds else "own", reference) if method == "two_way" else (method,)
 
 
-def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None = None) -> Spread | None:
+def two_way_spread(
+    differences: FloatArray, seed_variance: SeedVariance | None = None, freedom: float | None = None
+) -> Spread | None:
     """Return the error of the mean of d[seed, question], with seed and question as crossed random effects.
 
     The variance is var(seed means)/seeds + var(question means)/questions minus the interaction, which both terms
     contain (Cameron, Gelbach & Miller 2011) and which is subtracted from the questions. Runs that have no others to
-    moderate their variance vary at least as much as their answers make them. Returns None if nothing varies. Simulated
+    moderate their variance vary at least as much as their answers make them. `freedom`: degrees of freedom of the
+    questions, by default their number less 1. Returns None if nothing varies. Simulated
     error rates: docs/decisions/0008-crossed-effects.md.
     """
     num_seeds, num_questions = differences.shape
@@ -134,7 +153,8 @@ def two_way_spread(differences: FloatArray, seed_variance: SeedVariance | None =
     own, is_alone = seeds.own, seeds.own.degrees_of_freedom <= num_seeds - 1
     if is_alone and seeds.shared is None:
         own = VariancePart(max(own.variance, residual / num_questions), own.degrees_of_freedom)
-    questions = VariancePart(max(by_question - residual / differences.size, 0.0), num_questions - 1.0)
+    by_question = max(by_question - residual / differences.size, 0.0)
+    questions = VariancePart(by_question, num_questions - 1.0 if freedom is None else freedom)
     shared = () if seeds.shared is None else (seeds.shared.times(1 / num_seeds),)
     return spread_of(*shared, own.times(1 / num_seeds), questions)
 
@@ -145,10 +165,6 @@ def interaction_variance(differences: FloatArray) -> float:
     seed_means, question_means = differences.mean(axis=1), differences.mean(axis=0)
     left = differences - seed_means[:, None] - question_means[None, :] + differences.mean()
     return float(np.sum(left**2)) / ((num_seeds - 1) * (num_questions - 1))
-
-
-def _questions_spread(differences: FloatArray) -> Spread | None:
-    return spread_of(VariancePart(float(differences.var(ddof=1)) / differences.size, differences.size - 1.0))
 
 
 def _constant_counts(differences: FloatArray) -> PairedCounts:

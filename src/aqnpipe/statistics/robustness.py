@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.seed_blocks import SeedVariance
 
@@ -24,7 +25,11 @@ def mean_slopes(levels: Sequence[float], outcomes: Sequence[FloatArray]) -> Floa
 
 
 def robustness_row(
-    levels: Sequence[float], outcomes: Sequence[FloatArray], seed_variance: SeedVariance | None, alpha: float
+    levels: Sequence[float],
+    outcomes: Sequence[FloatArray],
+    seed_variance: SeedVariance | None,
+    alpha: float,
+    clusters: Clusters | None = None,
 ) -> dict[str, Any]:
     """Return the columns of `artifacts.RobustnessTable` computed from outcomes[level][seed, noise seed, question].
 
@@ -33,7 +38,8 @@ def robustness_row(
     """
     means = _means(outcomes)
     slopes = slope_per_question(levels, means)
-    estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance)
+    estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance, clusters)
+    units = means.mean(axis=1) if clusters is None else clusters.collapsed(means.mean(axis=1))
     low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
     return {
         "num_seeds": means.shape[1],
@@ -46,7 +52,7 @@ def robustness_row(
         "slope_ci_low": low,
         "slope_ci_high": high,
         "slope_p": estimate.two_sided_p() if estimate.spread is not None else None,
-        **joint_test(means.mean(axis=1)),
+        **joint_test(units),
     }
 
 

@@ -1,0 +1,67 @@
+"""Questions in clusters, such as templates or documents, whose answers vary together: the cluster is the unit.
+
+Scores of the questions of a cluster are collapsed to one value, so that the mean over clusters is the mean over
+questions and the variance between clusters is that of a cluster-robust standard error (Miller 2024, arXiv 2411.00640).
+Two corrections are for few clusters, or clusters of unlike size: the variance is unbiased where a cluster's questions
+vary together, and its degrees of freedom are those of the effective number of clusters (Carter, Schnepel & Steigerwald
+2017, Rev. Econ. Stat. 99:698).
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+NOTABLE_TAIL_Z = 3.3
+"""Score of a correlation that chance exceeds once in 2,000 comparisons."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """Clusters of questions; codes[question]: 0, 1, ... in the order of the questions of the scores."""
+
+    codes: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, names: Sequence[Hashable]) -> "Clusters":
+        """Return the clusters of questions from the name of each one's cluster."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return cls(np.array([numbers[name] for name in names], dtype=np.int64))
+
+    @cached_property
+    def shares(self) -> FloatArray:
+        """Share of the questions in each cluster."""
+        return np.bincount(self.codes) / len(self.codes)
+
+    @property
+    def number(self) -> int:
+        """Number of clusters."""
+        return len(self.shares)
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of the variance between clusters: their effective number, less 1."""
+        return 1 / float(np.sum(self.shares**2)) - 1
+
+    def collapsed(self, scores: FloatArray) -> FloatArray:
+        """Return values [..., cluster] of scores [..., question] with the same mean and the variance of clusters."""
+        mean = scores.mean(axis=-1, keepdims=True)
+        member = np.zeros((len(self.codes), self.number))
+        member[np.arange(len(self.codes)), self.codes] = 1 / len(self.codes)
+        squares = float(np.sum(self.shares**2))
+        expected = float(np.sum(self.shares**2 * (1 - 2 * self.shares + squares)))
+        scale = np.sqrt(squares / expected * self.number * (self.number - 1))
+        return np.asarray(mean + scale * ((scores - mean) @ member))
+
+
+def neighbours_vary_together(differences: FloatArray) -> bool:
+    """Whether differences[question] of neighbouring questions correlate, as those of one document or template do."""
+    centred = differences - differences.mean()
+    variance = float(centred @ centred)
+    if variance == 0:
+        return False
+    return float(centred[1:] @ centred[:-1]) / variance * np.sqrt(len(differences)) > NOTABLE_TAIL_Z
