@@ -7,6 +7,7 @@ are short: those of real models contain a cell per operator and layer.
 
 import argparse
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +27,9 @@ from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from made_up import facts_of
 
 LEVELS = (0.0, 0.05, 0.1)
 
@@ -96,7 +100,7 @@ def write_evaluation(
         operator_noise=None, expected_phases=(), phases=(), cells=(), weight_syncs=(), num_layers=1, num_norms=1
     )
     passes = tuple(EvaluationPass(noise_level=level, noise_seed=0, receipt=empty) for level in LEVELS)
-    write_json(source.receipt, EvaluationReceipts(passes=passes))
+    write_json(source.receipt, EvaluationReceipts(passes=passes, facts=facts_of(table)))
     record = RunRecord(
         stage="evaluate",
         identity={"model": model, "arm": arm, "seed": seed, "step": step},
@@ -127,16 +131,16 @@ def main() -> None:
             write_evaluation(folder, checkpoint, arguments.questions, draws)
             for checkpoint in StudyPlan(study).evaluations()
         ]
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         compare(study, evaluations, ComparisonOutputs.in_folder(folder))
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
         verdicts = pl.read_parquet(folder / "comparisons.parquet")["verdict"].value_counts(sort=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     rows = len(evaluations) * len(LEVELS) * arguments.questions
     print(  # noqa: T201
         f"{len(evaluations)} evaluations, {rows:,} rows, {len(study.comparisons())} comparisons "
         f"({', '.join(f'{count} {verdict}' for verdict, count in verdicts.iter_rows())}): "
-        f"{seconds:.1f} s, peak memory {peak:,.0f} MiB"
+        f"{seconds:.1f} s, {cpu:.1f} s of processor time, peak memory {peak:,.0f} MiB"
     )
 
 

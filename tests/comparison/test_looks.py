@@ -365,4 +365,4 @@ def test_claims_that_end_as_equivalent_do_not_relax_the_level_of_the_others(synt
 
 
 def estimate_of(difference, variance, seeds):
-    return Estimate("two_way", seeds, 500, float(difference), Spread((VariancePart(variance, 1e6),)), None, ())
+    return Estimate("two_way", seeds, 500, float(difference), Spread((VariancePart(variance, 1e6),)), None, (), 500)

@@ -72,6 +72,17 @@ def test_detectable_difference_is_found_with_its_power():
     assert stats.nct.sf(stats.t.ppf(0.975, 30), 30, difference / 0.01) == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize("parts", [((1.0, 2.0), (3.0, 18.0)), ((1e-4, 1.0),), ((1.0, 9.0),), ((1.0, 1e6), (0.5, 1e6))])
+@pytest.mark.parametrize("tail", [0.025, 0.0005])
+def test_what_is_detected_is_above_the_minimum(parts, tail):
+    spread = spread_of(*parts)
+    limit = spread.minimum_detectable(tail, 0.8)
+    assert not spread.detects(0.999 * limit, tail, 0.8)
+    if limit < 30 * spread.standard_error:
+        assert spread.detects(1.001 * limit, tail, 0.8)
+    assert not spread.detects(0.0, tail, 0.8)
+
+
 @pytest.mark.parametrize("alpha", [0.05, 0.005])
 @pytest.mark.parametrize("freedom", [1, 3])
 def test_no_mixture_of_variances_rejects_more_often_than_the_level(freedom, alpha):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -85,7 +85,7 @@ def tango_p(counts: PairedCounts, bound: float) -> float:
     variance = num * (2 * share + bound * (1 - bound))
     if variance <= 0:
         return 0.5 if surplus == 0 else float(surplus < 0)
-    return float(stats.norm.sf(surplus / math.sqrt(variance)))
+    return float(special.ndtr(-surplus / math.sqrt(variance)))
 
 
 def minimum_detectable_difference(

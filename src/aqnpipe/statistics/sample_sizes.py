@@ -170,7 +170,7 @@ def _smallest(
 
     def enough(number: int) -> bool:
         spread = spread_with(number)
-        return spread is None or spread.minimum_detectable(tail, power) <= distance
+        return spread is None or spread.detects(distance, tail, power)
 
     lowest, highest = ends
     if distance <= 0 or not enough(highest):

@@ -21,6 +21,9 @@ _KNOWN_FREEDOM = 1e4
 
 _NEAR_LIMIT = 4.0
 
+_FAR = 30.0
+"""Standard errors beyond which every test of interest has its power; no noncentral t distribution is computed there."""
+
 SMALLEST_VARIANCE = 1e-20
 """Variances of means below this are rounding errors: one changed answer in 100,000 questions gives about 1e-15."""
 
@@ -112,6 +115,19 @@ class Spread:
         """One-sided p-value of an estimate that is `distance` above the hypothesis."""
         return max(self._tail(distance / self.standard_error), _SMALLEST_TAIL)
 
+    def detects(self, distance: float, tail: float, power: float) -> bool:
+        """Whether `minimum_detectable` is at most `distance`, in a hundredth of its time.
+
+        The estimate exceeds the lower point of the noncentral t distribution with probability `power`, so it is enough
+        that a one-sided test at level `tail` rejects there.
+        """
+        if distance <= 0:
+            return False
+        freedom, location = self.degrees_of_freedom, distance / self.standard_error
+        if freedom > _KNOWN_FREEDOM:
+            return self._tail(location - float(special.ndtri(power))) <= tail
+        return self._tail(float(special.nctdtrit(freedom, min(location, _FAR), 1 - power))) <= tail
+
     def minimum_detectable(self, tail: float, power: float) -> float:
         """Smallest true distance from the hypothesis that a one-sided test at level `tail` detects with `power`.
 
@@ -123,7 +139,7 @@ class Spread:
             return (critical + float(stats.norm.ppf(power))) * self.standard_error
 
         def shortfall(distance: float) -> float:
-            return power - float(stats.nct.sf(critical, freedom, distance))
+            return power - 1 + float(special.nctdtr(freedom, distance, critical))
 
         highest = critical + 1.0
         while shortfall(highest) > 0:
