@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from decoder_families import FAMILIES, tiny_model_of
 from noised_products import ProductCount
+from smallest import parse
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -278,7 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to measure again (default: all)")
     parser.add_argument("--check", action="store_true", help="compare with the page in place of writing it")
-    arguments = parser.parse_args()
+    arguments = parse(parser, families=["llama"], check=True)
     unknown = set(arguments.families) - FAMILIES.keys()
     if unknown:
         parser.error(f"unknown families {', '.join(sorted(unknown))}, expected some of {', '.join(FAMILIES)}")

@@ -20,6 +20,7 @@ import polars as pl
 import torch
 import yaml
 from safetensors.torch import load_file
+from smallest import parse
 
 KINDS = {
     "tables": (".parquet",),
@@ -40,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     differences = 0
     for kind, endings in KINDS.items():
         files = results_of(arguments.before, endings)

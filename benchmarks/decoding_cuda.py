@@ -21,6 +21,7 @@ import torch
 from noise_overhead_cuda import DEVICE, SHAPES, noise_spec
 from rich.console import Console
 from rich.table import Table
+from smallest import not_here, parse
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2ForCausalLM
 
@@ -50,9 +51,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--attention", choices=("eager", "sdpa"), nargs="+", default=["eager", "sdpa"])
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if not torch.cuda.is_available():
-        raise SystemExit("ERROR: decoding_cuda measures on a CUDA device, and torch finds none")
+        not_here("a CUDA device that torch finds")
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(SHAPES).to(DEVICE, torch.bfloat16).eval()
     console, speeds = Console(), []

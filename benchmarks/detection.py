@@ -13,8 +13,9 @@ import argparse
 import csv
 import random
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import polars as pl
 import transformers
 from machine_faults.cases import HEALTHY, Case, fault_cases, healthy_cases, run_case, run_effect
 from machine_faults.page import page
+from smallest import parse
 
 FOLDER = Path(__file__).parent
 IDENTITY = "group,name,architecture,dtype,seed,layer"
@@ -57,7 +59,7 @@ def run_missing(
     # In random order, so that an interrupted run is a sample of all groups.
     random.Random(0).shuffle(missing)  # noqa: S311
     header = not path.exists()
-    with path.open("a", newline="") as file, ProcessPoolExecutor(jobs, get_context("spawn"), silence) as pool:
+    with path.open("a", newline="") as file, executor(jobs) as pool:
         writer = csv.DictWriter(file, fieldnames=fields.split(","), extrasaction="ignore", lineterminator="\n")
         if header:
             writer.writeheader()
@@ -65,6 +67,13 @@ def run_missing(
         for future in as_completed(futures):
             writer.writerow(_shortened(_row_of(futures[future], future) | {"commit": code}))
             file.flush()
+
+
+def executor(jobs: int) -> Executor:
+    """Return processes for the cases; one job needs no process of its own."""
+    if jobs == 1:
+        return ThreadPoolExecutor(1, initializer=silence)
+    return ProcessPoolExecutor(jobs, get_context("spawn"), silence)
 
 
 def silence() -> None:
@@ -98,11 +107,25 @@ def main() -> None:
         "--fresh", action="store_true", help="diagnose again; effects, which need no diagnosis, are kept"
     )
     parser.add_argument("--summarise", action="store_true", help="only rewrite detection.md")
-    arguments = parser.parse_args()
+    parser.add_argument("--cases", type=int, help="only so many cases of each file, at random (default: all)")
+    arguments = parse(parser, cases=2, models=1, healthy=1)
+    if arguments.smallest:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments.output = Path(folder)
+            measure(arguments)
+            print((Path(folder) / "detection.md").read_text())  # noqa: T201
+    else:
+        measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Run the missing cases and write the page into the folder `arguments.output`."""
     paths = {kind: arguments.output / f"detection_{kind}.csv" for kind in FIELDS}
     faults = list(fault_cases(arguments.models))
     for kind, cases in {"effects": faults, "faults": faults, "healthy": list(healthy_cases(arguments.healthy))}.items():
         chosen = [case for case in cases if arguments.only in (None, case.group)]
+        if arguments.cases:
+            chosen = random.Random(0).sample(chosen, arguments.cases)  # noqa: S311
         if arguments.summarise or not chosen:
             continue
         if arguments.fresh and kind != "effects":

@@ -17,11 +17,13 @@ import argparse
 import csv
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import get_context
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ import torch.nn.functional as F
 from detection import commit
 from machine_faults.page import commits
 from scipy import stats
+from smallest import parse
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
@@ -291,7 +294,7 @@ def append_rows(path: Path, tasks: Sequence[Task], jobs: int) -> None:
     """Run the tasks without a row in `path` in `jobs` processes, and append their rows in order."""
     done = max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
     code = commit()
-    with path.open("a", newline="") as file, get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
+    with path.open("a", newline="") as file, pool_of(jobs) as pool:
         for number, result in enumerate(pool.imap(run_task, tasks[done:]), start=done):
             row = result | {"commit": code}
             writer = csv.DictWriter(file, fieldnames=list(row))
@@ -299,6 +302,11 @@ def append_rows(path: Path, tasks: Sequence[Task], jobs: int) -> None:
                 writer.writeheader()
             writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
             file.flush()
+
+
+def pool_of(jobs: int) -> Any:
+    """Return processes for the tasks; one job needs no process of its own."""
+    return ThreadPool(1) if jobs == 1 else get_context("spawn").Pool(jobs, torch.set_num_threads, (1,))
 
 
 def run_task(task: Task) -> dict[str, Any]:
@@ -411,7 +419,7 @@ def _magnitudes(faults: pl.DataFrame) -> list[str]:
             rows = faults.filter((pl.col("type") == kind) & (pl.col("magnitude") == magnitude))
             change = rows["loss_change"].abs().median()
             seen = rows.filter(pl.col("bits_change"))["placed"]
-            cells.append(f"{change:.1e}; {share(seen)}")
+            cells.append("not run" if rows.is_empty() else f"{change:.1e}; {share(seen)}")
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return lines
 
@@ -464,19 +472,32 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=30, help="seeds per architecture and dtype")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes, each with one thread")
     parser.add_argument("--summarise", action="store_true", help="only rewrite the page and the picture")
-    arguments = parser.parse_args()
+    parser.add_argument("--cases", type=int, help="only so many faults and healthy models (default: all)")
+    arguments = parse(parser, healthy=1, cases=2)
     torch.set_num_threads(1)
+    if arguments.smallest:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments.output = Path(folder)
+            run_all(arguments)
+            print((Path(folder) / "detection_simulated.md").read_text())  # noqa: T201
+    else:
+        run_all(arguments)
+
+
+def run_all(arguments: argparse.Namespace) -> None:
+    """Run the missing tasks and write the summary into the folder `arguments.output`."""
     faults_csv, healthy_csv = (arguments.output / f"detection_simulated_{name}.csv" for name in ("faults", "healthy"))
     if not arguments.summarise:
         seeds_and_models = itertools.product(range(arguments.healthy), HEALTHY_MODELS)
-        append_rows(
-            healthy_csv, [partial(healthy_row, *model, seed) for seed, model in seeds_and_models], arguments.jobs
-        )
+        chosen = itertools.islice(seeds_and_models, arguments.cases)
+        append_rows(healthy_csv, [partial(healthy_row, *model, seed) for seed, model in chosen], arguments.jobs)
         seeds_and_cells = list(itertools.product(range(arguments.seeds), enumerate(cells())))
         random.Random(0).shuffle(seeds_and_cells)  # noqa: S311
+        if arguments.cases:
+            seeds_and_cells.sort(key=lambda found: found[1][1][1] not in SCANNED_SITES)
         append_rows(
             faults_csv,
-            [partial(fault_row, number, *cell, seed) for seed, (number, cell) in seeds_and_cells],
+            [partial(fault_row, number, *cell, seed) for seed, (number, cell) in seeds_and_cells[: arguments.cases]],
             arguments.jobs,
         )
     faults, healthy = (pl.read_csv(path, infer_schema_length=None) for path in (faults_csv, healthy_csv))

@@ -32,6 +32,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_VERB
 import psutil
 import torch
 from rich.console import Console
+from smallest import parse
 from transformers import AutoModelForCausalLM
 
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
@@ -275,7 +276,7 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, rounds=1, models=["tiny"], questions=8, examples=[0], tokens=6)
     if arguments.serve:
         serve(arguments.serve, arguments.model, Task(**json.loads(arguments.task.read_text())))
         return

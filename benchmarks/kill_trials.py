@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from kill_server import RESUME_EVERY, KillServer, Outcome, random_kill, tree, whole_spec
+from smallest import parse
 from tiny_training import write_inputs
 
 from conftest import random_qwen2
@@ -34,7 +35,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="number of kills (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times and functions (default: 0)")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time (default: 60)")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_suffix(".md"),
+        help="page of the tally (default: %(default)s)",
+    )
+    arguments = parse(parser, kills=2, output=Path("/dev/stdout"))
     generator = random.Random(arguments.seed)  # noqa: S311 - chooses when to kill
     deadline = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as name:
@@ -64,7 +71,7 @@ def main() -> None:
                 shutil.rmtree(folder / used)
             sys.stderr.write(f"{tally.total()} kills, {runs} runs, all with the same bytes as the undisturbed run\n")
         server.close()
-    Path(__file__).with_suffix(".md").write_text(_report(arguments.seed, runs, tally, lost), encoding="utf-8")
+    arguments.output.write_text(_report(arguments.seed, runs, tally, lost), encoding="utf-8")
 
 
 def _place(how: dict) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 import polars as pl
 import psutil
 from scipy import stats
+from smallest import parse
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -50,7 +51,7 @@ def main() -> None:
         default=[100, 1000, 10_000],
         help="numbers of evaluations to compare and report (default: 100 1000 10000)",
     )
-    arguments = parser.parse_args()
+    arguments = parse(parser, steps=40, questions=700, evaluations=[20])
     if arguments.what == "artifacts":
         if len(arguments.evaluations) > 1:
             for number in arguments.evaluations:

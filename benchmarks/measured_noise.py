@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from smallest import parse
 from torch import Tensor, nn
 
 import aqnpipe
@@ -26,21 +27,22 @@ from aqnpipe.parity.effects import Substitutions
 from aqnpipe.parity.parity import parity_of
 from parity import BOUNDS, CONSOLE, LOW, MODELS, token_ids_of
 
-NUM_SEEDS = 20
-
 
 def main() -> None:
     """Print the effects for every built-in model."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
+    parser.add_argument("--noise-seeds", type=int, default=20, help="default: %(default)s")
+    arguments = parse(parser, models=["tiny"], noise_seeds=1)
     torch.set_num_threads(1)
-    for name in MODELS:
+    for name in arguments.models:
         ids = token_ids_of(name)
         first = sealed(name, ids, None)
         model = load_model(source_folder(ModelConfig(source=name)), dtype="float32", attention="eager")
         parity = parity_of(
             first, sealed(name, ids, first), lambda sides, model=model: Substitutions(model, sides, 1).measured()
         )
-        report(name, parity, model, first.sequences)
+        report(name, parity, model, first.sequences, arguments.noise_seeds)
 
 
 def sealed(name: str, ids: list[list[int]], replay: Capture | None) -> Capture:
@@ -49,7 +51,7 @@ def sealed(name: str, ids: list[list[int]], replay: Capture | None) -> Capture:
     return seal(make_capture(name, side, ids, BOUNDS, replay))[0]
 
 
-def report(name: str, parity: ParityFile, model: nn.Module, sequences: list[list[int]]) -> None:
+def report(name: str, parity: ParityFile, model: nn.Module, sequences: list[list[int]], num_seeds: int) -> None:
     """Print the effects of one model."""
     machine = parity.log_probabilities.rms
     CONSOLE.print(f"{name}: bfloat16 {machine:.4g} nats on {parity.log_probabilities.num_tokens} tokens")
@@ -59,7 +61,7 @@ def report(name: str, parity: ParityFile, model: nn.Module, sequences: list[list
         both = with_figures(MeasuredError(source=str(path)))
     products = {place: one for place, one in (both.figures or {}).items() if not is_norm(place.rpartition(".")[2])}
     for title, figures in (("linear modules and attention", products), ("these and norms", both.figures)):
-        effect = noise_effect(model, both.model_copy(update={"figures": figures}), sequences)
+        effect = noise_effect(model, both.model_copy(update={"figures": figures}), sequences, num_seeds)
         CONSOLE.print(f"  measured noise on {title}: {effect:.4g} nats, {effect / machine:.2f} of it")
     if parity.substitution is None:
         raise RuntimeError("nothing was substituted")
@@ -73,11 +75,11 @@ def report(name: str, parity: ParityFile, model: nn.Module, sequences: list[list
         CONSOLE.print(f"  substituted: {group} {square**0.5:.4g} nats, {share:.0%} of the sum of squares")
 
 
-def noise_effect(model: nn.Module, error: MeasuredError, sequences: list[list[int]]) -> float:
+def noise_effect(model: nn.Module, error: MeasuredError, sequences: list[list[int]], num_seeds: int) -> float:
     """Return the root mean square change of log-probabilities, over tokens and seeds; receipts are checked."""
     clean = torch.cat([scores(model, ids) for ids in sequences])
     squares = []
-    for seed in range(NUM_SEEDS):
+    for seed in range(num_seeds):
         with aqnpipe.noisy(model, error=error, seed=seed) as receipt:
             noised = torch.cat([scores(model, ids) for ids in sequences])
         receipt.check()

@@ -14,12 +14,14 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from smallest import parse
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -34,9 +36,8 @@ from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
-ROUNDS = 21
-SEQUENCES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 36, 24
-"""A rollout of the default study: 16 prompts with 8 answers each, as long as its longest ones."""
+PROMPT_TOKENS, RESPONSE_TOKENS = 36, 24
+"""As long as the longest ones of the default study."""
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -46,10 +47,10 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def ratios(ours: Callable[[], object], reference: Callable[[], object]) -> list[float]:
+def ratios(rounds: int, ours: Callable[[], object], reference: Callable[[], object]) -> list[float]:
     """Return the time of `ours` over the time of `reference`, measured alternately after one warm-up of each."""
     ours(), reference()
-    return [seconds(ours) / seconds(reference) for _ in range(ROUNDS)]
+    return [seconds(ours) / seconds(reference) for _ in range(rounds)]
 
 
 def noise_spec(operators: OperatorSet | None, phases: tuple[Phase, ...]) -> NoiseSpec:
@@ -83,9 +84,9 @@ def in_place_of_the_kernel(replacement: Callable[[Tensor, float, NoiseStream], T
         yield
 
 
-def peak_bytes(operators: OperatorSet | None) -> int:
+def peak_bytes(operators: OperatorSet | None, sequences: int) -> int:
     """Return the peak bytes of all tensors in a training step, including weights and gradients."""
-    work = Work()
+    work = Work(sequences)
     work.train_step(operators)
     tracker = MemTracker()
     tracker.track_external(work.model)
@@ -98,14 +99,14 @@ def peak_bytes(operators: OperatorSet | None) -> int:
 class Work:
     """The tiny model and the two pieces of work; recorders live as long as in a run of many steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: int) -> None:
         folder = builtin_folder("tiny")
         self.model = load_model(folder, dtype="float32", attention="eager")
         tokenizer = load_tokenizer(folder)
         # All answers have the same length; otherwise noise would change the amount of work.
         self.backend = TransformersBackend(self.model, SimpleNamespace(eos_token_id=-1, pad_token_id=0))
         generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(5, len(tokenizer), (SEQUENCES, PROMPT_TOKENS), generator=generator)
+        self.ids = torch.randint(5, len(tokenizer), (sequences, PROMPT_TOKENS), generator=generator)
         self.step = 0
         self.recorders: dict[tuple[Phase, OperatorSet | None], ReceiptRecorder] = {}
 
@@ -143,15 +144,21 @@ class Work:
 
 def main() -> None:
     """Measure and print the tables."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21, help="of each measurement (default: %(default)s)")
+    parser.add_argument(
+        "--sequences", type=int, default=128, help="(default: 16 prompts with 8 answers each, as the default study)"
+    )
+    arguments = parse(parser, rounds=1, sequences=4)
     torch.set_num_threads(1)
-    work = Work()
-    output, source = torch.randn(SEQUENCES * PROMPT_TOKENS, 320), NoiseStream(key=1)
+    work = Work(arguments.sequences)
+    output, source = torch.randn(arguments.sequences * PROMPT_TOKENS, 320), NoiseStream(key=1)
     rows: list[tuple[str, str, list[float]]] = [
         (
             "noise on one tensor",
             "naive x + randn_like(x)*x.abs()*s",
             ratios(
+                arguments.rounds,
                 lambda: add_relative_gaussian_(output, 0.05, source),
                 lambda: output + torch.randn_like(output) * output.abs() * 0.05,
             ),
@@ -163,12 +170,13 @@ def main() -> None:
     )
     for operators in ("matmul", "all"):
         for name, piece in pieces:
-            rows.append((f"{name}, {operators}", "clean", ratios(lambda: piece(operators), lambda: piece(None))))  # noqa: B023
+            found = ratios(arguments.rounds, partial(piece, operators), partial(piece, None))
+            rows.append((f"{name}, {operators}", "clean", found))
     work.check()
     for what, replacement in (("without the kernel", no_kernel), ("naive", naive)):
         with in_place_of_the_kernel(replacement):
             for name, piece in pieces:
-                found = ratios(lambda: piece("matmul"), lambda: piece(None))  # noqa: B023
+                found = ratios(arguments.rounds, partial(piece, "matmul"), partial(piece, None))
                 rows.append((f"{name}, matmul, {what}", "clean", found))
     table = Table("what", "against", "median ratio", "lowest", "highest", title="CPU time")
     for what, against, found in rows:
@@ -176,7 +184,7 @@ def main() -> None:
     console = Console(width=100)
     console.print(table)
 
-    peaks = {operators: peak_bytes(operators) for operators in (None, "matmul", "all")}
+    peaks = {operators: peak_bytes(operators, arguments.sequences) for operators in (None, "matmul", "all")}
     memory = Table("training step", "peak of all tensors, MiB", "ratio to clean", title="memory")
     for name, peak in peaks.items():
         memory.add_row(str(name or "clean"), f"{peak / 2**20:.1f}", f"{peak / peaks[None]:.3f}")

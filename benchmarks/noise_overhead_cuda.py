@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from smallest import not_here, parse
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -76,9 +77,9 @@ def main() -> None:
     """Measure, print the table, and write it as JSON where requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if not torch.cuda.is_available():
-        raise SystemExit("ERROR: noise_overhead_cuda measures on a CUDA device, and torch finds none")
+        not_here("a CUDA device that torch finds")
     torch.manual_seed(0)
     console, ratios = Console(), []
     for ratio in itertools.chain(kernel_ratios(), model_ratios()):

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
+from smallest import not_here, parse
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.artifacts.captures import CaptureConfig
@@ -89,16 +91,24 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--megabytes", type=int, default=50)
-    options = parser.parse_args()
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: %(default)s)")
+    options = parse(parser, models=["tiny"], page=None)
     torch.set_num_threads(1)
     if options.speed:
         measure_speed(options.layers, options.hidden, options.vocabulary, options.megabytes)
         return
+    if options.with_vllm and find_spec("vllm") is None:
+        not_here("vLLM (`make vllm`)")
     section = WITH_VLLM if options.with_vllm else TRANSFORMERS
     rows = []
-    for model in MODELS:
+    for model in options.models:
         rows += [parity_row(model, pair) for pair in section.pairs]
-        write_text(PAGE, page_of({**sections_in(PAGE.read_text()), section.title: section_of(section, rows)}))
+        if options.page:
+            others = sections_in(options.page.read_text())
+            write_text(options.page, page_of({**others, section.title: section_of(section, rows)}))
+    if options.page is None:
+        CONSOLE.print(section_of(section, rows))
 
 
 def parity_row(model: str, pair: Pair) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ continues from the contents of its folder. Writes docs/machine-faults.md.
 import argparse
 import collections
 import json
+import os
 import random
 import re
 import shutil
@@ -24,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from faulted_study import FaultedStudy, Run, WarmPython, differences
+from smallest import not_here, parse
 
 PAGE = Path(__file__).parents[1] / "docs" / "machine-faults.md"
 MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -170,9 +172,12 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=1000, help="stop after this number of faults (default: 1000)")
     parser.add_argument("--cold", action="store_true", help="first run a study without shared imports")
     parser.add_argument("--kind", choices=KINDS, action="append", help="run only trials of this kind; may be repeated")
-    arguments = parser.parse_args()
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: %(default)s)")
+    arguments = parse(parser, faults=1, kind=["read-only"], page=Path("/dev/stdout"))
+    if os.geteuid() != 0:
+        not_here("the rights of root, to mount disks")
     deadline = time.monotonic() + 60 * arguments.minutes
-    folder: Path = arguments.folder
+    folder: Path = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     tally = folder / "tally.jsonl"
     rows = [json.loads(line) for line in tally.read_text().splitlines()] if tally.exists() else []
@@ -189,7 +194,7 @@ def main() -> int:
         with tally.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         sys.stderr.write(f"{sum(len(trial['faults']) for trial in rows)} faults; {row}\n")
-        PAGE.write_text(page(rows, whole.seconds), encoding="utf-8")
+        arguments.page.write_text(page(rows, whole.seconds), encoding="utf-8")
     python.close()
     return int(any(row["wrong"] for row in rows))
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
+from smallest import parse
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -66,7 +67,8 @@ def main() -> None:
     parser.add_argument("--rollouts-per-prompt", type=int, help="(default: as shipped)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--response-tokens", type=int, default=8)
-    options = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="only plan the small study")
+    options = parse(parser, layers=1, vocabulary=NUM_TOKENS, mlp_width=64, num_train=8, num_test=2, dry_run=True)
     if options.vocabulary and options.vocabulary < NUM_TOKENS:
         parser.error(f"--vocabulary: found {options.vocabulary}, expected at least {NUM_TOKENS}")
     options.output.mkdir(parents=True)
@@ -88,6 +90,7 @@ def main() -> None:
         CONSOLE.print(f"{key}: {rehearsed} (shipped: {shipped})")
     started = time.monotonic()
     command = [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", str(path.resolve())]
+    command += ["--dry-run"] if options.dry_run else []
     finished = subprocess.run(command, cwd=ROOT, check=False)  # noqa: S603
     CONSOLE.print(f"exit code {finished.returncode} after {(time.monotonic() - started) / 60:.0f} min")
     sys.exit(finished.returncode)

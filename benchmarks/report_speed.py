@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from smallest import parse
+
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.config.study import Study
 from aqnpipe.report.stage import ReportOutputs, build_report
@@ -108,7 +110,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=1319, help="test questions")
     parser.add_argument("--folder", type=Path, help="folder for the files (default: one that is removed at the end)")
     parser.add_argument("--part", choices=["artifacts", "compare", "report"], help="make this one in this process")
-    arguments = parser.parse_args()
+    arguments = parse(parser, arms=3, seeds=2, questions=12)
     folder = arguments.folder
     is_used = folder is not None and folder.exists() and any(folder.iterdir())
     if is_used and not artifacts_in(folder, arguments).exists():

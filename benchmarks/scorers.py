@@ -13,6 +13,8 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
+from smallest import parse
+
 from aqnpipe.cli.score import Transcript, read_transcripts
 from aqnpipe.config.evaluation import Scorer
 from aqnpipe.data.scoring import SCORERS, grade
@@ -59,7 +61,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[], help="further files of transcripts")
-    print(table([HARD_CASES, *parser.parse_args().files]))  # noqa: T201 - a report on standard output
+    print(table([HARD_CASES, *parse(parser).files]))  # noqa: T201 - a report on standard output
 
 
 if __name__ == "__main__":

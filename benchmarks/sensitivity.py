@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from smallest import parse
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from aqnpipe.artifacts.sensitivities import Sensitivity
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="training steps of the two briefly trained models")
     parser.add_argument("--only", choices=["builtin", "others"], help="measure only some of the models")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, texts=4, noise_seeds=1, steps=1, only="builtin")
     torch.set_num_threads(1)
     chosen = itertools.chain(
         builtin_models() if arguments.only != "others" else (),

@@ -9,11 +9,13 @@ import argparse
 import statistics
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import torch
 from rich.console import Console
+from smallest import not_here, parse
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.config.dataset import GeneratedDataset
@@ -124,7 +126,9 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=64, help="number of generated questions (default 64)")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts per batch (default 32)")
     parser.add_argument("--tokens", type=int, default=24, help="limit of tokens per response (default 24)")
-    arguments = parser.parse_args()
+    arguments = parse(parser, rounds=1, questions=4, tokens=4)
+    if find_spec("vllm") is None:
+        not_here("vLLM (`make vllm`)")
     torch.set_num_threads(1)
     measure("tiny", builtin_folder("tiny"), arguments)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from smallest import parse
 
 ROOT = Path(__file__).parents[1]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--plan-only", action="store_true", help="measure no finished study")
     parser.add_argument("--whole-runs", action="store_true", help="one job evaluates all checkpoints of a run")
     parser.add_argument("--empty", action="store_true", help="measure an empty workflow of as many jobs beside it")
-    arguments = parser.parse_args()
+    arguments = parse(parser, arms=4, seeds=2, rounds=1, plan_only=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("config", "workflow", "profiles"):
