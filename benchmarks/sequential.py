@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
+from smallest import parse
 
 from aqnpipe.statistics import group_sequential
 from aqnpipe.statistics.group_sequential import Looks, bounds, nominal_tails
@@ -308,7 +309,7 @@ def main() -> None:
     parser.add_argument("--power", action="store_true")
     parser.add_argument("--spending", action="store_true")
     parser.add_argument("--equivalence", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse(parser, studies=4, arms=[2], questions=[200])
     if arguments.equivalence:
         equivalence(arguments.studies)
     elif arguments.power:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special
+from smallest import parse
 
 from aqnpipe.statistics.crossed_effects import two_way_spread
 from aqnpipe.statistics.sample_sizes import expected_spread, variance_parts
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("equal", "scatter", "power", "detectable"), action="append")
     parser.add_argument("--seeds", type=int, action="append", help="only designs with this number of seeds")
     parser.add_argument("--csv", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, studies=2, part=["equal"], seeds=[2])
     parts = arguments.part or ["power", "detectable", "scatter", "equal"]
     with arguments.csv.open("a", newline="") as stream:
         writer = csv.writer(stream)

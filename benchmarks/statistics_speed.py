@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from smallest import parse
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from made_up import facts_of
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import write_json, write_table
@@ -120,7 +124,7 @@ def main() -> None:
     parser.add_argument("--arms", type=int, default=50, help="number of arms")
     parser.add_argument("--seeds", type=int, default=5, help="seeds per arm")
     parser.add_argument("--questions", type=int, default=1319, help="questions per evaluation")
-    arguments = parser.parse_args()
+    arguments = parse(parser, arms=3, seeds=2, questions=20)
     study = generated_study(arguments.arms, arguments.seeds)
     draws = np.random.default_rng(0)
     # The receipts are empty, so every level above 0 would be refused. The benchmark measures valid comparisons.
