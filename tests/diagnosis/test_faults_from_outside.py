@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from decoder_families import tiny_model_of
+from random_models import formats_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.exact import run_exact
@@ -22,18 +23,7 @@ def found_in(model, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "dtype", "attention"),
-    [
-        # every family in bfloat16 and in one of the other formats, once with each kernel
-        case
-        for number, family in enumerate(sorted(FAMILIES))
-        for case in (
-            (family, torch.bfloat16, ("eager", "sdpa")[number % 2]),
-            (family, (torch.float32, torch.float16)[number // 2 % 2], ("sdpa", "eager")[number % 2]),
-        )
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "attention"), formats_of(FAMILIES, turn=1))
 def test_healthy_models_are_healthy(family, dtype, attention):
     model = tiny_model_of(family).to(dtype)
     model.set_attn_implementation(attention)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from decoder_families import tiny_model_of
+from random_models import formats_of
 
 from aqnpipe.diagnosis import attention_kernel
 from aqnpipe.diagnosis.further import without_consequences
@@ -46,8 +47,7 @@ def patched(owner, name, value):
         setattr(owner, name, own)
 
 
-@pytest.mark.parametrize(("dtype", "attention"), [*((dtype, "eager") for dtype in DTYPES), (torch.bfloat16, "sdpa")])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(("family", "dtype", "attention"), formats_of(FAMILIES, turn=0))
 def test_healthy_models_give_every_answer(family, dtype, attention):
     checks, untested = probed(model_of(family, dtype, attention))
     assert not [check for check in checks if check.mismatch]

@@ -1,5 +1,7 @@
 """Small random models of architectures that differ in norms, biases and branch ends."""
 
+from collections.abc import Iterable
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -35,6 +37,18 @@ ARCHITECTURES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
 }
+
+
+def formats_of(families: Iterable[str], turn: int) -> list[tuple[str, torch.dtype, str]]:
+    """Return every family in bfloat16 and one other format, once with each attention kernel; two turns are disjoint."""
+    kernels, others = ("eager", "sdpa"), (torch.float32, torch.float16)
+    cases = []
+    for number, family in enumerate(sorted(families), start=turn):
+        cases += [
+            (family, torch.bfloat16, kernels[number % 2]),
+            (family, others[(number + number // 2) % 2], kernels[(number + 1) % 2]),
+        ]
+    return cases
 
 
 def random_model_of(architecture: str = "qwen2", dtype=torch.float32, num_layers: int = 3, seed: int = 0, **overrides):

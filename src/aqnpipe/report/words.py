@@ -7,6 +7,7 @@ several, which are put in as a list.
 
 import string
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
@@ -77,6 +78,7 @@ class _Formatter(string.Formatter):
         return numbers.formatted(value, format_spec)
 
 
+@cache
 def catalogue() -> dict[str, dict[Language, str]]:
     """Return every key of the catalogue with its text in each language."""
     text = (resources.files("aqnpipe.report") / "templates" / "words.yaml").read_text(encoding="utf-8")

@@ -41,6 +41,12 @@ class Branch(nn.Module):
         return self.compute(x, self.weight).expand_as(x)
 
 
+@pytest.fixture
+def model(make_model):
+    """A layer without a branch, and one for the branch."""
+    return make_model(num_layers=2)
+
+
 def receipt_with(model, compute):
     layer = model.model.layers[1]
     layer.mlp = WithBranch(layer.mlp, compute)
