@@ -33,7 +33,6 @@ from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, Evaluation
 from aqnpipe.noise.receipts.receipt import Receipt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from made_up import facts_of
 
 LEVELS = (0.0, 0.05, 0.1)
 
