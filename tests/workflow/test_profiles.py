@@ -111,7 +111,6 @@ def test_jobs_on_a_workstation_lease_devices_and_others_need_none(dry_run):
         ("train", "devices 1"),
         ("evaluate", "devices 1, workers 1"),
         ("diagnose", "devices 1"),
-        ("parity", "devices 1"),
     }
     assert {given for _, given in dry_run("profiles/default", "--configfile", "config/smoke.yaml")} == {""}
 
