@@ -112,7 +112,8 @@ def door(tmp_path, monkeypatch, capsys):
 
 
 def files_in(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if ".snakemake" not in path.parts}
+    ignored = {".snakemake", "__pycache__"}
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if ignored.isdisjoint(path.parts)}
 
 
 def the_line(said: str) -> str:
