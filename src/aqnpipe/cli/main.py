@@ -11,6 +11,7 @@ from aqnpipe.cli.check import check
 from aqnpipe.cli.check_published import check_published
 from aqnpipe.cli.diagnose.command import diagnose
 from aqnpipe.cli.doctor.command import doctor
+from aqnpipe.cli.exec import execute
 from aqnpipe.cli.export import export
 from aqnpipe.cli.init import init
 from aqnpipe.cli.lm_eval import lm_eval
@@ -59,6 +60,7 @@ for command in (
 ):
     app.command()(command)
 app.command()(init)
+app.command("exec")(execute)
 # Options behind the study are Snakemake's, and all of `lm-eval` are those of the harness.
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command(context_settings=_PASSED_ON)(run)

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import aqnpipe
+from on_modules import on_modules
 from aqnpipe.config.noise import MantissaTruncation
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.noise.injection.phase_state import PhaseState
@@ -19,7 +19,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 def test_a_generation_has_noise_and_a_receipt(model, ids):
     clean = model(input_ids=ids).logits
-    with aqnpipe.noisy(model, scale=0.05, seed=0) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05, seed=0) as receipt, torch.no_grad():
         noised = model(input_ids=ids).logits
         model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
     assert receipt.check() is receipt
@@ -30,7 +30,7 @@ def test_a_generation_has_noise_and_a_receipt(model, ids):
 
 def test_seed_and_step_determine_the_noise(model, ids):
     def noised(**key):
-        with aqnpipe.noisy(model, scale=0.05, **key), torch.no_grad():
+        with on_modules(model, scale=0.05, **key), torch.no_grad():
             return model(input_ids=ids).logits
 
     assert torch.equal(noised(seed=1), noised(seed=1))
@@ -42,7 +42,7 @@ def test_a_training_loop_shares_one_receipt(model, ids):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     receipt = None
     for _ in range(3):
-        with aqnpipe.noisy(model, scale=0.05, seed=0, backward=True, receipt=receipt) as receipt:
+        with on_modules(model, scale=0.05, seed=0, backward=True, receipt=receipt) as receipt:
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         optimizer.step()
@@ -56,7 +56,7 @@ def test_a_training_loop_shares_one_receipt(model, ids):
 def test_layers_under_gradient_checkpointing_compute_again_with_their_noise(model, ids, reentrant):
     def gradients():
         model.zero_grad()
-        with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        with on_modules(model, scale=0.05, backward=True) as receipt:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         receipt.check()
         return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
@@ -78,13 +78,13 @@ def test_a_checkpoint_that_stores_products_is_refused_before_it_runs(model, ids)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
     with (
         pytest.raises(ModelError, match=r"^model\.layers\.0: gradient_checkpointing_kwargs has a context_fn"),
-        aqnpipe.noisy(model, scale=0.05, backward=True),
+        on_modules(model, scale=0.05, backward=True),
     ):
         pass
 
 
 def test_gradients_without_noise_are_refused(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+    with on_modules(model, scale=0.05, backward=True) as receipt:
         loss = model(input_ids=ids, labels=ids).loss
     with pytest.raises(ReceiptError, match="backward"):
         receipt.check()
@@ -92,7 +92,7 @@ def test_gradients_without_noise_are_refused(model, ids):
 
 
 def trained_step(model, ids, **arguments):
-    with aqnpipe.noisy(model, scale=0.05, backward=True, **arguments) as receipt:
+    with on_modules(model, scale=0.05, backward=True, **arguments) as receipt:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return receipt
 
@@ -120,7 +120,7 @@ def test_a_frozen_layer_above_a_trained_one_must_have_noise_on_its_gradients(mod
 
 
 def test_a_body_that_never_calls_the_model_is_refused(model):
-    with aqnpipe.noisy(model, scale=0.05) as receipt:
+    with on_modules(model, scale=0.05) as receipt:
         pass
     with pytest.raises(ReceiptError, match="evaluation"):
         receipt.check()
@@ -132,7 +132,7 @@ def test_a_product_without_noise_is_named(model, ids):
     mlp.register_forward_pre_hook(
         lambda module, args: (args[0] + 0 * torch.mv(mlp.down_proj.weight, mlp.up_proj.weight @ escaped),)
     )
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match=r"aten\.mv in model\.layers\.1\.mlp escaped"):
         receipt.check()
@@ -142,10 +142,10 @@ def test_a_product_without_noise_is_named(model, ids):
 def test_inference_mode_is_accepted_and_changes_no_noise(make_model, ids, attention):
     model = make_model()
     model.set_attn_implementation(attention)
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         expected = model(input_ids=ids).logits
     receipt.check()
-    with torch.inference_mode(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.inference_mode(), on_modules(model, scale=0.05) as receipt:
         noised = model(input_ids=ids).logits
     assert receipt.check().content.phases[0].noised_share == 1
     assert torch.equal(noised, expected)
@@ -161,7 +161,7 @@ def test_a_product_without_noise_is_named_in_inference_mode_too(model, ids, prod
         "mv": lambda x: torch.mv(weight, x[0, 0]),
     }[product]
     mlp.register_forward_pre_hook(lambda module, args: (args[0] + 0 * compute(args[0]).sum(),))
-    with torch.inference_mode(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.inference_mode(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match=r"aten\.\w+ in model\.layers\.1\.mlp escaped"):
         receipt.check()
@@ -188,11 +188,11 @@ def around_layers(model, compute):
 def test_a_product_outside_the_layers_is_refused_unless_layers_are_named(make_model, ids, operation, compute):
     model = make_model()
     around_layers(model, compute)
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match=rf"calls of {operation} in model\.norm, outside the decoder layers"):
         receipt.check()
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05, layers=[0, 1, 2]) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05, layers=[0, 1, 2]) as receipt:
         model(input_ids=ids)
     assert receipt.check().content.phases[0].noised_share <= 1
 
@@ -203,7 +203,7 @@ def test_operations_outside_the_layers_that_are_no_products_are_accepted(make_mo
     around_layers(model, lambda hidden, weight: (hidden * weight[0]).softmax(-1).cumsum(1) + weight.T.norm())
     is_low = precision == "autocast"
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_low)
-    with torch.no_grad(), autocast, aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), autocast, on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     assert receipt.check().content.phases[0].noised_share == 1
 
@@ -216,7 +216,7 @@ def test_a_product_around_the_layers_that_begins_with_a_later_pass_is_refused(ma
         return hidden @ weight if len(passes) > 1 else hidden
 
     around_layers(model, later)
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         for _ in range(12):
             model(input_ids=ids)
     with pytest.raises(ReceiptError, match=r"aten\.mm in model\.norm, outside the decoder layers"):
@@ -229,7 +229,7 @@ def test_passes_observed_around_the_layers_alone_are_accepted(make_model, ids):
     # Made by a product around the layers, and changed by a layer.
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: output @ torch.eye(32))
     model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0].mul_(2), *args[1:]))
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05, layers=[0, 2], include_lm_head=False) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05, layers=[0, 2], include_lm_head=False) as receipt:
         for _ in range(12):
             model(input_ids=ids)
     assert receipt.check().content.phases[0].forwards == 12
@@ -241,7 +241,7 @@ def test_a_product_of_integers_is_refused_by_layer(model, ids):
         return output + 0 * product
 
     model.model.layers[1].mlp.register_forward_hook(quantized)
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match="1 calls of matmul of integers in layer 1 escaped"):
         receipt.check()
@@ -253,7 +253,7 @@ def test_integers_may_be_multiplied_one_by_one(model, ids):
         return output + 0 * torch.einsum("i,j->ij", places, places).sum()
 
     model.model.layers[1].mlp.register_forward_hook(masked)
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     receipt.check()
 
@@ -262,7 +262,7 @@ def test_integers_may_be_multiplied_one_by_one(model, ids):
 def test_linear_modules_may_have_weight_norm(model, ids, backward):
     for layer in model.model.layers:
         weight_norm(layer.mlp.up_proj)
-    with torch.set_grad_enabled(backward), aqnpipe.noisy(model, scale=0.05, backward=backward) as receipt:
+    with torch.set_grad_enabled(backward), on_modules(model, scale=0.05, backward=backward) as receipt:
         loss = model(input_ids=ids, labels=ids).loss
         if backward:
             loss.backward()
@@ -280,7 +280,7 @@ def test_offloaded_weights_are_refused_in_one_line(model, ids):
         return output
 
     linear.weight, linear.forward = absent, forward
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match="linear modules with offloaded weights cannot be computed again"):
         receipt.check()
@@ -290,7 +290,7 @@ def test_a_norm_of_activations_by_the_operator_of_weight_norm_is_refused(model, 
     model.model.layers[1].mlp.register_forward_hook(
         lambda module, args, output: torch._weight_norm(output[0], torch.ones(output.shape[1], 1)).expand_as(output)
     )
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match=r"aten\._weight_norm_interface in model\.layers\.1\.mlp escaped"):
         receipt.check()
@@ -308,7 +308,7 @@ def die_once(model):
 
 def forward_again(model, ids):
     die_once(model)
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         with pytest.raises(torch.OutOfMemoryError):
             model(input_ids=ids)
         model(input_ids=ids[:1])
@@ -334,7 +334,7 @@ def test_a_layer_that_runs_twice_in_a_forward_is_named(model, ids):
         return (layer(*args, **kwargs),), kwargs
 
     model.model.layers[2].register_forward_pre_hook(run_again, with_kwargs=True)
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids, use_cache=False)
     assert "model.layers.1 ran again in the same forward pass" in receipt.problems()[0]
 
@@ -357,7 +357,7 @@ def test_one_scale_per_channel_is_no_matrix(make_model, ids, shape):
     mlp = model.model.layers[1].mlp
     mlp.register_parameter("gain", torch.nn.Parameter(torch.ones(shape)))
     mlp.register_forward_hook(lambda module, args, output: output * module.gain.view(32))
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+    with torch.no_grad(), on_modules(model, scale=0.05) as receipt:
         model(input_ids=ids)
     receipt.check()
 
@@ -365,7 +365,7 @@ def test_one_scale_per_channel_is_no_matrix(make_model, ids, shape):
 def test_other_errors_and_single_layers(model, ids):
     clean = model(input_ids=ids, output_hidden_states=True).hidden_states
     truncation = MantissaTruncation(mantissa_bits=4)
-    with torch.no_grad(), aqnpipe.noisy(model, error=truncation, layers=[1], include_lm_head=False) as receipt:
+    with torch.no_grad(), on_modules(model, error=truncation, layers=[1], include_lm_head=False) as receipt:
         noised = model(input_ids=ids, output_hidden_states=True).hidden_states
     receipt.check()
     assert torch.equal(noised[1], clean[1])
@@ -382,22 +382,22 @@ def test_other_errors_and_single_layers(model, ids):
     ],
 )
 def test_contradicting_arguments_are_refused(model, arguments, message):
-    with pytest.raises(ConfigError, match=message), aqnpipe.noisy(model, **arguments):
+    with pytest.raises(ConfigError, match=message), on_modules(model, **arguments):
         pass
 
 
 def test_a_receipt_of_other_noise_is_refused(model, ids):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
     with (
         pytest.raises(ConfigError, match="of another model, noise or seed"),
-        aqnpipe.noisy(model, 0.1, receipt=receipt),
+        on_modules(model, 0.1, receipt=receipt),
     ):
         pass
 
 
 def test_a_model_without_decoder_layers_is_refused_in_one_line():
-    with pytest.raises(ModelError, match="no decoder layers found"), aqnpipe.noisy(torch.nn.Linear(2, 2), scale=0.05):
+    with pytest.raises(ModelError, match="no decoder layers found"), on_modules(torch.nn.Linear(2, 2), scale=0.05):
         pass
 
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-import aqnpipe
+from on_modules import on_modules
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, RelativeGaussian
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.layout import decoder_layers
@@ -48,7 +48,7 @@ def test_every_step_of_a_generation_is_a_pass_with_noise_of_its_own(model, ids, 
         exact = torch._C._nn.linear(args[0], module.weight, module.bias)
         noise.append((output / exact - 1)[0, -1].clone())
 
-    with aqnpipe.noisy(outer, scale=0.3, seed=0) as receipt, torch.no_grad():
+    with on_modules(outer, scale=0.3, seed=0) as receipt, torch.no_grad():
         handle = linear.register_forward_hook(note)
         outer(input_ids=ids)
         outer.generate(input_ids=ids, **GENERATION)
@@ -59,7 +59,7 @@ def test_every_step_of_a_generation_is_a_pass_with_noise_of_its_own(model, ids, 
 
 def test_a_generation_behind_adapters_alone_is_a_right_run(model, ids):
     outer = adapted(model)
-    with aqnpipe.noisy(outer, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(outer, scale=0.05) as receipt, torch.no_grad():
         outer.generate(input_ids=ids, **GENERATION)
     assert receipt.check().content.phases[0].forwards == 4
 
@@ -75,7 +75,7 @@ def test_a_generation_behind_adapters_alone_is_a_right_run(model, ids):
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_layers_outside_a_call_of_the_model_are_refused(model, ids, call, what, first):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         if not first:
             model(input_ids=ids)
         call(model, ids)
@@ -85,7 +85,7 @@ def test_layers_outside_a_call_of_the_model_are_refused(model, ids, call, what, 
 
 
 def test_a_head_without_noise_may_be_called_alone(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, include_lm_head=False) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05, include_lm_head=False) as receipt, torch.no_grad():
         hidden = model(input_ids=ids, output_hidden_states=True).hidden_states
         assert torch.isfinite(model.lm_head(hidden[1])).all()
     receipt.check()
@@ -111,7 +111,7 @@ def test_a_pass_that_dies_ends_there(model, ids):
         handle.remove()
         raise torch.OutOfMemoryError("simulated")
 
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
         handle = model.model.layers[2].register_forward_pre_hook(fail)
         with pytest.raises(torch.OutOfMemoryError):
@@ -138,7 +138,7 @@ REPLACEMENTS = {
 
 @pytest.mark.parametrize("replaced", REPLACEMENTS)
 def test_a_module_replaced_in_the_body_is_refused_by_the_next_pass(model, ids, replaced):
-    with aqnpipe.noisy(model, scale=0.05), torch.no_grad():
+    with on_modules(model, scale=0.05), torch.no_grad():
         model(input_ids=ids)
         REPLACEMENTS[replaced](model)
         with pytest.raises(ModelError, match="was replaced, added or removed while noise is installed"):
@@ -146,14 +146,14 @@ def test_a_module_replaced_in_the_body_is_refused_by_the_next_pass(model, ids, r
 
 
 def test_a_replaced_layer_is_named(model, ids):
-    with aqnpipe.noisy(model, scale=0.05), torch.no_grad():
+    with on_modules(model, scale=0.05), torch.no_grad():
         REPLACEMENTS["layer"](model)
         with pytest.raises(ModelError, match=r"Qwen2ForCausalLM: model\.layers\.1 was replaced"):
             model(input_ids=ids)
 
 
 def test_modules_outside_the_layers_may_change_in_the_body(model, ids):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
         model.critic = nn.Linear(32, 1)
         model(input_ids=ids)
@@ -163,7 +163,7 @@ def test_modules_outside_the_layers_may_change_in_the_body(model, ids):
 def test_a_layer_may_be_replaced_between_contexts(model, ids):
     receipt = None
     for _ in range(2):
-        with aqnpipe.noisy(model, scale=0.05, receipt=receipt) as receipt, torch.no_grad():
+        with on_modules(model, scale=0.05, receipt=receipt) as receipt, torch.no_grad():
             model(input_ids=ids)
         REPLACEMENTS["layer"](model)
     receipt.check()
@@ -181,7 +181,7 @@ COPIES = {
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("called", [True, False])
 def test_copies_of_the_model_in_the_body_are_refused(model, ids, copied, called):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         if called:
             model(input_ids=ids)
         with pytest.raises(ModelError, match=r"is copied or pickled .* while noise is installed"):
@@ -191,7 +191,7 @@ def test_copies_of_the_model_in_the_body_are_refused(model, ids, copied, called)
 
 
 def test_weights_and_configurations_may_be_copied_in_the_body(model, ids, tmp_path):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
         copy.deepcopy(model.state_dict()), copy.deepcopy(model.config), copy.deepcopy(model.model.embed_tokens)
         model.save_pretrained(tmp_path)
@@ -201,7 +201,7 @@ def test_weights_and_configurations_may_be_copied_in_the_body(model, ids, tmp_pa
 
 def test_a_copy_after_the_context_is_clean(model, ids):
     clean = model(input_ids=ids).logits
-    with aqnpipe.noisy(model, scale=0.05), torch.no_grad():
+    with on_modules(model, scale=0.05), torch.no_grad():
         model(input_ids=ids)
     assert torch.equal(copy.deepcopy(model)(input_ids=ids).logits, clean)
 
@@ -217,7 +217,7 @@ class Packed(Wrapper):
 @pytest.mark.parametrize("batch_of", [lambda ids: ids[0], lambda ids: {"ids": ids}], ids=["packed", "dictionary"])
 def test_ids_may_be_packed_or_in_a_dictionary(model, ids, batch_of):
     packed = Packed(model)
-    with aqnpipe.noisy(packed, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(packed, scale=0.05) as receipt, torch.no_grad():
         packed(batch_of(ids))
     receipt.check()
 
@@ -227,7 +227,7 @@ def test_a_thread_may_generate_while_the_body_waits(model, ids):
         with torch.no_grad():
             model.generate(ids, **GENERATION)
 
-    with aqnpipe.noisy(model, scale=0.05) as receipt:
+    with on_modules(model, scale=0.05) as receipt:
         thread = Thread(target=generate)
         thread.start()
         thread.join()
@@ -249,7 +249,7 @@ def test_two_threads_in_the_model_at_once_are_refused_in_one_line(model, ids):
         thread.start()
         thread.join()
 
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         handle = model.model.layers[1].register_forward_pre_hook(meanwhile)
         model(input_ids=ids)
         handle.remove()
@@ -261,7 +261,7 @@ def test_two_threads_in_the_model_at_once_are_refused_in_one_line(model, ids):
 
 
 def test_a_replica_of_the_model_is_refused_in_one_line(model, ids):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
         with pytest.raises(ModelError, match="a replica of it"):
             model._replicate_for_data_parallel()(input_ids=ids)
@@ -270,7 +270,7 @@ def test_a_replica_of_the_model_is_refused_in_one_line(model, ids):
 
 
 def test_a_forked_process_may_not_call_the_model(model, ids, monkeypatch):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
+    with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
         with monkeypatch.context() as forked:
             forked.setattr("os.getpid", lambda: -1)
@@ -281,7 +281,7 @@ def test_a_forked_process_may_not_call_the_model(model, ids, monkeypatch):
 
 
 def test_a_second_backward_pass_through_one_graph_is_refused(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+    with on_modules(model, scale=0.05, backward=True) as receipt:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward(retain_graph=True)
         loss.backward()
@@ -290,7 +290,7 @@ def test_a_second_backward_pass_through_one_graph_is_refused(model, ids):
 
 
 def test_a_second_backward_pass_is_refused_after_another_forward_pass_too(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+    with on_modules(model, scale=0.05, backward=True) as receipt:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward(retain_graph=True)
         model(input_ids=ids, labels=ids)
@@ -300,7 +300,7 @@ def test_a_second_backward_pass_is_refused_after_another_forward_pass_too(model,
 
 
 def test_a_backward_pass_beside_the_audited_one_is_refused(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+    with on_modules(model, scale=0.05, backward=True) as receipt:
         model(input_ids=ids, labels=ids).loss.backward()
         torch.autograd.backward(model(input_ids=ids, labels=ids).loss)
     with pytest.raises(ReceiptError, match="outside an audited backward pass"):
@@ -308,7 +308,7 @@ def test_a_backward_pass_beside_the_audited_one_is_refused(model, ids):
 
 
 def test_two_passes_with_a_backward_pass_each_are_right(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+    with on_modules(model, scale=0.05, backward=True) as receipt:
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()
         (model(input_ids=ids, labels=ids).loss + model(input_ids=ids, labels=ids).loss).backward()

@@ -1,0 +1,99 @@
+"""`aqnpipe exec`: any PyTorch program on a noisy machine, unchanged."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.errors import ConfigError, ReceiptError
+from aqnpipe.machine.autoload import VARIABLE
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def execute(
+    command: Annotated[list[str], typer.Argument(help="the program and its arguments, behind `--`")],
+    noise: Annotated[float | None, typer.Option(help="relative Gaussian noise of this scale, such as 0.05")] = None,
+    error: Annotated[
+        str | None, typer.Option(help="another error in place of --noise: kind=mantissa_truncation,mantissa_bits=7")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed of the noise")] = 0,
+    backward: Annotated[bool, typer.Option(help="put errors on gradients too")] = True,
+    only: Annotated[
+        list[str] | None, typer.Option(help="layers by path, such as `*.layers.3`, or operators, such as `bmm`")
+    ] = None,
+    receipts: Annotated[Path | None, typer.Option(help="folder for the receipts of all processes")] = None,
+) -> None:
+    """Run a program whose every matrix product has an error, in all processes that it starts.
+
+    The program needs no change: torch loads the machine by itself, with this package in the program's environment.
+    Compiled code would not pass the replaced kernels, so Dynamo is switched off. Ends with one line of what was
+    measured. Exit code: the program's own; 2 if it is 0 and products escaped the error or nothing was proven.
+    """
+    from aqnpipe.noise.program import ProgramMachine, read_receipts
+
+    if os.environ.get(_AUTOLOAD, "1") == "0":
+        raise ConfigError(f"{_AUTOLOAD} is 0 in the environment, expected it unset: torch loads the machine by it")
+    folder = Path(tempfile.mkdtemp(prefix="aqnpipe-receipts-")) if receipts is None else receipts.absolute()
+    if receipts is not None and any(folder.glob("*.json")):
+        raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
+    content = {"error": _error(noise, error), "seed": seed, "backward": backward, "only": only or [], "receipts": folder}
+    try:
+        machine = ProgramMachine.model_validate(content)
+    except ValidationError as problem:
+        raise ConfigError(describe_validation_error(problem)) from problem
+    environment = os.environ | {VARIABLE: machine.model_dump_json(), "TORCHDYNAMO_DISABLE": "1"}
+    try:
+        ended = subprocess.run(command, env=environment, check=False)
+        receipt, num_processes = read_receipts(folder, machine.requested)
+        had_receipts = any(folder.glob("*.json"))
+    except OSError as problem:
+        raise ConfigError(f"{command[0]}: {problem.strerror}") from problem
+    finally:
+        if receipts is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if not had_receipts:
+        raise ReceiptError(
+            f"{command[0]}: no process of the program loaded the machine; expected a program that imports torch, with "
+            "aqnpipe in its environment"
+        )
+    problems = receipt.problems() if receipt.backward_passes or not backward else receipt.forward_problems()
+    scale = receipt.measured_scale
+    measured = "" if scale is None else f", measured scale {scale:.4f}"
+    without = "".join(f", {number:,} {what}" for what, number in sorted(receipt.without_error().items()))
+    typer.echo(
+        f"aqnpipe: {receipt.noised:,} of {receipt.products:,} products had {machine.requested.error}{measured} from "
+        f"{receipt.recomputed_numbers:,} recomputed values in {num_processes} process{'es' * (num_processes != 1)}"
+        f"{'; without' if without else ''}{without.removeprefix(',')}"
+        + ("" if receipts is None else f"; receipts in {receipts}"),
+        err=True,
+    )
+    if ended.returncode:
+        raise typer.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)
+    if problems:
+        raise ReceiptError("; ".join(problems))
+
+
+def _error(noise: float | None, error: str | None) -> dict[str, Any]:
+    if (noise is None) == (error is None):
+        raise ConfigError(f"found --noise {noise} and --error {error}, expected exactly one of the two")
+    if noise is not None:
+        if not 0 < noise < 1:
+            raise ConfigError(f"--noise: found {noise:g}, expected a number above 0 and below 1")
+        return {"kind": "relative_gaussian", "scale": noise}
+    settings = dict(pair.partition("=")[::2] for pair in (error or "").split(","))
+    return {name: _number(value) for name, value in settings.items()}
+
+
+def _number(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

@@ -1,0 +1,207 @@
+"""A simulated machine: an error on the result of every product operator, wherever it is called.
+
+`Machine` decides for each result which error it gets and with which random numbers, and counts. What it counts is no
+proof (the audit in `aqnpipe.proof` looks from above and computes again); it says how many products there were.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.config.noise import TensorError
+from aqnpipe.config.own_noise import OwnError
+from aqnpipe.errors import ModelError
+from aqnpipe.machine.operators import Registration
+from aqnpipe.machine.places import CALLS_PER_VISIT, Place, Places
+from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.seeding import derive_seed
+
+
+class MachineKey(NamedTuple):
+    """Key of all random numbers: processes differ in `rank`."""
+
+    seed: int
+    step: int = 0
+    micro_step: int = 0
+    rank: int = 0
+
+
+class Request(NamedTuple):
+    """What the machine does: `error` on results of the forward pass (`stream` names its random numbers), in all places
+    or those of `parts` and `operators`, and with `backward` on gradients too.
+
+    `num_parts`: number of parts of the model; the place outside has that number.
+    """
+
+    error: TensorError
+    key: MachineKey
+    num_parts: int
+    stream: str = "evaluation"
+    parts: Container[int] | None = None
+    backward: bool = False
+    operators: Container[str] | None = None
+
+
+_IN_USE = threading.Lock()
+
+
+Observe = Callable[[str, str, Tensor, tuple[Tensor, ...], NoiseStream], None]
+"""Called with phase, operator, noised result, factors and random numbers of a product outside all parts."""
+
+
+class Machine:
+    """The machine of a process. `counts`: products by (phase, operator, what happened to it).
+
+    `observe_outside` gets the products outside all parts: no call of a module surrounds them, so an audit that looks
+    from above has nothing to begin with.
+    """
+
+    def __init__(self, request: Request, observe_outside: Observe | None = None) -> None:
+        self.request = request
+        self._observe_outside = observe_outside
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.places = Places(request.num_parts, self._key)
+        self._off = threading.local()
+        self._gradient_keys: dict[tuple[int, int], int] = {}
+        self._registration: Registration | None = None
+        self._before_first: Callable[[], None] | None = None
+
+    @contextmanager
+    def running(self, roots: Iterable[nn.Module], parts: Mapping[int, nn.Module]) -> Iterator[None]:
+        """Simulate the machine in the body. Raises ModelError if this process simulates one already."""
+        if not _IN_USE.acquire(blocking=False):
+            raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
+        handles: list[Any] = []
+        stance = torch.compiler.set_stance("force_eager")
+        try:
+            # Compiled code would not pass the kernels of operators.
+            with stance:
+                handles = self.places.hooks(roots, parts)
+                self.start()
+                yield
+        finally:
+            self.stop()
+            for handle in handles:
+                handle.remove()
+            _IN_USE.release()
+
+    def start(self, before_first: Callable[[], None] | None = None) -> None:
+        """Replace the kernels of this process. `before_first` is called before the first result."""
+        self._before_first = before_first
+        self._registration = Registration(self._on_result)
+
+    def identify(self) -> None:
+        """Call what is to be called before the first result."""
+        call, self._before_first = self._before_first, None
+        if call is not None:
+            call()
+
+    def set_rank(self, rank: int) -> None:
+        """Give this process random numbers of its own."""
+        self.request = self.request._replace(key=self.request.key._replace(rank=rank))
+
+    def stop(self) -> None:
+        """Restore the kernels."""
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
+
+    def add_backends(self) -> None:
+        """Replace kernels of backends that have been loaded since."""
+        if self._registration is not None:
+            self._registration.add_backends()
+
+    @contextmanager
+    def off(self, why: str) -> Iterator[None]:
+        """Compute without errors in this thread; products are counted under `why`."""
+        before = getattr(self._off, "why", None)
+        self._off.why = why
+        try:
+            yield
+        finally:
+            self._off.why = before
+
+    def switch_off(self, why: str | None) -> None:
+        """Compute without errors in this thread from now on, counted under `why`; None: with errors again."""
+        self._off.why = why
+
+    def _key(self, passed: int, part: int) -> int:
+        key = self.request.key
+        return derive_seed(key.seed, self.request.stream, key.step, key.micro_step, key.rank, passed, part)
+
+    def _gradient_key(self, passed: int, part: int) -> int:
+        found = self._gradient_keys.get((passed, part))
+        if found is None:
+            if len(self._gradient_keys) > 4096:
+                self._gradient_keys.clear()
+            key = self.request.key
+            found = derive_seed(key.seed, "backward", key.step, key.micro_step, key.rank, passed, part)
+            self._gradient_keys[passed, part] = found
+        return found
+
+    def _on_result(self, operator: str, result: Tensor, num_terms: int, factors: tuple[Tensor, ...]) -> Tensor:
+        if self._before_first is not None:
+            self.identify()
+        node = torch._C._current_autograd_node()
+        here = self.places.here()
+        # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
+        is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
+        phase = "backward" if is_gradient else self.request.stream
+        why = getattr(self._off, "why", None) or self._exemption(operator, here, is_gradient, node, result, num_terms)
+        if why is not None:
+            self.counts[phase, operator, why] += 1
+            return result
+        source = self._gradient_source(node) if is_gradient else self._source(here)
+        self.counts[phase, operator, "noised"] += 1
+        if result.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.counts[phase, operator, "captured"] += 1
+        error = self.request.error
+        values = result.detach() if result.requires_grad else result
+        if type(error) is OwnError:
+            with self.off("own error"):
+                apply_error_(values, error, source)
+        else:
+            apply_error_(values, error, source)
+        if self._observe_outside is not None and factors and (node is not None or here.part == self.places.outside):
+            self._observe_outside(phase, operator, values, factors, source)
+        return result
+
+    def _exemption(
+        self, operator: str, here: Place, is_gradient: bool, node: Any, result: Tensor, num_terms: int
+    ) -> str | None:
+        """Return why a result has no error; None if it gets one."""
+        if is_gradient and not self.request.backward:
+            return "gradients"
+        part = here.part
+        if is_gradient:
+            segment = self.places.segment_of(node._sequence_nr())
+            part = self.places.outside if segment is None else segment.part
+        if self.request.parts is not None and part not in self.request.parts:
+            return "not selected"
+        if self.request.operators is not None and operator not in self.request.operators:
+            return "not selected"
+        if not result.is_floating_point():
+            return "outside, of integers" if part == self.places.outside else "of integers"
+        # Rotary angles are outer products; an error there moves positions. Nothing is summed.
+        return "outer products" if num_terms == 1 and part == self.places.outside else None
+
+    def _source(self, here: Place) -> NoiseStream:
+        here.calls += 1
+        return NoiseStream(here.key, here.calls, 0)
+
+    def _gradient_source(self, node: Any) -> NoiseStream:
+        local, number = self.places.local, node._sequence_nr()
+        local.nth = local.nth + 1 if local.node == number else 0
+        local.node = number
+        segment = self.places.segment_of(number)
+        if segment is None:
+            return NoiseStream(self._gradient_key(-1, self.places.outside), number % CALLS_PER_VISIT, 1 + local.nth)
+        call = segment.visit * CALLS_PER_VISIT + number - segment.start
+        return NoiseStream(self._gradient_key(segment.passed, segment.part), call, 1 + local.nth)
+

@@ -1,0 +1,281 @@
+"""Replaces the kernels of torch's product operators by ones that pass their results to a function.
+
+A noisy machine differs from a good one in what its operators return. torch's dispatcher holds one kernel per operator
+and backend; `torch.library` replaces it for all threads of a process, below autograd and below dispatch modes. So the
+forward pass, the backward pass, recomputation under checkpoints, adapters, sharded weights and `inference_mode` need
+nothing of their own, and whoever looks from above (a dispatch mode) sees operands and results as a program does.
+
+The replaced kernel calls the one that was registered before, which may itself be a replacement, such as a
+batch-invariant product. A sum with a product (`addmm`) becomes the product, its error, and then the sum, because the
+error belongs to the product alone. Operators that compute with other operators of this table inside (attention,
+convolution) run those without an error.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+OnResult = Callable[[str, Tensor, int, tuple[Tensor, ...]], Tensor]
+"""Called with the name of an operator, its result, the number of terms of each sum, and its two factors where it is a
+plain product of two; returns the result to use."""
+
+Kernel = Callable[..., Any]
+_aten = torch.ops.aten
+
+PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm", "_scaled_mm", "_int_mm", "mm.dtype", "bmm.dtype")
+"""Operators whose result is a product of their first two operands."""
+
+SUMS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
+"""Operators that add a tensor to a product, and the operator of that product."""
+
+ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+"""Fused attention; the first result is a product of weights and values."""
+
+ATTENTION_BACKWARD = (
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    "_flash_attention_backward",
+    "_efficient_attention_backward",
+)
+"""Gradients of fused attention; the first three results are those of queries, keys and values."""
+
+INTO = (
+    *("mm.out", "bmm.out", "mv.out", "dot.out", "vdot.out", "addmm.out", "baddbmm.out", "addmv.out", "addbmm.out"),
+    *("addmm_", "baddbmm_", "addmv_", "addbmm_", "_addmm_activation.out"),
+)
+"""Operators that write into an existing tensor. They become the operator that returns a new one, and a copy."""
+
+
+
+class _Inside(threading.local):
+    """Whether this thread computes inside an operator of the table."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+class _Entry(NamedTuple):
+    name: str
+    build: Callable[["Registration", str, Kernel], Kernel]
+
+
+class Registration:
+    """The replaced kernels of a process; `on_result` gets every result, from the first backend to the last `close`."""
+
+    def __init__(self, on_result: OnResult) -> None:
+        self._on_result = on_result
+        self._inside = _Inside()
+        self._library = torch.library.Library("aten", "IMPL")
+        self._done: set[tuple[str, str]] = set()
+        self.add_backends()
+
+    def add_backends(self) -> None:
+        """Replace the kernels of backends that are there now; one that is loaded later needs another call."""
+        with warnings.catch_warnings():
+            # torch warns of every replaced kernel, which is the purpose here.
+            warnings.simplefilter("ignore")
+            for backend in _backends():
+                for entry in _TABLE:
+                    self._replace(entry, backend)
+
+    def close(self) -> None:
+        """Restore the kernels."""
+        self._library._destroy()
+
+    def _replace(self, entry: _Entry, backend: str) -> None:
+        native = None if (entry.name, backend) in self._done else _kernel(entry.name, backend)
+        if native is None:
+            return
+        self._library.impl(
+            entry.name, entry.build(self, entry.name, native), backend, with_keyset=True, allow_override=True
+        )
+        self._done.add((entry.name, backend))
+
+    def _product(self, name: str, native: Kernel) -> Kernel:
+        on_result, inside = self._on_result, self._inside
+        operator = name.partition(".")[0]
+
+        def product(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
+            result = native(keys, first, *others, **named)
+            return result if inside.depth else on_result(operator, result, first.shape[-1], (first, *others[:1]))
+
+        def composed(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
+            return self._noised(operator, self._alone(native, keys, first, *others, **named), first.shape[-1])
+
+        # The others call operators of this table themselves.
+        return product if operator in ("mm", "bmm") else composed
+
+    def _scaled_product(self, name: str, native: Kernel) -> Kernel:
+        def scaled_product(keys: Any, first: Tensor, second: Tensor, scale: Any, other: Any, *rest: Any) -> Any:
+            bias, *rest_of_all = rest or (None,)
+            result = self._alone(native, keys, first, second, scale, other, None, *rest_of_all)
+            result = self._noised(name, result, first.shape[-1])
+            return result if bias is None else result.add_(bias)
+
+        return scaled_product
+
+    def _sum(self, name: str, native: Kernel) -> Kernel:
+        multiply = getattr(_aten, SUMS[name]).default
+        inside = self._inside
+
+        def added(keys: Any, added: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+            if inside.depth or not first.is_floating_point():
+                return native(keys, added, first, second, beta=beta, alpha=alpha)
+            return _plus(multiply(first, second), added, beta, alpha)
+
+        return added
+
+    def _sum_of_batch(self, name: str, native: Kernel) -> Kernel:
+        def added(keys: Any, added: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+            return _plus(_aten.bmm.default(first, second).sum(0), added, beta, alpha)
+
+        return added
+
+    def _activated_sum(self, name: str, native: Kernel) -> Kernel:
+        def activated(
+            keys: Any, added: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1, use_gelu: Any = 0
+        ) -> Any:
+            result = _aten.addmm.default(added, first, second, beta=beta, alpha=alpha)
+            return torch.nn.functional.gelu(result, approximate="tanh") if use_gelu else result.relu_()
+
+        return activated
+
+    def _into(self, name: str, native: Kernel) -> Kernel:
+        operator = getattr(_aten, name.partition(".")[0].rstrip("_")).default
+        inside, writes_first = self._inside, name.endswith("_")
+
+        def into(keys: Any, *operands: Any, out: Tensor | None = None, **named: Any) -> Any:
+            if inside.depth:
+                return native(keys, *operands, **named, **({} if out is None else {"out": out}))
+            target = operands[0] if writes_first else out
+            result = operator(*operands, **named)
+            return target if target is None else _written(target, result)
+
+        return into
+
+    def _attention(self, name: str, native: Kernel) -> Kernel:
+        def attention(keys: Any, *operands: Any, **named: Any) -> Any:
+            results = self._alone(native, keys, *operands, **named)
+            # Sums of as many terms as there are keys; one alone is weighted with 1.
+            first = self._noised(name, results[0], max(operands[1].shape[-2], 2))
+            return (first, *results[1:])
+
+        return attention
+
+    def _attention_backward(self, name: str, native: Kernel) -> Kernel:
+        forward = name.removesuffix("_backward")
+        exact = _kernel(forward, "CPU") if forward.endswith("_for_cpu") else None
+
+        def attention_backward(keys: Any, *operands: Any, **named: Any) -> Any:
+            if exact is not None:
+                # The gradient is of the exact attention, not of its error: the kernel's own output is made again.
+                operands = (*operands[:4], self._exact_output(exact, keys, operands, named), *operands[5:])
+            results = self._alone(native, keys, *operands, **named)
+            return (*(self._gradient(name, result) for result in results[:3]), *results[3:])
+
+        return attention_backward
+
+    def _exact_output(self, exact: Kernel, keys: Any, operands: Sequence[Any], named: dict[str, Any]) -> Tensor:
+        _, query, key, value, _, _, dropout, is_causal = operands[:8]
+        found: Sequence[Tensor] = self._alone(exact, keys, query, key, value, dropout, is_causal, **named)
+        return found[0]
+
+    def _convolution(self, name: str, native: Kernel) -> Kernel:
+        def convolution(keys: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+            result = self._alone(native, keys, inputs, weight, None, *rest)
+            result = self._noised(name, result, weight[0].numel())
+            if bias is None:
+                return result
+            return result.add_(bias.reshape(-1, *[1] * (weight.dim() - 2)))
+
+        return convolution
+
+    def _convolution_backward(self, name: str, native: Kernel) -> Kernel:
+        def convolution_backward(keys: Any, *operands: Any, **named: Any) -> Any:
+            results = self._alone(native, keys, *operands, **named)
+            return (*(self._gradient(name, result) for result in results[:2]), *results[2:])
+
+        return convolution_backward
+
+    def _gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        return gradient if gradient is None or not gradient.numel() else self._noised(name, gradient, 2)
+
+    def _alone(self, native: Kernel, keys: Any, *operands: Any, **named: Any) -> Any:
+        """Run a kernel; operators of the table inside it have no error."""
+        self._inside.depth += 1
+        try:
+            return native(keys, *operands, **named)
+        finally:
+            self._inside.depth -= 1
+
+    def _noised(self, name: str, result: Tensor, num_terms: int) -> Tensor:
+        return result if self._inside.depth else self._on_result(name, result, num_terms, ())
+
+
+def _plus(product: Tensor, added: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """Return beta * added + alpha * product; `product` may be overwritten."""
+    if alpha != 1:
+        product = product.mul_(alpha)
+    if not beta:
+        return product
+    if product.shape == torch.broadcast_shapes(product.shape, added.shape):
+        return product.add_(added, alpha=beta)
+    return product + beta * added
+
+
+def _written(target: Tensor, result: Tensor) -> Tensor:
+    if target.shape != result.shape:
+        target.resize_(result.shape)
+    return target.copy_(result)
+
+
+def _backends() -> list[str]:
+    """Return the dispatch keys of the backends of this process."""
+    found = ["CPU"]
+    if torch.cuda.is_available():
+        found.append("CUDA")
+    if torch._C._get_privateuse1_backend_name() != "privateuseone":
+        found.append("PrivateUse1")
+    return found
+
+
+def _kernel(name: str, backend: str) -> Kernel | None:
+    """Return the kernel of a backend for an operator; None if it has none."""
+    try:
+        kernel: Kernel = torch.library.get_kernel(f"aten::{name}", backend).call_boxed
+    except RuntimeError:
+        # torch has no other way to ask.
+        return None
+    return kernel
+
+
+_TABLE: tuple[_Entry, ...] = (
+    *(_Entry(name, Registration._product) for name in PRODUCTS if name != "_scaled_mm"),
+    _Entry("_scaled_mm", Registration._scaled_product),
+    *(_Entry(name, Registration._sum) for name in SUMS),
+    _Entry("addbmm", Registration._sum_of_batch),
+    _Entry("_addmm_activation", Registration._activated_sum),
+    *(_Entry(name, Registration._into) for name in INTO),
+    *(_Entry(name, Registration._attention) for name in ATTENTION),
+    *(_Entry(name, Registration._attention_backward) for name in ATTENTION_BACKWARD),
+    _Entry("convolution", Registration._convolution),
+    _Entry("convolution_backward", Registration._convolution_backward),
+)
+
+NOISED = frozenset({*PRODUCTS, *ATTENTION, *ATTENTION_BACKWARD, "convolution", "convolution_backward"})
+"""Names of the operators that have errors; the others of the table compute with them."""

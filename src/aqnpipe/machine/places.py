@@ -1,0 +1,201 @@
+"""Where a program computes: the pass, the part of the model, and the number of the operator there.
+
+Noise is keyed by place, so that a layer that a checkpoint computes again gets the same noise, and threads do not
+disturb each other. Light hooks on the parts of a model (its layers, its output projection) keep the place of each
+thread up to date. A *pass* is a call of a whole model. What no part computes, such as the loss, is *outside*.
+
+The place of a gradient is that of its operator in the forward pass. torch numbers the nodes of the backward graph as it
+makes them, so the forward pass notes with which number each part begins (`Segment`). During a backward pass the number
+of the node that runs leads to the part, and the same lookup tells a layer that is computed again to which pass it
+belongs.
+
+Definition of the keys, which the audit derives a second time:
+- a result in a forward pass: seed of (stream, step, micro_step, rank, pass, part), call `visit * 2^20 + n` for the n-th
+  operator of this visit of the part, from 1, stream 0;
+- a gradient: seed of ("backward", step, micro_step, rank, pass, part), call `visit * 2^20 + d` for the node with the
+  number d from the start of the segment, stream 1 + n for the n-th operator of the node, from 0.
+A visit is a call of a part within one pass, from 0; outside it is the number of the segment within the pass for
+gradients, and 0 for results. A pass has its number in its thread, and the number of the thread in the upper 32 bits;
+threads are numbered as they begin their first pass. What a thread computes before has a negative number.
+"""
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from aqnpipe.errors import ModelError
+from aqnpipe.models.parts import PlaceHook
+
+CALLS_PER_VISIT = 1 << 20
+_KEPT_SEGMENTS = 1 << 16
+
+
+class Segment(NamedTuple):
+    """A stretch of the backward graph: the number of its first node, and where the forward pass was."""
+
+    start: int
+    passed: int
+    part: int
+    visit: int
+
+
+class Place:
+    """A visit of a part, or what is outside; `calls` counts its operators."""
+
+    __slots__ = ("calls", "is_again", "part", "passed", "key")
+
+    def __init__(self, passed: int, part: int, calls: int, key: int, is_again: bool) -> None:
+        self.passed, self.part, self.calls, self.key, self.is_again = passed, part, calls, key, is_again
+
+
+class ThreadPlaces(threading.local):
+    """The place of one thread, and the segments of the graphs that it made."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.passes = -1
+        self.passed = -1
+        self.roots: list[nn.Module] = []
+        self.here: Place | None = None
+        self.outside: Place | None = None
+        self.stack: list[Place | None] = []
+        self.visits: dict[int, int] = {}
+        self.segments: list[Segment] = []
+        self.starts: list[int] = []
+        self.node = -1
+        self.nth = 0
+
+
+class Places:
+    """The places of a program. `key_of(pass, part)` gives the key of results there.
+
+    `outside` is the number of the place outside all parts; it is above those of the parts.
+    """
+
+    def __init__(self, outside: int, key_of: Callable[[int, int], int]) -> None:
+        self.outside = outside
+        self.local = ThreadPlaces()
+        self._key_of = key_of
+        self._latest: tuple[list[Segment], list[int]] = ([], [])
+        self._num_threads = self._num_early = 0
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+
+    def hooks(self, roots: Iterable[nn.Module], parts: Mapping[int, nn.Module]) -> list[Any]:
+        """Register the hooks and return their handles; a call of one of `roots` that is in no other is a pass."""
+        handles: list[Any] = []
+        for root in roots:
+            handles.append(root.register_forward_pre_hook(PlaceHook(self.enter_root), prepend=True))
+            handles.append(root.register_forward_hook(PlaceHook(self.leave_root), always_call=True))
+        for part, module in parts.items():
+            # The first of the hooks: what hooks of the program compute before a part is inside it, after it outside.
+            enter = PlaceHook(partial(self.enter_part, part))
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(PlaceHook(self.leave_part), always_call=True, prepend=True))
+        return handles
+
+    def enter_root(self, module: nn.Module, *_: Any) -> None:
+        """Begin a pass, unless this call is a part of one. Raises ModelError in a forked process."""
+        if os.getpid() != self._process:
+            raise ModelError(
+                f"{type(module).__name__} is called in a forked process on a simulated machine: it would repeat the "
+                "errors of the other process, unseen by the receipt; expected the fork before the machine begins"
+            )
+        local = self.local
+        if module in local.roots:
+            # The call before ended in an exception that runs no hooks, such as KeyboardInterrupt.
+            local.roots.clear()
+        local.roots.append(module)
+        if len(local.roots) == 1 and torch._C._current_autograd_node() is None:
+            self._begin(local)
+
+    def leave_root(self, module: nn.Module, *_: Any) -> None:
+        """End a call of a root. What follows is outside, and still belongs to its pass."""
+        roots = self.local.roots
+        if roots and roots[-1] is module:
+            roots.pop()
+
+    def enter_part(self, part: int, *_: Any) -> None:
+        """Begin a visit of a part, in this pass or, when a backward pass computes it again, in that of its node."""
+        self.here()
+        local = self.local
+        node = torch._C._current_autograd_node()
+        passed, visit = local.passed, 0
+        if node is None:
+            visit = local.visits.get(part, 0)
+            local.visits[part] = visit + 1
+        elif (segment := self.segment_of(node._sequence_nr())) is not None:
+            passed, visit = segment.passed, segment.visit if segment.part == part else 0
+        local.stack.append(local.here)
+        key = self._key_of(passed, part)
+        local.here = Place(passed, part, visit * CALLS_PER_VISIT, key, node is not None)
+        if torch.is_grad_enabled():
+            self._note(local, passed, part, visit)
+
+    def leave_part(self, *_: Any) -> None:
+        """End a visit."""
+        local = self.local
+        if not local.stack:
+            return
+        left, local.here = local.here, local.stack.pop()
+        if torch.is_grad_enabled() and left is not None:
+            here = local.here
+            if here is not None and here.part != self.outside:
+                # A part in a part goes on.
+                self._note(local, here.passed, here.part, here.calls // CALLS_PER_VISIT)
+            else:
+                self._note_outside(local, left.passed)
+
+    def here(self) -> Place:
+        """Return the place of this thread."""
+        local = self.local
+        if local.here is None:
+            self._begin(local, is_pass=False)
+        return local.here  # type: ignore[return-value]
+
+    def segment_of(self, number: int) -> Segment | None:
+        """Return the segment of the node with this number: of this thread's graphs, or of the latest other thread's."""
+        local = self.local
+        segments, starts = local.segments, local.starts
+        if not segments:
+            # On a GPU the backward pass runs in a thread of the device.
+            segments, starts = self._latest
+        index = bisect_right(starts, number) - 1
+        return segments[index] if index >= 0 else None
+
+    def _begin(self, local: ThreadPlaces, *, is_pass: bool = True) -> None:
+        with self._lock:
+            if not is_pass:
+                self._num_early += 1
+                local.passed = -self._num_early
+            elif local.number is None:
+                local.number, self._num_threads = self._num_threads, self._num_threads + 1
+        if is_pass and local.number is not None:
+            local.passes += 1
+            local.passed = local.passes + (local.number << 32)
+        local.stack.clear()
+        local.visits.clear()
+        local.outside = local.here = Place(
+            local.passed, self.outside, 0, self._key_of(local.passed, self.outside), False
+        )
+        if torch.is_grad_enabled():
+            self._note_outside(local, local.passed)
+
+    def _note_outside(self, local: ThreadPlaces, passed: int) -> None:
+        visit = local.visits.get(self.outside, 0)
+        local.visits[self.outside] = visit + 1
+        self._note(local, passed, self.outside, visit)
+
+    def _note(self, local: ThreadPlaces, passed: int, part: int, visit: int) -> None:
+        if len(local.segments) >= _KEPT_SEGMENTS:
+            del local.segments[: _KEPT_SEGMENTS // 2], local.starts[: _KEPT_SEGMENTS // 2]
+        start = torch.autograd._get_sequence_nr()
+        local.segments.append(Segment(start, passed, part, visit))
+        local.starts.append(start)
+        self._latest = local.segments, local.starts

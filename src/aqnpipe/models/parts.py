@@ -1,0 +1,59 @@
+"""The parts of any model: its layers and output projection, and the modules whose call is a pass of the whole model."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Parts(NamedTuple):
+    """`roots` contain layers, outermost first; `modules` are the layers and the output projection, by path."""
+
+    roots: tuple[nn.Module, ...]
+    modules: dict[str, nn.Module]
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """Return the parts of `model`. Layers are the elements of its outermost lists of modules, whatever computes in them.
+
+    A model without a list of modules has no layers.
+    """
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            lists[name] = module
+    modules = {
+        f"{name}.{index}".lstrip("."): layer for name, layers in lists.items() for index, layer in enumerate(layers)
+    }
+    getter: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter is not None else getattr(model, "lm_head", None)
+    known = set(modules.values())
+    if isinstance(head, nn.Module) and head not in known and head not in {*lists.values()}:
+        paths = {module: name for name, module in model.named_modules()}
+        if head in paths:
+            modules[paths[head]] = head
+    around = {".".join(name.split(".")[:depth]) for name in lists for depth in range(len(name.split(".")))}
+    roots = [model, *(module for name, module in model.named_modules() if name and name in around)]
+    return Parts(tuple(root for root in roots if not isinstance(root, nn.ModuleList)), modules)
+
+
+class PlaceHook:
+    """A hook of a simulated machine. A copy of its module, by `deepcopy` or pickle, gets a hook that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> "PlaceHook":
+        return PlaceHook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return PlaceHook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass

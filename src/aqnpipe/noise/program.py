@@ -1,0 +1,196 @@
+"""A noisy machine for a whole program that knows nothing of it: `aqnpipe exec` and every process that it starts.
+
+Models are found as they are called: a module that no other module calls is a model, and its layers are places. Every
+process writes its receipt while it runs, because some are killed at their end.
+"""
+
+import atexit
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.noise import OutputErrorModel
+from aqnpipe.errors import ConfigError
+from aqnpipe.machine.machine import Machine, MachineKey, Request
+from aqnpipe.machine.operators import NOISED
+from aqnpipe.models.parts import parts_of
+from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.proof.audit import Audit, AuditRequest, watch_backward
+from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested, Seen, described
+from aqnpipe.seeding import derive_seed
+
+_OUTSIDE = 0
+_STREAM = "forward"
+_SECONDS_BETWEEN_WRITES = 1.0
+_RESULTS_BETWEEN_LOOKS = 256
+IN_OPTIMISER = "in an optimiser"
+
+
+class ProgramMachine(BaseModel):
+    """What the environment asks for. `only`: paths of layers, with wildcards, or names of operators."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    error: Annotated[OutputErrorModel, Field(discriminator="kind")]
+    seed: int = 0
+    backward: bool = True
+    only: tuple[str, ...] = ()
+    receipts: Path
+
+    @property
+    def requested(self) -> Requested:
+        """What a receipt must show."""
+        phases = (_STREAM, "backward") if self.backward else (_STREAM,)
+        return Requested(phases, described(self.error), getattr(self.error, "scale", None))
+
+
+def begin(specification: str) -> None:
+    """Simulate a machine from now to the end of this process. Raises ConfigError for a wrong specification."""
+    try:
+        settings = ProgramMachine.model_validate_json(specification)
+    except ValidationError as error:
+        raise ConfigError(f"AQNPIPE_MACHINE: {describe_validation_error(error)}") from error
+    program = _Program(settings)
+    program.start()
+    os.register_at_fork(after_in_child=program.restart)
+
+
+class _Program:
+    """The machine of this process and its receipt."""
+
+    def __init__(self, settings: ProgramMachine) -> None:
+        self._settings = settings
+        operators = frozenset(pattern for pattern in settings.only if pattern in NOISED)
+        self._patterns = [pattern for pattern in settings.only if pattern not in operators]
+        self._operators = operators or None
+        self._selected: set[int] | None = set() if self._patterns else None
+        self._models: set[nn.Module] = set()
+        self._num_parts = 0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        settings = self._settings
+        self._process, self._written, self._looks = os.getpid(), time.monotonic(), 0
+        self.receipt = MachineReceipt(settings.requested, np.random.default_rng(settings.seed))
+        request = AuditRequest(
+            settings.error,
+            settings.seed,
+            (0, 0, 0),
+            _STREAM,
+            self._selected,
+            settings.backward,
+            self._operators,
+        )
+        self._audit = Audit(request, self.receipt, _OUTSIDE)
+        key = MachineKey(settings.seed)
+        self._machine = Machine(
+            Request(settings.error, key, _OUTSIDE, _STREAM, self._selected, settings.backward, self._operators),
+            self._observe_outside,
+        )
+        self._identity: int | None = None
+
+    def start(self) -> None:
+        """Replace the kernels and watch modules, optimisers and backward passes."""
+        self._machine.start(before_first=self._identify)
+        nn.modules.module.register_module_forward_pre_hook(self._called)
+        register_optimizer_step_pre_hook(lambda *_: self._machine.switch_off(IN_OPTIMISER))
+        register_optimizer_step_post_hook(lambda *_: self._machine.switch_off(None))
+        watch_backward(lambda: self._audit.backward())
+        atexit.register(self._write)
+
+    def restart(self) -> None:
+        """Begin a receipt and random numbers of its own in a forked process."""
+        self._machine.stop()
+        self._models.clear()
+        self._prepare()
+        self._machine.start(before_first=self._identify)
+
+    def _identify(self) -> None:
+        """Give this process random numbers of its own, when it is known which of several it is."""
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")
+        family = getattr(multiprocessing.current_process(), "_identity", ())
+        number = derive_seed(0, "process", int(rank or 0), *family) if rank not in (None, "0") or family else 0
+        self._machine.set_rank(number)
+        self._audit.request = self._audit.request._replace(position=(0, 0, number))
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if self._machine.places.local.roots or module in self._models:
+            return
+        self._machine.identify()
+        self._machine.add_backends()
+        parts = parts_of(module)
+        new = {path: part for path, part in parts.modules.items() if part not in self._models}
+        numbers = {path: self._num_parts + 1 + index for index, path in enumerate(new)}
+        self._num_parts += len(new)
+        if self._selected is not None:
+            self._selected |= {n for path, n in numbers.items() if any(fnmatch(path, p) for p in self._patterns)}
+        modules = {numbers[path]: part for path, part in new.items()}
+        roots = [root for root in parts.roots if root not in self._models]
+        self._models.update(roots, modules.values())
+        self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
+        self._machine.places.hooks(roots, modules)
+        # This call of the module has collected its hooks already; those behind it run.
+        self._machine.places.enter_root(module)
+        self._audit.enter(module, args, {})
+
+    def _observe_outside(
+        self, phase: str, operator: str, result: Tensor, factors: tuple[Tensor, ...], source: NoiseStream
+    ) -> None:
+        self._looks += 1
+        if self._looks % _RESULTS_BETWEEN_LOOKS == 0 and time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+            self._write()
+        self._audit.observe_outside(phase, operator, result, factors, source)
+
+    def _write(self) -> None:
+        if os.getpid() != self._process:
+            return
+        self._written = time.monotonic()
+        self._settings.receipts.mkdir(parents=True, exist_ok=True)
+        target = self._settings.receipts / f"{self._process}.json"
+        partial = target.with_suffix(".part")
+        partial.write_text(json.dumps(_content(self.receipt, self._machine.counts)))
+        partial.replace(target)
+
+
+def _content(receipt: MachineReceipt, counts: Counter[tuple[str, str, str]]) -> dict[str, Any]:
+    return {
+        "argv": sys.argv,
+        "torch": torch.__version__,
+        "cells": [[*cell, asdict(seen)] for cell, seen in receipt.cells.items()],
+        "counts": [[*key, number] for key, number in counts.items()],
+        "escapes": receipt.escapes,
+        "notes": receipt.notes,
+        "passes": [receipt.passes, receipt.backward_passes, receipt.audited_passes],
+    }
+
+
+def read_receipts(folder: Path, requested: Requested) -> tuple[MachineReceipt, int]:
+    """Return the receipt of all processes that wrote one to `folder`, and how many of them computed products."""
+    total, num_processes = MachineReceipt(requested, np.random.default_rng(0)), 0
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        num_processes += bool(content["counts"])
+        total.count({(phase, operator, what): number for phase, operator, what, number in content["counts"]})
+        for *cell, seen in content["cells"]:
+            total.add(Cell(*cell), Seen(**seen))
+        for kind, found in ((total.escapes, content["escapes"]), (total.notes, content["notes"])):
+            for what, number in found.items():
+                total.note(kind, what, number)
+        passes, backward, audited = content["passes"]
+        total.passes, total.backward_passes = total.passes + passes, total.backward_passes + backward
+        total.audited_passes += audited
+    return total, num_processes

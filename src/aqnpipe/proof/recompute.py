@@ -1,0 +1,327 @@
+"""Results of product operators, recomputed for sampled elements in float64 from the operands that the operator had.
+
+Each function returns the exact values of some elements and how far a correct computation in the operator's number
+format may be from them. Nothing here runs an operator that a noisy machine could change: sums are numpy's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aqnpipe.error_bounds import gamma
+from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
+
+
+class Sampled(NamedTuple):
+    """Elements of one result: `numbers` as they lie in memory, `exact` values, their `slack`, and values as `found`.
+
+    `after` is the slack of what an operator does with its product after the error, such as adding a bias.
+    """
+
+    numbers: IntArray
+    exact: FloatArray
+    slack: FloatArray
+    found: FloatArray
+    after: FloatArray | float = 0.0
+
+
+Arguments = Mapping[Any, Any]
+Recompute = Callable[[Arguments, Any, np.random.Generator, int], list[Sampled | None]]
+"""From named arguments, result, random numbers and a number of elements; an item per noised result, None if unproven."""
+
+
+def sample_of(operator: str, arguments: Arguments, result: Any, rng: np.random.Generator, count: int) -> list[Any]:
+    """Return recomputed samples of an operator's noised results, in the order in which it noised them."""
+    found = RECOMPUTED.get(operator)
+    return [None] if found is None else found(arguments, result, rng, count)
+
+
+# -- products of two operands -------------------------------------------------------------------------------------------
+
+
+def _product(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+    first, second, *_ = arguments.values()
+    return [_matmul(first, second, result, rng, count)]
+
+
+def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Generator, count: int) -> Sampled | None:
+    if not result.numel():
+        return None
+    index = rng.integers(0, result.numel(), min(count, result.numel()))
+    place = np.unravel_index(index, tuple(result.shape))
+    rows, columns = _factors(first, second, place)
+    terms = rows * columns
+    exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
+    return Sampled(
+        _in_memory(result, place), exact, _rounding(magnitude, terms.shape[-1], result.dtype), _at(result, place)
+    )
+
+
+def _factors(first: Tensor, second: Tensor, place: tuple[IntArray, ...]) -> tuple[FloatArray, FloatArray]:
+    """Return the rows and columns [elements, terms] whose sums of products are the elements at `place`."""
+    where = tuple(torch.from_numpy(np.asarray(axis)) for axis in place)
+    if first.dim() == 1:
+        one = _wide(first)[None]
+        return one, _wide(second)[None]
+    if second.dim() == 1:
+        return _wide(first[where[-1]]), _wide(second)[None]
+    lead = where[:-2]
+    return _wide(first[(*lead, where[-2])]), _wide(second.transpose(-1, -2)[(*lead, where[-1])])
+
+
+def _sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+    added, first, second, *_ = arguments.values()
+    beta, alpha = float(arguments.get("beta", 1)), float(arguments.get("alpha", 1))
+    product = _matmul(first, second, result, rng, count)
+    if product is None or alpha == 0:
+        return [None]
+    place = _place_of(result, product.numbers)
+    constant = beta * _at(added.expand(result.shape), place) if beta else np.zeros(len(product.exact))
+    return [_without_constant(product, constant, alpha, result.dtype)]
+
+
+def _without_constant(sampled: Sampled, constant: FloatArray, alpha: float, dtype: torch.dtype) -> Sampled:
+    """Return samples of the product inside `alpha * product + constant`, whose roundings add to the slack."""
+    half = torch.finfo(dtype).eps
+    found = (sampled.found - constant) / alpha
+    rounding = half * (np.abs(sampled.found) + np.abs(constant) + np.abs(alpha * sampled.exact)) / abs(alpha)
+    return sampled._replace(found=found, after=2 * rounding)
+
+
+def numbered_in_order(sampled: Sampled, result: Tensor) -> Sampled:
+    """Return samples numbered row by row: the product was made in memory of its own, and copied into `result`."""
+    place = _place_of(result, sampled.numbers)
+    return sampled._replace(numbers=np.ravel_multi_index(place, tuple(result.shape)).astype(np.int64))
+
+
+def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+    first, second, offsets = (*arguments.values(), None)[:3]
+    if not isinstance(offsets, Tensor):
+        return [_matmul(first, second, result, rng, count)]
+    ends = offsets.cpu().numpy().astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    index = rng.integers(0, result.numel(), min(count, result.numel()))
+    place = np.unravel_index(index, tuple(result.shape))
+    pairs = []
+    for element in zip(*place, strict=True):
+        *lead, i, j = (int(value) for value in element)
+        if first.dim() == 2 and second.dim() == 2:
+            terms = slice(int(starts[lead[0]]), int(ends[lead[0]]))
+            pairs.append((_wide(first[i, terms]), _wide(second[terms, j])))
+            continue
+        group = int(np.searchsorted(ends, i if first.dim() == 2 else j, side="right"))
+        if group == len(ends):
+            # Behind the last group nothing is computed.
+            return [None]
+        row = first[i] if first.dim() == 2 else first[group, i]
+        column = second[group, :, j] if second.dim() == 3 else second[:, j]
+        pairs.append((_wide(row), _wide(column)))
+    exact = np.array([(row * column).sum() for row, column in pairs])
+    magnitude = np.array([np.abs(row * column).sum() for row, column in pairs])
+    slack = _rounding(magnitude, max(len(row) for row, _ in pairs), result.dtype)
+    return [Sampled(_in_memory(result, place), exact, slack, _at(result, place))]
+
+
+# -- attention ----------------------------------------------------------------------------------------------------------
+
+
+class _Head(NamedTuple):
+    """One query head of one sequence in float64: weights [queries, keys] with their relative error."""
+
+    query: FloatArray
+    key: FloatArray
+    value: FloatArray
+    weights: FloatArray
+    scale: float
+    slack: float
+
+
+def _attention(arguments: Arguments, result: Any, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+    output = result[0]
+    chosen = _chosen_head(arguments, rng)
+    if chosen is None:
+        return [None]
+    (batch, head), whole = chosen
+    exact = whole.weights @ whole.value
+    magnitude = whole.weights @ np.abs(whole.value)
+    return [_sample_rows(output, (batch, head), exact, magnitude * whole.slack, rng, count)]
+
+
+def _attention_backward(
+    arguments: Arguments, result: Any, rng: np.random.Generator, count: int
+) -> list[Sampled | None]:
+    chosen = _chosen_head(arguments, rng)
+    if chosen is None:
+        return [None, None, None]
+    (batch, head), _ = chosen
+    # Query heads that share keys and values add up in the gradients of these.
+    sharing = arguments["query"].shape[1] // arguments["key"].shape[1]
+    shared = head // sharing
+    heads = [_gradients_of(arguments, batch, shared * sharing + each) for each in range(sharing)]
+    own = heads[head - shared * sharing]
+    exact = (own[0][0], *(sum(values[axis] for values, _ in heads) for axis in (1, 2)))
+    slack = (own[1][0], *(sum(bounds[axis] for _, bounds in heads) for axis in (1, 2)))
+    return [
+        _sample_rows(found, (batch, head if axis == 0 else shared), exact[axis], slack[axis], rng, count)
+        for axis, found in enumerate(result[:3])
+    ]
+
+
+def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence[FloatArray], Sequence[FloatArray]]:
+    """Return the gradients of queries, keys and values of one query head, and their slack."""
+    whole = _head(arguments, batch, head)
+    gradient = _wide(next(iter(arguments.values()))[batch, head])
+    weights, value = whole.weights, whole.value
+    towards, size = gradient @ value.T, np.abs(gradient) @ np.abs(value).T
+    scores = weights * (towards - (weights * towards).sum(-1, keepdims=True)) * whole.scale
+    largest = weights * (size + (weights * size).sum(-1, keepdims=True)) * whole.scale
+    exact = (scores @ whole.key, scores.T @ whole.query, weights.T @ gradient)
+    sizes = (largest @ np.abs(whole.key), largest.T @ np.abs(whole.query), weights.T @ np.abs(gradient))
+    return exact, [4 * whole.slack * magnitude for magnitude in sizes]
+
+
+def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[tuple[int, int], _Head] | None:
+    query = arguments["query"]
+    if arguments.get("dropout_p") or query.dim() != 4 or not query.numel():
+        return None
+    batch, head = int(rng.integers(query.shape[0])), int(rng.integers(query.shape[1]))
+    return (batch, head), _head(arguments, batch, head)
+
+
+def _head(arguments: Arguments, batch: int, head: int) -> _Head:
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    shared = head * key.shape[1] // query.shape[1]
+    q, k, v = _wide(query[batch, head]), _wide(key[batch, shared]), _wide(value[batch, shared])
+    scale = arguments.get("scale")
+    scale = float(scale) if scale is not None else query.shape[-1] ** -0.5
+    scores = q @ k.T * scale
+    mask = next((arguments[name] for name in ("attn_mask", "attn_bias") if arguments.get(name) is not None), None)
+    if mask is not None:
+        mask = mask.expand(query.shape[0], query.shape[1], *scores.shape)[batch, head]
+        scores = np.where(mask.cpu().numpy(), scores, -np.inf) if mask.dtype == torch.bool else scores + _wide(mask)
+    if arguments.get("is_causal"):
+        scores = np.where(np.tril(np.ones(scores.shape, bool)), scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+        weights = np.nan_to_num(powers / powers.sum(-1, keepdims=True))
+    # Scores have the rounding of their sums, and the weights change by as much relatively.
+    of_scores = float((np.abs(q) @ np.abs(k).T).max(initial=0.0)) * scale * gamma(q.shape[-1] + 2)
+    epsilon = torch.finfo(query.dtype).eps
+    slack = 2 * of_scores + 4 * epsilon + gamma(k.shape[0] + 8)
+    return _Head(q, k, v, weights, scale, slack)
+
+
+def _sample_rows(
+    result: Tensor,
+    lead: tuple[int, int],
+    exact: FloatArray,
+    slack: FloatArray,
+    rng: np.random.Generator,
+    count: int,
+) -> Sampled:
+    index = rng.integers(0, exact.size, min(count, exact.size))
+    row, column = np.unravel_index(index, exact.shape)
+    place = (np.full(len(index), lead[0]), np.full(len(index), lead[1]), row, column)
+    half = torch.finfo(result.dtype).eps * np.abs(exact[row, column])
+    return Sampled(_in_memory(result, place), exact[row, column], slack[row, column] + half, _at(result, place))
+
+
+# -- convolution --------------------------------------------------------------------------------------------------------
+
+
+def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+    inputs, weight, bias, stride, padding, dilation, transposed, _, groups = arguments.values()
+    if transposed or not result.numel():
+        return [None]
+    index = rng.integers(0, result.numel(), min(count, result.numel()))
+    place = np.unravel_index(index, tuple(result.shape))
+    padded = np.pad(_wide(inputs), [(0, 0), (0, 0), *((size, size) for size in padding)])
+    kernels, per_group = _wide(weight), weight.shape[0] // groups
+    exact, magnitude = np.zeros(len(index)), np.zeros(len(index))
+    for number, (batch, channel, *at) in enumerate(zip(*place, strict=True)):
+        first = channel // per_group * weight.shape[1]
+        patch = padded[(batch, slice(first, first + weight.shape[1]), *_taps(at, weight.shape[2:], stride, dilation))]
+        terms = patch * kernels[channel]
+        exact[number], magnitude[number] = terms.sum(), np.abs(terms).sum()
+    sampled = Sampled(
+        _in_memory(result, place), exact, _rounding(magnitude, kernels[0].size, result.dtype), _at(result, place)
+    )
+    if bias is None:
+        return [sampled]
+    return [_without_constant(sampled, _wide(bias)[place[1]], 1.0, result.dtype)]
+
+
+def _taps(at: list[Any], sizes: torch.Size, stride: Any, dilation: Any) -> list[slice]:
+    starts = [position * step for position, step in zip(at, stride, strict=True)]
+    return [
+        slice(start, start + (size - 1) * gap + 1, gap)
+        for start, size, gap in zip(starts, sizes, dilation, strict=True)
+    ]
+
+
+# -- small things -------------------------------------------------------------------------------------------------------
+
+
+def _wide(tensor: Tensor) -> FloatArray:
+    return tensor.detach().double().cpu().numpy()
+
+
+def _at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
+    return _wide(tensor[tuple(torch.from_numpy(np.asarray(axis)) for axis in place)].reshape(-1))
+
+
+def _rounding(magnitude: FloatArray, num_terms: int, dtype: torch.dtype) -> FloatArray:
+    """Return how far a correct sum of `num_terms` products may be from the exact one (see `error_bounds`)."""
+    info = torch.finfo(dtype)
+    unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+    parts = 0.0 if dtype in (torch.float32, torch.float64) else info.eps / 2
+    found: FloatArray = magnitude * (gamma(num_terms + 1, unit) + parts + info.eps / 2) + info.tiny
+    return found
+
+
+def _strides(result: Tensor) -> tuple[int, ...]:
+    """Return the strides by which the noise numbers elements: those of the tensor if it is dense, else row by row."""
+    shape, strides = result.shape, result.stride()
+    if sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1 == result.numel():
+        return strides
+    return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+
+
+def _in_memory(result: Tensor, place: tuple[IntArray, ...]) -> IntArray:
+    numbers = np.zeros(len(place[0]) if place else 1, np.int64)
+    for axis, step in zip(place, _strides(result), strict=True):
+        numbers = numbers + np.asarray(axis, np.int64) * step
+    return numbers
+
+
+def _place_of(result: Tensor, numbers: IntArray) -> tuple[IntArray, ...]:
+    strides, rest = _strides(result), numbers.copy()
+    place = [np.zeros_like(numbers)] * len(strides)
+    for axis in sorted(range(len(strides)), key=lambda each: strides[each], reverse=True):
+        if result.shape[axis] > 1:
+            place[axis], rest = np.divmod(rest, strides[axis])
+    return tuple(place)
+
+
+RECOMPUTED: dict[str, Recompute] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _product),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _sum),
+    "_grouped_mm": _grouped,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_efficient_attention": _attention,
+    "_scaled_dot_product_cudnn_attention": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
+    "convolution": _convolution,
+}
+"""How the noised results of each operator are recomputed. What is missing here is counted as unproven."""
+
+UNPROVEN = frozenset({"_scaled_mm", "_int_mm", "addbmm", "_addmm_activation", "convolution_backward"})
+"""Operators with an error that nothing here recomputes."""
