@@ -11,7 +11,7 @@ from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
 from aqnpipe.config.dataset import LmEvalDataset
-from aqnpipe.config.diagnosis import NEED_PARITY, NEED_SENSITIVITY
+from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.machine_devices import arm_device_problems, machine_device_problems
@@ -324,12 +324,12 @@ def _sigma_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) 
         aqn = arms[name].aqn
         if aqn is None or aqn.layer_sigmas_from not in study.machines:
             continue
-        if aqn.layer_sigmas_strategy in NEED_SENSITIVITY and not rule.sigma_min <= rule.base_sigma <= rule.sigma_max:
+        if aqn.layer_sigmas_strategy != "published" and not rule.sigma_min <= rule.base_sigma <= rule.sigma_max:
             yield (
                 f"{source}: sigma_rule.base_sigma: found {rule.base_sigma:g}, expected sigma_min {rule.sigma_min:g} to "
                 f"sigma_max {rule.sigma_max:g}: the sigmas {aqn.layer_sigmas_strategy} of arm {name} have its energy"
             )
-        if aqn.layer_sigmas_strategy in NEED_PARITY and not study.machines[aqn.layer_sigmas_from].has_parity:
+        if aqn.layer_sigmas_strategy == NEEDS_PARITY and not study.machines[aqn.layer_sigmas_from].has_parity:
             yield (
                 f"{study.arms_file}: arms.{name}.aqn.layer_sigmas_strategy: {aqn.layer_sigmas_strategy} needs the "
                 f"measured error of machine {aqn.layer_sigmas_from}, which has no counterpart, expected "
