@@ -61,7 +61,11 @@ def _set(config, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["machines"], {"device": {}}, r"machines: arm dead_zone_none needs the machine 'dead_zone', found device"),
+        (
+            ["machines"],
+            {"device": {}},
+            r"arms\.dead_zone_none\.machine: unknown machine 'dead_zone'",
+        ),
         (["evaluation", "pretrained_machine"], "x", r"evaluation\.pretrained_machine: unknown machine 'x'"),
         (
             ["loss_studies", 0, "machine"],

@@ -17,7 +17,7 @@ from typing import Any
 
 from aqnpipe.cli.own_noise import own_noise_problems
 from aqnpipe.cli.profile_file import refuse_unreadable_profiles
-from aqnpipe.config.cross_references import validation_problems
+from aqnpipe.config.cross_references import validation_problem
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, read_json_object, source_kind
@@ -287,7 +287,8 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
     except DataError as error:
         yield f"{source}: dataset: {error}"
         return
-    yield from validation_problems(study.config, sizes.get("test"), source)
+    if problem := validation_problem(study.config, sizes.get("test")):
+        yield f"{source}: training.validation_questions: {problem}"
 
 
 def _task_problems(dataset: LmEvalDataset, source: str) -> Iterator[str]:
