@@ -1,6 +1,7 @@
 """The cost estimate of a study, compared with hand calculations for a model of 100 parameters."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -89,12 +90,9 @@ def test_decode_steps_of_transformers_take_the_host_by_hand(config):
 
 def test_totals_and_disk_by_hand(config):
     estimate = estimate_study(plan_of(config), GIVEN)
-    assert estimate.flops == sum(phase.flops for phase in estimate.phases)
-    # A third of every sequence is generated, in rollout, validation and evaluation alone.
-    assert estimate.generated_tokens == (3840 + 600 + 6000) / 3
     # Two checkpoints of each of two runs in float32; three resume points with weights and two moments.
     assert estimate.checkpoint_gigabytes == pytest.approx(2 * 2 * 100 * 4 / 1e9)
-    assert estimate.working_gigabytes == pytest.approx(3 * 3 * 100 * 4 / 1e9)
+    assert estimate.run_gigabytes == pytest.approx(3 * 3 * 100 * 4 / 1e9)
     started = GIVEN.model_copy(update={"rates": RATES.model_copy(update={"seconds_per_job": 36.0})})
     extra = estimate_study(plan_of(config), started).device_hours - estimate.device_hours
     assert extra == pytest.approx((2 + 5) * 0.01)
@@ -107,7 +105,7 @@ def test_settings_that_cost_or_save_passes(config):
     config["training"]["lora"] = {"rank": 4, "alpha": 8}
     assert costs(config)["backward"].flops == plain
     adapted = estimate_study(plan_of(config), GIVEN)
-    assert adapted.working_gigabytes == 0
+    assert adapted.run_gigabytes == 0
     # The size of this model is given, its shape is not.
     assert adapted.checkpoint_gigabytes == 0
     config["training"].update(kl_coefficient=0.0, steps_per_rollout=2)
@@ -119,14 +117,16 @@ def test_settings_that_cost_or_save_passes(config):
 def test_what_is_not_given_is_counted_or_said_to_be_assumed(config):
     estimate = estimate_study(plan_of(config), Assumptions())
     assert estimate.rates == CPU_CORE
-    assert estimate.parameters == {"base": 1_102_208}
-    assert re.match(r"prompts of \d\d tokens, counted in the generated questions", estimate.assumed[0])
-    assert "upper bound" in estimate.assumed[1]
+    assert re.fullmatch(r"prompts of \d\d tokens, responses at their limit \(--response-tokens\)", estimate.assumed)
+    # The smallest model has 1,102,208 weights, in float32.
+    assert estimate.model_gigabytes == pytest.approx(1_102_208 * 4 / 1e9)
+    assert estimate.num_devices == len(os.sched_getaffinity(0))
     real = estimate_study(StudyPlan(load_study_file(Path("config/qwen2.5-7b.yaml"))), Assumptions())
     # Four arms and three seeds with two checkpoints of 7,616 million weights in float32.
     assert real.checkpoint_gigabytes == pytest.approx(4 * 3 * 2 * 30.46, rel=1e-3)
     assert real.rates == A100
-    assert real.assumed[0] == "prompts of 150 tokens, assumed (--prompt-tokens)"
+    assert real.assumed.startswith("prompts of 150 tokens (--prompt-tokens), ")
+    assert real.num_devices == 8
 
 
 def test_disk_of_checkpoints_that_are_removed(config):
@@ -138,11 +138,12 @@ def test_disk_of_checkpoints_that_are_removed(config):
     last = estimate_study(plan, GIVEN)
     assert num_steps > 1
     assert last.checkpoint_gigabytes == pytest.approx(kept.checkpoint_gigabytes / num_steps)
-    assert last.removed_gigabytes == pytest.approx(kept.checkpoint_gigabytes / num_runs * (num_steps - 1) / num_steps)
+    removed = kept.checkpoint_gigabytes / num_runs * (num_steps - 1) / num_steps
+    assert last.run_gigabytes - kept.run_gigabytes == pytest.approx(removed)
     # Where seeds are added, nothing is removed before the last look.
     config["seeds"] = {"start": 2, "step": 2, "max": 4}
     added = estimate_study(plan_of(config), GIVEN)
-    assert (added.checkpoint_gigabytes, added.removed_gigabytes) == (kept.checkpoint_gigabytes, 0)
+    assert (added.checkpoint_gigabytes, added.run_gigabytes) == (kept.checkpoint_gigabytes, kept.run_gigabytes)
 
 
 def test_samples_and_examples_cost_what_they_add(config):
@@ -152,8 +153,8 @@ def test_samples_and_examples_cost_what_they_add(config):
     assert costs(config)["rollout"] == plain["rollout"]
     config["dataset"] = {"source": "hub", "num_train": 32, "num_test": 10}
     config["prompt"] = {"layout": "question_answer", "num_examples": 5}
-    source = estimate_study(plan_of(config), GIVEN.model_copy(update={"prompt_tokens": None})).assumed[0]
-    assert source == "prompts of 1050 tokens, assumed (--prompt-tokens)"
+    source = estimate_study(plan_of(config), GIVEN.model_copy(update={"prompt_tokens": None})).assumed
+    assert source.startswith("prompts of 1050 tokens (--prompt-tokens), ")
 
 
 def test_generated_prompts_are_as_long_as_the_tokenizer_makes_them(config):
@@ -198,7 +199,7 @@ def test_rates_follow_the_device(config):
 def test_large_studies_are_announced_and_small_ones_not(config):
     assert announcement(plan_of(config)) is None
     line = announcement(StudyPlan(load_study_file(Path("config/qwen2.5-1.5b.yaml"))))
-    assert re.match(r"estimated cost: [\d,.]+ A100 hours, \d", line)
+    assert re.match(r"estimated cost: [\d,.]+ A100 hours and [\d,.]+ GB of disk", line)
 
 
 @pytest.mark.parametrize("study", ["smoke", "dead-zone", "qwen2.5-7b"])
@@ -221,13 +222,19 @@ def aqnpipe(*arguments):
 
 def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates():
     text = aqnpipe("config/qwen2.5-7b.yaml").stdout
-    for part in ("jobs: ", "train 12", "estimated cost", "7,616 million", "312 TFLOP/s", "assumed to reach 35%"):
+    for part in ("jobs: ", "train 12", "at 35% and generation at 5% of 312 TFLOP/s"):
         assert part in text
+    hours = float(re.search(r"^device hours: ([\d.]+) of A100; assumed: ", text, re.MULTILINE)[1])
+    assert float(re.search(r"^time: ([\d.]+) h on 8 A100s", text, re.MULTILINE)[1]) == pytest.approx(
+        hours / 8, rel=0.01
+    )
+    lines = [line.split(":")[0] for line in text.splitlines()]
+    assert [lines.count(name) for name in ("time", "device hours", "disk", "memory of a device")] == [1, 1, 1, 1]
     options = ("--tflops", "624", "--json", "--response-tokens", "128", "--training-utilization", "0.5")
     estimate = json.loads(aqnpipe("config/qwen2.5-7b.yaml", *options).stdout)["estimate"]
     assert estimate["rates"]["tflops"] == 624
     assert estimate["rates"]["training_utilization"] == 0.5
-    assert "responses of 128 tokens, as given" in estimate["assumed"]
+    assert "responses of 128 tokens" in estimate["assumed"]
     # Its rollouts are by vLLM; those of the smoke study are not.
     assert "weight syncs" in estimate["not_counted"]
     assert "weight syncs" not in aqnpipe("config/smoke.yaml").stdout
@@ -242,7 +249,7 @@ def test_a_study_that_adds_seeds_has_the_cost_with_all_of_them_too():
     assert found.at_most == whole
     assert whole.checkpoint_gigabytes == pytest.approx(5 * found.estimate.checkpoint_gigabytes)
     shown = CliRunner().invoke(app, ["check", "config/decide.yaml"]).stdout
-    assert f"with all seeds that may be added: at most {whole.device_hours:,.3g} CPU core hours and " in shown
+    assert f", at most {whole.device_hours:,.3g} if all seeds are added" in shown
     fixed = check_study(StudyPlan(load_study_file(Path("config/config.yaml"))), Assumptions())
     assert fixed.at_most is None
 

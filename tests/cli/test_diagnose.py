@@ -102,10 +102,10 @@ def test_user_errors_are_one_line(arguments, error, message):
 
 
 def test_sigmas_to_standard_output_and_to_a_file(diagnosis, tmp_path):
-    printed = aqnpipe("sigmas", diagnosis, "--strategy", "targeted", "--base-sigma", "0.02")
+    printed = aqnpipe("sigmas", diagnosis, "--base-sigma", "0.02")
     assert printed.exit_code == 0
     sigmas = yaml.safe_load(printed.stdout)
-    assert [sigma > 0 for sigma in sigmas["aqn"]["layer_sigmas"].values()] == [False, False, True, False, False, False]
+    assert list(sigmas["aqn"]["layer_sigmas"]) == [str(layer) for layer in range(6)]
     assert sigmas["aqn"]["base_sigma"] == 0.02
     path = tmp_path / "sigmas.yaml"
     assert aqnpipe("sigmas", diagnosis, "-o", path).exit_code == 0

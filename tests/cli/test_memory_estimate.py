@@ -1,6 +1,5 @@
 """Memory of a training device, compared with hand calculations for Qwen2.5's published shapes."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from aqnpipe.cli.main import app
-from aqnpipe.cli.memory_estimate import evaluation_memory_lines, memory_lines, memory_per_device
+from aqnpipe.cli.memory_estimate import evaluation_memory, memory_per_device, training_memory
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
@@ -80,11 +79,12 @@ def test_an_engine_that_cannot_hold_the_weights_is_refused():
     fits = plan("qwen2.5-7b", {"backend": "vllm", "rollout_gpu_memory_utilization": 0.2}, **lora)
     memory = memory_per_device(fits, "large", 80e9, 150)
     assert memory.engine_needs == pytest.approx(LARGE * 2 + 662 * 28 * 2 * 4 * 128 * 2, rel=1e-3)
-    assert "vLLM 16 GB" in memory_lines(fits, "an A100 80 GB", 80, 150)[0]
+    assert memory.engine == 16e9
+    assert training_memory(fits, "an A100 80 GB", 80, 150)
     study = plan("qwen2.5-7b", {"backend": "vllm", "rollout_gpu_memory_utilization": 0.15}, **lora)
     expected = r"rollout_gpu_memory_utilization: vLLM gets 12 GB of 80, .* take 15\.3 GB; expected at least 0\.2$"
     with pytest.raises(ConfigError, match=expected):
-        memory_lines(study, "an A100 80 GB", 80, 150)
+        training_memory(study, "an A100 80 GB", 80, 150)
 
 
 def test_an_engine_that_takes_too_much_is_named_with_what_would_help():
@@ -97,11 +97,11 @@ def test_an_engine_that_takes_too_much_is_named_with_what_would_help():
         rf"expected generation\.rollout_gpu_memory_utilization: {share:g} or generation\.rollout_backend: transformers"
     )
     with pytest.raises(ConfigError, match=ways):
-        memory_lines(study, "an A100 80 GB", 80, 150)
+        training_memory(study, "an A100 80 GB", 80, 150)
     fits = plan("qwen2.5-7b", {"backend": "vllm", "rollout_gpu_memory_utilization": share})
-    assert memory_lines(fits, "an A100 80 GB", 80, 150)
+    assert training_memory(fits, "an A100 80 GB", 80, 150)
     with pytest.raises(ConfigError, match=r"has 64 GB; expected generation\.rollout_backend: transformers or"):
-        memory_lines(study, "a 910C", 64, 150)
+        training_memory(study, "a 910C", 64, 150)
 
 
 def test_adapters_have_gradients_of_their_own_and_no_reference():
@@ -114,10 +114,10 @@ def test_adapters_have_gradients_of_their_own_and_no_reference():
 def test_a_model_that_cannot_fit_is_refused_with_what_would_help():
     study = plan("qwen2.5-7b", lora=None, parallelism="data")
     with pytest.raises(ConfigError, match=r"models\.large: training needs about 192 GB on each device, an A100 80 GB"):
-        memory_lines(study, "an A100 80 GB", 80, 150)
+        training_memory(study, "an A100 80 GB", 80, 150)
     with pytest.raises(ConfigError, match=r"expected training\.parallelism: fsdp or training\.lora or --memory"):
-        memory_lines(study, "an A100 80 GB", 80, 150)
-    assert memory_lines(study, "a device", 200, 150)[0].startswith("memory of a training device: large 192 GB of 200")
+        training_memory(study, "an A100 80 GB", 80, 150)
+    assert training_memory(study, "a device", 200, 150)[0].startswith("training large 192 GB of 200")
 
 
 @pytest.mark.parametrize(
@@ -132,23 +132,19 @@ def test_the_command_refuses_a_study_that_cannot_fit(options, fits):
 
 def test_examples_in_the_prompt_count(tmp_path):
     study = yaml.safe_load(Path("config/qwen2.5-1.5b.yaml").read_text())
-    study.update(arms_file=str(ROOT / "config" / "arms.yaml"), generation={"backend": "transformers"})
-    rollouts = []
-    for shots in (0, 8):
-        study["prompt"] |= {"num_examples": shots}
-        (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
-        shown = CliRunner().invoke(app, ["check", str(tmp_path / "study.yaml")]).stdout
-        rollouts.append(float(re.search(r"rollouts ([\d.]+) GB", shown)[1]))
-    # 8 examples of 180 tokens beside a prompt of 150 and 1,024 tokens of the response.
-    assert rollouts[1] / rollouts[0] == pytest.approx((1174 + 8 * 180) / 1174, rel=0.01)
+    study.update(arms_file=str(ROOT / "config" / "arms.yaml"), prompt=study["prompt"] | {"num_examples": 8})
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    shown = CliRunner().invoke(app, ["check", str(tmp_path / "study.yaml")]).stdout
+    # 8 examples of 180 tokens beside a prompt of 150.
+    assert "GB of 64; assumed: prompts of 1590 tokens (--prompt-tokens)" in shown
 
 
 def test_a_model_of_unknown_shape_is_named():
     study = plan("qwen2.5-1.5b")
     models = {"base": study.study.config.models["base"].model_copy(update={"source": "owner/unknown"})}
     config = study.study.config.model_copy(update={"models": models})
-    (line,) = memory_lines(StudyPlan(study.study.model_copy(update={"config": config})), "a device", 80, 150)
-    assert "not estimated, the shape of base is unknown" in line
+    (line,) = training_memory(StudyPlan(study.study.model_copy(update={"config": config})), "a device", 80, 150)
+    assert "training base not estimated, its shape is unknown" in line
 
 
 def test_a_study_on_a_cpu_has_no_line_on_memory():
@@ -173,7 +169,7 @@ def test_a_study_on_a_cpu_has_no_line_on_memory():
 )
 def test_what_would_help_is_what_does_not_fit(changes, gigabytes, helps):
     with pytest.raises(ConfigError) as refused:
-        memory_lines(plan("qwen2.5-1.5b", **changes), "a device", gigabytes, 150)
+        training_memory(plan("qwen2.5-1.5b", **changes), "a device", gigabytes, 150)
     assert helps in str(refused.value)
 
 
@@ -182,11 +178,11 @@ def test_a_model_of_unknown_shape_needs_its_weights_gradients_and_moments():
     sources = {"source": "owner/unknown", "dtype": "bfloat16", "attention": "sdpa"}
     study = with_models(plan("qwen2.5-1.5b", parallelism="fsdp"), {"base": sources})
     with pytest.raises(ConfigError, match=r"models\.base: training needs more than 182 GB .* expected more training"):
-        memory_lines(study, "a device", 80, 150, {"base": 72.7e9})
-    (line,) = memory_lines(study, "a device", 80, 150, {"base": 3e9})
-    assert line.endswith("the shape of base is unknown, more than 8 GB of 80")
+        training_memory(study, "a device", 80, 150, {"base": 72.7e9})
+    (line,) = training_memory(study, "a device", 80, 150, {"base": 3e9})
+    assert line.endswith("its shape is unknown, more than 8 GB of 80")
     adapted = with_models(plan("qwen2.5-1.5b", lora={"rank": 8, "alpha": 8}), {"base": sources})
-    assert memory_lines(adapted, "a device", 80, 150, {"base": 3e9})[0].endswith("more than 6 GB of 80")
+    assert training_memory(adapted, "a device", 80, 150, {"base": 3e9})[0].endswith("more than 6 GB of 80")
 
 
 def with_models(study, models):
@@ -196,31 +192,26 @@ def with_models(study, models):
 
 
 def test_an_evaluation_whose_weights_do_not_fit_is_refused():
-    """7.6 billion weights in bfloat16 are 15.2 GB, 66 MB of keys and values per response at the limit beside them."""
+    """7.6 billion weights in bfloat16 are 15.2 GB; the context of torch takes 2.5."""
     by_transformers = plan("qwen2.5-7b")
-    (line,) = evaluation_memory_lines(by_transformers, "a device", 80, 150)
-    # 64 sequences of 662 tokens: 4 heads x 128 in 28 layers, 2 bytes.
-    cache = 64 * 662 * 28 * 2 * 4 * 128 * 2 / 1e9
-    assert line.startswith("memory of an evaluating device: large weights 15.2 GB, keys and values of 64 sequences")
-    assert f"at most {cache:.3g} GB, of 80 GB" in line
-    # Shorter responses would fit.
-    assert evaluation_memory_lines(by_transformers, "a device", 18, 150)
+    assert evaluation_memory(by_transformers, "a device", 80, 150) == ["evaluating large 17.7 GB of 80"]
+    assert evaluation_memory(by_transformers, "a device", 18, 150)
     with pytest.raises(
         ConfigError, match=r"evaluation of large: its weights take 17\.7 GB on each device, a device has 16"
     ):
-        evaluation_memory_lines(by_transformers, "a device", 16, 150)
+        evaluation_memory(by_transformers, "a device", 16, 150)
     on_vllm = plan("qwen2.5-7b", {"backend": "vllm", "gpu_memory_utilization": 0.1})
     with pytest.raises(
         ConfigError, match=r"vLLM gets 8 GB of 80; expected generation\.gpu_memory_utilization: 0\.2 or"
     ):
-        evaluation_memory_lines(on_vllm, "a device", 80, 150)
+        evaluation_memory(on_vllm, "a device", 80, 150)
     shared = plan("qwen2.5-7b", {"backend": "vllm", "gpu_memory_utilization": 0.1, "tensor_parallel": 2})
-    assert "weights 7.62 GB" in evaluation_memory_lines(shared, "a device", 80, 150)[0]
+    assert evaluation_memory(shared, "a device", 80, 150)[0].startswith("evaluating large 7.6")
 
 
 def test_given_checkpoints_that_no_device_can_hold_are_refused():
     command = ["check", "config/formats-qwen2.5.yaml"]
-    assert "memory of an evaluating device" in CliRunner().invoke(app, command).stdout
+    assert "memory of a device: evaluating " in CliRunner().invoke(app, command).stdout
     refused = CliRunner().invoke(app, [*command, "--memory", "10"])
     assert isinstance(refused.exception, ConfigError)
     assert "evaluation of" in str(refused.exception)

@@ -19,7 +19,7 @@ def planned(*arguments):
 
 def test_without_results_usual_variances_are_named_as_such():
     found = json.loads(planned(CONFIG / "tiny-full.yaml", "--json", "--points", "5").stdout)
-    assert (found["num_arms"], found["num_seeds"], found["num_questions"]) == (34, 5, 500)
+    assert (found["num_arms"], found["num_seeds"], found["num_questions"]) == (31, 5, 500)
     assert {level["variances_from"] for level in found["levels"]} == {"usual values"}
     for level in found["levels"]:
         assert 0 < level["detectable_alone"] < level["detectable_in_family"]

@@ -151,7 +151,7 @@ def test_a_study_without_further_machines_has_none_of_these_jobs():
 @pytest.mark.parametrize(
     ("machines", "named", "expected"),
     [
-        ({}, ["moon"], "evaluation.machines: unknown machine 'moon'"),
+        ({}, ["moon"], "evaluation.machines.0: unknown machine 'moon'"),
         ({}, ["device"], "device computes as the study does, expected a machine with another device"),
         ({"bf": {"counterpart": {"attention": "sdpa"}}}, ["bf"], "noise on attention would be another one"),
         (

@@ -22,7 +22,7 @@ def config(monkeypatch):
 def test_arms_carry_the_faults_of_their_machine_into_training_and_evaluation(config):
     config["arms"].append("baseline")
     plan = StudyPlan(load_study(config))
-    for arm, magnitudes in (("dead_zone_targeted", [0.3]), ("baseline", [])):
+    for arm, magnitudes in (("dead_zone_guided", [0.3]), ("baseline", [])):
         trained = TrainingSpec.model_validate(plan.training_spec(arm, 0))
         evaluated = EvaluationSpec.model_validate(plan.evaluation_spec(model="base", arm=arm, seed="0", step="20"))
         assert [fault.magnitude for fault in trained.faults] == magnitudes
@@ -61,7 +61,11 @@ def _set(config, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["machines"], {"device": {}}, r"machines: arm dead_zone_none needs the machine 'dead_zone', found device"),
+        (
+            ["machines"],
+            {"device": {}},
+            r"arms\.dead_zone_none\.machine: unknown machine 'dead_zone'",
+        ),
         (["evaluation", "pretrained_machine"], "x", r"evaluation\.pretrained_machine: unknown machine 'x'"),
         (
             ["loss_studies", 0, "machine"],
@@ -112,7 +116,7 @@ def test_default_comparisons_stay_on_one_machine(config):
     }
     assert ("dead_zone_none", "pretrained") in pairs
     assert ("dead_zone_global", "dead_zone_none") in pairs
-    assert ("dead_zone_targeted", "dead_zone_none") in pairs or ("dead_zone_targeted", "dead_zone_global") in pairs
+    assert ("dead_zone_guided", "dead_zone_global") in pairs
     assert not [pair for pair in pairs if pair[0].startswith("dead_zone") and pair[1] == "baseline"]
 
 

@@ -9,7 +9,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.noise import AdaptiveNoise, ModuleNoise, OperatorNoise
 from aqnpipe.config.own_code import source_digest
-from aqnpipe.config.own_noise import OwnError, OwnSchedule
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study_file, read_arms
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
@@ -18,11 +18,6 @@ from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CODE = "def error(values, normals): return values\ndef sigma(step, num_steps, num_epochs): return 0.1\n"
-ENTRY_POINTS = """[aqnpipe.error_models]
-noisy = {module}:error
-[aqnpipe.schedules]
-falling = {module}:sigma
-"""
 
 
 @pytest.fixture
@@ -30,52 +25,8 @@ def module(own_module):
     return own_module(CODE)
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch, module):
-    """Function (name of a distribution, entry points): install its metadata, as pip leaves it behind."""
-
-    def install(name="package", points=ENTRY_POINTS):
-        folder = tmp_path / "site" / f"{name}-1.0.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(points.format(module=module))
-        monkeypatch.syspath_prepend(str(tmp_path / "site"))
-        return module
-
-    return install
-
-
 def error_of(function, **given):
     return validated(OwnError, {"function": function, "size": 0.05, **given}, "arms.yaml")
-
-
-def test_an_installed_package_gives_names_to_its_functions(installed):
-    module = installed()
-    assert error_of("noisy").function == f"{module}:error"
-    schedule = OwnSchedule(function="falling", sigma_max=0.1)
-    assert schedule.function == f"{module}:sigma"
-    assert schedule.planned().source_sha256 == source_digest(f"{module}:sigma")
-
-
-def test_a_name_that_no_package_has_is_refused_with_the_names_there_are(installed):
-    with pytest.raises(ConfigError, match=r"function: unknown error model 'noisi' \(did you mean noisy\?\)"):
-        installed() and error_of("noisi")
-    with pytest.raises(ConfigError, match="unknown error model 'falling', installed packages have noisy"):
-        error_of("falling")
-
-
-def test_without_such_packages_a_function_is_expected():
-    with pytest.raises(ConfigError, match=r"unknown error model 'gauss', expected package.module:function or the name"):
-        error_of("gauss")
-
-
-def test_a_name_that_two_packages_have_is_refused(installed):
-    installed()
-    installed("other", "[aqnpipe.error_models]\nnoisy = {module}:other\n")
-    with pytest.raises(
-        ConfigError, match=r"noisy: several installed packages have this error model: .*:error, .*:other"
-    ):
-        error_of("noisy")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +38,10 @@ def test_a_name_that_two_packages_have_is_refused(installed):
         ({"size": [0.1]}, "size"),
         ({"draws": 9}, "draws: found 9, expected at most 8"),
         ({"quantity": "relativ"}, r"quantity: found 'relativ', .*did you mean relative"),
-        ({"function": "module.function"}, "unknown error model 'module.function'"),
+        (
+            {"function": "module.function"},
+            "function: found 'module.function', expected a function as package.module:function",
+        ),
         ({"function": "a b:c"}, "function: found 'a b:c', expected a function as package.module:function"),
         ({"settings": {"a": [1]}}, "settings.a"),
         ({"scale": 0.1}, "scale: unknown key"),

@@ -27,7 +27,10 @@ def test_a_pair_of_arms_may_be_named(config):
     ("report", "message"),
     [
         ({"language": "fr"}, r"report\.language"),
-        ({"explore": {"treatment": "E99", "control": "E5"}}, r"report\.explore: unknown arm 'E99', the study has"),
+        (
+            {"explore": {"treatment": "E99", "control": "E5"}},
+            r"report\.explore\.treatment: unknown arm 'E99', the",
+        ),
         ({"explore": {"treatment": "E5", "control": "E5"}}, r"report\.explore: treatment and control are both 'E5'"),
         (
             {"explore": {"treatment": "E5", "control": "baseline", "noise_level": 0.07}},

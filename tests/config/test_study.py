@@ -86,7 +86,11 @@ def _set(config, path, value):
             6,
             r"study\.yaml: machines\.target\.faults\.0\.layer: found 6, model base \(tiny\) has layers 0 to 5",
         ),
-        (["machines"], {"device": {}}, r"arm \w+ needs the machine 'target', found device"),
+        (
+            ["machines"],
+            {"device": {}},
+            r"aqn\.layer_sigmas_from: unknown machine 'target', the study has device",
+        ),
         (
             ["training", "epochs"],
             3,
@@ -102,7 +106,7 @@ def _set(config, path, value):
             {"dtype": "float32"},
             r"study\.yaml: machines\.device\.counterpart: found dtype float32, which the models have",
         ),
-        (["comparisons", 0, "treatment"], "E5d", r"study\.yaml: comparisons\.0: unknown arm 'E5d'"),
+        (["comparisons", 0, "treatment"], "E5d", r"study\.yaml: comparisons\.0\.treatment: unknown arm 'E5d'"),
         (["comparisons", 1, "noise_level"], 0.2, r"comparisons\.1\.noise_level: found 0\.2, .*0\.05"),
         (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
         (["results_dir"], "../elsewhere", r"results_dir"),

@@ -31,12 +31,12 @@ def test_one_strategy_needs_no_picture():
 
 
 def test_every_strategy_layer_multiplier_and_reason_is_shown():
-    target = diagnosis("target", published=sigma_file(0.05, 0.075), wrong_layers=sigma_file(0.1125, 0.0))
+    target = diagnosis("target", published=sigma_file(0.05, 0.075), shuffled_layers=sigma_file(0.1125, 0.0))
     group = strategy_group([diagnosis("device", published=sigma_file(0.05, 0.05)), target], load_words("en"))
-    assert [key.name for key in group.legend] == ["published", "wrong_layers"]
+    assert [key.name for key in group.legend] == ["published", "shuffled_layers"]
     (panel,) = group.panels
     assert panel.title == "Strategies on machine target"
     assert "<svg" in panel.svg
     rows = [row.cells for row in strategy_table([target], load_words("en")).rows]
     assert rows[1] == ("target", "published", "1", "0.075", "1.5", "<b>faulty</b>")
-    assert rows[2][:5] == ("target", "wrong layers", "0", "0.1125", "2.25")
+    assert rows[2][:5] == ("target", "shuffled layers", "0", "0.1125", "2.25")

@@ -17,7 +17,7 @@ from aqnpipe.cli.cost_estimate import (
     mean_prompt_tokens,
 )
 from aqnpipe.cli.front_door import device_problem, open_study, shards_problem
-from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory_lines, memory_lines
+from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, training_memory
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.seeds import AdaptiveSeeds
@@ -139,18 +139,19 @@ def _with_all_seeds(plan: StudyPlan, rule: AdaptiveSeeds) -> StudyPlan:
 
 
 def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) -> list[str]:
-    """Return lines on the memory of a training device, none for a CPU; ConfigError if a model does not fit."""
+    """Return a line on the memory of a device, none for a CPU; ConfigError if a model does not fit."""
     requested = plan.study.config.device
     available = gigabytes or DEVICE_GIGABYTES.get(requested)
     if available is None:
         return []
     named = {"cuda": "an A100 80 GB", "npu": "an Ascend 910C"}
     device = named[requested] if gigabytes is None else "the given device"
-    prompt = mean_prompt_tokens(plan, assumptions)[0]
-    return [
-        *memory_lines(plan, device, available, prompt, assumptions.parameters),
-        *evaluation_memory_lines(plan, device, available, prompt, assumptions.parameters),
+    prompt, source = mean_prompt_tokens(plan, assumptions)
+    parts = [
+        *training_memory(plan, device, available, prompt, assumptions.parameters),
+        *evaluation_memory(plan, device, available, prompt, assumptions.parameters),
     ]
+    return [f"memory of a device: {'; '.join(parts)}; assumed: {source}, responses at their limit"] if parts else []
 
 
 def announcement(plan: StudyPlan) -> str | None:
@@ -163,8 +164,11 @@ def announcement(plan: StudyPlan) -> str | None:
         return f"estimated cost: unknown, {error}"
     if (at_most or estimate).device_hours < LARGE_STUDY_HOURS:
         return None
-    more = "" if at_most is None else f" before the first look, {_in_all(at_most)}"
-    return f"{_summary(estimate)}{more} (`aqnpipe check` prints the details)"
+    shown = at_most or estimate
+    return (
+        f"estimated cost: {'at most ' if at_most else ''}{shown.device_hours:,.3g} {shown.rates.device} hours and "
+        f"{shown.disk_gigabytes:,.3g} GB of disk (`aqnpipe check` prints what this assumes)"
+    )
 
 
 def _sizes(parameters: list[str], plan: StudyPlan) -> dict[str, float]:
@@ -191,13 +195,6 @@ def _rates(plan: StudyPlan, tflops: float | None, training: float | None, genera
     if tflops is not None:
         return A100.model_copy(update={"device": f"{tflops:g}-TFLOP/s device", "tflops": tflops, **changes})
     return default_rates(plan).model_copy(update=changes) if changes else None
-
-
-def _in_all(at_most: Estimate) -> str:
-    """Return the cost of a study that adds seeds if it adds all."""
-    return (
-        f"at most {at_most.device_hours:,.3g} {at_most.rates.device} hours and {at_most.disk_gigabytes:,.3g} GB in all"
-    )
 
 
 def _some(names: Sequence[object]) -> str:
@@ -235,49 +232,21 @@ def _lines(checked: CheckedStudy) -> list[str]:
         lines.append(f"each evaluation: {checked.devices_per_engine} devices per worker, which share every layer")
     if checked.estimate is None:
         return [*lines, f"no estimate of the cost: {checked.missing}"]
-    estimate = checked.estimate
-    return [
-        *lines,
-        _summary(estimate),
-        *([] if checked.at_most is None else [f"with all seeds that may be added: {_in_all(checked.at_most)}"]),
-        *(
-            f"  {cost.phase:<13} {cost.tokens:>9.3g} tokens  {cost.flops:>9.3g} FLOP  {cost.device_hours:>9.3g} h"
-            for cost in estimate.phases
-        ),
-        f"  from: {_sources(estimate)}",
-        f"  not counted: {', '.join(estimate.not_counted)}",
-        _disk(estimate, checked.keep),
-    ]
+    return [*lines, *_estimate_lines(checked.estimate, checked.at_most, checked.keep)]
 
 
-def _disk(estimate: Estimate, keep: Keep) -> str:
-    """Return a line on the disk space of the results."""
-    parts = {
-        "prepared models": estimate.model_gigabytes,
-        f"checkpoints, keep {keep}": estimate.checkpoint_gigabytes,
-        "resume points of an active run": estimate.working_gigabytes,
-        "its checkpoints before they are removed": estimate.removed_gigabytes,
-    }
-    shown = ", ".join(f"{name} {size:,.3g} GB" for name, size in parts.items() if size)
-    further = f"; each further run at the same time {estimate.run_gigabytes:,.3g} GB" if estimate.run_gigabytes else ""
-    return f"disk: {estimate.disk_gigabytes:,.3g} GB ({shown}{further}); without responses, receipts and logs"
-
-
-def _summary(estimate: Estimate) -> str:
-    working = f", and {estimate.working_gigabytes:,.3g} GB for each active run" if estimate.working_gigabytes else ""
-    return (
-        f"estimated cost: {estimate.device_hours:,.3g} {estimate.rates.device} hours, {estimate.flops:.3g} FLOP, "
-        f"{estimate.generated_tokens:.3g} tokens generated; "
-        f"checkpoints {estimate.checkpoint_gigabytes:,.3g} GB{working}"
-    )
-
-
-def _sources(estimate: Estimate) -> str:
-    sizes = ", ".join(f"{role} {count / 1e6:,.4g} million parameters" for role, count in estimate.parameters.items())
+def _estimate_lines(estimate: Estimate, at_most: Estimate | None, keep: Keep) -> list[str]:
+    """Return a line each on time, device hours and disk, with what it assumes."""
     rates = estimate.rates
     start = f", {rates.seconds_per_job:g} s to start each job" if rates.seconds_per_job else ""
-    return (
-        f"{sizes}; {'; '.join(estimate.assumed)}; {rates.device} with a peak of {rates.tflops:g} TFLOP/s, of which "
-        f"training passes are assumed to reach {rates.training_utilization:.0%} and generation "
-        f"{rates.generation_utilization:.0%}{start}"
-    )
+    more = "" if at_most is None else f", at most {at_most.device_hours:,.3g} if all seeds are added"
+    space = "" if at_most is None else f", at most {at_most.disk_gigabytes:,.3g} GB if all seeds are added"
+    return [
+        f"time: {estimate.device_hours / estimate.num_devices:,.3g} h on {estimate.num_devices} {rates.device}s, all "
+        "of them busy; on others in proportion",
+        f"device hours: {estimate.device_hours:,.3g} of {rates.device}{more}; assumed: {estimate.assumed}, training "
+        f"passes at {rates.training_utilization:.0%} and generation at {rates.generation_utilization:.0%} of "
+        f"{rates.tflops:g} TFLOP/s{start}; not counted: {', '.join(estimate.not_counted)}",
+        f"disk: {estimate.disk_gigabytes:,.4g} GB{space}, of which {estimate.run_gigabytes:,.3g} GB for each active "
+        f"run; assumed: keep {keep}, one run at a time; not counted: responses, receipts and logs",
+    ]

@@ -7,6 +7,7 @@ host starts every kernel of a decode step one by one, which takes longer than th
 that of the host, if it is longer.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from math import ceil
@@ -95,7 +96,6 @@ class PhaseCost(FrozenModel):
 
     phase: StudyPhase
     tokens: float
-    generated_tokens: float
     flops: float
     device_hours: float
 
@@ -104,31 +104,23 @@ class Estimate(FrozenModel):
     """An estimate and the assumptions behind it."""
 
     phases: tuple[PhaseCost, ...]
-    generated_tokens: float
-    flops: float
     device_hours: float
+    num_devices: int = Field(description="devices that work at the same time: workers of a run, or cores of this CPU")
+    model_gigabytes: float = Field(description="prepared models, in the number format they compute in")
     checkpoint_gigabytes: float = Field(
         description="checkpoints of all runs that the study keeps; where seeds are added all, until the last look"
     )
-    removed_gigabytes: float = Field(
-        default=0.0, description="checkpoints of the largest run that are removed after their evaluation"
+    run_gigabytes: float = Field(
+        description="what is on the disk only while a run is active: resume points, and checkpoints that are not kept"
     )
-    working_gigabytes: float = Field(description="resume points of the largest run during training, without adapters")
-    model_gigabytes: float = Field(default=0.0, description="prepared models, in the number format they compute in")
-    parameters: dict[str, float]
     rates: Rates
-    assumed: tuple[str, ...]
+    assumed: str
     not_counted: tuple[str, ...]
 
     @property
     def disk_gigabytes(self) -> float:
         """The most that is on the disk while one run is active; every further active run adds `run_gigabytes`."""
         return self.model_gigabytes + self.checkpoint_gigabytes + self.run_gigabytes
-
-    @property
-    def run_gigabytes(self) -> float:
-        """What is on the disk only while a run is active: its resume points, and checkpoints that are not kept."""
-        return self.working_gigabytes + self.removed_gigabytes
 
 
 class _Work(FrozenModel):
@@ -154,7 +146,6 @@ class _Work(FrozenModel):
         return PhaseCost(
             phase=self.phase,
             tokens=self.sequences * length,
-            generated_tokens=self.sequences * self.response if self.phase in _GENERATING else 0.0,
             flops=flops,
             device_hours=rates.hours(
                 self.phase, flops, self.decode_steps * size.num_layers, self.noisy_decode_steps * size.num_layers
@@ -174,19 +165,20 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     hours = sum(phase.device_hours for phase in phases) + num_jobs * rates.seconds_per_job / _SECONDS_PER_HOUR
     return Estimate(
         phases=phases,
-        generated_tokens=sum(phase.generated_tokens for phase in phases),
-        flops=sum(phase.flops for phase in phases),
         device_hours=hours,
+        num_devices=_num_devices(plan, rates),
         checkpoint_gigabytes=sum(_kept_checkpoints(plan) * stored[role] for role, _, _ in plan.runs()) / 1e9,
-        removed_gigabytes=_removed_checkpoints(plan) * max(stored.values(), default=0.0) / 1e9,
         model_gigabytes=sum(
             size.num_parameters * BYTES[plan.study.config.models[role].dtype] for role, size in sizes.items()
         )
         / 1e9,
-        working_gigabytes=max(_working_bytes(plan, size) for size in sizes.values()) / 1e9,
-        parameters={role: float(size.num_parameters) for role, size in sizes.items()},
+        run_gigabytes=(
+            max(_working_bytes(plan, size) for size in sizes.values())
+            + _removed_checkpoints(plan) * max(stored.values(), default=0.0)
+        )
+        / 1e9,
         rates=rates,
-        assumed=(prompt_source, _response_source(assumptions)),
+        assumed=f"{prompt_source}, {_response_source(assumptions)}",
         not_counted=(
             "noise",
             *_weight_syncs(plan),
@@ -196,6 +188,14 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
             "statistics and report",
         ),
     )
+
+
+def _num_devices(plan: StudyPlan, rates: Rates) -> int:
+    """Return the cores of this machine for a CPU, else the devices that a run or an evaluation takes."""
+    training = plan.study.config.training
+    if rates.device == CPU_CORE.device:
+        return len(os.sched_getaffinity(0))
+    return plan.study.config.generation.tensor_parallel if training is None else training.num_workers
 
 
 def _weight_syncs(plan: StudyPlan) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def _size_of(plan: StudyPlan, role: str, assumptions: Assumptions) -> Size:
 def mean_prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float, str]:
     """Return the mean length of a prompt and the source of this number."""
     if assumptions.prompt_tokens is not None:
-        return assumptions.prompt_tokens, f"prompts of {assumptions.prompt_tokens:g} tokens, as given"
+        return assumptions.prompt_tokens, f"prompts of {assumptions.prompt_tokens:g} tokens"
     dataset, examples = plan.study.config.dataset, plan.study.config.prompt.num_examples
     if isinstance(dataset, GeneratedDataset):
         from aqnpipe.data.generated import generate_problems  # imports numpy, which is slow
@@ -249,9 +249,9 @@ def mean_prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float
         problems = generate_problems(dataset, plan.splits()[0])
         length = fmean(_count_words(problem.question) for problem in problems)
         length += examples * fmean(_count_words(f"{problem.question} {problem.answer}") for problem in problems)
-        return length, f"prompts of {length:.0f} tokens, counted in the generated questions"
+        return length, f"prompts of {length:.0f} tokens"
     length = _USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
-    return length, f"prompts of {length:g} tokens, assumed (--prompt-tokens)"
+    return length, f"prompts of {length:g} tokens (--prompt-tokens)"
 
 
 def _count_words(text: str) -> int:
@@ -261,8 +261,8 @@ def _count_words(text: str) -> int:
 
 def _response_source(assumptions: Assumptions) -> str:
     if assumptions.response_tokens is not None:
-        return f"responses of {assumptions.response_tokens:g} tokens, as given"
-    return "responses at their limit, an upper bound (--response-tokens)"
+        return f"responses of {assumptions.response_tokens:g} tokens"
+    return "responses at their limit (--response-tokens)"
 
 
 def _training(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Iterator[_Work]:
@@ -354,7 +354,7 @@ def _evaluation(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Ite
 def _summed(costs: list[PhaseCost]) -> tuple[PhaseCost, ...]:
     """Return the total cost of each phase, in order of first appearance."""
     names = dict.fromkeys(cost.phase for cost in costs)
-    quantities = ("tokens", "generated_tokens", "flops", "device_hours")
+    quantities = ("tokens", "flops", "device_hours")
     return tuple(
         PhaseCost(
             phase=name, **{key: sum(getattr(cost, key) for cost in costs if cost.phase == name) for key in quantities}

@@ -17,9 +17,8 @@ from typing import Any
 
 from aqnpipe.cli.own_noise import own_noise_problems
 from aqnpipe.cli.profile_file import refuse_unreadable_profiles
-from aqnpipe.config.cross_references import validation_problems
+from aqnpipe.config.cross_references import validation_problem
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
-from aqnpipe.config.diagnosis import NEED_SENSITIVITY
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, read_json_object, source_kind
 from aqnpipe.config.noise import ModuleNoise
@@ -288,7 +287,8 @@ def _dataset_problems(study: Study, source: str) -> Iterator[str]:
     except DataError as error:
         yield f"{source}: dataset: {error}"
         return
-    yield from validation_problems(study.config, sizes.get("test"), source)
+    if problem := validation_problem(study.config, sizes.get("test")):
+        yield f"{source}: training.validation_questions: {problem}"
 
 
 def _task_problems(dataset: LmEvalDataset, source: str) -> Iterator[str]:
@@ -314,7 +314,7 @@ def _diagnosis_problems(study: Study, source: str) -> Iterator[str]:
         where, paths = f"{source}: machines.{machine}.diagnosed_in", plan.imported_diagnosis(model, machine)
         missing = [path for path in paths if not Path(path).is_file()]
         yield from (f"{where}: found no {path}, expected a diagnosis of {model}" for path in missing)
-        needing = [strategy for strategy in plan.strategies(model, machine) if strategy in NEED_SENSITIVITY]
+        needing = [strategy for strategy in plan.strategies(model, machine) if strategy != "published"]
         if paths and needing and not missing:
             yield from _sensitivity_problems(Path(paths[0]), needing[0], where)
 

@@ -127,10 +127,10 @@ def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tok
     return logit_bytes + activations + base * (2 * body + ends) + (base * (body + ends) if training.lora is None else 0)
 
 
-def memory_lines(
+def training_memory(
     plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: float, parameters: Mapping[str, float] | None = None
 ) -> list[str]:
-    """Return a line per trained model; raises ConfigError if one cannot fit on a device with this memory.
+    """Return the memory of each trained model in words; raises ConfigError if one cannot fit on a device.
 
     parameters: sizes of models of unknown shape. What such a model needs at least is compared with the memory.
     """
@@ -149,7 +149,7 @@ def memory_lines(
                     f"{' or '.join(_ways_to_share(training))} or --memory for larger devices"
                 )
             shown = f", more than {ceil(least / 1e9)} GB of {gigabytes:g}" if least else ""
-            lines.append(f"memory of a training device: not estimated, the shape of {role} is unknown{shown}")
+            lines.append(f"training {role} not estimated, its shape is unknown{shown}")
             continue
         parts = {
             "trained weights, gradients, moments": found.trained,
@@ -160,7 +160,7 @@ def memory_lines(
             "vLLM": found.engine,
         }
         shown = ", ".join(f"{name} {part / 1e9:.3g} GB" for name, part in parts.items() if part)
-        lines.append(f"memory of a training device: {role} {ceil(found.total / 1e9)} GB of {gigabytes:g} ({shown})")
+        lines.append(f"training {role} {ceil(found.total / 1e9)} GB of {gigabytes:g}")
         if found.total > gigabytes * 1e9:
             raise ConfigError(f"{_too_large(training, found, device, gigabytes)} ({shown})")
         if found.engine_needs > found.engine:
@@ -183,28 +183,26 @@ def _least(plan: StudyPlan, role: str, training: TrainingConfig, num_parameters:
     return num_parameters * BYTES[training.weights_dtype] * copies / shares
 
 
-def evaluation_memory_lines(
+def evaluation_memory(
     plan: StudyPlan, device: str, gigabytes: float, prompt_tokens: float, parameters: Mapping[str, float] | None = None
 ) -> list[str]:
-    """Return a line per evaluated model; raises ConfigError if its weights do not fit on the devices of an engine.
+    """Return the memory of each evaluated model in words; raises ConfigError if one cannot fit on its devices.
 
-    The cache of a batch is shown for responses at their limit. Shorter ones need less, so it refuses nothing.
+    On vLLM with the cache of one sequence, without which it does not start; that of a whole batch refuses nothing.
     """
     generation, evaluation = plan.study.config.generation, plan.study.config.evaluation
     lines: list[str] = []
     on_vllm = generation.backend == "vllm"
     room = gigabytes * (generation.gpu_memory_utilization if on_vllm else 1.0)
     has = f"vLLM gets {room:.3g} GB of {gigabytes:g}" if on_vllm else f"{device} has {gigabytes:g} GB"
-    sequences = 1 if on_vllm else evaluation.batch_size
     for role, model in plan.study.models().items():
         shape, computed = shape_of(model), BYTES[model.dtype] / generation.tensor_parallel / 1e9
         num_parameters = (parameters or {}).get(role) or (shape.num_parameters if shape else None)
         if num_parameters is None:
             continue
         weights = num_parameters * computed
-        tokens = sequences * (prompt_tokens + evaluation.max_response_tokens)
+        tokens = prompt_tokens + evaluation.max_response_tokens
         cache = tokens * _cache_of_a_token(shape, computed) if shape else 0.0
-        # vLLM does not start without room for one sequence.
         needed = weights + (cache if on_vllm else _RUNTIME / 1e9)
         if needed > room:
             raise ConfigError(
@@ -212,11 +210,7 @@ def evaluation_memory_lines(
                 f"{needed:.3g} GB on each device, {has}; expected "
                 f"{' or '.join(_ways_to_evaluate(needed / gigabytes, on_vllm))}"
             )
-        lines.append(
-            f"memory of an evaluating device: {role} weights {weights:.3g} GB, keys and values of "
-            f"{f'{sequences} sequences at most' if sequences > 1 else 'a sequence'} {cache:.3g} GB, "
-            f"of {room:.3g} GB{' for vLLM' if on_vllm else ''}"
-        )
+        lines.append(f"evaluating {role} {needed:.3g} GB of {room:.3g}")
     return lines
 
 

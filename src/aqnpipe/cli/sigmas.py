@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.diagnosis import NEED_PARITY, SigmaRule, SigmaStrategy
+from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaRule, SigmaStrategy
 from aqnpipe.errors import ConfigError, DataError
 
 
@@ -39,10 +39,9 @@ def sigmas(
     from aqnpipe.artifacts.sensitivities import SensitivityFile
     from aqnpipe.diagnosis.sigmas import layer_sigmas
 
-    if parity is not None and strategy not in NEED_PARITY:
+    if parity is not None and strategy != NEEDS_PARITY:
         raise ConfigError(
-            f"--parity: found beside --strategy {strategy}, which does not use it; expected --strategy "
-            f"{' or '.join(sorted(NEED_PARITY))}"
+            f"--parity: found beside --strategy {strategy}, which does not use it; expected --strategy {NEEDS_PARITY}"
         )
     file = read_json(diagnosis, DiagnosisFile)
     rows = [layer.scans for layer in file.layers if layer.scans is not None]

@@ -1,131 +1,331 @@
-"""Checks of a study across its sections: names, layers, machines, attention, and what vLLM can compute.
+"""Rules across the sections of a study: names that must exist, limits, and what cannot be combined.
 
-Each check yields one line per problem: file, key, what was found and what is expected.
+A rule is a path into the study and a check of each value there. `[*]` stands for every entry of a mapping or a list.
+`arms` are the arms that the study trains, `models` its models or checkpoints, `noises` the settings of the named noises
+of its evaluation. The first problem is reported, so a rule may rely on those before it, as that a machine exists. Each
+problem is one line: file, key, what was found and what is expected.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
-from aqnpipe.config.dataset import LmEvalDataset
-from aqnpipe.config.diagnosis import NEED_PARITY, NEED_SENSITIVITY
+from aqnpipe.config.dataset import LmEvalDataset, PromptFormat
+from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import unfit_scorer
-from aqnpipe.config.evaluation_noise import settings_of
-from aqnpipe.config.machine_devices import arm_device_problems, machine_device_problems
+from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
+from aqnpipe.config.machine_devices import other_kind
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig, known_config, num_layers_of, source_kind
-from aqnpipe.config.noise import EpochAwareRanges, FakeQuantization, OperatorNoise
+from aqnpipe.config.noise import FakeQuantization
 from aqnpipe.config.seeds import seed_numbers
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.vllm_support import kinds_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:
-    from aqnpipe.config.study import AnyStudyConfig, StudyConfig
+    from aqnpipe.config.study import AnyStudyConfig
+
+Place = tuple[str, Any, tuple[str, ...]]
+"""File and key, the value there, and what stands for each `[*]`."""
 
 
-def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """Yield the problems of `study` (read from `source`) with `arms`, the content of its arms file: one line each."""
-    yield from _name_problems(study, arms, source)
-    yield from size_problems(study, source)
-    yield from scorer_problems(study, source)
-    yield from machine_problems(study, source)
-    yield from arm_device_problems(study, arms)
-    yield from machine_device_problems(study, source)
-    yield from layer_problems(study, arms, source)
-    yield from noised_attention_problems(study, source)
-    yield from _attention_problems(study, arms, source)
-    yield from _vllm_problems(study, arms, source)
-    for name in study.arms:
-        where = f"{study.arms_file}: arms.{name}.operator_noise.error"
-        yield from measured_problems(study, arms[name].operator_noise, where)
-    yield from measured_evaluation_problems(study, source)
-    yield from _sigma_problems(study, arms, source)
-    yield from _schedule_problems(study, arms)
-    known = (*study.arms, PRETRAINED)
-    yield from comparison_problems(study, known, source)
-    yield from explore_problems(study, arms, known, source)
-    yield from _aa_control_problems(study, arms)
-    yield from _seed_problems(study, arms, source)
-    trained = {arms[name].model for name in study.arms} & set(study.models)
-    yield from context_problems(study, {role: study.models[role] for role in study.models if role in trained}, source)
+@dataclass(frozen=True)
+class Scope:
+    """A study read from `source`, and the content of its arms file or its checkpoints as arms."""
+
+    study: "AnyStudyConfig"
+    arms: Mapping[str, Arm]
+    source: str
+
+    def places(self, path: str) -> list[Place]:
+        """Return the places of a path that have a value."""
+        first, *parts = path.replace("[*]", ".*").split(".")
+        found: list[Place] = [(*self._root(first), ())]
+        for part in parts:
+            found = [place for start in found for place in _step(start, part)]
+        return [place for place in found if place[1] is not None]
+
+    def trained_arms(self) -> dict[str, Arm]:
+        """Return the arms that the study trains, by name."""
+        return {name: self.arms[name] for name in self.study.arms} if self.study.training is not None else {}
+
+    def _root(self, name: str) -> tuple[str, Any]:
+        match name:
+            case "arms":
+                return f"{getattr(self.study, 'arms_file', '')}: arms", self.trained_arms()
+            case "models":
+                return f"{self.source}: {_models(self)}", self.study.models
+            case "noises":
+                noises = self.study.evaluation.noises
+                return f"{self.source}: evaluation.noises", {key: settings_of(noise) for key, noise in noises.items()}
+            case _:
+                return f"{self.source}: {name}", getattr(self.study, name, None)
 
 
-def _name_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    for name in study.arms:
-        if name not in arms:
-            yield f"{source}: arms: {unknown('arm', name, sorted(arms), f'{study.arms_file} defines')}"
-            return
-        arm = arms[name]
-        if arm.task not in (None, study.dataset.task):
-            yield (
-                f"{study.arms_file}: arms.{name}.task: found {arm.task}, "
-                f"the data set of {source} has the task {study.dataset.task}"
-            )
-        if arm.model not in study.models:
-            yield f"{source}: models: arm {name} needs the role {arm.model!r}, found {', '.join(study.models)}"
-        if arm.machine in study.machines and study.machines[arm.machine].diagnosed_in is not None:
-            where = f"{study.arms_file}: arms.{name}.machine"
-            yield f"{where}: {arm.machine} was diagnosed elsewhere, nothing runs on it here"
-        for machine in (arm.machine, arm.aqn.layer_sigmas_from if arm.aqn else None):
-            if machine is not None and machine not in study.machines:
-                yield f"{source}: machines: arm {name} needs the machine {machine!r}, found {', '.join(study.machines)}"
-    if PRETRAINED in arms:
-        yield f"{study.arms_file}: arms.{PRETRAINED}: this name is reserved for the model before training"
+def _step(place: Place, part: str) -> Iterator[Place]:
+    where, value, names = place
+    if part != "*":
+        yield f"{where}.{part}", getattr(value, part, None), names
+    elif value is not None:
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield f"{where}.{key}", entry, (*names, str(key))
 
 
-def size_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield requests for more questions or examples than the data set has."""
-    dataset, asked, shots = study.dataset, study.evaluation.num_questions, study.prompt.num_examples
-    if asked is not None and dataset.num_test is not None and asked > dataset.num_test:
-        yield f"{source}: evaluation.num_questions: found {asked}, expected at most dataset.num_test {dataset.num_test}"
-    yield from validation_problems(study, dataset.num_test, source)
-    for index, losses in enumerate(study.loss_studies):
-        if dataset.num_test is not None and losses.num_texts > dataset.num_test:
-            yield (
-                f"{source}: loss_studies.{index}.num_texts: found {losses.num_texts}, expected at most "
-                f"dataset.num_test {dataset.num_test}"
-            )
-    if dataset.num_train is not None and shots >= dataset.num_train:
-        yield f"{source}: prompt.num_examples: found {shots}, expected fewer than dataset.num_train {dataset.num_train}"
+Check = Callable[..., str | None]
+"""Takes the scope, the value and what stands for each `[*]`; returns the problem, which may begin with `.key`."""
 
 
-def validation_problems(study: "AnyStudyConfig", num_test: int | None, source: str) -> Iterator[str]:
-    """Yield a number of questions for validations that the data set does not have; `num_test`: None if not known.
+def _known(kind: str, section: str) -> Check:
+    return lambda scope, name, *_: _missing(kind, name, getattr(scope.study, section))
+
+
+def _missing(kind: str, name: str, known: Collection[str]) -> str | None:
+    return None if name in known else unknown(kind, name, known)
+
+
+def _at_most_test_questions(scope: Scope, asked: int, *_: str) -> str | None:
+    limit = scope.study.dataset.num_test
+    return f"found {asked}, expected at most dataset.num_test {limit}" if limit is not None and asked > limit else None
+
+
+def _examples(scope: Scope, asked: int) -> str | None:
+    limit = scope.study.dataset.num_train
+    is_below = limit is None or asked < limit
+    return None if is_below else f"found {asked}, expected fewer than dataset.num_train {limit}"
+
+
+def _validated(scope: Scope, asked: int) -> str | None:
+    return validation_problem(scope.study, scope.study.dataset.num_test)
+
+
+def validation_problem(study: "AnyStudyConfig", num_test: int | None) -> str | None:
+    """Return why the data set has too few questions for validations; `num_test`: None if not known.
 
     Of fewer questions than the default all are taken, but a number that was asked for is not lowered in silence.
     """
     training = study.training
-    asked = training is not None and "validation_questions" in training.model_fields_set
-    if training is not None and asked and num_test is not None and training.validation_questions > num_test:
-        yield (
-            f"{source}: training.validation_questions: found {training.validation_questions}, expected at most the "
-            f"{num_test} test questions"
+    if training is None or num_test is None or "validation_questions" not in training.model_fields_set:
+        return None
+    asked = training.validation_questions
+    return f"found {asked}, expected at most the {num_test} test questions" if asked > num_test else None
+
+
+def _task(scope: Scope, task: str, *_: str) -> str | None:
+    own = getattr(scope.study.dataset, "task", None)
+    return None if task == own else f"found {task}, the data set of {scope.source} has the task {own}"
+
+
+def _reserved(scope: Scope, value: object, name: str) -> str | None:
+    return "this name is reserved for the model before training, expected another one" if name == PRETRAINED else None
+
+
+def _runs_here(scope: Scope, name: str, *_: str) -> str | None:
+    """Jobs run on the device of the study, on machines that are not just described by a diagnosis made elsewhere."""
+    study = scope.study
+    if name not in study.machines:
+        return unknown("machine", name, study.machines)
+    if study.machines[name].diagnosed_in is not None:
+        return f"{name} was diagnosed elsewhere, nothing runs on it here"
+    kind = other_kind(study, name)
+    return kind and (
+        f"{name} is on another device, {kind} (machines.{name}.device), expected a machine on the device of the study, "
+        f"{study.device}"
+    )
+
+
+def _has_faults(scope: Scope, name: str, *_: str) -> str | None:
+    has_none = not scope.study.machines[name].faults
+    return f"{name} has no faults, expected a machine with simulated faults" if has_none else None
+
+
+def _orders(scope: Scope, orders: tuple[str, ...], number: str) -> str | None:
+    machine = scope.study.loss_studies[int(number)].machine
+    is_inside = any(fault.site != "layer_output" for fault in scope.study.machines[machine].faults)
+    if set(orders) == {"after_noise"} or not is_inside:
+        return None
+    return (
+        f"expected [after_noise], because {machine} has faults at sites other than layer_output, the only site with "
+        "noise on hidden states"
+    )
+
+
+def _counterpart(scope: Scope, counterpart: Any, name: str) -> str | None:
+    """A counterpart must not be the machine itself, with the settings of all models."""
+    asked = counterpart.model_dump(exclude_none=True)
+    models = [{"dtype": model.dtype, "attention": model.attention} for model in scope.study.models.values()]
+    if not asked or scope.study.machines[name].device is not None:
+        return None
+    if not all(asked.items() <= model.items() for model in models):
+        return None
+    given = ", ".join(f"{key} {value}" for key, value in asked.items())
+    return f"found {given}, which the models have, expected another one"
+
+
+def _device_has_effect(scope: Scope, device: str, name: str) -> str | None:
+    study, machine = scope.study, scope.study.machines[name]
+    is_diagnosed = study.training is not None and machine.diagnosed_in is None
+    if name in study.evaluation.machines or machine.counterpart is not None or is_diagnosed:
+        return None
+    why = "it was diagnosed elsewhere" if machine.diagnosed_in else "nothing is diagnosed in this study"
+    return (
+        f"found {device}, which has no effect: {why}, it has no counterpart to measure, and evaluation.machines lacks "
+        "it; remove device"
+    )
+
+
+def _evaluates_otherwise(scope: Scope, name: str, *_: str) -> str | None:
+    """Evaluations on a further machine must be possible there, and differ from those of the study itself."""
+    study = scope.study
+    machine, counterpart = study.machines[name], study.machines[name].counterpart
+    is_here = other_kind(study, name) is None
+    if is_here and not machine.faults and counterpart is None:
+        return (
+            f"{name} computes as the study does, expected a machine with another device, simulated faults or a "
+            "counterpart"
         )
+    if counterpart is None:
+        return None
+    for role, model in study.models.items():
+        if counterpart.attention not in (None, model.attention):
+            return (
+                f"{name} has counterpart.attention {counterpart.attention}, model {role} has {model.attention}: noise "
+                "on attention would be another one, expected the same"
+            )
+        changed = (counterpart.dtype, counterpart.threads, counterpart.batch_size)
+        usual = (model.dtype, study.evaluation.threads, study.evaluation.batch_size)
+        if is_here and all(new in (None, old) for new, old in zip(changed, usual, strict=True)):
+            return f"{name} has a counterpart with the dtype, threads and batch_size of model {role} here"
+    return None
 
 
-def context_problems(study: "AnyStudyConfig", models: Mapping[str, ModelConfig], source: str) -> Iterator[str]:
-    """Yield responses that leave no position for a prompt; most models of a hub are not known yet.
-
-    A job compares with its own prompts. A task of lm-evaluation-harness cuts prompts itself.
-    """
-    asked = {} if isinstance(study.dataset, LmEvalDataset) else {"evaluation": study.evaluation.max_response_tokens}
-    if study.training is not None:
-        asked = {"training": study.training.max_response_tokens, **asked}
-    for role, model in models.items():
-        context = _known(model).get("max_position_embeddings")
-        for section, tokens in asked.items():
-            if isinstance(context, int) and tokens >= context:
-                yield (
-                    f"{source}: {section}.max_response_tokens: found {tokens}, expected fewer than the {context} "
-                    f"positions of model {role} ({model.source}), which its prompts need too"
-                )
+def _scorer(scope: Scope, scorer: str) -> str | None:
+    return unfit_scorer(scorer, scope.study.dataset.answer_format)
 
 
-def _known(model: ModelConfig) -> Mapping[str, Any]:
+def _reward(scope: Scope, answers: str) -> str | None:
+    training = scope.study.training
+    if training is None or training.rewards or answers not in ("text", "choice"):
+        return None
+    return (
+        f"found {answers}, expected gsm8k, number or boxed, or training.rewards: the usual reward is for the number "
+        "behind ####"
+    )
+
+
+def _source_of_model(scope: Scope, source: str, *_: str) -> str | None:
+    try:
+        num_layers_of(source)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _layer(scope: Scope, asked: Any, *_: str) -> str | None:
+    for role in scope.study.models:
+        if problem := _beyond(scope, asked, role):
+            return problem
+    return None
+
+
+def _layer_of_arm(scope: Scope, asked: Any, arm: str) -> str | None:
+    return _beyond(scope, asked, scope.arms[arm].model)
+
+
+def _beyond(scope: Scope, asked: int | Collection[int], role: str) -> str | None:
+    source = scope.study.models[role].source
+    return beyond_layers(asked, num_layers_of(source), f"{role} ({source})")
+
+
+def beyond_layers(asked: int | Collection[int], num_layers: int | None, model: str) -> str | None:
+    """Return why a layer, or one of several, is none of a model; None if all are, or its number is not known."""
+    largest = asked if isinstance(asked, int) else max(asked, default=-1)
+    if num_layers is None or largest < num_layers:
+        return None
+    return f"found {largest}, model {model} has layers 0 to {num_layers - 1}"
+
+
+def _attention_of_noise(scope: Scope, noise: EvaluationNoise, *_: str) -> str | None:
+    """Evaluations have noise on attention as each model computes it."""
+    for role, model in scope.study.models.items():
+        problem = noise.attention_problem(model.attention)
+        if problem is not None:
+            return f".{problem} (model {role})"
+    return None
+
+
+def _attention_of_arm(scope: Scope, noise: Any, arm: str) -> str | None:
+    """Noise on single attention products needs eager attention; noise on fused attention needs sdpa."""
+    role = scope.arms[arm].model
+    needed, model = {"decomposed": "eager", "fused": "sdpa"}[noise.attention], scope.study.models[role]
+    if not noise.is_active or isinstance(noise.error, FakeQuantization) or model.attention == needed:
+        return None
+    return f".attention: found {noise.attention}, which needs models.{role}.attention {needed}, found {model.attention}"
+
+
+def _evaluates_on_vllm(scope: Scope, noise: EvaluationNoise, *_: str) -> str | None:
+    kinds = list(kinds_without_vllm(noise)) if scope.study.generation.backend == "vllm" else []
+    if not kinds:
+        return None
+    return (
+        f"found {kinds[0]}, which vLLM cannot compute, expected an error on outputs or generation.backend: transformers"
+    )
+
+
+def _fused_for_vllm(scope: Scope, attention: str, role: str) -> str | None:
+    on_vllm = scope.study.generation.backend == "vllm" and any(scope.study.evaluation.all_levels())
+    if not on_vllm or attention == "sdpa" or role not in used_models(scope):
+        return None
+    return f"found {attention}, generation.backend vllm needs sdpa: it computes attention as one operator"
+
+
+def _rolls_out_on_vllm(scope: Scope, arm: Arm, *_: str) -> str | None:
+    reason = why_vllm_cannot_roll_out(arm) if scope.study.generation.requested_for_rollouts == "vllm" else None
+    return reason and f"vLLM cannot draw its rollouts: {reason}; set generation.rollout_backend: transformers"
+
+
+def _shared(scope: Scope, num_workers: int) -> str | None:
+    """Tensor-parallel workers must be able to share the layers; most models of a hub are not known yet."""
+    for role, model in used_models(scope).items() if num_workers > 1 else ():
+        reason = why_not_shared(_facts(model), num_workers)
+        if reason is not None:
+            return f"found {num_workers}, but {_models(scope)}.{role} ({model.source}) cannot be shared so: {reason}"
+    return None
+
+
+def _positions(scope: Scope, tokens: int) -> str | None:
+    """Responses must leave positions for a prompt; a job compares with its own prompts."""
+    for role, model in used_models(scope).items():
+        context = _facts(model).get("max_position_embeddings")
+        if isinstance(context, int) and tokens >= context:
+            return (
+                f"found {tokens}, expected fewer than the {context} positions of model {role} ({model.source}), which "
+                "its prompts need too"
+            )
+    return None
+
+
+def _positions_of_evaluation(scope: Scope, tokens: int) -> str | None:
+    # A task of lm-evaluation-harness cuts prompts itself.
+    return None if isinstance(scope.study.dataset, LmEvalDataset) else _positions(scope, tokens)
+
+
+def used_models(scope: Scope) -> dict[str, ModelConfig]:
+    """Return the models of the arms, or the checkpoints."""
+    roles = {arm.model for arm in scope.trained_arms().values()}
+    models = scope.study.models
+    return {role: models[role] for role in models if role in roles or scope.study.training is None}
+
+
+def _models(scope: Scope) -> str:
+    return "checkpoints" if scope.study.training is None else "models"
+
+
+def _facts(model: ModelConfig) -> Mapping[str, Any]:
     """Return what is known of a model's config.json: nothing before the download of most models of a hub.
 
     Nothing of a folder without one either, which is a problem of its own.
@@ -135,263 +335,97 @@ def _known(model: ModelConfig) -> Mapping[str, Any]:
     return known_config(model.source) or {}
 
 
-def scorer_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield scorers and rewards that cannot grade answers in the format of the data set."""
-    answers = study.dataset.answer_format
-    problem = unfit_scorer(study.evaluation.primary_scorer, answers)
-    if problem is not None:
-        yield f"{source}: evaluation.primary_scorer: {problem}"
-    if study.training is not None and not study.training.rewards and answers in ("text", "choice"):
-        yield (
-            f"{source}: dataset.answer_format: found {answers}, expected gsm8k, number or boxed, or "
-            "training.rewards: the usual reward is for the number behind ####"
-        )
-
-
-def machine_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield unknown machines, and loss studies whose model or machine does not allow one."""
-    machine = study.evaluation.pretrained_machine
-    if machine is not None and machine not in study.machines:
-        yield f"{source}: evaluation.pretrained_machine: {unknown('machine', machine, study.machines)}"
-    elif machine is not None and study.machines[machine].diagnosed_in is not None:
-        yield f"{source}: evaluation.pretrained_machine: {machine} was diagnosed elsewhere, nothing runs on it here"
-    yield from _counterpart_problems(study, source)
-    for index, losses in enumerate(study.loss_studies):
-        where = f"{source}: loss_studies.{index}"
-        if losses.model not in study.models:
-            yield f"{where}.model: {unknown('role', losses.model, study.models)}"
-        if losses.machine not in study.machines:
-            yield f"{where}.machine: {unknown('machine', losses.machine, study.machines)}"
-        elif not study.machines[losses.machine].faults:
-            yield f"{where}.machine: {losses.machine} has no faults, expected a machine with simulated faults"
-        elif set(losses.orders) != {"after_noise"} and any(
-            fault.site != "layer_output" for fault in study.machines[losses.machine].faults
-        ):
-            yield (
-                f"{where}.orders: expected [after_noise], because {losses.machine} has faults at sites other than "
-                "layer_output, the only site with noise on hidden states"
-            )
-
-
-def _counterpart_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield counterparts that are the machine itself, because they name the settings of all models."""
-    for name, machine in study.machines.items():
-        asked = {} if machine.counterpart is None else machine.counterpart.model_dump(exclude_none=True)
-        models = [{"dtype": model.dtype, "attention": model.attention} for model in study.models.values()]
-        if asked and machine.device is None and all(asked.items() <= model.items() for model in models):
-            given = ", ".join(f"{key} {value}" for key, value in asked.items())
-            yield f"{source}: machines.{name}.counterpart: found {given}, which the models have, expected another one"
-
-
-def layer_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """Yield missing models, and faults and noise in layers beyond those of the model."""
-    for role, model in study.models.items():
-        try:
-            num_layers = num_layers_of(model.source)
-        except ModelError as error:
-            yield f"{source}: {'checkpoints' if study.training is None else 'models'}.{role}.source: {error}"
-            continue
-        if num_layers is None:
-            continue
-        for name, machine in study.machines.items():
-            for index, fault in enumerate(machine.faults):
-                if fault.layer >= num_layers:
-                    yield (
-                        f"{source}: machines.{name}.faults.{index}.layer: found {fault.layer}, "
-                        f"model {role} ({model.source}) has layers 0 to {num_layers - 1}"
-                    )
-        for name, named in study.evaluation.noises.items():
-            operators = settings_of(named).operator_noise
-            if operators is not None:
-                where = f"{source}: evaluation.noises.{name}"
-                yield from noised_layer_problems(operators, num_layers, where, f"{role} ({model.source})")
-        if study.training is None:
-            continue
-        for arm_name in study.arms:
-            noise = arms[arm_name].operator_noise
-            if noise is None or arms[arm_name].model != role:
-                continue
-            where = f"{study.arms_file}: arms.{arm_name}"
-            yield from noised_layer_problems(noise, num_layers, where, f"{role} ({model.source})")
-
-
-def noised_attention_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield named noises of the evaluation on attention as a model does not compute it."""
-    for role, model in study.models.items():
-        for name, named in study.evaluation.noises.items():
-            problem = settings_of(named).attention_problem(model.attention)
-            if problem is not None:
-                yield f"{source}: evaluation.noises.{name}.{problem} (model {role})"
-
-
-def noised_layer_problems(noise: OperatorNoise, num_layers: int, where: str, model: str) -> Iterator[str]:
-    """Yield the keys of a noise that name layers beyond those of `model`."""
-    for key, layers in (("layers", noise.layers or ()), ("layer_scales", noise.layer_scales)):
-        if max(layers, default=-1) >= num_layers:
-            yield (f"{where}.operator_noise.{key}: found {max(layers)}, model {model} has layers 0 to {num_layers - 1}")
-
-
-def _attention_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """Noise on single attention products needs eager attention; noise on fused attention needs sdpa."""
-    needed = {"decomposed": "eager", "fused": "sdpa"}
-    for name in study.arms:
-        noise, model = arms[name].operator_noise, study.models.get(arms[name].model)
-        if noise is None or model is None or not noise.is_active or isinstance(noise.error, FakeQuantization):
-            continue
-        if model.attention != needed[noise.attention]:
-            yield (
-                f"{source}: models.{arms[name].model}.attention: found {model.attention}, arm {name} has "
-                f"operator_noise.attention {noise.attention} and needs {needed[noise.attention]}"
-            )
-
-
-def _vllm_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """vLLM computes attention as one operator and supports only some kinds of noise."""
-    used: dict[str, ModelConfig] = {arms[name].model: study.models[arms[name].model] for name in study.arms}
-    yield from vllm_evaluation_problems(study, used, "models", source)
-    wants_rollouts = study.generation.requested_for_rollouts == "vllm"
-    for name in study.arms if wants_rollouts else ():
-        reason = why_vllm_cannot_roll_out(arms[name])
-        if reason is not None:
-            yield (
-                f"{source}: arm {name}: vLLM cannot draw its rollouts: {reason}; set generation.rollout_backend: "
-                "transformers"
-            )
-
-
-def vllm_evaluation_problems(
-    study: "AnyStudyConfig", models: Mapping[str, ModelConfig], section: str, source: str
-) -> Iterator[str]:
-    """Yield the evaluation noises, and the models of `section`, that vLLM does not support."""
-    on_vllm = study.generation.backend == "vllm" and any(study.evaluation.all_levels())
-    for name, named in study.evaluation.noises.items() if study.generation.backend == "vllm" else ():
-        for kind in kinds_without_vllm(settings_of(named)):
-            yield (
-                f"{source}: evaluation.noises.{name}: found {kind}, which vLLM cannot "
-                "compute, expected an error on outputs or generation.backend: transformers"
-            )
-    for name, model in models.items():
-        if on_vllm and model.attention != "sdpa":
-            yield (
-                f"{source}: {section}.{name}.attention: found {model.attention}, generation.backend vllm "
-                "needs sdpa: it computes attention as one operator"
-            )
-    yield from _sharing_problems(study.generation.tensor_parallel, models, section, source)
-
-
-def _sharing_problems(num_workers: int, models: Mapping[str, ModelConfig], section: str, source: str) -> Iterator[str]:
-    """Yield models whose layers tensor-parallel workers cannot share; most of a hub are not known yet."""
-    for name, model in models.items() if num_workers > 1 else ():
-        reason = why_not_shared(_known(model), num_workers)
-        if reason is not None:
-            where = f"{source}: generation.tensor_parallel: found {num_workers}"
-            yield f"{where}, but {section}.{name} ({model.source}) cannot be shared so: {reason}"
-
-
-def measured_evaluation_problems(study: "AnyStudyConfig", source: str) -> Iterator[str]:
-    """Yield measured errors of evaluations whose parity can neither be read nor measured."""
-    for name, named in study.evaluation.noises.items():
-        where = f"{source}: evaluation.noises.{name}.operator_noise.error"
-        yield from measured_problems(study, settings_of(named).operator_noise, where)
-
-
-def measured_problems(study: "AnyStudyConfig", noise: OperatorNoise | None, where: str) -> Iterator[str]:
-    """Yield why the figures of a measured error can neither be read nor measured; nothing for other errors."""
-    error = None if noise is None else noise.error
+def _measured(scope: Scope, error: object, *_: str) -> str | None:
+    """The figures of a measured error must be readable or measurable."""
     if not isinstance(error, MeasuredError):
-        return
+        return None
+    machines = scope.study.machines
     if error.figures is not None:
-        yield f"{where}.figures: found figures, expected none: they are read from the file that `from` names"
-    elif error.machine is None:
-        if not Path(error.source).is_file():
-            yield f"{where}.from: no file {error.source}, expected one that `aqnpipe parity --json` wrote"
-    elif error.machine not in study.machines:
-        yield (
-            f"{where}.from: {unknown('machine', error.machine, study.machines)}, or a file of `aqnpipe parity --json` "
-            "with the ending .json"
-        )
-    elif not study.machines[error.machine].has_parity:
-        yield (
-            f"{where}.from: machine {error.machine} has no counterpart, expected machines.{error.machine}.counterpart "
-            "or measured_in"
-        )
+        return ".figures: found figures, expected none: they are read from the file that `from` names"
+    if error.machine is None:
+        is_there = Path(error.source).is_file()
+        return None if is_there else f".from: no file {error.source}, expected one that `aqnpipe parity --json` wrote"
+    if error.machine not in machines:
+        found = unknown("machine", error.machine, machines)
+        return f".from: {found}, or a file of `aqnpipe parity --json` with the ending .json"
+    return None if machines[error.machine].has_parity else f".from: {_without_counterpart(error.machine)}"
 
 
-def _sigma_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """Yield arms whose sigmas need a measured error that the study lacks, or an energy outside the bounds of sigmas."""
-    rule = study.sigma_rule
-    for name in study.arms:
-        aqn = arms[name].aqn
-        if aqn is None or aqn.layer_sigmas_from not in study.machines:
-            continue
-        if aqn.layer_sigmas_strategy in NEED_SENSITIVITY and not rule.sigma_min <= rule.base_sigma <= rule.sigma_max:
-            yield (
-                f"{source}: sigma_rule.base_sigma: found {rule.base_sigma:g}, expected sigma_min {rule.sigma_min:g} to "
-                f"sigma_max {rule.sigma_max:g}: the sigmas {aqn.layer_sigmas_strategy} of arm {name} have its energy"
+def _without_counterpart(machine: str) -> str:
+    return f"machine {machine} has no counterpart, expected machines.{machine}.counterpart or measured_in"
+
+
+def _measured_for_sigmas(scope: Scope, strategy: str, arm: str) -> str | None:
+    aqn = scope.arms[arm].aqn
+    machine = None if aqn is None else aqn.layer_sigmas_from
+    if strategy != NEEDS_PARITY or machine is None or scope.study.machines[machine].has_parity:
+        return None
+    return f"{strategy} needs a measured error, but {_without_counterpart(machine)}"
+
+
+def _energy(scope: Scope, base: float) -> str | None:
+    rule = scope.study.sigma_rule
+    for name, arm in scope.trained_arms().items():
+        strategy = "published" if arm.aqn is None else arm.aqn.layer_sigmas_strategy
+        if strategy != "published" and not rule.sigma_min <= base <= rule.sigma_max:
+            return (
+                f"found {base:g}, expected sigma_min {rule.sigma_min:g} to sigma_max {rule.sigma_max:g}: the sigmas "
+                f"{strategy} of arm {name} have its energy"
             )
-        if aqn.layer_sigmas_strategy in NEED_PARITY and not study.machines[aqn.layer_sigmas_from].has_parity:
-            yield (
-                f"{study.arms_file}: arms.{name}.aqn.layer_sigmas_strategy: {aqn.layer_sigmas_strategy} needs the "
-                f"measured error of machine {aqn.layer_sigmas_from}, which has no counterpart, expected "
-                f"machines.{aqn.layer_sigmas_from}.counterpart or measured_in"
-            )
+    return None
 
 
-def _schedule_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:
-    for name in study.arms:
-        aqn = arms[name].aqn
-        if aqn and isinstance(aqn.schedule, EpochAwareRanges) and len(aqn.schedule.ranges) != study.training.epochs:
-            yield (
-                f"{study.arms_file}: arms.{name}.aqn.schedule.ranges: found {len(aqn.schedule.ranges)} ranges, "
-                f"the study trains {study.training.epochs} epochs"
-            )
+def _ranges(scope: Scope, ranges: tuple[object, ...], *_: str) -> str | None:
+    training = scope.study.training
+    if training is None or len(ranges) == training.epochs:
+        return None
+    return f"found {len(ranges)} ranges, the study trains {training.epochs} epochs"
 
 
-def comparison_problems(study: "AnyStudyConfig", known: Collection[str], source: str) -> Iterator[str]:
-    """Yield comparisons that name an unknown arm or checkpoint, or a noise level that is not evaluated.
-
-    `known`: names that a comparison may use.
-    """
-    for index, comparison in enumerate(study.comparisons):
-        where = f"{source}: comparisons.{index}"
-        names = [comparison.arm] if comparison.kind == "levels" else [comparison.treatment, comparison.control]
-        for name in names:
-            if name not in known:
-                yield f"{where}: {unknown(_compared(study), name, known)}"
-        if comparison.kind != "arms" and 0.0 not in study.evaluation.noise_levels:
-            yield f"{where}: compares with noise level 0, evaluation.noise_levels does not contain 0.0"
-        yield from _level_problems(study, comparison.noise_level, where)
+def _compared(scope: Scope, name: str, *_: str) -> str | None:
+    study = scope.study
+    if study.training is None:
+        return _missing("checkpoint", name, study.arms)
+    return _missing("arm", name, (*study.arms, PRETRAINED))
 
 
-def explore_problems(
-    study: "AnyStudyConfig", arms: Mapping[str, Arm], known: Collection[str], source: str
-) -> Iterator[str]:
-    """Yield problems of `report.explore`, the pair whose flipped questions the report shows."""
-    pair, where = study.report.explore, f"{source}: report.explore"
-    if pair is None:
-        return
+def _clean_level(scope: Scope, comparison: Any, *_: str) -> str | None:
+    if comparison.kind == "arms" or 0.0 in scope.study.evaluation.noise_levels:
+        return None
+    return "compares with noise level 0, evaluation.noise_levels does not contain 0.0"
+
+
+def _level(scope: Scope, level: float, *_: str) -> str | None:
+    evaluation = scope.study.evaluation
+    if level in evaluation.all_levels():
+        return None
+    evaluated = ", ".join([*map(str, evaluation.noise_levels), *evaluation.noises])
+    return f"found {level}, the study evaluates {evaluated}"
+
+
+def _explored(scope: Scope, pair: Any) -> str | None:
     names = (pair.treatment, pair.control)
-    for name in names:
-        if name not in known:
-            yield f"{where}: {unknown(_compared(study), name, known)}"
-            return
     if pair.treatment == pair.control:
-        yield f"{where}: treatment and control are both {pair.control!r}, expected two arms"
-    roles = {arms[name].model for name in names if name != PRETRAINED}
+        return f"treatment and control are both {pair.control!r}, expected two arms"
+    roles = {scope.arms[name].model for name in names if name != PRETRAINED}
     if len(roles) > 1:
-        yield f"{where}: {' and '.join(names)} train different models ({', '.join(sorted(roles))})"
-    yield from _level_problems(study, pair.noise_level, where)
+        return f"{' and '.join(names)} train different models ({', '.join(sorted(roles))})"
+    return None
 
 
-def _level_problems(study: "AnyStudyConfig", level: float, where: str) -> Iterator[str]:
-    if level not in study.evaluation.all_levels():
-        evaluated = ", ".join([*map(str, study.evaluation.noise_levels), *study.evaluation.noises])
-        yield f"{where}.noise_level: found {level}, the study evaluates {evaluated}"
-
-
-def _compared(study: "AnyStudyConfig") -> str:
-    """Return the kind of things that comparisons of the study name."""
-    return "checkpoint" if study.training is None else "arm"
+def _aa_control(scope: Scope, target: str, name: str) -> str | None:
+    study, arms = scope.study, scope.arms
+    if target not in arms:
+        return unknown("arm", target, sorted(arms), "the file defines")
+    if target == name:
+        return "found the arm itself, expected another arm"
+    if target not in study.arms:
+        return f"{unknown('arm', target, study.arms)}; without it nothing controls {name}"
+    if _imitates(arms, target, name):
+        return f"{target} is itself a control of {name}, expected an arm that is none"
+    if arms[target].model != arms[name].model:
+        return f"{target} trains the model {arms[target].model}, {name} the model {arms[name].model}"
+    return None
 
 
 def _imitates(arms: Mapping[str, Arm], name: str, target: str) -> bool:
@@ -405,31 +439,129 @@ def _imitates(arms: Mapping[str, Arm], name: str, target: str) -> bool:
     return False
 
 
-def _seed_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
-    """Yield arms whose offset leads beyond the largest seed of a training."""
-    largest = max(seed_numbers(study.seeds))
-    for name in study.arms:
-        total = largest + arms[name].seed_offset
-        if total > LARGEST_TRAINING_SEED:
-            yield (
-                f"{study.arms_file}: arms.{name}.seed_offset: with seed {largest} of {source} it trains with seed "
-                f"{total}, expected at most {LARGEST_TRAINING_SEED:,}"
-            )
+def _seed(scope: Scope, offset: int, *_: str) -> str | None:
+    largest = max(seed_numbers(scope.study.seeds))
+    if largest + offset <= LARGEST_TRAINING_SEED:
+        return None
+    return (
+        f"with seed {largest} of {scope.source} it trains with seed {largest + offset}, expected at most "
+        f"{LARGEST_TRAINING_SEED:,}"
+    )
 
 
-def _aa_control_problems(study: "StudyConfig", arms: Mapping[str, Arm]) -> Iterator[str]:
+def _prompt_of_task(scope: Scope, prompt: PromptFormat) -> str | None:
+    if not isinstance(scope.study.dataset, LmEvalDataset) or prompt == PromptFormat(style=prompt.style):
+        return None
+    return (
+        "found layout, instruction or examples, expected style alone: the task makes its prompts (dataset.num_fewshot "
+        "sets the examples)"
+    )
+
+
+def _sampling_of_task(scope: Scope, sampling: object) -> str | None:
+    is_task = isinstance(scope.study.dataset, LmEvalDataset)
+    return "the task says how responses are drawn, remove sampling" if is_task else None
+
+
+def _backend_of_task(scope: Scope, backend: str) -> str | None:
+    is_task = isinstance(scope.study.dataset, LmEvalDataset)
+    fits = not is_task or backend != "vllm"
+    return None if fits else "found vllm, expected transformers or auto for dataset.source lm_eval"
+
+
+def _comparable(scope: Scope, checkpoint: ModelConfig, name: str) -> str | None:
+    """Checkpoints must be different models that compute alike."""
+    for other, earlier in scope.study.models.items():
+        if other == name:
+            break
+        if _location(earlier.source) == _location(checkpoint.source) and earlier.revision == checkpoint.revision:
+            return f"found {checkpoint.source!r}, which is also checkpoint {other}, expected another model"
+        for key in ("dtype", "attention"):
+            ours, theirs = getattr(checkpoint, key), getattr(earlier, key)
+            if ours != theirs:
+                return (
+                    f".{key}: found {ours}, checkpoint {other} has {theirs}: expected the same for all, because a "
+                    "comparison would also be one of number formats or kernels"
+                )
+    return None
+
+
+def _location(source: str) -> str:
+    """Return the folder of a local model as an absolute path without links; other sources as they are."""
+    return str(Path(source).resolve()) if source_kind(source) == "folder" else source
+
+
+RULES: tuple[tuple[str, Check], ...] = (
+    ("arms[*]", _reserved),
+    ("checkpoints[*]", _reserved),
+    ("arms[*].task", _task),
+    ("arms[*].model", _known("role", "models")),
+    ("arms[*].machine", _runs_here),
+    ("arms[*].aqn.layer_sigmas_from", _known("machine", "machines")),
+    ("evaluation.num_questions", _at_most_test_questions),
+    ("training.validation_questions", _validated),
+    ("loss_studies[*].num_texts", _at_most_test_questions),
+    ("prompt.num_examples", _examples),
+    ("evaluation.primary_scorer", _scorer),
+    ("dataset.answer_format", _reward),
+    ("prompt", _prompt_of_task),
+    ("evaluation.sampling", _sampling_of_task),
+    ("generation.backend", _backend_of_task),
+    ("evaluation.pretrained_machine", _runs_here),
+    ("machines[*].counterpart", _counterpart),
+    ("machines[*].device", _device_has_effect),
+    ("loss_studies[*].model", _known("role", "models")),
+    ("loss_studies[*].machine", _runs_here),
+    ("loss_studies[*].machine", _has_faults),
+    ("loss_studies[*].orders", _orders),
+    ("evaluation.machines[*]", _known("machine", "machines")),
+    ("evaluation.machines[*]", _evaluates_otherwise),
+    ("models[*].source", _source_of_model),
+    ("machines[*].faults[*].layer", _layer),
+    ("noises[*].operator_noise.layers", _layer),
+    ("noises[*].operator_noise.layer_scales", _layer),
+    ("arms[*].operator_noise.layers", _layer_of_arm),
+    ("arms[*].operator_noise.layer_scales", _layer_of_arm),
+    ("noises[*]", _attention_of_noise),
+    ("arms[*].operator_noise", _attention_of_arm),
+    ("noises[*]", _evaluates_on_vllm),
+    ("models[*].attention", _fused_for_vllm),
+    ("generation.tensor_parallel", _shared),
+    ("arms[*]", _rolls_out_on_vllm),
+    ("arms[*].operator_noise.error", _measured),
+    ("noises[*].operator_noise.error", _measured),
+    ("sigma_rule.base_sigma", _energy),
+    ("arms[*].aqn.layer_sigmas_strategy", _measured_for_sigmas),
+    ("arms[*].aqn.schedule.ranges", _ranges),
+    ("comparisons[*].arm", _compared),
+    ("comparisons[*].treatment", _compared),
+    ("comparisons[*].control", _compared),
+    ("comparisons[*]", _clean_level),
+    ("comparisons[*].noise_level", _level),
+    ("report.explore.treatment", _compared),
+    ("report.explore.control", _compared),
+    ("report.explore", _explored),
+    ("report.explore.noise_level", _level),
+    ("arms[*].aa_control_of", _aa_control),
+    ("arms[*].seed_offset", _seed),
+    ("training.max_response_tokens", _positions),
+    ("evaluation.max_response_tokens", _positions_of_evaluation),
+    ("checkpoints[*]", _comparable),
+)
+
+
+def cross_reference_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+    """Yield the problems of `study` (read from `source`), one line each; only the first is sure to be meant.
+
+    `arms`: the content of its arms file, or its checkpoints as arms.
+    """
     for name in study.arms:
-        target = arms[name].aa_control_of
-        if target is None:
-            continue
-        where = f"{study.arms_file}: arms.{name}.aa_control_of"
-        if target not in arms:
-            yield f"{where}: {unknown('arm', target, sorted(arms), 'the file defines')}"
-        elif target == name:
-            yield f"{where}: found the arm itself, expected another arm"
-        elif target not in study.arms:
-            yield f"{where}: {unknown('arm', target, study.arms)}; without it nothing controls {name}"
-        elif _imitates(arms, target, name):
-            yield f"{where}: {target} is itself a control of {name}, expected an arm that is none"
-        elif arms[target].model != arms[name].model:
-            yield f"{where}: {target} trains the model {arms[target].model}, {name} the model {arms[name].model}"
+        if name not in arms:
+            there = f"{getattr(study, 'arms_file', '')} defines"
+            yield f"{source}: arms: {unknown('arm', name, sorted(arms), there)}"
+            return
+    scope = Scope(study, arms, source)
+    for path, check in RULES:
+        for where, value, names in scope.places(path):
+            if problem := check(scope, value, *names):
+                yield f"{where}{'' if problem.startswith('.') else ': '}{problem}"

@@ -14,18 +14,6 @@ from aqnpipe.config.analysis import (
     LevelComparison,
 )
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.diagnosis import SigmaStrategy
-
-ENERGY_CONTROLS: Mapping[SigmaStrategy, tuple[SigmaStrategy, ...]] = {
-    "targeted": ("healthy_layers", "random_layers", "wrong_layers"),
-    "robust_first": ("shuffled_layers", "fragile_first"),
-    "fragile_first": ("shuffled_layers",),
-    "damage_first": ("shuffled_damage",),
-}
-"""For strategies with controls: those that put the same energy into other layers (ADR 7)."""
-
-_PURE_CONTROLS = frozenset({"healthy_layers", "random_layers", "wrong_layers", "shuffled_layers", "shuffled_damage"})
-"""Strategies that exist only as controls."""
 
 
 def default_comparisons(
@@ -38,8 +26,8 @@ def default_comparisons(
     """Return the usual comparisons for `arms`, A/A controls excluded; the controls among them are in no family.
 
     - arms: a clean arm against the pretrained model; a noise arm against the clean arm; an AQN arm against the arm with
-      the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if its
-      strategy has any, against its controls of equal energy.
+      the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if it
+      is robust_first, against the same sigmas in a random order.
     - levels (controls): every arm at the highest noise level, and under each named noise, against itself without noise.
     - degradation: accuracy lost to that level, by a noise or AQN arm against each of its counterparts.
 
@@ -104,20 +92,21 @@ def _difference(first: str, second: str, level: float, names: Mapping[float, str
 
 
 def _controls(name: str, arms: Mapping[str, Arm]) -> list[str]:
-    """Return the controls of an arm; none for a control of equal energy, which is itself the control of its arm."""
+    """Return the controls of an arm; none for shuffled sigmas, which are themselves a control (ADR 7)."""
     arm = arms[name]
     strategy = arm.aqn.layer_sigmas_strategy if arm.aqn is not None else "published"
-    if strategy in _PURE_CONTROLS:
+    if strategy == "shuffled_layers":
         return []
-    return [_counterpart(name, arms), *_energy_controls(arm, arms, ENERGY_CONTROLS.get(strategy, ()))]
+    return [_counterpart(name, arms), *_shuffled(arm, arms)]
 
 
-def _energy_controls(arm: Arm, arms: Mapping[str, Arm], strategies: Sequence[SigmaStrategy]) -> Iterator[str]:
+def _shuffled(arm: Arm, arms: Mapping[str, Arm]) -> Iterator[str]:
+    """Yield the arms with the sigmas of `arm` in a random order, if it has robust_first and there are any."""
+    if arm.aqn is None or arm.aqn.layer_sigmas_strategy != "robust_first":
+        return
+    wanted = arm.aqn.model_copy(update={"layer_sigmas_strategy": "shuffled_layers"})
     for name, other in arms.items():
-        if arm.aqn is None or other.aqn is None or other.aqn.layer_sigmas_strategy not in strategies:
-            continue
-        same = other.aqn.model_copy(update={"layer_sigmas_strategy": arm.aqn.layer_sigmas_strategy})
-        if same == arm.aqn and _noise(other) == _noise(arm) and other.model == arm.model:
+        if other.aqn == wanted and _noise(other) == _noise(arm) and other.model == arm.model:
             yield name
 
 

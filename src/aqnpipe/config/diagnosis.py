@@ -44,26 +44,11 @@ class DiagnosisConfig(FrozenModel):
     threads: Threads = 1
 
 
-SigmaStrategy = Literal[
-    "published",
-    "targeted",
-    "variable",
-    "robust_first",
-    "fragile_first",
-    "healthy_layers",
-    "random_layers",
-    "wrong_layers",
-    "shuffled_layers",
-    "damage_first",
-    "shuffled_damage",
-]
+SigmaStrategy = Literal["published", "robust_first", "damage_first", "shuffled_layers"]
 """Strategies that derive sigmas from a diagnosis, described in diagnosis/sigmas.py and config/README.md."""
 
-NEED_PARITY: frozenset[SigmaStrategy] = frozenset({"damage_first", "shuffled_damage"})
-"""Strategies that also need the measured error of every layer."""
-
-NEED_SENSITIVITY = NEED_PARITY | {"robust_first", "fragile_first", "shuffled_layers"}
-"""Strategies that always need the sensitivity of every layer."""
+NEEDS_PARITY: SigmaStrategy = "damage_first"
+"""The strategy that also needs the measured error of every layer."""
 
 
 class SigmaRule(FrozenModel):
@@ -84,13 +69,7 @@ class SigmaRule(FrozenModel):
     sigma_min: float = Field(default=0.01, gt=0)
     sigma_max: float = Field(default=0.15, gt=0)
     high_priority_ratio: float = Field(default=1.2, gt=0)
-    targeted_share: float = Field(
-        default=0.25,
-        gt=0,
-        le=1,
-        description="share of the layers, the most fragile ones, that is targeted if there is no fault",
-    )
-    seed: Seed = Field(default=0, description="seed of random_layers, shuffled_layers and shuffled_damage")
+    seed: Seed = Field(default=0, description="seed of shuffled_layers")
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

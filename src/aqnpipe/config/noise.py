@@ -365,7 +365,7 @@ class AdaptiveNoise(FrozenModel):
     )
     layer_sigmas_strategy: SigmaStrategy = Field(
         default="published",
-        description="rule that derives sigmas from the diagnosis; all rules but published are tests or controls",
+        description="rule that derives sigmas from the diagnosis; published, or by what noise in a layer costs",
     )
 
     def planned(self) -> Self:

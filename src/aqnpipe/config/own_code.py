@@ -1,7 +1,5 @@
 """Functions of a user's own, named as `package.module:function`: where their source is, and its digest.
 
-An installed package may register functions as entry points; the name of one stands for its `package.module:function`.
-
 The source is found without importing it, so that a workflow can tell quickly whether it changed. It is looked for
 where Python looks, in the working directory, and in the folder of the study file. The loader of studies writes the last
 as `folder/package.module:function`, so that jobs need nothing but the name.
@@ -14,34 +12,17 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from aqnpipe.config.validation_messages import FUNCTION_PATTERN, unknown
+from aqnpipe.config.validation_messages import FUNCTION_PATTERN
 from aqnpipe.errors import ConfigError
 
 OwnFunction = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 """A function as `package.module:function`, behind the folder of its module if that is no usual place."""
-
-
-def registered(name: str, group: str, what: str) -> str:
-    """Return the function that an installed package registers by name, as `package.module:function`.
-
-    `what`: a word for the members of the group of entry points, for messages. Raises ValueError if no package registers
-    the name, or several register different functions.
-    """
-    found = {point.value.partition("[")[0].strip() for point in entry_points(group=group, name=name)}
-    if len(found) > 1:
-        raise ValueError(f"{name}: several installed packages have this {what}: {', '.join(sorted(found))}")
-    if not found:
-        known = sorted({point.name for point in entry_points(group=group)})
-        listed = unknown(what, name, known, "installed packages have") if known else f"unknown {what} {name!r}"
-        raise ValueError(f"{listed}, expected package.module:function or the name of an installed {what}")
-    return found.pop()
 
 
 def module_of(function: str) -> str:

@@ -1,25 +1,19 @@
 """Error models and schedules of a user's own: what a study says about them, and the contract of their functions.
 
-Each is a function, named as `package.module:function`, or by the name under which an installed package registers it as
-an entry point (`aqnpipe.error_models` or `aqnpipe.schedules`). The digest of its source is in the settings of every
-job. What a study announces about a function is compared with what was measured; a receipt refuses any difference.
+Each is a function, named as `package.module:function`. The digest of its source is in the settings of every job. What a
+study announces about a function is compared with what was measured; a receipt refuses any difference.
 """
 
 from numbers import Real
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, TypeGuard
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.own_code import OwnFunction, planned_digest, registered
+from aqnpipe.config.own_code import OwnFunction, planned_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_PACKAGE = "aqnpipe"
-ERROR_MODELS = f"{_PACKAGE}.error_models"
-SCHEDULES = f"{_PACKAGE}.schedules"
-"""Groups of entry points in which an installed package registers functions."""
 
 OwnValue = bool | int | float | str
 """A setting that is passed to a function by its name."""
@@ -59,18 +53,6 @@ class ScheduleFunction(Protocol):
         ...
 
 
-def _by_name(group: str, what: str) -> BeforeValidator:
-    def resolved(value: Any) -> Any:
-        is_name = isinstance(value, str) and value and ":" not in value
-        return registered(value, group, what) if is_name else value
-
-    return BeforeValidator(resolved)
-
-
-_NAME = WithJsonSchema({"type": "string", "minLength": 1})
-ErrorModelName = Annotated[OwnFunction, _by_name(ERROR_MODELS, "error model"), _NAME]
-ScheduleName = Annotated[OwnFunction, _by_name(SCHEDULES, "schedule"), _NAME]
-
 _Size = Annotated[float, Field(ge=0)]
 
 
@@ -78,9 +60,7 @@ class OwnError(FrozenModel):
     """An error model of a user's own, which is a function of the contract `ErrorFunction`."""
 
     kind: Literal["own"] = "own"
-    function: ErrorModelName = Field(
-        description="package.module:function of (values, normals, **settings), or the name of an installed error model"
-    )
+    function: OwnFunction = Field(description="package.module:function of (values, normals, **settings)")
     settings: dict[str, OwnValue] = Field(default={}, description="passed to the function by name")
     draws: int = Field(
         default=1, ge=0, le=MOST_DRAWS, description="independent normal numbers per element; 0: it is not random"
@@ -116,10 +96,7 @@ class OwnSchedule(FrozenModel):
     """A schedule of a user's own, which is a function of the contract `ScheduleFunction`."""
 
     kind: Literal["own"] = "own"
-    function: ScheduleName = Field(
-        description="package.module:function of (step, num_steps, num_epochs, **settings), or the name of an installed "
-        "schedule"
-    )
+    function: OwnFunction = Field(description="package.module:function of (step, num_steps, num_epochs, **settings)")
     settings: dict[str, OwnValue] = Field(default={}, description="passed to the function by name")
     sigma_max: float = Field(gt=0, description="announced upper limit of sigma")
     source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")

@@ -8,7 +8,7 @@ from typing import Any
 from aqnpipe.config.analysis import PRETRAINED, ReportConfig
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.dataset import LmEvalDataset, Split
-from aqnpipe.config.diagnosis import NEED_PARITY, SigmaStrategy
+from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.loss_study import LossStudyConfig
@@ -137,7 +137,7 @@ class StudyPlan:
             and arm.aqn is not None
             and arm.aqn.layer_sigmas_from is not None
             and (is_healthy or arm.aqn.layer_sigmas_from == machine)
-            and (self.study.config.machines[machine].has_parity or arm.aqn.layer_sigmas_strategy not in NEED_PARITY)
+            and (self.study.config.machines[machine].has_parity or arm.aqn.layer_sigmas_strategy != NEEDS_PARITY)
         ]
         return list(dict.fromkeys(["published", *requested]))
 
@@ -214,7 +214,7 @@ class StudyPlan:
 
     def sigmas_parity_input(self, model: str, machine: str, strategy: SigmaStrategy) -> list[str]:
         """Return the parity file that a strategy needs, as a list; empty if it needs none."""
-        return [self.parity_file(model, machine)] if strategy in NEED_PARITY else []
+        return [self.parity_file(model, machine)] if strategy == NEEDS_PARITY else []
 
     def sigmas_file(self, model: str, machine: str, strategy: SigmaStrategy = "published") -> str:
         """Return the file of the layer sigmas that a strategy derives from the diagnosis of a machine."""

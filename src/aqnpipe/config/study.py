@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
 from aqnpipe.config.arm import Arm, ArmsFile, without_auto
 from aqnpipe.config.base import FrozenModel, Identifier
-from aqnpipe.config.checkpoint_checks import checkpoint_problems
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
 from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
@@ -349,7 +348,7 @@ def _load_checkpoint_study(config: Mapping[str, Any], source: str) -> Study:
             )
     study = validated(CheckpointStudyConfig, _graded_by_task(config), source)
     arms = {name: Arm(description=model.source, model=CHECKPOINTS) for name, model in study.checkpoints.items()}
-    for problem in checkpoint_problems(study, arms, source):
+    for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
     return Study(config=study, arms=arms)
 

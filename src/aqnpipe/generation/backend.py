@@ -1,8 +1,7 @@
-"""The interface of a generation backend: prompts in, completions out. Rollouts and evaluation share it."""
+"""What goes into a generation backend and what comes out. Rollouts and evaluation share it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,3 @@ class Completion:
     token_ids: list[int]
     finish_reason: Literal["stop", "length"]
     log_probabilities: list[float] | None = field(default=None, compare=False)
-
-
-class GenerationBackend(Protocol):
-    """Generates with the weights and the noise of its model at the time of the call."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """Return one completion per prompt (token ids), in order."""
-        ...

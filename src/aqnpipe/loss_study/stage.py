@@ -255,12 +255,7 @@ def _noise(
     schedule = ConstantSigma(sigma=settings.gamma)
     match condition:
         case "targeted" | "healthy_layers" | "wrong_layers" | "random_layers":
-            aqn = AdaptiveNoise(
-                schedule=schedule,
-                targets="hidden_states",
-                layer_sigmas_from=settings.machine,
-                layer_sigmas_strategy=condition,
-            )
+            aqn = AdaptiveNoise(schedule=schedule, targets="hidden_states", layer_sigmas_from=settings.machine)
             return aqn, {layer: float(layer in layers) for layer in range(num_layers)}
         case _:
             return AdaptiveNoise(schedule=schedule, targets="hidden_states"), None

@@ -59,11 +59,6 @@ class Call:
     places: tuple[Tensor, Tensor, Tensor]
     keys: tuple[Tensor, Tensor, Tensor]
 
-    @property
-    def is_decoding(self) -> bool:
-        """Whether earlier tokens are in the cache."""
-        return self.first > 0
-
 
 @dataclass(frozen=True)
 class Batch:

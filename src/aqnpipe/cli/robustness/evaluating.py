@@ -11,7 +11,7 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.robustness.show import csv_of, markdown_of, table_of
 from aqnpipe.comparison.checkpoints import report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
-from aqnpipe.config.cross_references import noised_layer_problems
+from aqnpipe.config.cross_references import beyond_layers
 from aqnpipe.config.dataset import Split
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
@@ -64,9 +64,9 @@ def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, P
         num_layers = num_layers_in(folder)
         for noise, named in evaluation.noises.items():
             operators = settings_of(named).operator_noise
-            if operators is not None:
-                for problem in noised_layer_problems(operators, num_layers, f"--noises: {noise}", name):
-                    raise ConfigError(problem)
+            for key in ("layers", "layer_scales") if operators is not None else ():
+                if problem := beyond_layers(getattr(operators, key) or (), num_layers, name):
+                    raise ConfigError(f"--noises: {noise}.operator_noise.{key}: {problem}")
 
 
 def _evaluated(
