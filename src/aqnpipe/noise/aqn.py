@@ -1,5 +1,6 @@
 """AQN on the rollout policy: noise on its norm weights, removed bit for bit afterwards, or on its hidden states."""
 
+import fnmatch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +29,8 @@ def target_factors(
 ) -> dict[str, float]:
     """Return the factor of every target (norm or decoder layer) on the schedule's sigma, by qualified module name.
 
-    The factor is 1 everywhere if `layer_factors` is None, and for norms outside the decoder layers. Raises ConfigError
-    if factors and layers do not match one to one.
+    See `AdaptiveNoise.factor`. Raises ConfigError if factors and layers do not match one to one, if a named layer or an
+    excluded norm does not exist, or if no target is left.
     """
     if noise.targets == "hidden_states":
         names = {module: name for name, module in model.named_modules()}
@@ -38,14 +39,21 @@ def target_factors(
         }
     else:
         layer_by_name = {name: layer_of(name) for name in rms_norms(model, noise.targets)}
-    if layer_factors is None:
-        return dict.fromkeys(layer_by_name, 1.0)
     layers = {layer for layer in layer_by_name.values() if layer is not None}
-    if layers != set(layer_factors):
+    for key, named in (("target_layers", noise.target_layers), ("sigmas", noise.sigmas and noise.sigmas.layer_sigmas)):
+        if named and not layers.issuperset(named):
+            raise ConfigError(f"aqn.{key}: found layers {sorted(named)}, the noise has targets in {sorted(layers)}")
+    for pattern in noise.exclude:
+        if not fnmatch.filter(layer_by_name, pattern):
+            raise ConfigError(f"aqn.exclude: found {pattern!r}, which matches none of {len(layer_by_name)} norms")
+    if layer_factors is not None and layers != set(layer_factors):
         raise ConfigError(
             f"layer sigmas: found layers {sorted(layer_factors)}, the noise has targets in layers {sorted(layers)}"
         )
-    return {name: 1.0 if layer is None else layer_factors[layer] for name, layer in layer_by_name.items()}
+    factors = {name: noise.factor(layer, layer_factors, name) for name, layer in layer_by_name.items()}
+    if not any(factors.values()) and (noise.exclude or noise.sigmas):
+        raise ConfigError("aqn: no target has noise, expected sigmas above 0, or fewer patterns in exclude")
+    return factors
 
 
 @contextmanager

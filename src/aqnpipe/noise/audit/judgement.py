@@ -9,7 +9,6 @@ import torch
 
 from aqnpipe.config.measured_noise import LayerErrors, OperatorError
 from aqnpipe.config.noise import ModuleNoise, Phase, PlacedError, TensorError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.comparison import Comparison, Sample, compare, values_of
 from aqnpipe.noise.audit.expected_values import measured_size, spacing
 from aqnpipe.noise.audit.observer import Claim, Followed, Observer
@@ -170,12 +169,12 @@ class Judge:
     def _record(
         self, claim: Claim, clean: FloatArray, used: FloatArray, input_rms: FloatArray, dtype: torch.dtype
     ) -> None:
-        rounding = spacing(used, dtype) / np.sqrt(12) if isinstance(claim.error, OwnError) else None
+        rounding = spacing(used, dtype) / np.sqrt(12)
         if isinstance(claim.error, OperatorError):
             # In units of the measured machine: the error over the size that it has there at this element.
             size = measured_size(claim.error.figures, clean, input_rms)
             known = size > 0
-            clean, used = size[known], size[known] + (used - clean)[known]
+            clean, used, rounding = size[known], size[known] + (used - clean)[known], rounding[known]
         if claim.operator != HIDDEN_STATES:
             self._recorder.measure_values(claim.phase, claim.operator, claim.layer, clean, used, rounding)
 

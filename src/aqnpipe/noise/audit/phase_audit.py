@@ -305,7 +305,7 @@ class PhaseAudit:
         """Check that every module selected for module noise has it when its hooks have run."""
         if self._modules is None or frame.place == self._outside:
             return
-        for name, module in select_modules(self._model, self._modules.modules).items():
+        for name, module in select_modules(self._model, self._modules.modules, self._modules.exclude).items():
             if name != frame.name and name.startswith(f"{frame.name}."):
                 self._expect_noise_at(module, observer, name)
 

@@ -247,8 +247,8 @@ class ReceiptRecorder:
         aqn = self.requested.aqn
         if aqn is None:
             return 0.0
-        layer = layer_of(target) if isinstance(target, str) else target
-        factor = 1.0 if layer is None or self._layer_factors is None else self._layer_factors.get(layer, 0.0)
+        layer, norm = (layer_of(target), target) if isinstance(target, str) else (target, "")
+        factor = aqn.factor(layer, self._layer_factors, norm)
         return factor * sigma_at(aqn.schedule, step, self._num_steps, self._num_epochs)
 
     def note_gradient(self, phase: Phase, place: int, needed: bool) -> None:
@@ -269,17 +269,16 @@ class ReceiptRecorder:
         layer: int | None,
         clean: FloatArray,
         used: FloatArray,
-        rounding: FloatArray | None = None,
+        rounding: FloatArray,
     ) -> None:
         """Add sampled values of an output before and after its noise.
 
-        `rounding`: for an error of a user's own, the standard deviation of the rounding of each value.
+        `rounding`: the standard deviation of the rounding of each value to its number format.
         """
         cell = self._cells.get((phase, operator, layer))
         if cell is not None:
             cell.ratios.add_values(clean, used)
-            if rounding is not None:
-                cell.ratios.add_rounding(clean, rounding)
+            cell.ratios.add_rounding(clean, rounding)
 
     def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
         """Keep a sample of an output before and after its noise (same shapes), to be summed by `settle`."""

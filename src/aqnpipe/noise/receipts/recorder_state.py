@@ -20,8 +20,8 @@ class RatioSums:
     """Running sums of errors, in the unit of their `Quantity`.
 
     `rounded_count` of the errors are of 16-bit tensors: the expected sum of their squares is `expected_squares`, with
-    the variance `expected_variance` (see `rounding`). `rounding_squares`: of errors of a user's own, the expected sum
-    of the squares of what rounding the result adds.
+    the variance `expected_variance` (see `rounding`). `rounding_squares`: the expected sum of the squares of what
+    rounding the results adds to them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -64,7 +64,7 @@ class RatioSums:
     def add_rounding(self, clean: FloatArray, deviation: FloatArray) -> None:
         """Add the standard deviations of the roundings of values that are `clean` before their error."""
         known = clean != 0
-        parts = deviation[known] / clean[known] if self.quantity == "relative" else deviation
+        parts = deviation[known] / clean[known] if self.quantity in ("relative", "measured") else deviation
         self.rounding_squares += float(np.square(parts).sum())
 
     def _expect(self, before: Tensor, clean: FloatArray, scale: float) -> None:
