@@ -400,6 +400,12 @@ class AdaptiveNoise(FrozenModel):
         exclude_if=lambda layers: layers is None,
         description="decoder layers with this noise, and no norm outside them; null means all",
     )
+    actor_forward: bool = Field(
+        default=False,
+        exclude_if=lambda wanted: not wanted,
+        description="whether the noise is in the policy's forward passes of training too, not in rollouts alone; needs "
+        "targets: hidden_states. Gradients pass straight through",
+    )
     exclude: tuple[str, ...] = Field(
         default=(),
         exclude_if=lambda patterns: not patterns,
@@ -436,6 +442,8 @@ class AdaptiveNoise(FrozenModel):
             raise ValueError("sigmas and layer_sigmas_from both set sigma per layer, expected one of them")
         if self.exclude and self.targets == "hidden_states":
             raise ValueError("exclude names norms, but targets is hidden_states, expected target_layers")
+        if self.actor_forward and self.targets != "hidden_states":
+            raise ValueError(f"actor_forward: found targets {self.targets}, expected hidden_states")
         if self.layer_sigmas_from is None and self.layer_sigmas_strategy != "published":
             raise ValueError(
                 f"layer_sigmas_strategy is {self.layer_sigmas_strategy}, expected a machine in layer_sigmas_from"

@@ -3,20 +3,21 @@
 import fnmatch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import AdaptiveNoise
+from aqnpipe.config.noise import AdaptiveNoise, Phase
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import FactorSums
+from aqnpipe.noise.receipts.recorder_state import FactorSums, RatioSums
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spacing_of
 from aqnpipe.seeding import derive_seed
 
@@ -140,13 +141,7 @@ def _noised_hidden_states(
     try:
         yield sigmas
     finally:
-        measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
-        ratios = FactorSums(None)
-        for layer, errors in measured.items():
-            expected = errors.expected_sums(sigmas[layer])
-            drawn = errors.count * sigmas[layer] ** 2
-            recorder.measure_sigma_factor(_scaled(layer, errors.squares, errors.count, drawn, *expected, sigma))
-            ratios.add(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
+        measured, ratios = _settled(recorder, sigmas, sigma, "rollout")
         recorder.add_weight_sync(
             WeightSync(
                 step=step,
@@ -162,6 +157,34 @@ def _noised_hidden_states(
                 clean_sha256_after=norms_sha256(model),
             )
         )
+
+
+@contextmanager
+def noised_actor(
+    aqn: AdaptiveNoise | None, factors: Mapping[str, float], recorder: ReceiptRecorder, sigma: float
+) -> Iterator[dict[int, float]]:
+    """Yield sigma by decoder layer for a forward pass of training, and record its noise; nothing without such AQN."""
+    if aqn is None or not aqn.actor_forward:
+        yield {}
+        return
+    sigmas = {layer: sigma * factor for layer, factor in enumerate(factors.values())}
+    yield sigmas
+    _settled(recorder, sigmas, sigma, "actor_forward")
+
+
+def _settled(
+    recorder: ReceiptRecorder, sigmas: Mapping[int, float], sigma: float, phase: Phase
+) -> tuple[dict[int, RatioSums], FactorSums]:
+    """Record the noise on hidden states by layer; return its errors by layer, and all of them in units of sigma."""
+    measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
+    ratios = FactorSums(None)
+    for layer, errors in measured.items():
+        expected = errors.expected_sums(sigmas[layer])
+        drawn = errors.count * sigmas[layer] ** 2
+        of_layer = _scaled(layer, errors.squares, errors.count, drawn, *expected, sigma)
+        recorder.measure_sigma_factor(replace(of_layer, phase=phase))
+        ratios.add(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
+    return measured, ratios
 
 
 def _root_mean(squares: list[float]) -> float:

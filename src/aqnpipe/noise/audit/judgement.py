@@ -106,7 +106,9 @@ class Judge:
         requested: PlacedError | OperatorError | None
         if claim.operator == HIDDEN_STATES:
             sigma = self._sigma_of(origin.place)
-            requested, stream = claim.error.model_copy(update={"scale": sigma}) if sigma > 0 else None, HIDDEN_STATES
+            requested = claim.error.model_copy(update={"scale": sigma}) if sigma > 0 else None
+            # The passes of a training step have the numbers of the rollout's: their noise has a stream of its own.
+            stream = f"{HIDDEN_STATES}.actor_forward" if origin.phase == "actor_forward" else HIDDEN_STATES
         elif claim.operator.startswith("module."):
             requested = self._modules.error if self._modules is not None else None
             places.append(self._outside)

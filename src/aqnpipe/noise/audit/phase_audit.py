@@ -365,7 +365,8 @@ class PhaseAudit:
     def _hidden_sigma(self, layer: int) -> float:
         """Return the sigma that AQN's noise on the hidden states of `layer` should have in this phase."""
         aqn = self._recorder.requested.aqn
-        if aqn is None or aqn.targets != "hidden_states" or self._phase not in _HIDDEN_NOISE_PHASES:
+        phases = (*_HIDDEN_NOISE_PHASES, "actor_forward") if aqn and aqn.actor_forward else _HIDDEN_NOISE_PHASES
+        if aqn is None or aqn.targets != "hidden_states" or self._phase not in phases:
             return 0.0
         return self._recorder.requested_sigma(self.position.step, layer)
 

@@ -67,17 +67,20 @@ def _layer_factor_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[
         expected = requested * cell.rounding_factor
         if not abs(cell.measured_factor - expected) <= expected * SAMPLING_SIGMAS * cell.standard_error:
             where = "outside the layers" if cell.layer is None else f"in layer {cell.layer}"
+            what = "norms" if cell.phase == "rollout" else f"hidden states of {cell.phase}"
             problems.append(
-                f"AQN: norms {where} got {cell.measured_factor:.3f} times the schedule's sigma, "
+                f"AQN: {what} {where} got {cell.measured_factor:.3f} times the schedule's sigma, "
                 f"requested {requested:.3f}"
             )
     # Every norm of a layer may be excluded; the audit compares each norm with its own request.
-    is_checked = not (aqn.is_uniform or aqn.exclude)
+    is_checked = not (aqn.is_uniform or aqn.exclude) or aqn.actor_forward
     layers = range(receipt.num_layers if is_checked else 0)
     wanted = {layer for layer in layers if aqn.factor(layer, receipt.layer_factors) > 0}
-    missing = sorted(wanted - {cell.layer for cell in receipt.weight_cells})
-    if missing and any(sync.sigma_requested > 0 for sync in receipt.weight_syncs):
-        problems.append(f"AQN: noise was requested in layers {missing}, none was measured there")
+    for phase in ("rollout", "actor_forward") if aqn.actor_forward else ("rollout",):
+        missing = sorted(wanted - {cell.layer for cell in receipt.weight_cells if cell.phase == phase})
+        if missing and any(sync.sigma_requested > 0 for sync in receipt.weight_syncs):
+            where = "" if phase == "rollout" else f" of {phase}"
+            problems.append(f"AQN: noise was requested in layers {missing}{where}, none was measured there")
     return problems
 
 

@@ -76,6 +76,7 @@ def weight_cell(sums: FactorSums) -> WeightCell:
     """Return the cell of AQN's noise in one layer."""
     expected = sums.expected_squares
     return WeightCell(
+        phase=sums.phase,
         layer=sums.layer,
         measured_factor=(sums.squares / sums.elements) ** 0.5,
         elements=sums.elements,

@@ -227,8 +227,9 @@ class WeightSync(ReceiptModel):
 
 
 class WeightCell(ReceiptModel):
-    """AQN noise in one layer over the whole run, as a factor on the schedule's sigma."""
+    """AQN noise in one layer and phase over the whole run, as a factor on the schedule's sigma."""
 
+    phase: Phase = Field(default="rollout", exclude_if=lambda phase: phase == "rollout")
     layer: int | None = Field(description="decoder layer; null is a norm outside the layers")
     measured_factor: float
     elements: int

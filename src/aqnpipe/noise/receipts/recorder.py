@@ -92,7 +92,7 @@ class ReceiptRecorder:
         self._foreign_faults: set[str] = set()
         self._mismatches: set[str] = set()
         self._weight_syncs: list[WeightSync] = []
-        self._weight_factors: dict[int | None, FactorSums] = {}
+        self._weight_factors: dict[tuple[Phase, int | None], FactorSums] = {}
         # Tensors stay on their device until `settle` reads them all.
         self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._changed: dict[_CellKey, list[Tensor]] = defaultdict(list)
@@ -356,7 +356,7 @@ class ReceiptRecorder:
 
     def measure_sigma_factor(self, measured: FactorSums) -> None:
         """Add the sums of (added noise / scheduled sigma)^2 over the elements of one target."""
-        self._weight_factors.setdefault(measured.layer, FactorSums(measured.layer)).add(measured)
+        self._weight_factors.setdefault(measured.place, FactorSums(measured.layer, phase=measured.phase)).add(measured)
 
     def settle(self) -> None:
         """Sum the kept samples, so that memory stays constant over a long run."""
@@ -404,7 +404,7 @@ class ReceiptRecorder:
         self._foreign_faults = state.foreign_faults
         self._mismatches = state.mismatches
         self._weight_syncs = state.weight_syncs
-        self._weight_factors = {sums.layer: sums for sums in state.weight_factors}
+        self._weight_factors = {sums.place: sums for sums in state.weight_factors}
         self._num_noised_modules = state.num_noised_modules
         self._keys = set(state.keys)
         self._samples.clear()

@@ -221,6 +221,7 @@ class GradientSums:
 class FactorSums:
     """AQN noise in one layer: sum of (added noise / scheduled sigma)^2 over its elements.
 
+    `phase`: rollout, in which every AQN is, or actor_forward.
     `drawn_squares`: the expected sum before the result is rounded to the number format of the tensor.
     `expected_squares` and `expected_variance`: the expected sum after rounding, and its variance.
     """
@@ -233,6 +234,12 @@ class FactorSums:
     drawn_squares: float = 0.0
     expected_squares: float = 0.0
     expected_variance: float = 0.0
+    phase: Phase = "rollout"
+
+    @property
+    def place(self) -> tuple[Phase, int | None]:
+        """Phase and layer."""
+        return self.phase, self.layer
 
     def add(self, other: "FactorSums") -> None:
         """Add the sums of other elements."""
