@@ -1,5 +1,6 @@
 """Studies and arms: shipped files are valid, and every mistake is one line with file, key, found and expected."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,30 @@ def test_results_may_be_anywhere_that_is_named(config, folder):
 def test_results_are_not_in_folders_that_snakemake_would_misread(config, folder):
     with pytest.raises(ConfigError, match="results_dir"):
         load_study(config | {"results_dir": folder})
+
+
+PUBLISHED_STUDIES = [path for path in STUDY_FILES if "weight_decay" in path.read_text()]
+
+
+def test_the_studies_of_the_published_runs_train_and_grade_as_verl():
+    assert {path.stem for path in PUBLISHED_STUDIES} == {
+        *("qwen2.5-1.5b", "qwen2.5-7b", "ascend", "dead-zone-qwen2.5-1.5b", "small-errors-qwen2.5-1.5b"),
+    }
+    for path in PUBLISHED_STUDIES:
+        config = load_study_file(path).config
+        training = config.training
+        assert (training.weight_decay, training.clip_ratio_c) == (0.01, 3.0), path
+        assert [reward.scorer for reward in training.rewards] == ["verl_strict"], path
+        assert config.evaluation.primary_scorer == "verl_strict", path
+
+
+@pytest.mark.parametrize("path", PUBLISHED_STUDIES, ids=lambda path: path.stem)
+def test_every_value_of_the_published_studies_says_where_it_comes_from(path):
+    lines = path.read_text().splitlines()
+    for section in ("training:", "evaluation:"):
+        start = lines.index(section) + 1
+        length = next(number for number, line in enumerate(lines[start:]) if not line.startswith("  "))
+        values = [line for line in lines[start : start + length] if not line.lstrip().startswith("#")]
+        assert values
+        for value in values:
+            assert re.search("# (published|verl|ours)", value), value

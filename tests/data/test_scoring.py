@@ -61,6 +61,38 @@ def test_long_numbers_are_compared_to_the_last_digit():
     assert normalise_number("1e999999999999") is None
 
 
+@pytest.mark.parametrize(
+    ("response", "found", "correct"),
+    [
+        ("so #### 42", "42", True),
+        ("#### 1,234", "1234", False),
+        ("#### -42", "-42", False),
+        ("#### 42 dollars", "42", True),
+        # Wrong here, right for `strict`.
+        ("#### $42", None, False),
+        ("####42", None, False),
+        ("####  42", None, False),
+        ("#### 42.00", "42.00", False),
+        ("#### 42.", "42.", False),
+        ("#### 042", "042", False),
+        ("#### 42" + " " * 294, None, False),
+        # Right here, wrong for `strict`: the last one counts.
+        ("#### 41 no, #### 42", "42", True),
+        ("no number", None, False),
+        ("x" * 1000 + "#### 42" + "." + "y" * 292, "42.", False),
+        ("x" * 1000 + "#### 42" + " " + "y" * 292, "42", True),
+    ],
+)
+def test_verl_grades_by_hand(response, found, correct):
+    assert grade(response, "42", "verl_strict") == (found, correct)
+
+
+@pytest.mark.parametrize(("response", "strict"), [("#### 1,234", True), ("#### $1,234", True), ("#### 1,234.0", True)])
+def test_verl_ignores_commas_and_nothing_else(response, strict):
+    assert is_correct(response, "1,234", "strict") == strict
+    assert is_correct(response, "1,234", "verl_strict") == (response == "#### 1,234")
+
+
 @given(st.integers(), st.integers(min_value=0, max_value=6))
 def test_every_way_of_writing_a_number_is_the_same_number(number, zeros):
     written = f"{number:,}" + ("." + "0" * zeros if zeros else "")

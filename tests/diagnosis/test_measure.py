@@ -118,3 +118,16 @@ def test_gain_trials_draw_fresh_noise(make_model, prompt_ids):
     model = make_model(num_layers=2)
     single, double = (measure(model, prompt_ids, DiagnosisConfig(gain_trials=trials)) for trials in (1, 2))
     assert (single.gain != double.gain).all()
+
+
+def test_several_diagnoses_are_averaged(make_model, prompt_ids, small_config):
+    """The second diagnosis has other random numbers, and the result is the mean of both."""
+    model = make_model()
+    once = measure(model, prompt_ids, small_config)
+    twice = measure(model, prompt_ids, small_config.model_copy(update={"num_diagnoses": 2}))
+    second = 2 * twice.gain - once.gain
+    assert (second != once.gain).all()
+    assert np.allclose(second, once.gain, rtol=0.2)
+    assert np.allclose(twice.kurtosis, once.kurtosis)
+    assert (twice.elements == 2 * once.elements).all()
+    assert twice.forward_equivalents == 2 * once.forward_equivalents

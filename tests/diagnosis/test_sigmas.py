@@ -66,7 +66,7 @@ def test_rule_worked_out_by_hand():
     )
     sigmas = layer_sigmas(layers, verdict_on(), SigmaRule(), metadata={"model": "tiny", "machine": "cpu"})
     assert sigmas.aqn.layer_sigmas == {0: 0.05, 1: 0.075, 2: 0.075, 3: 0.1125, 4: 0.025, 5: 0.05, 6: 0.05}
-    assert sigmas.aqn.high_priority_layers == [1, 2, 3]
+    assert sigmas.aqn.high_priority_layers == (1, 2, 3)
     assert sigmas.reasons[0] == "no rule applies: base sigma"
     assert sigmas.reasons[1] == "gain 0.7 < 0.8 x median 1: x1.5"
     assert sigmas.reasons[3] == "gain 0.7 < 0.8 x median 1: x1.5; kurtosis 130 > 1.2 x median 100: x1.5"

@@ -52,3 +52,12 @@ def test_patterns_select_by_name(qwen2_1_5b):
 def test_a_scope_without_modules_is_refused():
     with pytest.raises(ModelError, match="no module is in scope 'minimal'"):
         select_modules(torch.nn.Linear(2, 2), "minimal")
+
+
+def test_excluded_modules_are_left_out(qwen2_1_5b):
+    chosen = select_modules(qwen2_1_5b, "linear", ("*.down_proj", "lm_head"))
+    assert len(chosen) == 197 - 29
+    with pytest.raises(ModelError, match=r"excluded '\.norm' matches none of the 197 selected modules"):
+        select_modules(qwen2_1_5b, "linear", (".norm",))
+    with pytest.raises(ModelError, match="all 57 selected modules are excluded"):
+        select_modules(qwen2_1_5b, "minimal", ("*",))

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from aqnpipe.config.noise import AdaptiveNoise, LinearDecay, NoiseSpec
+from aqnpipe.config.noise import AdaptiveNoise, LayerSigmas, LinearDecay, NoiseSpec
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
-from aqnpipe.models.layout import rms_norms
+from aqnpipe.models.layout import layer_of, rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -157,6 +157,79 @@ def test_per_layer_sigmas_that_are_ignored_are_refused(make_model):
     honest = new_recorder(noise=GUIDED, layer_factors=requested)
     sync(model, honest, factors=target_factors(model, GUIDED, requested), noise=GUIDED)
     honest.receipt().check()
+
+
+BY_HAND = LayerSigmas(base_sigma=0.05, layer_sigmas={0: 0.1, 2: 0.0})
+CHOSEN = {
+    "sigmas by hand": ({"sigmas": BY_HAND}, {0: 2.0, 1: 1.0, 2: 0.0, None: 1.0}),
+    "one layer": ({"target_layers": (1,)}, {0: 0.0, 1: 1.0, 2: 0.0, None: 0.0}),
+    "both": ({"target_layers": (0, 1), "sigmas": BY_HAND}, {0: 2.0, 1: 1.0, 2: 0.0, None: 0.0}),
+    "one kind of norm": (
+        {"exclude": ("*.post_attention_layernorm", "model.norm")},
+        {0: 1.0, 1: 1.0, 2: 1.0, None: 0.0},
+    ),
+}
+
+
+def rolled_out(model, noise, factors):
+    """The receipt of one rollout with `factors`, whose forward pass is audited."""
+    recorder = new_recorder(noise=noise)
+    recorder.clean_norm_weights = norm_weights(model)
+    with (
+        noised_rollout(model, noise, factors, recorder, sigma=0.05, seed=0, step=0),
+        phase_noise(model, NoiseSpec(aqn=noise), "rollout", NoiseKey(seed=0, step=0), recorder),
+        torch.no_grad(),
+    ):
+        inside = norm_weights(model)
+        model(torch.arange(2, 50).view(3, 16), use_cache=False)
+    return inside, recorder.receipt()
+
+
+@pytest.mark.parametrize(("settings", "expected"), CHOSEN.values(), ids=CHOSEN)
+def test_noise_is_on_the_chosen_norms_alone(make_model, settings, expected):
+    model = make_model(hidden_size=256)
+    noise = AdaptiveNoise(schedule=AQN.schedule, **settings)
+    clean, factors = norm_weights(model), target_factors(model, noise, None)
+    inside, receipt = rolled_out(model, noise, factors)
+    receipt.check()
+    for name in clean:
+        factor = 0.0 if "post" in name and "exclude" in settings else expected[layer_of(name)]
+        found = (inside[name] - clean[name]).std().item() / 0.05
+        assert found == pytest.approx(factor, rel=5 / (2 * 256) ** 0.5), name
+    assert receipt.model_dump()["aqn"]["schedule"], "the request is part of the receipt"
+
+
+@pytest.mark.parametrize("settings", [settings for settings, _ in CHOSEN.values()], ids=CHOSEN)
+def test_noise_on_other_norms_than_the_chosen_is_refused(make_model, settings):
+    model = make_model(hidden_size=256)
+    noise = AdaptiveNoise(schedule=AQN.schedule, **settings)
+    _, receipt = rolled_out(model, noise, dict.fromkeys(rms_norms(model), 1.0))
+    with pytest.raises(ReceiptError, match="sampled weights are not as requested"):
+        receipt.check()
+
+
+def test_a_chosen_layer_without_noise_is_refused(make_model):
+    model = make_model(hidden_size=256)
+    noise = AdaptiveNoise(schedule=AQN.schedule, target_layers=(1, 2))
+    recorder = new_recorder(noise=noise)
+    factors = target_factors(model, noise, None)
+    sync(model, recorder, factors={n: f * ("layers.1." not in n) for n, f in factors.items()}, noise=noise)
+    with pytest.raises(ReceiptError, match=r"AQN: noise was requested in layers \[1\], none was measured there"):
+        recorder.receipt().check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"target_layers": (3,)}, r"aqn.target_layers: found layers \[3\], the noise has targets in \[0, 1, 2\]"),
+        ({"sigmas": LayerSigmas(base_sigma=1, layer_sigmas={7: 1})}, r"aqn.sigmas: found layers \[7\]"),
+        ({"exclude": ("*.norms",)}, r"aqn.exclude: found '\*.norms', which matches none of 7 norms"),
+        ({"exclude": ("*norm",)}, "aqn: no target has noise"),
+    ],
+)
+def test_a_choice_that_a_model_cannot_have_is_refused(model, settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        target_factors(model, AdaptiveNoise(schedule=AQN.schedule, **settings), None)
 
 
 HIDDEN = AdaptiveNoise(schedule=AQN.schedule, targets="hidden_states")

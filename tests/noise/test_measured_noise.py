@@ -195,7 +195,9 @@ def test_an_edited_receipt_is_refused(model, ids):
 
     assert not problems(lambda cell: cell)
     assert "noised with measured 8" in problems(lambda cell: cell.model_copy(update={"requested": 8.0}))
-    assert "leaves too little" in problems(lambda cell: cell.model_copy(update={"measured": 1.9}))
+    assert "of which rounding to the number format explains" in problems(
+        lambda cell: cell.model_copy(update={"measured": 1.9})
+    )
 
 
 # -- what is refused before anything runs ------------------------------------------------------------------------------

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts.diagnoses import AqnSection, DiagnosisOrigin, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, SigmaFile, Verdict
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.noise import LayerSigmas
 from aqnpipe.report.diagnosis_view import device_sentences
 from aqnpipe.report.guidance_view import guidance_sentences
 from aqnpipe.report.inputs import Diagnosis
@@ -18,7 +19,7 @@ ARMS = {
 
 
 def diagnosis(machine, *sigmas, faults=(), model="base", device=None):
-    aqn = AqnSection(
+    aqn = LayerSigmas(
         enabled=True,
         layer_specific=True,
         base_sigma=0.05,

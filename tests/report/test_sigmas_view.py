@@ -1,6 +1,7 @@
 import polars as pl
 
-from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import SigmaFile, Verdict
+from aqnpipe.config.noise import LayerSigmas
 from aqnpipe.report.inputs import Diagnosis
 from aqnpipe.report.sigmas_view import strategy_group, strategy_table
 from aqnpipe.report.words import load_words
@@ -9,7 +10,7 @@ VERDICT = Verdict(verdict="healthy", reason="", layer=None, type=None, findings=
 
 
 def sigma_file(*sigmas):
-    aqn = AqnSection(
+    aqn = LayerSigmas(
         enabled=True,
         layer_specific=True,
         base_sigma=0.05,

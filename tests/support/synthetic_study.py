@@ -9,13 +9,13 @@ import numpy as np
 import polars as pl
 from made_up import NUM_LAYERS
 
-from aqnpipe.artifacts.diagnoses import AqnSection, LayerTable, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.files import write_json, write_table, write_yaml
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.comparison.stage import EvaluationInput
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.noise import TRAINING_PHASES
+from aqnpipe.config.noise import TRAINING_PHASES, LayerSigmas
 from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report.inputs import DiagnosisInput, EvaluatedInput, ReportInputs, RunInput
@@ -263,7 +263,7 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
     )
     write_json(one.verdict, verdict)
     sigmas = {number: 0.075 if faulty[number] else 0.05 for number in range(NUM_LAYERS)}
-    aqn = AqnSection(
+    aqn = LayerSigmas(
         enabled=True,
         layer_specific=True,
         base_sigma=0.05,

@@ -51,6 +51,7 @@ def test_the_published_recipe_reaches_trl(tmp_path):
         ("warmup_steps", 7, "warmup_steps", 7),
         ("kl_coefficient", 0.25, "beta", 0.25),
         ("clip_ratio", 0.3, "epsilon", 0.3),
+        ("clip_ratio_c", 3.0, "delta", 3.0),
         ("weight_decay", 0.125, "weight_decay", 0.125),
         ("adam_beta1", 0.5, "adam_beta1", 0.5),
         ("adam_beta2", 0.75, "adam_beta2", 0.75),

@@ -124,6 +124,50 @@ def test_backward_noise_forgotten_fails_the_run(inputs, tmp_path, monkeypatch):
         run(training_spec(NOISE), inputs, tmp_path / "run")
 
 
+IN_TRAINING = {**AQN, "targets": "hidden_states", "actor_forward": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_checkpointing": True, "num_steps": 4, "steps_per_rollout": 2}],
+    ids=["plain", "mini-batches, checkpointing"],
+)
+def test_aqn_in_the_forward_passes_of_training_is_measured(inputs, tmp_path, settings):
+    folder = run(training_spec(aqn=IN_TRAINING, **settings), inputs, tmp_path / "run")
+    receipt = read_json(folder / "receipt.json", Receipt)
+    measured = {(cell.phase, cell.layer): cell.measured_factor for cell in receipt.weight_cells}
+    places = {(phase, layer) for phase in ("rollout", "actor_forward") for layer in range(2)}
+    assert measured == dict.fromkeys(places, pytest.approx(1.0, abs=0.1))
+    audited = {record.phase: record.recomputed_numbers for record in receipt.phases}
+    assert audited["actor_forward"] > 0
+    assert audited["reference"] == audited["validation"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        # None of the noise is there.
+        (lambda sigmas: {}, "AQN: the hidden states of layer 0 have no noise"),
+        # It has another size.
+        (lambda sigmas: {layer: 2 * sigma for layer, sigma in sigmas.items()}, "noised with .*, requested"),
+        # It is in one layer alone.
+        (lambda sigmas: {1: sigmas[1]} if sigmas else {}, "AQN: the hidden states of layer 0 have no noise"),
+    ],
+    ids=["missing", "twice the size", "one layer"],
+)
+def test_aqn_in_training_other_than_requested_fails_the_run(inputs, tmp_path, monkeypatch, change, problem):
+    plain = trainer.noised_actor
+
+    @contextmanager
+    def changed(*args):
+        with plain(*args) as sigmas:
+            yield change(sigmas)
+
+    monkeypatch.setattr(trainer, "noised_actor", changed)
+    with pytest.raises(ReceiptError, match=problem):
+        run(training_spec(aqn=IN_TRAINING), inputs, tmp_path / "run")
+
+
 @pytest.mark.parametrize("phase", ["reference", "actor_forward", "validation"])
 def test_noise_on_hidden_states_outside_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch, phase):
     module = callbacks if phase == "validation" else trainer

@@ -9,6 +9,7 @@ from pydantic import Field
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.config.diagnosis import DiagnosisMethod
+from aqnpipe.config.noise import LayerSigmas
 
 FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain", "stuck", "other"]
 """Type of a detected fault: the simulated types, and gain, stuck and other, which only occur on real devices."""
@@ -229,20 +230,9 @@ class DiagnosisFile(Verdict):
         return self.forward_equivalents
 
 
-class AqnSection(Artifact):
-    """The `aqn` section of sigmas.yaml, with the published keys."""
-
-    enabled: bool
-    layer_specific: bool
-    base_sigma: float = Field(gt=0)
-    layer_sigmas: dict[int, float]
-    schedule: str
-    high_priority_layers: list[int]
-
-
 class SigmaFile(Artifact):
     """results/srdd/<model>/<machine>/sigmas.yaml: the sigma of each layer, the reason for it, and its diagnosis."""
 
-    aqn: AqnSection
+    aqn: LayerSigmas
     reasons: dict[int, str]
     srdd_metadata: dict[str, int | float | str]

@@ -59,8 +59,8 @@ class EvaluationTable(pa.DataFrameModel):
     `cluster`: of the question, the unit of tests and intervals; absent where that is the question.
     `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
-    the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers that do not compare numbers have
-    columns only in evaluations of which they are the primary one; `own` is a scoring
+    the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers besides the first four have columns
+    only in evaluations of which they are the primary one; `own` is a scoring
     function of the user, `task` a task of lm-evaluation-harness.
     """
 
@@ -78,11 +78,13 @@ class EvaluationTable(pa.DataFrameModel):
     correct_last_number: bool
     correct_harness_strict: bool
     correct_harness_flexible: bool
-    answer_boxed: Optional[str] = pa.Field(nullable=True)  # noqa: UP045 - pandera's form of a column that may be absent
+    answer_verl_strict: Optional[str] = pa.Field(nullable=True)  # noqa: UP045 - pandera's form of an optional column
+    answer_boxed: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_letter: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_text: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_own: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_task: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
+    correct_verl_strict: Optional[bool]  # noqa: UP045
     correct_boxed: Optional[bool]  # noqa: UP045
     correct_letter: Optional[bool]  # noqa: UP045
     correct_text: Optional[bool]  # noqa: UP045

@@ -111,6 +111,8 @@ def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool 
         "temperature": training.temperature,
         "beta": training.kl_coefficient,
         "epsilon": training.clip_ratio,
+        # Where the study sets none, the audit expects TRL's default, which is none.
+        **({} if training.clip_ratio_c is None else {"delta": training.clip_ratio_c}),
         "loss_type": "dapo",
         "scale_rewards": "group",
         "importance_sampling_level": "token",

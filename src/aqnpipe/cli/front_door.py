@@ -433,13 +433,13 @@ def _module_problems(study: Study, source: str) -> Iterator[str]:
         file = study.config.arms_file
         noises += [(f"{file}: arms.{name}", arm.model, arm.module_noise) for name, arm in study.arms.items()]
     patterns = [
-        (where, role, noise.modules)
+        (where, role, noise)
         for where, role, noise in noises
-        if noise is not None and isinstance(noise.modules, tuple)
+        if noise is not None and (isinstance(noise.modules, tuple) or noise.exclude)
     ]
     for role, model in study.models().items() if lora or patterns else ():
         if source_kind(model.source) != "hub":
-            of_role = [(where, modules) for where, of, modules in patterns if of in (None, role)]
+            of_role = [(where, noise) for where, of, noise in patterns if of in (None, role)]
             yield from _local_module_problems(model, lora, of_role, source)
         elif lora is not None and model.source in KNOWN_CONFIGS:
             known = LoraConfig.model_fields["target_modules"].default
@@ -448,7 +448,7 @@ def _module_problems(study: Study, source: str) -> Iterator[str]:
 
 
 def _local_module_problems(
-    model: ModelConfig, lora: LoraConfig | None, patterns: Sequence[tuple[str, tuple[str, ...]]], source: str
+    model: ModelConfig, lora: LoraConfig | None, patterns: Sequence[tuple[str, ModuleNoise]], source: str
 ) -> Iterator[str]:
     from aqnpipe.models.layout import select_modules
     from aqnpipe.models.loading import create_model, source_folder
@@ -462,9 +462,9 @@ def _local_module_problems(
     except ModelError as error:
         yield f"{source}: {error}"
         return
-    for where, modules in patterns:
+    for where, noise in patterns:
         try:
-            select_modules(created, modules)
+            select_modules(created, noise.modules, noise.exclude)
         except ModelError as error:
             yield f"{where}.module_noise.modules: {error}"
 

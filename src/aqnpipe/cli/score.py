@@ -14,7 +14,7 @@ from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.evaluation import Scorer, refuse_unknown_scorer
 from aqnpipe.config.own_code import source_digest
 from aqnpipe.data.graders import Grader, grader
-from aqnpipe.data.scoring import SCORERS, Graded, normalise_number, tally
+from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS, Graded, normalise_number, tally
 from aqnpipe.errors import DataError
 
 MAX_SHOWN = 20
@@ -116,7 +116,9 @@ def score(
     ] = None,
     scorer: Annotated[
         list[str] | None,
-        typer.Option(help="a further scorer: boxed, letter, text, or module:function of your own; may be repeated"),
+        typer.Option(
+            help="a further scorer: verl_strict, boxed, letter, text, or module:function of your own; may be repeated"
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
@@ -129,7 +131,7 @@ def score(
             f"--problems {problems}: {transcripts} is not a .parquet file and contains its own gold answers"
         )
     else:
-        rows = read_transcripts(transcripts, numbers_only=further.keys() <= {*SCORERS})
+        rows = read_transcripts(transcripts, numbers_only=further.keys() <= {*NUMBER_SCORERS})
     scored = score_transcripts(str(transcripts), rows, further)
     typer.echo(scored.model_dump_json(indent=2) if json else "\n".join(_lines(scored)))
 

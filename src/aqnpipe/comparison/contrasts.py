@@ -13,7 +13,7 @@ from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
 from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
-from aqnpipe.data.scoring import SCORERS
+from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.paired import paired_counts
@@ -199,7 +199,7 @@ class Contrasts:
                 scorer: _difference_by(
                     scorer, first, second, (treatment.noise_level, control.noise_level), is_degradation
                 )
-                for scorer in (SCORERS if primary in SCORERS else ())
+                for scorer in (SCORERS if primary in NUMBER_SCORERS else ())
                 if scorer != primary
             },
             clusters=first[0].levels[treatment.noise_level].clusters,

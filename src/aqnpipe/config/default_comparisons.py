@@ -119,8 +119,9 @@ def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
         for other_name, other in arms.items()
         if other_name != name and other.model == arm.model and other.machine == arm.machine
     }
-    if arm.aqn is not None and arm.aqn.layer_sigmas_from is not None:
-        uniform = arm.aqn.model_copy(update={"layer_sigmas_from": None, "layer_sigmas_strategy": "published"})
+    if arm.aqn is not None and not arm.aqn.is_uniform:
+        everywhere = {"layer_sigmas_from": None, "layer_sigmas_strategy": "published", "sigmas": None}
+        uniform = arm.aqn.model_copy(update={**everywhere, "target_layers": None})
         same = [key for key, other in others.items() if other.aqn == uniform and _noise(other) == _noise(arm)]
         if same:
             return same[0]

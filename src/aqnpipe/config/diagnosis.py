@@ -14,6 +14,12 @@ class DiagnosisConfig(FrozenModel):
     """Settings of exact probes, which decide, and of scans, which only report; default thresholds are as published."""
 
     num_prompts: int = Field(default=5, ge=1, description="number of training questions used as prompts")
+    num_diagnoses: int = Field(
+        default=1,
+        ge=1,
+        exclude_if=lambda number: number == 1,
+        description="how often the scans run, with other random numbers each time; a layer has the mean of its results",
+    )
     num_repeats: int = Field(default=4, ge=2, description="repeated runs of each layer in the ambient scan")
     gain_noise_scale: float = Field(
         default=0.1, gt=0, description="input noise of the gain scan, relative to the std of the input"

@@ -12,7 +12,9 @@ from aqnpipe.config.own_code import OwnFunction, planned_digest
 from aqnpipe.config.vllm_support import kinds_without_vllm
 from aqnpipe.errors import ConfigError
 
-Scorer = Literal["strict", "last_number", "harness_strict", "harness_flexible", "boxed", "letter", "text"]
+Scorer = Literal[
+    "strict", "last_number", "harness_strict", "harness_flexible", "verl_strict", "boxed", "letter", "text"
+]
 """strict: the number after the first `####`. last_number: the last number anywhere. Both compare numbers.
 
 boxed: the content of the last \\boxed{}, compared as a number, or as a formula without spaces. letter: the letter of a
@@ -20,6 +22,9 @@ choice. text: the whole response, in which runs of spaces count as one.
 
 harness_strict, harness_flexible: the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k
 with its exact_match, which compares strings.
+
+verl_strict: verl's reward for GSM8K (reward_score/gsm8k.py, strict), which compares strings too: what follows the last
+`#### ` in the last 300 characters.
 """
 
 OWN_SCORER = "own"

@@ -1,5 +1,7 @@
 """Noise of an arm: operator noise, module noise, adaptive noise (AQN) with its schedule, and faults of a machine."""
 
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -259,6 +261,11 @@ class ModuleNoise(FrozenModel):
     modules: ModuleScope | tuple[str, ...] = Field(
         description="a scope, or patterns of module names such as `*.down_proj`; each pattern must match a module"
     )
+    exclude: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda patterns: not patterns,
+        description="patterns of names of these modules that have no error; each must match one of them",
+    )
     point: Literal["input", "output"] = "input"
     error: OutputErrorModel = Field(discriminator="kind")
     phases: tuple[Phase, ...] = Field(default=("rollout",), min_length=1, description="any phases except backward")
@@ -343,6 +350,20 @@ Schedule = Annotated[
 ]
 
 
+class LayerSigmas(FrozenModel):
+    """A sigma per layer that somebody wrote down; the other keys are those of the published files of sigmas.
+
+    A layer without a sigma of its own has `base_sigma`. The schedule is that of the arm, not the one named here.
+    """
+
+    enabled: Literal[True] = True
+    layer_specific: Literal[True] = True
+    base_sigma: float = Field(gt=0, description="the sigma that a factor of 1 on the schedule's sigma stands for")
+    layer_sigmas: dict[LayerIndex, Annotated[float, Field(ge=0)]] = Field(min_length=1)
+    schedule: str | None = None
+    high_priority_layers: tuple[LayerIndex, ...] = ()
+
+
 AqnTargets = Literal["auto", "all_norms", "post_attention", "hidden_states"]
 
 
@@ -367,6 +388,48 @@ class AdaptiveNoise(FrozenModel):
         default="published",
         description="rule that derives sigmas from the diagnosis; published, or by what noise in a layer costs",
     )
+    sigmas: LayerSigmas | None = Field(
+        default=None,
+        exclude_if=lambda sigmas: sigmas is None,
+        description="sigma per layer by hand: base_sigma and layer_sigmas, or a YAML file with them under the key aqn, "
+        "relative to the arms file",
+    )
+    target_layers: tuple[LayerIndex, ...] | None = Field(
+        default=None,
+        min_length=1,
+        exclude_if=lambda layers: layers is None,
+        description="decoder layers with this noise, and no norm outside them; null means all",
+    )
+    actor_forward: bool = Field(
+        default=False,
+        exclude_if=lambda wanted: not wanted,
+        description="whether the noise is in the policy's forward passes of training too, not in rollouts alone; needs "
+        "targets: hidden_states. Gradients pass straight through",
+    )
+    exclude: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda patterns: not patterns,
+        description="patterns of names of norms that have no noise, such as `*.input_layernorm`; each must match one",
+    )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all decoder layers have the same sigma."""
+        return self.layer_sigmas_from is None and self.sigmas is None and self.target_layers is None
+
+    def factor(self, layer: int | None, diagnosed: Mapping[int, float] | None, norm: str = "") -> float:
+        """Return the factor on the schedule's sigma in a decoder layer (None: outside them), or on a norm by its name.
+
+        `diagnosed`: the factors of a diagnosis, by layer.
+        """
+        is_target = self.target_layers is None or layer in self.target_layers
+        if not is_target or any(fnmatchcase(norm, pattern) for pattern in self.exclude):
+            return 0.0
+        if layer is None:
+            return 1.0
+        if self.sigmas is not None:
+            return self.sigmas.layer_sigmas.get(layer, self.sigmas.base_sigma) / self.sigmas.base_sigma
+        return 1.0 if diagnosed is None else diagnosed.get(layer, 0.0)
 
     def planned(self) -> Self:
         """Return this noise with the digest of the source of its schedule, if that is a user's own."""
@@ -374,7 +437,13 @@ class AdaptiveNoise(FrozenModel):
         return self.model_copy(update={"schedule": schedule.planned()}) if isinstance(schedule, OwnSchedule) else self
 
     @model_validator(mode="after")
-    def _strategy_has_a_machine(self) -> Self:
+    def _sigmas_have_one_source(self) -> Self:
+        if self.sigmas is not None and self.layer_sigmas_from is not None:
+            raise ValueError("sigmas and layer_sigmas_from both set sigma per layer, expected one of them")
+        if self.exclude and self.targets == "hidden_states":
+            raise ValueError("exclude names norms, but targets is hidden_states, expected target_layers")
+        if self.actor_forward and self.targets != "hidden_states":
+            raise ValueError(f"actor_forward: found targets {self.targets}, expected hidden_states")
         if self.layer_sigmas_from is None and self.layer_sigmas_strategy != "published":
             raise ValueError(
                 f"layer_sigmas_strategy is {self.layer_sigmas_strategy}, expected a machine in layer_sigmas_from"

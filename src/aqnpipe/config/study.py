@@ -19,7 +19,7 @@ from aqnpipe.config.evaluation import StudyEvaluationConfig
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
-from aqnpipe.config.noise import Machine
+from aqnpipe.config.noise import LayerSigmas, Machine
 from aqnpipe.config.noise_names import with_numbered_noises
 from aqnpipe.config.own_code import located
 from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
@@ -428,7 +428,19 @@ def _with_own_noise(part: Any, folder: Path) -> Any:
         noise = part.get(key)
         if isinstance(noise, Mapping) and inner in noise:
             found[key] = {**noise, inner: _with_located(noise[inner], "function", folder)}
+    aqn = found.get("aqn")
+    if isinstance(aqn, Mapping) and isinstance(aqn.get("sigmas"), str):
+        found["aqn"] = {**aqn, "sigmas": _aqn_section(folder / aqn["sigmas"])}
     return found
+
+
+def _aqn_section(path: Path) -> Any:
+    """Return the section `aqn` of a file of sigmas, not validated; ConfigError if it has none."""
+    content = read_yaml_file(path)
+    if not isinstance(content, Mapping) or not isinstance(content.get("aqn"), Mapping):
+        raise ConfigError(f"{path}: found no section aqn, expected aqn with base_sigma and layer_sigmas")
+    validated(LayerSigmas, content["aqn"], f"{path}: aqn")
+    return content["aqn"]
 
 
 def _with_located(settings: Any, key: str, folder: Path) -> Any:

@@ -92,6 +92,12 @@ class TrainingConfig(FrozenModel):
     )
     kl_coefficient: float = Field(default=0.001, ge=0, description="beta, the weight of the KL from the initial policy")
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
+    clip_ratio_c: float | None = Field(
+        default=None,
+        gt=1,
+        exclude_if=lambda limit: limit is None,
+        description="dual clip (verl: 3.0): where the advantage is negative, ratios count at most this; null: no limit",
+    )
     weight_decay: float = Field(default=0.0, ge=0)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -149,6 +155,12 @@ class TrainingConfig(FrozenModel):
     def _shares_need_workers(self) -> Self:
         if self.parallelism == "fsdp" and self.num_workers == 1:
             raise ValueError("parallelism is fsdp with num_workers 1, expected several workers to share the weights")
+        return self
+
+    @model_validator(mode="after")
+    def _dual_clip_spares_positive_advantages(self) -> Self:
+        if self.clip_ratio_c is not None and self.clip_ratio_c <= 1 + self.clip_ratio:
+            raise ValueError(f"clip_ratio_c {self.clip_ratio_c:g}: expected more than 1 + clip_ratio")
         return self
 
     @model_validator(mode="after")

@@ -10,6 +10,9 @@ from aqnpipe.config.evaluation import Scorer
 SCORERS: tuple[Scorer, ...] = ("strict", "last_number", "harness_strict", "harness_flexible")
 """Scorers of numbers, which every evaluation applies. Others are applied where they are the primary one."""
 
+NUMBER_SCORERS: tuple[Scorer, ...] = (*SCORERS, "verl_strict")
+"""All scorers of numbers."""
+
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 # GSM8K writes thousands separators and currency signs; an answer after `####` may carry both.
@@ -17,9 +20,10 @@ _NUMBER = r"-?\$?-?\d[\d,]*(?:\.\d+)?"
 _STRICT = re.compile(rf"####\s*({_NUMBER})")
 _ANY_NUMBER = re.compile(_NUMBER)
 
-# From lm_eval/tasks/gsm8k/gsm8k.yaml, version 3 of the task.
+# From lm_eval/tasks/gsm8k/gsm8k.yaml, version 3 of the task; verl has the same expression.
 _HARNESS_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _HARNESS_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_VERL_CHARACTERS = 300
 _HARNESS_IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
 
 
@@ -50,7 +54,8 @@ def extract_answer(response: str, scorer: Scorer) -> str | None:
     """Return the answer that `scorer` finds in `response`, in the form in which it is compared; None if it finds none.
 
     strict and last_number return a canonical decimal; the two harness scorers return text without commas, dollar signs
-    and a final period; boxed returns the content of the box, letter a capital letter, text the response.
+    and a final period, verl_strict text without commas; boxed returns the content of the box, letter a capital letter,
+    text the response.
     """
     match scorer:
         case "strict":
@@ -65,6 +70,9 @@ def extract_answer(response: str, scorer: Scorer) -> str | None:
         case "harness_flexible":
             pairs = _HARNESS_FLEXIBLE.findall(response)
             return _harness_text(pairs[-1][0] or pairs[-1][1]) if pairs else None
+        case "verl_strict":
+            numbers = _HARNESS_STRICT.findall(response[-_VERL_CHARACTERS:])
+            return numbers[-1].replace(",", "") if numbers else None
         case "boxed":
             return boxed_answer(response)
         case "letter":
@@ -126,6 +134,8 @@ def grade(response: str, gold_answer: str, scorer: Scorer) -> Graded:
     found = extract_answer(response, scorer)
     if scorer in ("boxed", "letter", "text"):
         return Graded(found, found is not None and _same(found, gold_answer, scorer))
+    if scorer == "verl_strict":
+        return Graded(found, found == gold_answer.replace(",", ""))
     harness = scorer in ("harness_strict", "harness_flexible")
     gold = _harness_text(gold_answer) if harness else normalise_number(gold_answer)
     return Graded(found, found is not None and found == gold)

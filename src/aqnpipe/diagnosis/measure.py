@@ -74,7 +74,8 @@ def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisCon
     samples: list[list[LayerSample]] = []
     dtype = torch.float32
     with inference(model):
-        for prompt, ids in enumerate(prompt_ids):
+        # The number of a prompt keys its random numbers, so each diagnosis has others.
+        for prompt, ids in enumerate([*prompt_ids] * config.num_diagnoses):
             inputs = capture_layer_inputs(model, ids.unsqueeze(0))
             dtype = inputs[0].hidden.dtype
             if not inputs[0].hidden.isfinite().all():
@@ -88,7 +89,7 @@ def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisCon
     return Measurements(
         **{name: values.sum(0) if name in _COUNTS else values.mean(0) for name, values in columns.items()},
         eps=torch.finfo(dtype).eps,
-        forward_equivalents=float(len(prompt_ids) * (1 + runs_per_prompt)),
+        forward_equivalents=float(len(samples) * (1 + runs_per_prompt)),
     )
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from aqnpipe.artifacts.diagnoses import AqnSection, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import SigmaFile, Verdict
 from aqnpipe.config.diagnosis import SigmaRule, SigmaStrategy
+from aqnpipe.config.noise import LayerSigmas
 from aqnpipe.diagnosis.sigmas_of_equal_energy import damage_sigmas, graded_sigmas
 from aqnpipe.errors import DataError
 
@@ -59,15 +60,13 @@ def layer_sigmas(
     if verdict.layer is not None and verdict.type is not None:
         known |= {"fault_layer": verdict.layer, "fault_type": verdict.type}
     return SigmaFile(
-        aqn=AqnSection(
-            enabled=True,
-            layer_specific=True,
+        aqn=LayerSigmas(
             base_sigma=rule.base_sigma,
             layer_sigmas=plan.sigmas,
             schedule=schedule_kind,
-            high_priority_layers=[
+            high_priority_layers=tuple(
                 layer for layer, sigma in plan.sigmas.items() if sigma > rule.high_priority_ratio * rule.base_sigma
-            ],
+            ),
         ),
         reasons=plan.reasons,
         srdd_metadata=known | (metadata or {}),

@@ -223,15 +223,17 @@ def matrices_sha256(model: nn.Module) -> str:
     return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
 
-def select_modules(model: nn.Module, modules: ModuleScope | tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the modules of a scope or of name patterns (`*.down_proj`), by qualified name.
+def select_modules(
+    model: nn.Module, modules: ModuleScope | tuple[str, ...], exclude: tuple[str, ...] = ()
+) -> dict[str, nn.Module]:
+    """Return the modules of a scope or of name patterns (`*.down_proj`) but for those excluded, by qualified name.
 
-    Raises ModelError if a scope or a pattern matches no module.
+    Raises ModelError if a scope or a pattern matches no module, or if all are excluded.
     """
     named = dict(model.named_modules())
     linears = {name for name, module in named.items() if isinstance(module, nn.Linear)}
     norms = {name for name, module in named.items() if is_rms_norm(module)}
-    chosen = select_names(list(named), linears, norms, modules, type(model).__name__)
+    chosen = select_names(list(named), linears, norms, modules, type(model).__name__, exclude)
     return {name: named[name] for name in chosen}
 
 
@@ -241,10 +243,11 @@ def select_names(
     norms: Set[str],
     modules: ModuleScope | tuple[str, ...],
     model_name: str,
+    exclude: tuple[str, ...] = (),
 ) -> list[str]:
-    """Return the qualified `names` in a scope or matching any of the patterns, in their order.
+    """Return the qualified `names` in a scope or matching any of the patterns but for those excluded, in their order.
 
-    Raises ModelError if a scope or a pattern matches nothing.
+    Raises ModelError if a scope or a pattern matches nothing, or if nothing is left.
     """
     if isinstance(modules, tuple):
         matches = [fnmatch.filter(names, pattern) for pattern in modules]
@@ -256,7 +259,13 @@ def select_names(
         chosen = _in_scope(linears, norms, modules)
         if not chosen:
             raise ModelError(f"{model_name}: no module is in scope {modules!r}")
-    return [name for name in names if name in chosen]
+    for pattern in exclude:
+        if not fnmatch.filter(chosen, pattern):
+            raise ModelError(f"{model_name}: excluded {pattern!r} matches none of the {len(chosen)} selected modules")
+    left = [name for name in names if name in chosen and not any(fnmatch.fnmatchcase(name, out) for out in exclude)]
+    if not left:
+        raise ModelError(f"{model_name}: all {len(chosen)} selected modules are excluded")
+    return left
 
 
 def _in_scope(linears: Set[str], norms: Set[str], scope: ModuleScope) -> Set[str]:

@@ -1,21 +1,23 @@
 """AQN on the rollout policy: noise on its norm weights, removed bit for bit afterwards, or on its hidden states."""
 
+import fnmatch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import AdaptiveNoise
+from aqnpipe.config.noise import AdaptiveNoise, Phase
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import FactorSums
+from aqnpipe.noise.receipts.recorder_state import FactorSums, RatioSums
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spacing_of
 from aqnpipe.seeding import derive_seed
 
@@ -28,8 +30,8 @@ def target_factors(
 ) -> dict[str, float]:
     """Return the factor of every target (norm or decoder layer) on the schedule's sigma, by qualified module name.
 
-    The factor is 1 everywhere if `layer_factors` is None, and for norms outside the decoder layers. Raises ConfigError
-    if factors and layers do not match one to one.
+    See `AdaptiveNoise.factor`. Raises ConfigError if factors and layers do not match one to one, if a named layer or an
+    excluded norm does not exist, or if no target is left.
     """
     if noise.targets == "hidden_states":
         names = {module: name for name, module in model.named_modules()}
@@ -38,14 +40,21 @@ def target_factors(
         }
     else:
         layer_by_name = {name: layer_of(name) for name in rms_norms(model, noise.targets)}
-    if layer_factors is None:
-        return dict.fromkeys(layer_by_name, 1.0)
     layers = {layer for layer in layer_by_name.values() if layer is not None}
-    if layers != set(layer_factors):
+    for key, named in (("target_layers", noise.target_layers), ("sigmas", noise.sigmas and noise.sigmas.layer_sigmas)):
+        if named and not layers.issuperset(named):
+            raise ConfigError(f"aqn.{key}: found layers {sorted(named)}, the noise has targets in {sorted(layers)}")
+    for pattern in noise.exclude:
+        if not fnmatch.filter(layer_by_name, pattern):
+            raise ConfigError(f"aqn.exclude: found {pattern!r}, which matches none of {len(layer_by_name)} norms")
+    if layer_factors is not None and layers != set(layer_factors):
         raise ConfigError(
             f"layer sigmas: found layers {sorted(layer_factors)}, the noise has targets in layers {sorted(layers)}"
         )
-    return {name: 1.0 if layer is None else layer_factors[layer] for name, layer in layer_by_name.items()}
+    factors = {name: noise.factor(layer, layer_factors, name) for name, layer in layer_by_name.items()}
+    if not any(factors.values()) and (noise.exclude or noise.sigmas):
+        raise ConfigError("aqn: no target has noise, expected sigmas above 0, or fewer patterns in exclude")
+    return factors
 
 
 @contextmanager
@@ -132,13 +141,7 @@ def _noised_hidden_states(
     try:
         yield sigmas
     finally:
-        measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
-        ratios = FactorSums(None)
-        for layer, errors in measured.items():
-            expected = errors.expected_sums(sigmas[layer])
-            drawn = errors.count * sigmas[layer] ** 2
-            recorder.measure_sigma_factor(_scaled(layer, errors.squares, errors.count, drawn, *expected, sigma))
-            ratios.add(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
+        measured, ratios = _settled(recorder, sigmas, sigma, "rollout")
         recorder.add_weight_sync(
             WeightSync(
                 step=step,
@@ -154,6 +157,34 @@ def _noised_hidden_states(
                 clean_sha256_after=norms_sha256(model),
             )
         )
+
+
+@contextmanager
+def noised_actor(
+    aqn: AdaptiveNoise | None, factors: Mapping[str, float], recorder: ReceiptRecorder, sigma: float
+) -> Iterator[dict[int, float]]:
+    """Yield sigma by decoder layer for a forward pass of training, and record its noise; nothing without such AQN."""
+    if aqn is None or not aqn.actor_forward:
+        yield {}
+        return
+    sigmas = {layer: sigma * factor for layer, factor in enumerate(factors.values())}
+    yield sigmas
+    _settled(recorder, sigmas, sigma, "actor_forward")
+
+
+def _settled(
+    recorder: ReceiptRecorder, sigmas: Mapping[int, float], sigma: float, phase: Phase
+) -> tuple[dict[int, RatioSums], FactorSums]:
+    """Record the noise on hidden states by layer; return its errors by layer, and all of them in units of sigma."""
+    measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
+    ratios = FactorSums(None)
+    for layer, errors in measured.items():
+        expected = errors.expected_sums(sigmas[layer])
+        drawn = errors.count * sigmas[layer] ** 2
+        of_layer = _scaled(layer, errors.squares, errors.count, drawn, *expected, sigma)
+        recorder.measure_sigma_factor(replace(of_layer, phase=phase))
+        ratios.add(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
+    return measured, ratios
 
 
 def _root_mean(squares: list[float]) -> float:

@@ -49,7 +49,9 @@ def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
         *("syncs", "sigma_requested", "sigma_ratio", "restored"),
     )
     rows = tuple(_overview_row(run, words, run_link) for run in runs)
-    return Table("receipts", words("receipts.runs"), tuple(words(f"column.{name}") for name in names), rows, 2)
+    headers = tuple(words(f"column.{name}") for name in names)
+    lost = _lost_text([(words("run.name", arm=run.arm, seed=run.seed), run.receipt.cells) for run in runs], words)
+    return Table("receipts", words("receipts.runs"), headers, rows, 2, lost)
 
 
 def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
@@ -57,7 +59,22 @@ def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link
     names = ("checkpoint", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements")
     rows = tuple(row for evaluated in evaluations for row in _evaluation_rows(evaluated, words, run_link))
     headers = tuple(words(f"column.{name}") for name in names)
-    return Table("evaluation-receipts", words("receipts.evaluations"), headers, rows, 2)
+    cells_of = [
+        (_checkpoint(evaluated, words), [cell for each in evaluated.receipts.passes for cell in each.receipt.cells])
+        for evaluated in evaluations
+    ]
+    return Table("evaluation-receipts", words("receipts.evaluations"), headers, rows, 2, _lost_text(cells_of, words))
+
+
+def _lost_text(cells_of: Sequence[tuple[str, Sequence[NoiseCell]]], words: Words) -> str:
+    """Return a warning about runs or checkpoints whose noise the number format swallowed; empty if there are none."""
+    lost = {name: [cell for cell in cells if cell.is_lost] for name, cells in cells_of}
+    shares = [
+        words("receipts.left", name=name, share=_root_mean_square(cells, relative=True))
+        for name, cells in lost.items()
+        if cells
+    ]
+    return words("receipts.lost", shares=", ".join(shares)) if shares else ""
 
 
 def evaluation_problems(evaluations: Sequence[Evaluated], words: Words) -> list[str]:
@@ -116,7 +133,8 @@ def _overview_row(run: Run, words: Words, run_link: RunLink) -> Row:
         _sync_ratio(receipt),
         words("yes" if restored else "no") if syncs else numbers.MISSING,
     )
-    return Row(cells, alert=bool(problems), link=run_link(run.model, run.arm, run.seed))
+    alert = bool(problems) or any(cell.is_lost for cell in receipt.cells)
+    return Row(cells, alert=alert, link=run_link(run.model, run.arm, run.seed))
 
 
 def _phase_table(receipt: Receipt, words: Words) -> Table:

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from aqnpipe.data.scoring import SCORERS
+from aqnpipe.data.scoring import NUMBER_SCORERS
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis, Run
 from aqnpipe.report.words import Words
@@ -116,7 +116,7 @@ def accuracy_table(accuracy: pl.DataFrame, scorer: str, words: Words, run_link: 
         ("noise", lambda row: words.level(row["noise_level"])),
         ("accuracy", lambda row: numbers.percent(row["accuracy"])),
         ("interval", lambda row: words.span(row["ci_low"], row["ci_high"], numbers.percent)),
-        *(by_number if scorer in SCORERS else []),
+        *(by_number if scorer in NUMBER_SCORERS else []),
         ("truncated", lambda row: numbers.percent(row["truncated_fraction"])),
         ("no_answer", lambda row: numbers.percent(row["parse_failure_fraction"])),
         ("questions", lambda row: numbers.count(row["num_questions"])),

@@ -42,6 +42,8 @@ def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu")
         temperature=training.temperature,
         beta=training.kl_coefficient,
         epsilon=training.clip_ratio,
+        # TRL limits the ratio before it clips: for a positive advantage the clipped ratio is the smaller one anyway.
+        delta=training.clip_ratio_c,
         vllm_importance_sampling_correction=correction is not None,
         vllm_importance_sampling_mode=correction.mode if correction else "sequence_mask",
         vllm_importance_sampling_clip_max=correction.clip_max if correction else 3.0,

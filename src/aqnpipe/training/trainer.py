@@ -24,6 +24,7 @@ from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.models.adapters import adapters_off, has_adapters
 from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_groups
 from aqnpipe.models.shares import is_sharded
+from aqnpipe.noise.aqn import noised_actor
 from aqnpipe.noise.audit.phase_audit import audited_backward
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
@@ -227,11 +228,20 @@ class NoisyGRPOTrainer(GRPOTrainer):
         adapted = isinstance(model, BaseWeights)
         model = self.model if adapted else model
         network, plan = self.accelerator.unwrap_model(model), self.noise_plan
-        backward = phase == "actor_forward" and torch.is_grad_enabled()
+        is_actor = phase == "actor_forward"
+        aqn, sigma = plan.spec.aqn if is_actor else None, plan.sigma(self.state.global_step)
         with (
             adapters_off(network) if adapted else nullcontext(),
+            noised_actor(aqn, plan.aqn_factors, plan.recorder, sigma) as hidden_sigmas,
             phase_noise(
-                network, plan.spec, phase, self._key(micro_step), plan.recorder, faults=plan.faults, backward=backward
+                network,
+                plan.spec,
+                phase,
+                self._key(micro_step),
+                plan.recorder,
+                faults=plan.faults,
+                backward=is_actor and torch.is_grad_enabled(),
+                hidden_sigmas=hidden_sigmas,
             ),
         ):
             output = model(

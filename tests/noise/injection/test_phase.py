@@ -1,3 +1,4 @@
+import math
 import threading
 
 import pytest
@@ -387,14 +388,25 @@ def test_the_bias_is_the_formula_on_the_product_alone(make_model):
     torch.testing.assert_close(output, product + 0.25 * product.sign() + projection.bias)
 
 
-def test_an_error_below_the_resolution_of_the_format_is_refused(make_model):
-    """1e-5 of a bfloat16 is rounded away: what was requested did not happen."""
+@pytest.mark.parametrize(("scale", "is_lost"), [(1e-5, True), (1e-4, True), (0.05, False)])
+def test_an_error_below_the_resolution_of_the_format_is_lost_and_no_mistake(make_model, scale, is_lost):
+    """1e-5 of a bfloat16 is rounded away: this is what the format does to such an error."""
     model = make_model().to(torch.bfloat16)
-    _, receipt = logits(model, noise_with(RelativeGaussian(scale=1e-5)))
-    with pytest.raises(
-        ReceiptError, match="measured scale 0, requested 1e-05: rounding to the number format leaves too little"
-    ):
-        receipt.check()
+    noised, receipt = logits(model, noise_with(RelativeGaussian(scale=scale)))
+    receipt.check()
+    assert torch.equal(noised, logits(model, None)[0]) == is_lost
+    assert all(cell.is_lost == is_lost for cell in receipt.cells)
+    # Half the spacing of bfloat16 is 2^-9 to 2^-8 of a number.
+    assert all(2**-9 < math.sqrt(3) * cell.rounding < 2**-8 for cell in receipt.cells)
+
+
+def test_an_error_that_float32_keeps_is_refused_if_it_is_too_small(make_model):
+    _, receipt = logits(make_model(), noise_with(RelativeGaussian(scale=1e-5)))
+    receipt.check()
+    assert {cell.rounding for cell in receipt.cells} == {None}
+    cells = tuple(cell.model_copy(update={"measured": 0.0}) for cell in receipt.cells)
+    with pytest.raises(ReceiptError, match="measured scale 0, requested 1e-05, of which rounding"):
+        receipt.model_copy(update={"cells": cells}).check()
 
 
 @pytest.mark.parametrize("number_format", ["mxfp4", "nvfp4"])

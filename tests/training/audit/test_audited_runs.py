@@ -30,6 +30,7 @@ from aqnpipe.training.trainer import NoisyGRPOTrainer
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 
 LORA = {"rank": 4, "alpha": 8}
+SWALLOWED = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 1e-4}}
 OFF_POLICY = {"num_steps": 2, "steps_per_rollout": 2, "learning_rate": 1e-2}
 
 
@@ -50,7 +51,9 @@ HONEST = {
     "all operators": training_spec({**NOISE, "operators": "all"}),
     "no KL": training_spec(kl_coefficient=0.0),
     "several steps per rollout, clipped": training_spec(NOISE, AQN, **{**OFF_POLICY, "num_steps": 4}, clip_ratio=1e-3),
+    "dual clip": training_spec(**OFF_POLICY, clip_ratio=1e-3, clip_ratio_c=1.002),
     "bfloat16": training_spec(NOISE, AQN, dtype="bfloat16"),
+    "noise that bfloat16 swallows": training_spec(SWALLOWED, AQN, dtype="bfloat16"),
     "bfloat16 weights": training_spec(NOISE, AQN, dtype="bfloat16", weights_dtype="bfloat16"),
     "adapters in bfloat16": training_spec(NOISE, AQN, lora={**LORA, "dropout": 0.1}, dtype="bfloat16"),
     "checkpointing": training_spec(NOISE, AQN, gradient_checkpointing=True),
@@ -260,6 +263,11 @@ SABOTAGES = {
         changed("-torch.min(per_token_loss1, per_token_loss2)", "-per_token_loss1"),
         {**OFF_POLICY, "clip_ratio": 1e-3},
         "ratios are not clipped",
+    ),
+    "dual clip off": (
+        changed("coef_1 = torch.clamp(coef_1, max=self.args.delta)", "pass"),
+        {**OFF_POLICY, "clip_ratio": 1e-3, "clip_ratio_c": 1.002},
+        "ratios are not limited to clip_ratio_c",
     ),
     "advantage sign": (
         with_inputs(lambda i: {**i, "advantages": -i["advantages"]}),

@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tiny_training import training_spec
 
 from aqnpipe.config.arm import ImportanceSampling
 from aqnpipe.training.audit.loss import Token, cause_of, importance_weights, kl_slope, policy_slope, slope
 
 SPEC = training_spec(kl_coefficient=0.1, clip_ratio=0.2, temperature=1.0)
+CLIPS = SPEC.training
+DUAL = training_spec(kl_coefficient=0.0, clip_ratio=0.2, clip_ratio_c=3.0)
 
 
 def token(**changes) -> Token:
@@ -43,6 +46,39 @@ def test_the_slope_is_the_derivative_of_the_loss(advantage, ratio, weight):
     ((policy + 0.1 * (gap.exp() - gap - 1)) / 40).backward()
     found = slope(token(advantage=advantage, ratio=ratio, weight=weight), SPEC)
     assert found == pytest.approx(float(log_probability.grad), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "expected"),
+    [
+        (-1.0, 0.5, 0.8, 0.0),  # clipped below 1 - 0.2
+        (-1.0, 2.0, 2.0, 2.0),  # a negative advantage has no limit at 1 + 0.2
+        (-1.0, 4.0, 3.0, 0.0),  # but one at c: the loss is 3 and not 4
+        (-2.0, 4.0, 6.0, 0.0),
+        (1.0, 4.0, -1.2, 0.0),  # a positive one is clipped before
+        (1.0, 0.5, -0.5, -0.5),
+    ],
+)
+def test_dual_clip_by_hand(advantage, ratio, loss, expected):
+    """TRL's form of the loss, which limits every ratio to c, has the value and the slope of the formula."""
+    gap = torch.tensor(math.log(ratio), dtype=torch.float64, requires_grad=True)
+    found = -torch.min(gap.exp().clamp(max=3.0) * advantage, gap.exp().clamp(0.8, 1.2) * advantage)
+    found.backward()
+    assert (found.item(), gap.grad.item()) == pytest.approx((loss, expected))
+    of_formula = slope(token(advantage=advantage, ratio=ratio, step_tokens=1.0), DUAL)
+    assert of_formula == pytest.approx(expected)
+
+
+def test_a_missing_dual_clip_is_named():
+    tokens = [replace(item, ratio=4.0) if item.ratio == 1.5 else item for item in TOKENS]
+    without = [replace(item, slope=policy_slope(item, CLIPS), allowed=1e-9) for item in tokens]
+    assert "not limited to clip_ratio_c" in cause_of(without, DUAL)
+
+
+def test_a_dual_clip_below_the_clip_is_refused():
+    """TRL would limit the ratios of positive advantages to it, which verl does not."""
+    with pytest.raises(ValidationError, match=r"clip_ratio_c 1.1: expected more than 1 \+ clip_ratio"):
+        training_spec(clip_ratio=0.2, clip_ratio_c=1.1)
 
 
 def test_padding_has_no_slope():
@@ -97,16 +133,19 @@ OTHER_ADVANTAGES = {0: -0.4, 1: 0.7, 2: -0.7, 3: 1.4}
 @pytest.mark.parametrize(
     ("of", "cause"),
     [
-        (lambda t: policy_slope(t, 0.2) - 0.1 * kl_slope(t), "the KL term has the wrong sign"),
-        (lambda t: policy_slope(t, 0.2), "the KL term has coefficient 0, the study asks for 0.1"),
-        (lambda t: policy_slope(t, 0.2) + 0.3 * kl_slope(t), "the KL term has coefficient 0.3"),
-        (lambda t: policy_slope(t, 0.2) + 0.1 / 40, "k1"),
+        (lambda t: policy_slope(t, CLIPS) - 0.1 * kl_slope(t), "the KL term has the wrong sign"),
+        (lambda t: policy_slope(t, CLIPS), "the KL term has coefficient 0, the study asks for 0.1"),
+        (lambda t: policy_slope(t, CLIPS) + 0.3 * kl_slope(t), "the KL term has coefficient 0.3"),
+        (lambda t: policy_slope(t, CLIPS) + 0.1 / 40, "k1"),
         (lambda t: whole(t, advantage=-t.advantage), "the sign of the advantages is flipped"),
         (lambda t: -whole(t), "the sign of the advantages or of the loss is flipped"),
         (lambda t: whole(t) / 3, "the loss is scaled by 0.3333"),
         (lambda t: policy_slope(t, None) + 0.1 * kl_slope(t), "ratios are not clipped"),
-        (lambda t: policy_slope(t, None if t.ratio > 1 else 0.2) + 0.1 * kl_slope(t), "ratios above 1 are not clipped"),
-        (lambda t: policy_slope(t, 0.2) + 0.1 * math.expm1(-t.reference_gap) / 40, "KL term is that of the other"),
+        (
+            lambda t: policy_slope(t, None if t.ratio > 1 else CLIPS) + 0.1 * kl_slope(t),
+            "ratios above 1 are not clipped",
+        ),
+        (lambda t: policy_slope(t, CLIPS) + 0.1 * math.expm1(-t.reference_gap) / 40, "KL term is that of the other"),
         (lambda t: whole(t, advantage=t.centred_reward), "not divided by the standard deviation"),
         (lambda t: whole(t, advantage=t.reward), "the rewards themselves"),
         (lambda t: whole(t) * 40 / t.row_tokens / 4, "averaged per completion"),

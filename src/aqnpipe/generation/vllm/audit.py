@@ -114,7 +114,7 @@ class EngineAudit(PhaseAudit):
             return
         projections, modules = self._engine.projections(), dict(self._engine.model.named_modules())
         prefix = f"{frame.name}." if frame.layer is not None else "lm_head"
-        for name in self._engine.select(self._modules.modules):
+        for name in self._engine.select(self._modules.modules, self._modules.exclude):
             if not name.startswith(prefix):
                 continue
             if self._modules.point == "input":

@@ -65,7 +65,7 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     if modules is not None:
         if is_without_vllm(modules.error):
             raise ModelError(f"{name}: {modules.error.kind} is not supported on vLLM; {advice}")
-        engine.select(modules.modules)
+        engine.select(modules.modules, modules.exclude)
         if engine.out_of_reach:
             raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
     for fault in noise.faults:
@@ -141,7 +141,7 @@ class _EngineInjection:
         self._state = state
         self._noise: OperatorNoise | None = noise.operator_noise_in(noise.phase)
         modules = noise.module_noise_in(noise.phase)
-        self._selected = engine.select(modules.modules) if modules is not None else []
+        self._selected = engine.select(modules.modules, modules.exclude) if modules is not None else []
         self._module_errors = ModuleErrors(state, modules, self._selected) if modules is not None else None
         self._noises_inputs = modules is not None and modules.point == "input"
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}

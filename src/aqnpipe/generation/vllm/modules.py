@@ -113,7 +113,7 @@ class EngineModel:
                     found |= {f"{prefix}.{projection.name}.{key}": view for projection, view in views}
         return found
 
-    def select(self, modules: ModuleScope | tuple[str, ...]) -> list[str]:
+    def select(self, modules: ModuleScope | tuple[str, ...], exclude: tuple[str, ...] = ()) -> list[str]:
         """Return the names of the projections and norms that module noise selects.
 
         Raises ModelError if it selects nothing, or a vLLM module that is neither a projection nor a norm.
@@ -129,7 +129,7 @@ class EngineModel:
         for pattern in modules if isinstance(modules, tuple) else ():
             for name in fnmatch.filter(others, pattern):
                 raise ModelError(f"{model_name}: pattern {pattern!r} matches {name}, which is no linear module or norm")
-        return select_names(names, projections.keys(), self.norm_inputs.keys(), modules, model_name)
+        return select_names(names, projections.keys(), self.norm_inputs.keys(), modules, model_name, exclude)
 
     def site_module(self, _: nn.Module, layer_index: int, site: str) -> nn.Module:
         """Return the module whose output is `site` of a decoder layer; ModelError if layer or site is unknown."""

@@ -9,7 +9,6 @@ import torch
 
 from aqnpipe.config.measured_noise import LayerErrors, OperatorError
 from aqnpipe.config.noise import ModuleNoise, Phase, PlacedError, TensorError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.comparison import Comparison, Sample, compare, values_of
 from aqnpipe.noise.audit.expected_values import measured_size, spacing
 from aqnpipe.noise.audit.observer import Claim, Followed, Observer
@@ -107,7 +106,9 @@ class Judge:
         requested: PlacedError | OperatorError | None
         if claim.operator == HIDDEN_STATES:
             sigma = self._sigma_of(origin.place)
-            requested, stream = claim.error.model_copy(update={"scale": sigma}) if sigma > 0 else None, HIDDEN_STATES
+            requested = claim.error.model_copy(update={"scale": sigma}) if sigma > 0 else None
+            # The passes of a training step have the numbers of the rollout's: their noise has a stream of its own.
+            stream = f"{HIDDEN_STATES}.actor_forward" if origin.phase == "actor_forward" else HIDDEN_STATES
         elif claim.operator.startswith("module."):
             requested = self._modules.error if self._modules is not None else None
             places.append(self._outside)
@@ -170,12 +171,12 @@ class Judge:
     def _record(
         self, claim: Claim, clean: FloatArray, used: FloatArray, input_rms: FloatArray, dtype: torch.dtype
     ) -> None:
-        rounding = spacing(used, dtype) / np.sqrt(12) if isinstance(claim.error, OwnError) else None
+        rounding = spacing(used, dtype) / np.sqrt(12)
         if isinstance(claim.error, OperatorError):
             # In units of the measured machine: the error over the size that it has there at this element.
             size = measured_size(claim.error.figures, clean, input_rms)
             known = size > 0
-            clean, used = size[known], size[known] + (used - clean)[known]
+            clean, used, rounding = size[known], size[known] + (used - clean)[known], rounding[known]
         if claim.operator != HIDDEN_STATES:
             self._recorder.measure_values(claim.phase, claim.operator, claim.layer, clean, used, rounding)
 

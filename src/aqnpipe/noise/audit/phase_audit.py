@@ -305,7 +305,7 @@ class PhaseAudit:
         """Check that every module selected for module noise has it when its hooks have run."""
         if self._modules is None or frame.place == self._outside:
             return
-        for name, module in select_modules(self._model, self._modules.modules).items():
+        for name, module in select_modules(self._model, self._modules.modules, self._modules.exclude).items():
             if name != frame.name and name.startswith(f"{frame.name}."):
                 self._expect_noise_at(module, observer, name)
 
@@ -365,7 +365,8 @@ class PhaseAudit:
     def _hidden_sigma(self, layer: int) -> float:
         """Return the sigma that AQN's noise on the hidden states of `layer` should have in this phase."""
         aqn = self._recorder.requested.aqn
-        if aqn is None or aqn.targets != "hidden_states" or self._phase not in _HIDDEN_NOISE_PHASES:
+        phases = (*_HIDDEN_NOISE_PHASES, "actor_forward") if aqn and aqn.actor_forward else _HIDDEN_NOISE_PHASES
+        if aqn is None or aqn.targets != "hidden_states" or self._phase not in phases:
             return 0.0
         return self._recorder.requested_sigma(self.position.step, layer)
 

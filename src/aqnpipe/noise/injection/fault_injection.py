@@ -145,7 +145,8 @@ class FaultInjection:
 
     def _noised(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
         """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
-        key = self.state.seed("aqn.hidden", layer)
+        stream = "aqn.hidden.actor_forward" if self.state.phase == "actor_forward" else "aqn.hidden"
+        key = self.state.seed(stream, layer)
         noised = hidden.clone()
         error, source = RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN)
         observer = self.state.audit.observer

@@ -24,7 +24,7 @@ class ModuleErrors:
     def __init__(self, state: PhaseState, noise: ModuleNoise, names: Sequence[str] | None = None) -> None:
         self._state = state
         self._noise = noise
-        selected = select_modules(state.model, noise.modules) if names is None else names
+        selected = select_modules(state.model, noise.modules, noise.exclude) if names is None else names
         self._ordinals = {name: ordinal for ordinal, name in enumerate(selected)}
         state.recorder.expect_modules(len(self._ordinals))
 

@@ -24,7 +24,7 @@ def _weight_noise_problems(receipt: ReceiptContent, steps_done: int) -> list[str
     if (machine is None) != (receipt.layer_factors is None):
         factors = "no layer factors" if receipt.layer_factors is None else "layer factors"
         problems.append(f"AQN: layer_sigmas_from is {machine!r}, the receipt has {factors}")
-    return problems + _weight_sync_problems(receipt, receipt.aqn) + _layer_factor_problems(receipt)
+    return problems + _weight_sync_problems(receipt, receipt.aqn) + _layer_factor_problems(receipt, receipt.aqn)
 
 
 def _weight_sync_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[str]:
@@ -60,23 +60,27 @@ def _target_counts(receipt: ReceiptContent, aqn: AdaptiveNoise) -> tuple[int, ..
             return (receipt.num_layers,)
 
 
-def _layer_factor_problems(receipt: ReceiptContent) -> list[str]:
+def _layer_factor_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[str]:
     problems = []
     for cell in receipt.weight_cells:
-        requested = (
-            1.0 if cell.layer is None or receipt.layer_factors is None else receipt.layer_factors.get(cell.layer, 0.0)
-        )
+        requested = aqn.factor(cell.layer, receipt.layer_factors)
         expected = requested * cell.rounding_factor
         if not abs(cell.measured_factor - expected) <= expected * SAMPLING_SIGMAS * cell.standard_error:
             where = "outside the layers" if cell.layer is None else f"in layer {cell.layer}"
+            what = "norms" if cell.phase == "rollout" else f"hidden states of {cell.phase}"
             problems.append(
-                f"AQN: norms {where} got {cell.measured_factor:.3f} times the schedule's sigma, "
+                f"AQN: {what} {where} got {cell.measured_factor:.3f} times the schedule's sigma, "
                 f"requested {requested:.3f}"
             )
-    wanted = {layer for layer, factor in (receipt.layer_factors or {}).items() if factor > 0}
-    missing = sorted(wanted - {cell.layer for cell in receipt.weight_cells})
-    if missing and any(sync.sigma_requested > 0 for sync in receipt.weight_syncs):
-        problems.append(f"AQN: noise was requested in layers {missing}, none was measured there")
+    # Every norm of a layer may be excluded; the audit compares each norm with its own request.
+    is_checked = not (aqn.is_uniform or aqn.exclude) or aqn.actor_forward
+    layers = range(receipt.num_layers if is_checked else 0)
+    wanted = {layer for layer in layers if aqn.factor(layer, receipt.layer_factors) > 0}
+    for phase in ("rollout", "actor_forward") if aqn.actor_forward else ("rollout",):
+        missing = sorted(wanted - {cell.layer for cell in receipt.weight_cells if cell.phase == phase})
+        if missing and any(sync.sigma_requested > 0 for sync in receipt.weight_syncs):
+            where = "" if phase == "rollout" else f" of {phase}"
+            problems.append(f"AQN: noise was requested in layers {missing}{where}, none was measured there")
     return problems
 
 

@@ -17,6 +17,9 @@ from aqnpipe.noise.receipts.recorder_state import (
     PhaseSums,
 )
 
+_VISIBLE_ROUNDING = 0.01
+"""Share of the requested size from which on a receipt states the rounding of the number format."""
+
 
 def phase_record(sums: PhaseSums) -> PhaseRecord:
     """Return the record of one phase."""
@@ -50,7 +53,9 @@ def place_of(cell: CellSums) -> tuple[str, bool, int, str]:
 
 def noise_cell(cell: CellSums) -> NoiseCell:
     """Return the cell of one operator, or kind of module, of one layer in one phase."""
-    is_own = isinstance(cell.error, OwnError)
+    is_own, requested = isinstance(cell.error, OwnError), requested_size(cell.error)
+    rounding = (cell.ratios.rounding_squares / cell.ratios.count) ** 0.5 if cell.ratios.count else None
+    is_visible = is_own or (rounding is not None and rounding > _VISIBLE_ROUNDING * requested)
     return NoiseCell(
         phase=cell.phase,
         operator=cell.operator,
@@ -58,12 +63,12 @@ def noise_cell(cell: CellSums) -> NoiseCell:
         calls=cell.calls,
         elements=cell.elements,
         error=cell.error.kind,
-        requested=requested_size(cell.error),
+        requested=requested,
         measured=cell.ratios.root_mean_square if cell.ratios.count else None,
         mean_error=cell.ratios.total / cell.ratios.count if cell.ratios.count else None,
         measured_elements=cell.ratios.count,
         changed_elements=cell.changed if is_own else None,
-        rounding=(cell.ratios.rounding_squares / cell.ratios.count) ** 0.5 if is_own and cell.ratios.count else None,
+        rounding=rounding if is_visible else None,
     )
 
 
@@ -71,6 +76,7 @@ def weight_cell(sums: FactorSums) -> WeightCell:
     """Return the cell of AQN's noise in one layer."""
     expected = sums.expected_squares
     return WeightCell(
+        phase=sums.phase,
         layer=sums.layer,
         measured_factor=(sums.squares / sums.elements) ** 0.5,
         elements=sums.elements,

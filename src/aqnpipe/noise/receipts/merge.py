@@ -129,7 +129,7 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
             else first.weight_syncs
         ),
         weight_factors=(
-            _grouped((s.weight_factors for s in states), lambda factor: factor.layer, _merged_factor)
+            _grouped((s.weight_factors for s in states), lambda factor: factor.place, _merged_factor)
             if per_worker_draws
             else first.weight_factors
         ),
@@ -155,7 +155,7 @@ def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
     merged = merge_states([before, state], per_worker_draws=False)
     merged.weight_syncs = before.weight_syncs + state.weight_syncs
     merged.weight_factors = _grouped(
-        (before.weight_factors, state.weight_factors), lambda factor: factor.layer, _merged_factor
+        (before.weight_factors, state.weight_factors), lambda factor: factor.place, _merged_factor
     )
     merged.num_noised_modules = max(before.num_noised_modules, state.num_noised_modules)
     recorder.restore(merged)
@@ -246,7 +246,7 @@ def _merged_gradient(gradients: list[GradientSums]) -> GradientSums:
 
 
 def _merged_factor(factors: list[FactorSums]) -> FactorSums:
-    merged = FactorSums(factors[0].layer)
+    merged = FactorSums(factors[0].layer, phase=factors[0].phase)
     for factor in factors:
         merged.add(factor)
     return merged

@@ -7,7 +7,7 @@ import math
 
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
 from aqnpipe.config.own_noise import OwnError
-from aqnpipe.noise.receipts.receipt_content import NoiseCell, ReceiptContent
+from aqnpipe.noise.receipts.receipt_content import NoiseCell, ReceiptContent, left_by_rounding
 
 _TOLERANCE = 0.1
 """Relative deviation of a size from what was announced that is accepted as an approximation of the user's."""
@@ -15,8 +15,6 @@ _TOLERANCE = 0.1
 _STANDARD_ERRORS = 5.0
 _LARGEST_KURTOSIS = 9.0
 """Of the errors, for the standard error of their root mean square: 3 for a normal distribution, 6 for Laplace's."""
-
-_LOST_IN_ROUNDING = 0.5
 
 
 def own_error_problems(receipt: ReceiptContent) -> list[str]:
@@ -48,7 +46,8 @@ def _size_problems(error: OwnError, phase: Phase, cells: list[NoiseCell]) -> lis
         math.sqrt(sum((value or 0.0) ** 2 * cell.measured_elements for cell, value in values) / elements)
         for values in ([(cell, cell.measured) for cell in cells], [(cell, cell.rounding) for cell in cells])
     )
-    if not any(cell.changed_elements for cell in cells):
+    is_lost = error.sizes[0] > 0 and not left_by_rounding(error.sizes[0], rounding)
+    if not is_lost and not any(cell.changed_elements for cell in cells):
         return [f"{phase}: {error.function} changed none of {sum(cell.elements for cell in cells):,} elements"]
     smallest, largest = _accepted(error, elements, rounding)
     if smallest <= measured <= largest:
@@ -63,9 +62,8 @@ def _size_problems(error: OwnError, phase: Phase, cells: list[NoiseCell]) -> lis
 def _accepted(error: OwnError, elements: int, rounding: float) -> tuple[float, float]:
     """Return the limits of a measured size that agrees with the announced one.
 
-    Rounding adds its own error to a large one, and removes one that is smaller than the spacing of numbers.
+    Rounding adds its own error to a large one, and removes one that is smaller than half the spacing of numbers.
     """
     low, high = error.sizes
     tolerance = _TOLERANCE + _STANDARD_ERRORS * math.sqrt((_LARGEST_KURTOSIS - 1) / (4 * elements))
-    rounded_low = max(math.sqrt(max(low**2 - rounding**2, 0.0)), _LOST_IN_ROUNDING * low)
-    return rounded_low * max(1 - tolerance, 0.0), math.hypot(high, rounding) * (1 + tolerance)
+    return left_by_rounding(low, rounding) * max(1 - tolerance, 0.0), math.hypot(high, rounding) * (1 + tolerance)

@@ -17,11 +17,23 @@ from aqnpipe.config.noise import (
 SAMPLING_SIGMAS = 5.0
 """Width of an acceptance band in standard errors of the measurement: below one false alarm in a million cells."""
 
-_LOST_IN_ROUNDING = 0.5
-"""Noise is refused if rounding leaves less than this share of it, because it is then not what was requested."""
+_LEAST_SHARE = 0.5
+"""Noise is refused if less than this share is measured of what rounding must leave of it."""
+
+_HALF_A_STEP = math.sqrt(3)
+"""Half the distance between neighbouring numbers, in standard deviations of rounding to them."""
 
 _FEWEST_FOR_A_SIZE = 64
 """Elements from which on half of the requested scale cannot be chance: 5.6 standard errors."""
+
+
+def left_by_rounding(size: float, rounding: float | None) -> float:
+    """Return the least root mean square that rounding leaves of errors of `size`, as it moves none by over half a step.
+
+    `rounding`: standard deviation of the rounding. An error below half a step may be lost as a whole: this is what a
+    number format does to it, and no mistake.
+    """
+    return max(size - _HALF_A_STEP * (rounding or 0.0), 0.0)
 
 
 class ReceiptModel(BaseModel):
@@ -58,8 +70,13 @@ class NoiseCell(ReceiptModel):
     rounding: float | None = Field(
         default=None,
         exclude_if=lambda found: found is None,
-        description="of an error of a user's own: root mean square of what rounding the result adds; else absent",
+        description="root mean square of what rounding the result adds, where it is visible beside the error",
     )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether rounding to the number format left less than half of the requested size."""
+        return self.measured is not None and self.rounding is not None and self.measured < self.requested / 2
 
     @property
     def is_module(self) -> bool:
@@ -81,11 +98,11 @@ class NoiseCell(ReceiptModel):
         if self.measured is None or self.mean_error is None or not self.measured_elements:
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
         is_gaussian = self.error in ("relative_gaussian", "absolute_gaussian", "measured")
-        is_too_small = self.measured < _LOST_IN_ROUNDING * self.requested
+        is_too_small = self.measured < _LEAST_SHARE * left_by_rounding(self.requested, self.rounding)
         if is_gaussian and is_too_small and self.measured_elements >= _FEWEST_FOR_A_SIZE:
             return [
-                f"{self.where}: measured scale {self.measured:.3g}, requested {self.requested:.3g}: rounding to the "
-                "number format leaves too little of the noise, expected a larger scale or float32"
+                f"{self.where}: measured scale {self.measured:.3g}, requested {self.requested:.3g}, of which rounding "
+                f"to the number format explains {self.requested - left_by_rounding(self.requested, self.rounding):.3g}"
             ]
         if self.error == "fake_quantization" and not 0 < self.measured < self.requested:
             return [f"{self.where}: measured a relative error of {self.measured:.4g}, expected one in (0, 1)"]
@@ -210,8 +227,9 @@ class WeightSync(ReceiptModel):
 
 
 class WeightCell(ReceiptModel):
-    """AQN noise in one layer over the whole run, as a factor on the schedule's sigma."""
+    """AQN noise in one layer and phase over the whole run, as a factor on the schedule's sigma."""
 
+    phase: Phase = Field(default="rollout", exclude_if=lambda phase: phase == "rollout")
     layer: int | None = Field(description="decoder layer; null is a norm outside the layers")
     measured_factor: float
     elements: int

@@ -92,7 +92,7 @@ class ReceiptRecorder:
         self._foreign_faults: set[str] = set()
         self._mismatches: set[str] = set()
         self._weight_syncs: list[WeightSync] = []
-        self._weight_factors: dict[int | None, FactorSums] = {}
+        self._weight_factors: dict[tuple[Phase, int | None], FactorSums] = {}
         # Tensors stay on their device until `settle` reads them all.
         self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._changed: dict[_CellKey, list[Tensor]] = defaultdict(list)
@@ -247,8 +247,8 @@ class ReceiptRecorder:
         aqn = self.requested.aqn
         if aqn is None:
             return 0.0
-        layer = layer_of(target) if isinstance(target, str) else target
-        factor = 1.0 if layer is None or self._layer_factors is None else self._layer_factors.get(layer, 0.0)
+        layer, norm = (layer_of(target), target) if isinstance(target, str) else (target, "")
+        factor = aqn.factor(layer, self._layer_factors, norm)
         return factor * sigma_at(aqn.schedule, step, self._num_steps, self._num_epochs)
 
     def note_gradient(self, phase: Phase, place: int, needed: bool) -> None:
@@ -269,17 +269,16 @@ class ReceiptRecorder:
         layer: int | None,
         clean: FloatArray,
         used: FloatArray,
-        rounding: FloatArray | None = None,
+        rounding: FloatArray,
     ) -> None:
         """Add sampled values of an output before and after its noise.
 
-        `rounding`: for an error of a user's own, the standard deviation of the rounding of each value.
+        `rounding`: the standard deviation of the rounding of each value to its number format.
         """
         cell = self._cells.get((phase, operator, layer))
         if cell is not None:
             cell.ratios.add_values(clean, used)
-            if rounding is not None:
-                cell.ratios.add_rounding(clean, rounding)
+            cell.ratios.add_rounding(clean, rounding)
 
     def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
         """Keep a sample of an output before and after its noise (same shapes), to be summed by `settle`."""
@@ -357,7 +356,7 @@ class ReceiptRecorder:
 
     def measure_sigma_factor(self, measured: FactorSums) -> None:
         """Add the sums of (added noise / scheduled sigma)^2 over the elements of one target."""
-        self._weight_factors.setdefault(measured.layer, FactorSums(measured.layer)).add(measured)
+        self._weight_factors.setdefault(measured.place, FactorSums(measured.layer, phase=measured.phase)).add(measured)
 
     def settle(self) -> None:
         """Sum the kept samples, so that memory stays constant over a long run."""
@@ -405,7 +404,7 @@ class ReceiptRecorder:
         self._foreign_faults = state.foreign_faults
         self._mismatches = state.mismatches
         self._weight_syncs = state.weight_syncs
-        self._weight_factors = {sums.layer: sums for sums in state.weight_factors}
+        self._weight_factors = {sums.place: sums for sums in state.weight_factors}
         self._num_noised_modules = state.num_noised_modules
         self._keys = set(state.keys)
         self._samples.clear()

@@ -20,8 +20,8 @@ class RatioSums:
     """Running sums of errors, in the unit of their `Quantity`.
 
     `rounded_count` of the errors are of 16-bit tensors: the expected sum of their squares is `expected_squares`, with
-    the variance `expected_variance` (see `rounding`). `rounding_squares`: of errors of a user's own, the expected sum
-    of the squares of what rounding the result adds.
+    the variance `expected_variance` (see `rounding`). `rounding_squares`: the expected sum of the squares of what
+    rounding the results adds to them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -64,7 +64,7 @@ class RatioSums:
     def add_rounding(self, clean: FloatArray, deviation: FloatArray) -> None:
         """Add the standard deviations of the roundings of values that are `clean` before their error."""
         known = clean != 0
-        parts = deviation[known] / clean[known] if self.quantity == "relative" else deviation
+        parts = deviation[known] / clean[known] if self.quantity in ("relative", "measured") else deviation
         self.rounding_squares += float(np.square(parts).sum())
 
     def _expect(self, before: Tensor, clean: FloatArray, scale: float) -> None:
@@ -221,6 +221,7 @@ class GradientSums:
 class FactorSums:
     """AQN noise in one layer: sum of (added noise / scheduled sigma)^2 over its elements.
 
+    `phase`: rollout, in which every AQN is, or actor_forward.
     `drawn_squares`: the expected sum before the result is rounded to the number format of the tensor.
     `expected_squares` and `expected_variance`: the expected sum after rounding, and its variance.
     """
@@ -233,6 +234,12 @@ class FactorSums:
     drawn_squares: float = 0.0
     expected_squares: float = 0.0
     expected_variance: float = 0.0
+    phase: Phase = "rollout"
+
+    @property
+    def place(self) -> tuple[Phase, int | None]:
+        """Phase and layer."""
+        return self.phase, self.layer
 
     def add(self, other: "FactorSums") -> None:
         """Add the sums of other elements."""

@@ -6,7 +6,8 @@ per optimiser step, the loss (Shao et al. 2024, token mean as in DAPO) is
 
     (-min(r A, clip(r, 1 - e, 1 + e) A) w + beta (exp(l_ref - l) - (l_ref - l) - 1)) / N
 
-so its derivative by l is (-A r w [not clipped] + beta (1 - exp(l_ref - l))) / N.
+so its derivative by l is (-A r w [not clipped] + beta (1 - exp(l_ref - l))) / N. With dual clip (Ye et al. 2020), a
+negative advantage gives at most a loss of -c A w: the first term is max(min(r A, clip(r, 1 - e, 1 + e) A), c A) there.
 """
 
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from aqnpipe.config.arm import ImportanceSampling
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,13 @@ class Token:
     misfit: float = 0.0
 
 
-def policy_slope(token: Token, clip: float | None) -> float:
-    """Return the derivative of the clipped policy term; `clip` None: without clipping."""
+def policy_slope(token: Token, clips: TrainingConfig | None) -> float:
+    """Return the derivative of the policy term, clipped as `clips` says; None: without clipping."""
     if token.is_padding:
         return 0.0
-    is_clipped = clip is not None and (
-        (token.advantage > 0 and token.ratio > 1 + clip) or (token.advantage < 0 and token.ratio < 1 - clip)
+    is_clipped = clips is not None and (
+        (token.advantage > 0 and token.ratio > 1 + clips.clip_ratio)
+        or (token.advantage < 0 and not 1 - clips.clip_ratio <= token.ratio <= (clips.clip_ratio_c or math.inf))
     )
     return 0.0 if is_clipped else -token.advantage * token.ratio * token.weight / token.step_tokens
 
@@ -64,12 +67,13 @@ def kl_slope(token: Token) -> float:
 def slope(token: Token, spec: TrainingSpec) -> float:
     """Return the derivative of the study's loss by the log-probability of `token`."""
     training = spec.training
-    return policy_slope(token, training.clip_ratio) + training.kl_coefficient * kl_slope(token)
+    return policy_slope(token, training) + training.kl_coefficient * kl_slope(token)
 
 
-def is_at_the_clip(token: Token, clip: float) -> bool:
+def is_at_the_clip(token: Token, clips: TrainingConfig) -> bool:
     """Whether rounding decides if the ratio is clipped."""
-    return min(abs(token.ratio - 1 - clip), abs(token.ratio - 1 + clip)) < 1e-4
+    limits = (1 + clips.clip_ratio, 1 - clips.clip_ratio, clips.clip_ratio_c or math.inf)
+    return min(abs(token.ratio - limit) for limit in limits) < 1e-4
 
 
 def importance_weights(old: Sequence[float], sampled: Sequence[float], correction: ImportanceSampling) -> list[float]:
@@ -86,10 +90,10 @@ def importance_weights(old: Sequence[float], sampled: Sequence[float], correctio
 
 def cause_of(tokens: Sequence[Token], spec: TrainingSpec) -> str:
     """Return which part of the loss explains slopes that are not the study's."""
-    clip, beta = spec.training.clip_ratio, spec.training.kl_coefficient
+    clips, beta = spec.training, spec.training.kl_coefficient
     observed = _vector(token.slope for token in tokens)
     allowed = _vector(20 * token.allowed for token in tokens)
-    policy = _vector(policy_slope(token, clip) for token in tokens)
+    policy = _vector(policy_slope(token, clips) for token in tokens)
     kl = _vector(kl_slope(token) for token in tokens)
 
     def explains(candidate: Tensor) -> bool:
@@ -123,12 +127,12 @@ def cause_of(tokens: Sequence[Token], spec: TrainingSpec) -> str:
 
 def _other_terms(tokens: Sequence[Token], spec: TrainingSpec) -> Iterator[tuple[str, Tensor]]:
     """Yield known mistakes with the slopes that they give."""
-    clip, beta = spec.training.clip_ratio, spec.training.kl_coefficient
-    policy = _vector(policy_slope(token, clip) for token in tokens)
+    clips, beta = spec.training, spec.training.kl_coefficient
+    policy = _vector(policy_slope(token, clips) for token in tokens)
     kl = beta * _vector(kl_slope(token) for token in tokens)
 
     def with_advantage(of: Callable[[Token], float]) -> Tensor:
-        return _vector(policy_slope(replace(token, advantage=of(token)), clip) for token in tokens) + kl
+        return _vector(policy_slope(replace(token, advantage=of(token)), clips) for token in tokens) + kl
 
     def with_kl(of: Callable[[float], float]) -> Tensor:
         gaps = [0.0 if token.is_padding else token.reference_gap for token in tokens]
@@ -153,10 +157,14 @@ def _other_terms(tokens: Sequence[Token], spec: TrainingSpec) -> Iterator[tuple[
         ),
     )
     yield "ratios are not clipped", _vector(policy_slope(token, None) for token in tokens) + kl
-    yield "ratios above 1 are not clipped", _one_sided(tokens, clip, above=False) + kl
-    yield "ratios below 1 are not clipped", _one_sided(tokens, clip, above=True) + kl
+    yield "ratios above 1 are not clipped", _one_sided(tokens, clips, above=False) + kl
+    yield "ratios below 1 are not clipped", _one_sided(tokens, clips, above=True) + kl
+    if clips.clip_ratio_c is not None:
+        single = clips.model_copy(update={"clip_ratio_c": None})
+        unlimited = _vector(policy_slope(token, single) for token in tokens) + kl
+        yield "ratios are not limited to clip_ratio_c where the advantage is negative", unlimited
     if any(token.weight != 1 for token in tokens):
-        unweighted = _vector(policy_slope(replace(token, weight=1.0), clip) for token in tokens) + kl
+        unweighted = _vector(policy_slope(replace(token, weight=1.0), clips) for token in tokens) + kl
         yield "the importance sampling correction is missing", unweighted
     if any(token.is_unfinished for token in tokens):
         kept = _vector(0.0 if token.is_unfinished else slope(token, spec) for token in tokens)
@@ -171,9 +179,9 @@ def _other_terms(tokens: Sequence[Token], spec: TrainingSpec) -> Iterator[tuple[
         )
 
 
-def _one_sided(tokens: Sequence[Token], clip: float, *, above: bool) -> Tensor:
+def _one_sided(tokens: Sequence[Token], clips: TrainingConfig, *, above: bool) -> Tensor:
     """Return the slopes of the policy term if only ratios above 1, or only those below 1, are clipped."""
-    return _vector(policy_slope(token, clip if (token.ratio > 1) == above else None) for token in tokens)
+    return _vector(policy_slope(token, clips if (token.ratio > 1) == above else None) for token in tokens)
 
 
 def _by_row(tokens: Sequence[Token], spec: TrainingSpec) -> str:
@@ -181,11 +189,11 @@ def _by_row(tokens: Sequence[Token], spec: TrainingSpec) -> str:
     found: dict[int, list[float]] = {}
     scales: dict[int, list[float]] = {}
     of_row = {token.row: token for token in tokens}
-    clip, beta = spec.training.clip_ratio, spec.training.kl_coefficient
+    clips, beta = spec.training, spec.training.kl_coefficient
     for token in tokens:
         # Which ratios are clipped depends on the sign.
         sign = math.copysign(1.0, token.advantage)
-        unit = policy_slope(replace(token, advantage=sign), clip) * sign
+        unit = policy_slope(replace(token, advantage=sign), clips) * sign
         if unit:
             found.setdefault(token.row, []).append((token.slope - beta * kl_slope(token)) / unit)
         whole = slope(token, spec)

@@ -173,7 +173,7 @@ class ScoringAudit:
         tokens = [self._token(place, candidate) for candidate in candidates if not self._missing(candidate)]
         best: tuple[float, Token] | None = None
         for token in tokens:
-            if is_at_the_clip(token, self._spec.training.clip_ratio):
+            if is_at_the_clip(token, self._spec.training):
                 return
             largest = max(float(place.direction.abs().max()), 1e-30)
             allowed = self._allowed(token, rounding, largest)

@@ -207,6 +207,8 @@ class DistanceProbe:
         """Whether a phase has noise or faults; `step` is that of a rollout, which may have AQN too."""
         spec = self._plan.spec
         noise = spec.operator_noise_in(phase) or spec.module_noise_in(phase)
+        if phase == "actor_forward" and spec.aqn is not None and spec.aqn.actor_forward:
+            return True
         return noise is not None or bool(spec.faults) or (step is not None and self._plan.sigma(step) > 0)
 
 

@@ -1,0 +1,30 @@
+"""Receipts on the page: runs whose noise the number format swallowed."""
+
+from types import SimpleNamespace
+
+import made_up
+
+from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
+from aqnpipe.report.receipts import run_overview
+from aqnpipe.report.words import load_words
+
+NOISE = OperatorNoise(error=RelativeGaussian(scale=1e-4), phases=("rollout",))
+
+
+def run(arm, **changes):
+    receipt = made_up.receipt(NOISE, None, ("rollout",))
+    cells = tuple(cell.model_copy(update=changes) for cell in receipt.cells)
+    return SimpleNamespace(arm=arm, seed=0, model="base", receipt=receipt.model_copy(update={"cells": cells}))
+
+
+def test_noise_that_the_number_format_swallows_is_warned_of_and_accepted():
+    lost, whole = run("E4b", measured=1e-6, rounding=1.6e-3), run("E5")
+    table = run_overview([lost, whole], load_words("en"), lambda *where: "")
+    assert [row.alert for row in table.rows] == [True, False]
+    assert [row.cells[1] for row in table.rows] == ["accepted", "accepted"]
+    assert "E4b seed 0 1.0 %" in table.note.replace("\u00a0", " ")
+    assert "E5" not in table.note
+
+
+def test_without_such_noise_there_is_no_warning():
+    assert run_overview([run("E5")], load_words("en"), lambda *where: "").note == ""
