@@ -1,5 +1,6 @@
 """Several samples per question: they are averaged within questions, the units of every test; numbers by hand."""
 
+import numpy as np
 import polars as pl
 import pytest
 from made_up import evaluation_receipt, facts_of, record, rewrite_table
@@ -57,8 +58,6 @@ def test_samples_are_averaged_within_questions(tmp_path):
     assert (clean.num_samples, clean.noise_seeds, noisy.noise_seeds) == (2, (0,), (0, 1))
     assert clean.correct.tolist() == [[1.0, 0.5]]
     assert noisy.correct.tolist() == [[0.5, 0.0], [1.0, 0.5]]
-    assert clean.first_correct.tolist() == [True, False]
-    assert noisy.first_correct.tolist() == [True, False]
 
 
 def test_accuracy_is_the_mean_with_truncation_and_parse_failures_by_scorer(tmp_path):
@@ -73,7 +72,6 @@ def test_accuracy_is_the_mean_with_truncation_and_parse_failures_by_scorer(tmp_p
 def test_the_order_of_rows_does_not_matter(tmp_path):
     loaded = load_evaluation(write(tmp_path, ROWS[::-1]), "strict", 0.05)
     assert loaded.levels[0.1].correct.tolist() == [[0.5, 0.0], [1.0, 0.5]]
-    assert loaded.levels[0.1].first_correct.tolist() == [True, False]
 
 
 def test_passes_with_unequal_samples_are_incomplete(tmp_path):
@@ -152,9 +150,8 @@ def test_a_second_sample_enters_comparisons_by_half(artifacts, tmp_path):
         row(before)["treatment_accuracy"] / 2 - row(before)["control_accuracy"]
     )
     claim = next(claim for claim in claims.claims if claim.comparison_id == "E5b-vs-E5@0")
-    assert [sum((seed.both_correct, seed.only_treatment, seed.only_control, seed.neither)) for seed in claim.seeds] == [
-        200
-    ] * 2
+    assert [seed.treatment_better + seed.control_better + seed.equal for seed in claim.seeds] == [200] * 2
+    assert np.mean([seed.difference for seed in claim.seeds]) == pytest.approx(row(after)["difference"])
 
 
 def test_arms_with_unequal_numbers_of_samples_are_not_compared(artifacts, tmp_path):

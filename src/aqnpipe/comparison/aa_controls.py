@@ -45,7 +45,7 @@ def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate,
             estimate = scores.estimate()
             across.append(_Outcome(estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
         single += [
-            _Outcome(table.mcnemar_p, table.only_treatment + table.only_control == 0) for table in scores.seed_tables
+            _Outcome(table.p_value, table.treatment_better + table.control_better == 0) for table in scores.seed_tables
         ]
     rates = (_rate("across_seeds", across, alpha), _rate("single_runs", single, alpha))
     return tuple(rate for rate in rates if rate.tests)

@@ -16,7 +16,6 @@ from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
-from aqnpipe.statistics.paired import paired_counts
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
 FloatArray = npt.NDArray[np.float64]
@@ -24,6 +23,8 @@ Checkpoint = tuple[str, str, int, int]
 """(model role, arm, seed, step)."""
 
 _MAX_NAMED = 3
+_DIGITS = 9
+"""Means of the same answers differ by rounding alone beyond these."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +189,17 @@ class Contrasts:
         treated, untreated = _correctness(first, treatment.noise_level), _correctness(second, control.noise_level)
         is_degradation = comparison.kind == "degradation"
         primary = self._study.config.evaluation.primary_scorer
+        ours = treated - _correctness(first, 0.0) if is_degradation else treated
+        theirs = untreated - _correctness(second, 0.0) if is_degradation else untreated
+        clusters = first[0].levels[treatment.noise_level].clusters
+        seeds = [pair[1 if treatment.arm == PRETRAINED else 0].source.seed for pair in pairs]
         return Scores(
-            treatment=treated - _correctness(first, 0.0) if is_degradation else treated,
-            control=untreated - _correctness(second, 0.0) if is_degradation else untreated,
+            treatment=ours,
+            control=theirs,
             treatment_accuracy=float(treated.mean()),
             control_accuracy=float(untreated.mean()),
             seed_variance=self._seed_variance(treatment, control, comparison),
-            seed_tables=self._seed_tables(pairs, treatment, control),
+            seed_tables=tuple(self._seed_tables(seeds, ours, theirs, 2.0 if is_degradation else 1.0, clusters)),
             by_scorer={
                 scorer: _difference_by(
                     scorer, first, second, (treatment.noise_level, control.noise_level), is_degradation
@@ -202,7 +207,7 @@ class Contrasts:
                 for scorer in (SCORERS if primary in SCORERS else ())
                 if scorer != primary
             },
-            clusters=first[0].levels[treatment.noise_level].clusters,
+            clusters=clusters,
         )
 
     def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
@@ -256,32 +261,26 @@ class Contrasts:
         return last - first if len(levels) > 1 else last
 
     def _seed_tables(
-        self, pairs: Sequence[tuple[LoadedEvaluation, LoadedEvaluation]], treatment: Side, control: Side
-    ) -> tuple[SeedComparison, ...]:
-        alpha = self._study.config.statistics.alpha
-        treated = np.stack([pair[0].levels[treatment.noise_level].first_correct for pair in pairs])
-        untreated = np.stack([pair[1].levels[control.noise_level].first_correct for pair in pairs])
-        tables = []
-        for number, (first, second) in enumerate(pairs):
-            counts = paired_counts(treated[number], untreated[number])
-            ours, theirs = (one[number : number + 1].astype(np.float64) for one in (treated, untreated))
-            estimate = estimate_difference(ours, theirs, None, first.levels[treatment.noise_level].clusters)
-            low, high = estimate.interval(1 - alpha)
-            tables.append(
-                SeedComparison(
-                    seed=second.source.seed if treatment.arm == PRETRAINED else first.source.seed,
-                    noise_seed=first.levels[treatment.noise_level].noise_seeds[0],
-                    both_correct=counts.both_correct,
-                    only_treatment=counts.only_treatment,
-                    only_control=counts.only_control,
-                    neither=counts.neither,
-                    difference=counts.difference,
-                    ci_low=max(low, -1.0),
-                    ci_high=min(high, 1.0),
-                    mcnemar_p=estimate.two_sided_p(),
-                )
+        self, seeds: Sequence[int], treatment: FloatArray, control: FloatArray, bound: float, clusters: Clusters | None
+    ) -> Iterator[SeedComparison]:
+        """Yield what each seed shows of the claimed scores [seed, question], whose differences are below `bound`."""
+        level = 1 - self._study.config.statistics.alpha
+        for number, seed in enumerate(seeds):
+            one, other = treatment[number][None], control[number % len(control)][None]
+            estimate = estimate_difference(one, other, None, clusters)
+            low, high = estimate.interval(level)
+            signs = np.sign(np.round(one - other, _DIGITS))
+            better, worse = int((signs > 0).sum()), int((signs < 0).sum())
+            yield SeedComparison(
+                seed=seed,
+                treatment_better=better,
+                control_better=worse,
+                equal=one.size - better - worse,
+                difference=estimate.difference,
+                ci_low=max(low, -bound),
+                ci_high=min(high, bound),
+                p_value=estimate.two_sided_p(),
             )
-        return tuple(tables)
 
 
 def checkpoint_name(checkpoint: Checkpoint) -> str:

@@ -50,16 +50,14 @@ class EvaluationInput(EvaluationFiles):
 class LevelScores:
     """Correctness at one noise level: correct[noise seed, question], the share of right samples; question ids sorted.
 
-    `first_correct`[question]: whether the first sample under the first noise seed is right. `same_responses_as`: a
-    lower level at which every response is the same, in every noise seed; None: there is no such level. `clusters`: of
-    the questions; None: each is its own.
+    `same_responses_as`: a lower level at which every response is the same, in every noise seed; None: there is no such
+    level. `clusters`: of the questions; None: each is its own.
     """
 
     question_ids: tuple[str, ...]
     noise_seeds: tuple[int, ...]
     num_samples: int
     correct: npt.NDArray[np.float64]
-    first_correct: npt.NDArray[np.bool_]
     same_responses_as: float | None
     clusters: Clusters | None = None
 
@@ -243,7 +241,6 @@ def _levels(rows: pl.DataFrame, scorer: str) -> dict[float, LevelScores]:
         .agg(
             pl.col("sample"),
             pl.col(f"correct_{scorer}").mean().alias("correct"),
-            pl.col(f"correct_{scorer}").first().alias("first"),
             *([pl.col("cluster").first()] if "cluster" in rows.columns else []),
         )
         .sort(PASS_KEYS[::-1])
@@ -262,7 +259,6 @@ def _levels(rows: pl.DataFrame, scorer: str) -> dict[float, LevelScores]:
             noise_seeds=tuple(int(seed) for seed in passes),
             num_samples=len(first["sample"][0]),
             correct=shown["correct"].to_numpy().reshape(len(passes), -1),
-            first_correct=first["first"].to_numpy(),
             same_responses_as=twins.get(float(level)),
             clusters=Clusters.of(first["cluster"].to_list()) if whole and "cluster" in first.columns else None,
         )

@@ -102,11 +102,11 @@ class ResponsePages:
         headers = (
             words("column.id"),
             words("column.question"),
-            words("view.only", side=self._side(row, "treatment")),
-            words("view.only", side=self._side(row, "control")),
+            words("view.better", side=self._side(row, "treatment")),
+            words("view.better", side=self._side(row, "control")),
         )
         rows = [
-            self._row(one.question_id, one.question, [str(one.only_treatment), str(one.only_control)], sides)
+            self._row(one.question_id, one.question, [str(one.treatment_better), str(one.control_better)], sides)
             for one in changed
         ]
         return self._render(title, listed=Listed(words("view.changed", count=len(changed)), headers, rows))
