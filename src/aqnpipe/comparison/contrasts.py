@@ -51,8 +51,8 @@ class Scores:
     Correctness in [0, 1]; in a degradation comparison the change due to the noise level, in [-1, 1]. A control of one
     row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
-    model; None with a single seed. `by_scorer`: the same difference by the other scorers of numbers,
-    if the primary one is of numbers. `clusters`: of the questions; None: each is its own.
+    model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger.
+    `by_scorer`: the same difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None: each is its own.
     """
 
     treatment: FloatArray
@@ -60,13 +60,33 @@ class Scores:
     treatment_accuracy: float
     control_accuracy: float
     seed_variance: SeedVariance | None
-    seed_tables: tuple[SeedComparison, ...] = ()
+    seeds: tuple[int, ...] = ()
+    bound: float = 1.0
     by_scorer: Mapping[str, float] = field(default_factory=dict)
     clusters: Clusters | None = None
 
     def estimate(self) -> Estimate:
         """Return the mean difference and what its tests need."""
         return estimate_difference(self.treatment, self.control, self.seed_variance, self.clusters)
+
+    def by_seed(self, level: float) -> Iterator[SeedComparison]:
+        """Yield what each seed shows by itself, with intervals at confidence `level`."""
+        for number, seed in enumerate(self.seeds):
+            one, other = self.treatment[number][None], self.control[number % len(self.control)][None]
+            estimate = estimate_difference(one, other, None, self.clusters)
+            low, high = estimate.interval(level)
+            signs = np.sign(np.round(one - other, _DIGITS))
+            better, worse = int((signs > 0).sum()), int((signs < 0).sum())
+            yield SeedComparison(
+                seed=seed,
+                treatment_better=better,
+                control_better=worse,
+                equal=one.size - better - worse,
+                difference=estimate.difference,
+                ci_low=max(low, -self.bound),
+                ci_high=min(high, self.bound),
+                p_value=estimate.two_sided_p(),
+            )
 
     @property
     def differences(self) -> FloatArray:
@@ -192,14 +212,14 @@ class Contrasts:
         ours = treated - _correctness(first, 0.0) if is_degradation else treated
         theirs = untreated - _correctness(second, 0.0) if is_degradation else untreated
         clusters = first[0].levels[treatment.noise_level].clusters
-        seeds = [pair[1 if treatment.arm == PRETRAINED else 0].source.seed for pair in pairs]
         return Scores(
             treatment=ours,
             control=theirs,
             treatment_accuracy=float(treated.mean()),
             control_accuracy=float(untreated.mean()),
             seed_variance=self._seed_variance(treatment, control, comparison),
-            seed_tables=tuple(self._seed_tables(seeds, ours, theirs, 2.0 if is_degradation else 1.0, clusters)),
+            seeds=tuple(pair[1 if treatment.arm == PRETRAINED else 0].source.seed for pair in pairs),
+            bound=2.0 if is_degradation else 1.0,
             by_scorer={
                 scorer: _difference_by(
                     scorer, first, second, (treatment.noise_level, control.noise_level), is_degradation
@@ -259,28 +279,6 @@ class Contrasts:
             return math.nan
         first, last = (float(evaluation.levels[level].correct.mean()) for level in (levels[0], levels[-1]))
         return last - first if len(levels) > 1 else last
-
-    def _seed_tables(
-        self, seeds: Sequence[int], treatment: FloatArray, control: FloatArray, bound: float, clusters: Clusters | None
-    ) -> Iterator[SeedComparison]:
-        """Yield what each seed shows of the claimed scores [seed, question], whose differences are below `bound`."""
-        level = 1 - self._study.config.statistics.alpha
-        for number, seed in enumerate(seeds):
-            one, other = treatment[number][None], control[number % len(control)][None]
-            estimate = estimate_difference(one, other, None, clusters)
-            low, high = estimate.interval(level)
-            signs = np.sign(np.round(one - other, _DIGITS))
-            better, worse = int((signs > 0).sum()), int((signs < 0).sum())
-            yield SeedComparison(
-                seed=seed,
-                treatment_better=better,
-                control_better=worse,
-                equal=one.size - better - worse,
-                difference=estimate.difference,
-                ci_low=max(low, -bound),
-                ci_high=min(high, bound),
-                p_value=estimate.two_sided_p(),
-            )
 
 
 def checkpoint_name(checkpoint: Checkpoint) -> str:

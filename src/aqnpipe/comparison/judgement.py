@@ -46,7 +46,7 @@ class Judgement:
 
     `p_value`: of the claim's own test, unadjusted. `claimed`: that test. `other`: the test of equivalence of a claim of
     a difference, or of a difference beyond the margin. `seeds_for`: seeds that find each of EFFECTS; None where no
-    number would; empty where more seeds are no answer.
+    number would; empty where more seeds are no answer, or not needed.
     """
 
     p_value: float
@@ -181,7 +181,7 @@ def judge(
         seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
         questions_needed=_questions_needed(parts, estimate, distance, *deciding) if can_extrapolate else None,
         seeds_for=tuple(seeds_needed(parts, estimate.num_units, effect, *sizes) for effect in EFFECTS)
-        if more_seeds and claim.margin is None
+        if more_seeds and claim.margin is None and verdict == "not_shown"
         else (),
     )
 

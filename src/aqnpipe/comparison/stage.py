@@ -264,7 +264,7 @@ def _judged(
             *statements_of(contrast, scores, estimate, judgement, settings),
             *([] if decided is None else [look_statement(decided, contrast.comparison)]),
         ),
-        seeds=scores.seed_tables,
+        seeds=tuple(scores.by_seed(1 - settings.alpha)),
     )
     return row, claim
 
