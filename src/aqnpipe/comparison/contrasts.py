@@ -51,8 +51,9 @@ class Scores:
     Correctness in [0, 1]; in a degradation comparison the change due to the noise level, in [-1, 1]. A control of one
     row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
-    model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger.
-    `by_scorer`: the same difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None: each is its own.
+    model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger. `by_scorer`: the same
+    difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None:
+    each is its own.
     """
 
     treatment: FloatArray
