@@ -214,7 +214,7 @@ class Responses:
 
 
 def first_pass(evaluation: Frame, noise_level: float) -> Frame:
-    """Return the rows at a level of the first sample and the first noise seed, as in the paired tables of claims."""
+    """Return the rows at a level of the first sample and the first noise seed."""
     rows = evaluation.filter(pl.col("noise_level") == noise_level)
     return rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min(), pl.col("sample") == 0)
 
