@@ -3,12 +3,13 @@
 import numpy as np
 import polars as pl
 import pytest
+from checksum_files import write_parquet_with_checksum
 from made_up import evaluation_receipt, facts_of, record, rewrite_table
 
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
-from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation, load_evaluations
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
@@ -161,3 +162,24 @@ def test_arms_with_unequal_numbers_of_samples_are_not_compared(artifacts, tmp_pa
     reasons = {claim.comparison_id: claim.invalid_reason for claim in claims.claims}
     assert "samples per question differ: 2 for" in reasons["E5b-vs-E5@0"]
     assert reasons["E5b@0.1-vs-0"] is None
+
+
+def test_evaluations_that_are_read_together_are_those_that_are_read_alone(artifacts):
+    """Also beside one with clusters, which is another table, and one with a repeated row, which is refused."""
+    clustered, repeated = artifacts.evaluations[1:3]
+    table = pl.read_parquet(clustered.table)
+    rewrite_table(clustered, table.with_columns(cluster=pl.col("question_id").str.slice(0, 5)))
+    table = pl.read_parquet(repeated.table)
+    write_parquet_with_checksum(repeated.table, pl.concat([table, table[:1]]))
+    together = load_evaluations(artifacts.evaluations, "strict", 0.05)
+    assert len(together) == len(artifacts.evaluations)
+    for source in artifacts.evaluations:
+        found = together[source.model, source.arm, source.seed, source.step]
+        alone = load_evaluation(source, "strict", 0.05)
+        assert found.accuracy.equals(alone.accuracy)
+        assert (found.source, found.problems, found.setting) == (source, alone.problems, alone.setting)
+        assert found.levels.keys() == alone.levels.keys() == {0.0, 0.05, 0.1}
+        for level, scores in found.levels.items():
+            assert (scores.correct == alone.levels[level].correct).all()
+            assert (scores.clusters is None) == (source is not clustered)
+        assert bool(found.problems) == (source is repeated)

@@ -1,4 +1,4 @@
-"""Pages of `aqnpipe view`: claims, questions that changed sides, and all responses to one question side by side."""
+"""Pages of `aqnpipe view`: claims with the questions that differ, and all responses to one question side by side."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
