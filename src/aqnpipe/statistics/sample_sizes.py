@@ -111,12 +111,14 @@ class _PairRule:
     def inflation(self, tail: float, power: float) -> float:
         """Return the factor of the true variance at which a noncentral t distribution has the power of the rule."""
         values, inverse = np.unique(self.test_freedom, return_inverse=True)
-        half_widths = stats.t.isf(tail, values)[inverse] * np.sqrt(self.variances)
+        half_widths = -special.stdtrit(values, tail)[inverse] * np.sqrt(self.variances)
 
         def shortfall(distance: float) -> float:
             return power - float(special.ndtr(distance - half_widths).mean())
 
-        distance = float(optimize.brentq(shortfall, 0.0, 10 * float(half_widths.max()) + 10))
+        # Below the first every pair has less than the power, above the second more.
+        lowest, highest = (float(end + special.ndtri(power)) for end in (half_widths.min(), half_widths.max()))
+        distance = float(optimize.brentq(shortfall, lowest - 0.01, highest + 0.01))
         return (distance / Spread((VariancePart(1.0, self.freedom),)).minimum_detectable(tail, power)) ** 2
 
 
