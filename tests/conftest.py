@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import pytest
 from filelock import FileLock
 
 if TYPE_CHECKING:
+    from _pytest.terminal import TerminalReporter
     from faulted_study import WarmPython
     from transformers import Qwen2ForCausalLM
 
@@ -46,6 +48,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ordered += queue + short[:missing]
         del short[:missing]
     items[:] = ordered + short
+
+
+def pytest_terminal_summary(terminalreporter: "TerminalReporter") -> None:
+    """Print what was skipped and why, in one table: number of tests, reason, files."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", ()):
+        if getattr(report, "wasxfail", None) is None:
+            places[str(report.longrepr[2]).removeprefix("Skipped: ")].append(report.nodeid.split("::")[0])
+    if not places:
+        return
+    terminalreporter.section("skipped")
+    for reason, files in sorted(places.items(), key=lambda item: -len(item[1])):
+        named = sorted(set(files))
+        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
+        terminalreporter.write_line(f"{len(files):>5}  {reason:<70}  {', '.join(named[:2])}{more}")
 
 
 def _is_long(item: pytest.Item) -> bool:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from aqnpipe.artifacts.checkpoints import RobustnessReport
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
+from aqnpipe.cli.robustness.show import answer_of, markdown_of, table_of
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import AqnpipeError
 
@@ -100,3 +101,45 @@ def test_a_mistake_is_one_line_and_writes_nothing(name, tmp_path, monkeypatch):
     assert "\n" not in str(result.exception)
     assert [path.name for path in tmp_path.iterdir()].sort() is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["DATA", "FILE"]
+
+
+def report_with(**changes):
+    """Return a report of two checkpoints; `changes` are of the comparison of what noise costs them."""
+    row = {"kind": "degradation", "first": "a", "second": "b", "noise_level": 0.1, "difference": -0.04}
+    row |= {"interval_level": 0.95, "ci_low": -0.077, "ci_high": -0.002, "p_value": 0.04, "p_holm": 0.04}
+    accuracy = {"noise_level": 0.1, "num_questions": 500, "num_noise_seeds": 1, "accuracy": 0.5}
+    accuracy |= {"ci_low": 0.4, "ci_high": 0.6, "truncated_fraction": 0.0, "parse_failure_fraction": 0.0}
+    checkpoints = [{"name": name, "source": name, "weights_sha256": "0"} for name in ("a", "b")]
+    rows = [row | changes]
+    return RobustnessReport.model_validate(
+        {"data": "gsm8k", "prompt": "", "scorer": "strict", "operators": "matmul", "dtype": "float32", "alpha": 0.05}
+        | {"accuracies": [{"checkpoint": name} | accuracy for name in ("a", "b")], "comparisons": rows, "notes": []}
+        | {"checkpoints": checkpoints[: 1 if rows[0]["kind"] == "noise" else 2]}
+    )
+
+
+UNKNOWN = {"ci_low": -0.09, "ci_high": 0.01, "p_holm": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "Yes: 10 % noise costs b 4.0 points less than a (95 % interval +0.2 to +7.7; 500 questions)."),
+        (
+            {"kind": "noise", "second": "a"},
+            "Yes: 10 % noise costs a 4.0 points (95 % interval +0.2 to +7.7; 500 questions).",
+        ),
+        (
+            {"questions_needed": 2300} | UNKNOWN,
+            "Not known: 10 % noise costs b 4.0 points less than a (95 % interval -1.0 to +9.0; 500 questions); "
+            "2,300 questions would decide it (80 %, if the true difference is this one).",
+        ),
+        (UNKNOWN, "no number of questions decides it if the true difference is this one."),
+        ({"difference": None, "p_holm": None, "refusal": "a and b are the same weights"}, "Not known: a and b are "),
+    ],
+)
+def test_the_last_line_answers(changes, sentence):
+    report = report_with(**changes)
+    assert sentence in answer_of(report)
+    assert table_of(report)[-1] == answer_of(report)
+    assert markdown_of(report)[-1] == f"**{answer_of(report)}**"

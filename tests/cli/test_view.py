@@ -106,8 +106,8 @@ def test_a_claim_lists_the_questions_of_its_paired_tables(get, results):
     responses = Responses(results)
     for claim in (claim for claim in responses.claims if claim.seeds):
         changed = responses.changed_by(claim.comparison_id, "strict")
-        assert sum(one.only_treatment for one in changed) == sum(seed.only_treatment for seed in claim.seeds)
-        assert sum(one.only_control for one in changed) == sum(seed.only_control for seed in claim.seeds)
+        assert sum(one.treatment_better for one in changed) == sum(seed.treatment_better for seed in claim.seeds)
+        assert sum(one.control_better for one in changed) == sum(seed.control_better for seed in claim.seeds)
         body = get(f"/claim/{quote(claim.comparison_id, safe='')}")[2]
         assert all(f"/question/{one.question_id}?" in body for one in changed)
 

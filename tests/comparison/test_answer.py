@@ -1,25 +1,25 @@
-"""The sentence that answers a study: every kind of claim, either sign, in both languages."""
+"""The sentence that answers a study: yes, no or not known, every kind of claim, either sign, in both languages."""
 
 import pytest
 
-from aqnpipe.artifacts.comparisons import Claim
+from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
+from aqnpipe.artifacts.looks import ClaimAtLook
+from aqnpipe.artifacts.statements import statement
 from aqnpipe.comparison.answer import answer_of
+from aqnpipe.config.analysis import ArmComparison
+from aqnpipe.report.claims_view import answer_text
 from aqnpipe.report.words import load_words
 
 NBSP = "\u00a0"
+CLAIM = "Training with 5 % noise makes 10 % evaluation noise cost less"
+ASKED = ArmComparison(treatment="E5", control="baseline", expected="higher", equivalent_within=0.015, claim=CLAIM)
 
 
 def row(**changes):
     return {
         "comparison_id": "c",
         "kind": "degradation",
-        "treatment": "E5b",
-        "control": "baseline",
         "treatment_level": 0.1,
-        "treatment_accuracy": 0.486,
-        "control_accuracy": 0.47,
-        "treatment_change": -0.244,
-        "control_change": -0.278,
         "difference": 0.034,
         "interval_level": 0.95,
         "ci_low": -0.001,
@@ -27,64 +27,99 @@ def row(**changes):
         "margin": None,
         "num_seeds": 2,
         "num_questions": 500,
+        "seeds_needed": 7,
+        "questions_needed": None,
     } | changes
 
 
-def sentence(verdict="not_shown", language="en", role="primary", **changes):
-    claim = Claim(comparison_id="c", claim="E5b tolerates noise", role=role, verdict=verdict, seeds=())
-    answer = answer_of([claim], [row(**changes)], {})
-    return answer and load_words(language).of(answer).replace(NBSP, " ")
+def claim_of(verdict="not_shown", role="primary", **changes):
+    settings = {"comparison_id": "c", "claim": CLAIM, "role": role, "verdict": verdict, "seeds": ()}
+    return Claim.model_validate(settings | changes)
 
 
-def test_a_degradation():
-    assert sentence() == (
-        "Not shown: E5b lost 24.4 points to 10 % noise, baseline 27.8; 3.4 fewer, "
-        "95 % interval −0.1 to +6.8 (2 seeds, 500 questions)."
+def sentence(verdict="not_shown", language="en", claim=None, looks=None, **changes):
+    claims = [claim or claim_of(verdict)]
+    answer = answer_of(claims, [row(**changes)], looks or {}, {"c": ASKED}, 0.8)
+    file = ClaimsFile(alpha=0.05, power=0.8, family_size=0, families=(), claims=claims, answer=answer)
+    found = answer_text(file, load_words(language))
+    return found and found.replace(NBSP, " ")
+
+
+def test_yes_in_the_words_of_the_claim_with_effect_interval_and_sample():
+    assert sentence("supported", ci_low=0.001) == (
+        "Yes: training with 5 % noise makes 10 % evaluation noise cost less; 10 % noise costs 3.4 points less "
+        "(95 % interval +0.1 to +6.8; 2 seeds, 500 questions)."
     )
 
 
-def test_the_interval_has_the_direction_of_the_sentence():
-    found = sentence("refuted", difference=-0.034, ci_low=-0.068, ci_high=-0.002)
-    assert found.startswith("Refuted: E5b lost ")
-    assert "3.4 more, 95 % interval +0.2 to +6.8" in found
+def test_not_known_names_the_further_seeds_that_would_decide():
+    assert sentence() == (
+        "Not known whether training with 5 % noise makes 10 % evaluation noise cost less; 10 % noise costs 3.4 points "
+        "less (95 % interval −0.1 to +6.8; 2 seeds, 500 questions); 5 more seeds would decide it (80 %, if the true "
+        "difference is this one)."
+    )
+    assert "; 1 more seed would decide it" in sentence(num_seeds=7)
+
+
+def test_no_has_the_interval_in_the_direction_of_its_effect():
+    assert sentence("refuted", difference=-0.034, ci_low=-0.068, ci_high=-0.002) == (
+        "No: it is not so that training with 5 % noise makes 10 % evaluation noise cost less; 10 % noise costs 3.4 "
+        "points more (95 % interval +0.2 to +6.8; 2 seeds, 500 questions)."
+    )
+
+
+def test_an_equivalent_claim_is_no_or_less_than_its_margin():
+    found = sentence("equivalent", kind="arms", difference=0.001, ci_low=-0.008)
+    assert found.startswith("No: it is not so, or only by less than 1.5 points, that training with 5 % noise makes ")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"kind": "arms", "treatment_level": 0.0},
-            "Supported: E5b answered 48.6 % correctly, baseline 47.0 %; 3.4 points more, ",
-        ),
-        (
-            {"kind": "arms"},
-            "Supported: at 10 % noise E5b answered 48.6 % correctly, baseline 47.0 %; 3.4 points more, ",
-        ),
+        ({"kind": "arms"}, "; accuracy is 3.4 points higher (95 % interval −0.1 to +6.8; "),
         (
             {"kind": "levels", "difference": -0.2, "ci_low": -0.3, "ci_high": -0.1},
-            "Supported: E5b answered 48.6 % correctly at 10 % noise and 47.0 % without; 20.0 points fewer, "
-            "95 % interval +10.0 to +30.0",
+            "; accuracy is 20.0 points lower (95 % interval +10.0 to +30.0; ",
         ),
-        ({"margin": 0.02}, "95 % interval −0.1 to +6.8, margin 2.0 (2 seeds"),
+        ({"kind": "arms", "margin": 0.02}, "(95 % interval −0.1 to +6.8, margin 2.0; 2 seeds"),
     ],
 )
 def test_other_kinds(changes, words):
     assert words in sentence("supported", **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"seeds_needed": None}, "no number of seeds decides it on these questions."),
+        ({"seeds_needed": None, "num_seeds": 1, "questions_needed": 1200}, "; 1,200 questions in all would"),
+        ({"claim": claim_of(statements=(statement("claim.one_run"),))}, "; one seed per arm cannot show it"),
+        (
+            {"looks": {"c": ClaimAtLook(comparison_id="c", state="futile", look=2, seeds=4, chance=0.03)}},
+            "; more seeds are unlikely to decide it (chance 3 %).",
+        ),
+    ],
+)
+def test_not_known_says_why(changes, why):
+    assert why in sentence(**changes)
+
+
 def test_a_claim_without_data_says_why():
-    claim = Claim(
-        comparison_id="c", claim="It works", role="primary", verdict="invalid", seeds=(), invalid_reason="missing runs"
-    )
-    assert load_words("en").of(answer_of([claim], [row()], {})) == "Not answered: It works: missing runs."
+    claim = claim_of("invalid", claim="It works", invalid_reason="missing runs")
+    assert sentence(claim=claim) == "Not known whether it works: missing runs."
+
+
+@pytest.mark.parametrize("text", ["E5 helps", "AQN helps", "Qwen2.5 improves"])
+def test_names_keep_their_capitals(text):
+    assert sentence("supported", claim=claim_of("supported", claim=text)).startswith(f"Yes: {text}; ")
 
 
 def test_without_a_primary_claim_there_is_no_answer():
-    assert sentence(role="secondary") is None
-    assert answer_of([], [], {}) is None
+    assert sentence(claim=claim_of(role="secondary")) is None
+    assert answer_of([], [], {}, {}, 0.8) is None
 
 
 def test_it_is_chinese_in_a_chinese_report():
-    assert sentence(language="zh").startswith(
-        "未证实：10 % 噪声使 E5b 损失 24.4 个百分点，baseline 损失 27.8；少损失 3.4"
-    )
+    claim = claim_of(claim_zh="带噪声的训练更稳健")
+    assert sentence(language="zh", claim=claim).startswith("尚不清楚是否带噪声的训练更稳健；10 % 噪声的代价小 3.4")
+    assert "〔未提供中文〕" in sentence(language="zh")

@@ -29,7 +29,7 @@ QUESTIONS = tuple(f"test-{number:05d}" for number in range(40))
 def scores(*correct, same_responses_as=None):
     table = np.array(correct, dtype=float)
     seeds = tuple(range(len(table)))
-    return LevelScores(QUESTIONS[: table.shape[1]], seeds, 1, table, table[0] > 0, same_responses_as)
+    return LevelScores(QUESTIONS[: table.shape[1]], seeds, 1, table, same_responses_as)
 
 
 def evaluation(name, levels, *, weights=None, setting=None, problems=()):
@@ -141,3 +141,13 @@ def test_the_report_says_what_it_does_not_show():
     assert (report.data, report.prompt) == ("gsm8k", "style plain, layout bare, instruction 'Think .'")
     assert any(note.startswith("mute: ") and "found no answer" in note for note in report.notes)
     assert not any(note.startswith("a: ") for note in report.notes)
+
+
+def test_the_interval_of_a_difference_says_what_its_adjusted_p_says():
+    """Twelve comparisons of accuracy: an unadjusted 95 % interval would exclude 0 where the p-value shows nothing."""
+    others = [evaluation(f"c{number}", {0.0: scores(ones(30 + number)), 0.1: A.levels[0.1]}) for number in range(1, 4)]
+    rows = [row for row in compare_checkpoints([A, B, *others], 0.05) if row.p_holm is not None]
+    assert {row.p_holm < 0.05 for row in rows} == {True, False}
+    for row in rows:
+        assert (row.p_holm < 0.05) == (not row.ci_low <= 0 <= row.ci_high), row
+    assert any(row.p_value < 0.05 < row.p_holm for row in rows)

@@ -199,11 +199,11 @@ def test_every_refusal_has_a_text():
     ) == len(RefusalKind.__args__)
 
 
-def test_seeds_are_given_for_effects_of_1_2_and_5_points_and_not_for_an_estimate_that_points_the_wrong_way():
+def test_seeds_are_given_for_effects_of_1_2_and_5_points_and_for_an_estimate_that_points_either_way():
     worse, better = answers(4, 0.60, 1), answers(4, 0.62, 2)
     judgement, sentence = judged(worse, better, expected="higher")
     assert judgement.verdict == "not_shown"
-    assert judgement.seeds_needed is None
+    assert judgement.seeds_needed == judged(worse, better, expected="lower")[0].seeds_needed > 4
     one, two, five = judgement.seeds_for
     assert five < (two or 1001) <= (one or 1001)
     assert f"{five} for 5.0 points" in sentence.en

@@ -92,7 +92,8 @@ def test_numbers_follow_from_the_rows(artifacts, run):
     assert shown["parse_failure_fraction"].item() == pytest.approx(1 - right[1])
     claim = next(claim for claim in claims.claims if claim.comparison_id == "E5b-vs-E5@0")
     assert [seed.difference for seed in claim.seeds] == pytest.approx([right[0] - right[2], right[1] - right[3]])
-    assert sum((claim.seeds[0].both_correct, claim.seeds[0].only_treatment)) == right[0] * 200
+    first = claim.seeds[0]
+    assert first.treatment_better - first.control_better == pytest.approx((right[0] - right[2]) * 200)
 
 
 def test_noise_seeds_are_averaged_per_question(artifacts, run):
@@ -103,7 +104,7 @@ def test_noise_seeds_are_averaged_per_question(artifacts, run):
     assert row["treatment_accuracy"] == pytest.approx(noisy["correct_strict"].mean())
     assert noisy["noise_seed"].n_unique() == 2
     claim = next(claim for claim in claims.claims if claim.comparison_id == "baseline@0.1-vs-0")
-    assert claim.seeds[0].both_correct + claim.seeds[0].neither <= 200
+    assert np.mean([seed.difference for seed in claim.seeds]) == pytest.approx(row["difference"])
 
 
 def test_same_inputs_same_bytes(artifacts, run, tmp_path):
@@ -462,3 +463,24 @@ def test_clusters_are_the_unit_of_every_test_and_interval(synthetic, artifacts, 
         rewrite_rows(source, lambda rows: rows.with_columns(cluster=pl.lit("one")))
     _, _, claims = run(study, artifacts.evaluations)
     assert "all questions are in one cluster" in reason(claims, "E5b-vs-E5@0")
+
+
+def test_tables_by_seed_are_of_the_claimed_quantity(artifacts, run, synthetic):
+    """A degradation is a change: what noise costs one side less what it costs the other, over all noise draws."""
+    study = changed(artifacts, comparisons=[synthetic.degradation("E5", "baseline")])
+    _, comparisons, claims = run(study, artifacts.evaluations)
+    row = comparisons.row(0, named=True)
+    (claim,) = claims.claims
+    assert np.mean([seed.difference for seed in claim.seeds]) == pytest.approx(row["difference"])
+    for seed in claim.seeds:
+        change = {}
+        for arm in (row["treatment"], row["control"]):
+            table = pl.read_parquet(find(artifacts, arm, seed.seed).table)
+            at, clean = (table.filter(noise_level=level) for level in (row["treatment_level"], 0.0))
+            means = [part.group_by("question_id").agg(pl.col("correct_strict").mean()) for part in (at, clean)]
+            both = means[0].join(means[1], on="question_id", suffix="_clean").sort("question_id")
+            change[arm] = (both["correct_strict"] - both["correct_strict_clean"]).to_numpy()
+        difference = change[row["treatment"]] - change[row["control"]]
+        assert seed.difference == pytest.approx(difference.mean())
+        assert (seed.treatment_better, seed.control_better) == ((difference > 0).sum(), (difference < 0).sum())
+        assert seed.treatment_better + seed.control_better + seed.equal == len(difference)

@@ -289,9 +289,9 @@ def test_verdicts_and_answer_are_those_of_the_last_looks(study, evaluations, tmp
     assert (rows["E5b-vs-E5@0"]["p_holm"], rows["E5b-vs-E5@0"]["num_seeds"]) == (recorded.p_holm, 6)
     assert claims.looks == tuple(looks)
     answer = load_words("en").of(claims.answer)
-    assert answer.startswith("Open: E5b answered ")
+    assert answer.startswith("Not known whether ")
     assert "6 seeds, 200 questions" in answer
-    assert load_words("zh").of(claims.answer).startswith("尚未确定：")
+    assert load_words("zh").of(claims.answer).startswith("尚不清楚是否")
 
 
 def test_before_the_first_look_nothing_is_decided(study, evaluations, tmp_path):

@@ -1,13 +1,15 @@
 """Several samples per question: they are averaged within questions, the units of every test; numbers by hand."""
 
+import numpy as np
 import polars as pl
 import pytest
+from checksum_files import write_parquet_with_checksum
 from made_up import evaluation_receipt, facts_of, record, rewrite_table
 
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
-from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation, load_evaluations
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
@@ -57,8 +59,6 @@ def test_samples_are_averaged_within_questions(tmp_path):
     assert (clean.num_samples, clean.noise_seeds, noisy.noise_seeds) == (2, (0,), (0, 1))
     assert clean.correct.tolist() == [[1.0, 0.5]]
     assert noisy.correct.tolist() == [[0.5, 0.0], [1.0, 0.5]]
-    assert clean.first_correct.tolist() == [True, False]
-    assert noisy.first_correct.tolist() == [True, False]
 
 
 def test_accuracy_is_the_mean_with_truncation_and_parse_failures_by_scorer(tmp_path):
@@ -73,7 +73,6 @@ def test_accuracy_is_the_mean_with_truncation_and_parse_failures_by_scorer(tmp_p
 def test_the_order_of_rows_does_not_matter(tmp_path):
     loaded = load_evaluation(write(tmp_path, ROWS[::-1]), "strict", 0.05)
     assert loaded.levels[0.1].correct.tolist() == [[0.5, 0.0], [1.0, 0.5]]
-    assert loaded.levels[0.1].first_correct.tolist() == [True, False]
 
 
 def test_passes_with_unequal_samples_are_incomplete(tmp_path):
@@ -152,9 +151,8 @@ def test_a_second_sample_enters_comparisons_by_half(artifacts, tmp_path):
         row(before)["treatment_accuracy"] / 2 - row(before)["control_accuracy"]
     )
     claim = next(claim for claim in claims.claims if claim.comparison_id == "E5b-vs-E5@0")
-    assert [sum((seed.both_correct, seed.only_treatment, seed.only_control, seed.neither)) for seed in claim.seeds] == [
-        200
-    ] * 2
+    assert [seed.treatment_better + seed.control_better + seed.equal for seed in claim.seeds] == [200] * 2
+    assert np.mean([seed.difference for seed in claim.seeds]) == pytest.approx(row(after)["difference"])
 
 
 def test_arms_with_unequal_numbers_of_samples_are_not_compared(artifacts, tmp_path):
@@ -164,3 +162,24 @@ def test_arms_with_unequal_numbers_of_samples_are_not_compared(artifacts, tmp_pa
     reasons = {claim.comparison_id: claim.invalid_reason for claim in claims.claims}
     assert "samples per question differ: 2 for" in reasons["E5b-vs-E5@0"]
     assert reasons["E5b@0.1-vs-0"] is None
+
+
+def test_evaluations_that_are_read_together_are_those_that_are_read_alone(artifacts):
+    """Also beside one with clusters, which is another table, and one with a repeated row, which is refused."""
+    clustered, repeated = artifacts.evaluations[1:3]
+    table = pl.read_parquet(clustered.table)
+    rewrite_table(clustered, table.with_columns(cluster=pl.col("question_id").str.slice(0, 5)))
+    table = pl.read_parquet(repeated.table)
+    write_parquet_with_checksum(repeated.table, pl.concat([table, table[:1]]))
+    together = load_evaluations(artifacts.evaluations, "strict", 0.05)
+    assert len(together) == len(artifacts.evaluations)
+    for source in artifacts.evaluations:
+        found = together[source.model, source.arm, source.seed, source.step]
+        alone = load_evaluation(source, "strict", 0.05)
+        assert found.accuracy.equals(alone.accuracy)
+        assert (found.source, found.problems, found.setting) == (source, alone.problems, alone.setting)
+        assert found.levels.keys() == alone.levels.keys() == {0.0, 0.05, 0.1}
+        for level, scores in found.levels.items():
+            assert (scores.correct == alone.levels[level].correct).all()
+            assert (scores.clusters is None) == (source is not clustered)
+        assert bool(found.problems) == (source is repeated)

@@ -310,17 +310,10 @@ def test_paired_tables_are_the_claims(visit, built):
         shown = seen.rows(f"paired-{claim.comparison_id}")
         assert len(shown) == len(claim.seeds) > 0
         for cells, seed in zip(shown, claim.seeds, strict=True):
-            counts = [
-                seed.seed,
-                seed.noise_seed,
-                seed.both_correct,
-                seed.only_treatment,
-                seed.only_control,
-                seed.neither,
-            ]
-            assert [number(cell) for cell in cells[:6]] == counts
-            assert shows(cells[6], seed.difference)
-            assert shows_p(cells[8], seed.mcnemar_p)
+            counts = [seed.seed, seed.treatment_better, seed.control_better, seed.equal]
+            assert [number(cell) for cell in cells[:4]] == counts
+            assert shows(cells[4], seed.difference)
+            assert shows_p(cells[6], seed.p_value)
 
 
 def test_curves_have_the_numbers_of_the_runs(visit, built):

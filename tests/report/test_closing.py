@@ -29,6 +29,6 @@ def test_without_claims_there_is_nothing_to_say(tmp_path):
 
 def test_a_named_noise_is_called_by_its_name():
     words = load_words("en", {1.0: "w4a16_nvfp4"})
-    text = words("answer.levels.less", treatment="small", level=1.0, first=0.5, second=0.4, difference=0.1)
+    text = words("answer.degradation.less", level=1.0, difference=0.1)
     assert "w4a16_nvfp4" in text
     assert "100" not in text

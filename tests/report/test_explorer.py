@@ -29,21 +29,21 @@ def test_the_first_comparison_of_arms_is_explored_unless_the_study_names_a_pair(
     assert explored_pair(built.study, data.comparisons.clear()) is None
 
 
-@pytest.mark.parametrize("level", [0.0, 0.1])
-def test_flips_are_those_of_the_paired_tables(built, data, level):
-    """Counts per seed equal the discordant cells of the paired tables, which the compare stage computed by itself."""
-    pair = ArmPair(treatment="srdd_guided", control="E5b", noise_level=level)
+@pytest.mark.parametrize(("treatment", "control", "level"), [("E5b", "E5", 0.0), ("srdd_guided", "E5b", 0.1)])
+def test_flips_are_those_of_the_tables_by_seed(built, data, treatment, control, level):
+    """Without noise there is one draw: counts per seed equal those that the compare stage computed by itself."""
+    pair = ArmPair(treatment=treatment, control=control, noise_level=level)
     flipped, num_questions, num_seeds = flips(pair, built.study, data)
     assert (num_questions, num_seeds) == (200, 2)
     claims = {claim.comparison_id: claim for claim in read_json(built.folder / "claims.json", ClaimsFile).claims}
-    claim = claims.get(f"srdd_guided-vs-E5b@{level:g}")
+    claim = claims[f"{treatment}-vs-{control}@{level:g}"]
     counted = flipped.group_by("seed").agg(pl.col("treatment_correct").sum(), pl.col("control_correct").sum())
-    if claim:
-        expected = {(seed.seed, seed.only_treatment, seed.only_control) for seed in claim.seeds}
+    if level == 0:
+        expected = {(seed.seed, seed.treatment_better, seed.control_better) for seed in claim.seeds}
         assert set(counted.iter_rows()) == expected
     assert flipped["treatment_correct"].ne(flipped["control_correct"]).all()
-    assert flipped["treatment_response"].str.starts_with("srdd_guided").all()
-    assert flipped["control_response"].str.starts_with("E5b").all()
+    assert flipped["treatment_response"].str.starts_with(treatment).all()
+    assert flipped["control_response"].str.starts_with(control).all()
     assert flipped["question"].str.starts_with("What is ").all()
 
 

@@ -349,5 +349,5 @@ def test_a_chinese_answer_has_no_english_claim_without_a_mark(built, chinese, sh
     )
     answer = statement("answer.invalid", claim="E5 is better", reason=reason)
     refused = claims.model_copy(update={"claims": (primary, *claims.claims[1:]), "answer": answer})
-    assert answer_text(refused, load_words("zh")) == f"未得出结论：{shown}。英文原因：{reason}。"
-    assert answer_text(refused, load_words("en")) == f"Not answered: E5 is better: {reason}."
+    assert answer_text(refused, load_words("zh")) == f"尚不清楚是否{shown}。英文原因：{reason}。"
+    assert answer_text(refused, load_words("en")) == f"Not known whether E5 is better: {reason}."

@@ -44,7 +44,7 @@ ARMS: dict[str, dict[str, Any]] = {
         "aqn": AQN,
     },
 }
-LOGITS = {"pretrained": 0.5, "baseline": 1.6, "E5": 1.45, "E5b": 1.48, "srdd_guided": 1.5}
+LOGITS = {"pretrained": -1.0, "baseline": 1.6, "E5": 1.45, "E5b": 1.48, "srdd_guided": 1.5}
 
 
 def study(**changes: Any) -> Study:

@@ -31,7 +31,8 @@ class CheckpointAccuracy(Artifact):
 class CheckpointComparison(Artifact):
     """One paired comparison over questions; numbers are null where `refusal` says why it cannot be made.
 
-    `p_holm` is adjusted over all comparisons of the same kind.
+    `p_holm` is adjusted over all comparisons of the same kind. The interval at confidence `interval_level` excludes
+    0 if and only if `p_holm` shows a difference.
     """
 
     kind: ComparisonKind
@@ -40,11 +41,13 @@ class CheckpointComparison(Artifact):
     noise_level: float
     noise: str | None = None
     difference: float | None = None
+    interval_level: float | None = None
     ci_low: float | None = None
     ci_high: float | None = None
     p_value: float | None = None
     p_holm: float | None = None
     method: str | None = None
+    questions_needed: int | None = Field(default=None, description="that would decide an open comparison")
     refusal: str | None = None
 
 

@@ -67,8 +67,8 @@ class ComparisonTable(pa.DataFrameModel):
     decided: at confidence `interval_level` it excludes 0, or a margin, if and only if the verdict says so.
     `degrees_of_freedom` are those of the standard error, all its parts together (Satterthwaite). The minimum detectable
     difference (from 0, or from the margin) is at the study's power and the strictest level of the family (alpha divided
-    by its size). `seeds_needed` and `questions_needed`: how many would show a difference as large as the observed one;
-    null where that does not apply or no number would be enough.
+    by its size). `seeds_needed` and `questions_needed`: how many would decide the claim with the study's power if the
+    true difference were the observed one; null where that does not apply or no number would be enough.
     `method`: the keys of what was computed, see `statistics.crossed_effects.Estimate.analysis`; the report's catalogue
     has the text of each.
     """
@@ -191,22 +191,21 @@ RefusalKind = Literal[
 
 
 class SeedComparison(Artifact):
-    """The paired 2x2 table of one seed: question counts by (treatment correct, control correct).
+    """The quantity of a claim in one seed: questions by the side that it favours, and its mean difference.
 
-    Of the first sample and at noisy levels of the first noise seed alone, so that each question counts once.
-    `ci_low`/`ci_high`: Tango's score interval at 1 - alpha, `mcnemar_p`: McNemar's score test.
+    Each question counts once, with its mean over noise seeds and samples; in a degradation it favours the side that
+    lost less. `ci_low`/`ci_high` at 1 - alpha and `p_value` are of this pair of runs alone, over questions (McNemar's
+    and Tango's score test for yes or no, else t).
     """
 
     seed: int
-    noise_seed: int
-    both_correct: int
-    only_treatment: int
-    only_control: int
-    neither: int
+    treatment_better: int
+    control_better: int
+    equal: int
     difference: float
     ci_low: float
     ci_high: float
-    mcnemar_p: float
+    p_value: float
 
 
 class Claim(Artifact):

@@ -4,6 +4,7 @@ The evaluate stage compares them with the study before it writes anything; the c
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
@@ -15,6 +16,8 @@ from aqnpipe.artifacts.base import Artifact
 
 _DIGITS = 8
 """Hexadecimal digits of the digest of a row: for one row in four thousand million, a change goes unseen."""
+
+_OF_A_ROW = ("question_id", "sample", "response", "response_tokens", "finish_reason")
 
 
 class PassFacts(Artifact):
@@ -86,9 +89,12 @@ class EvaluationFacts(Artifact):
 
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield the passes whose rows in the table are not the responses that the facts are about."""
+        of_passes: dict[tuple[float, int], list[tuple[Any, ...]]] = defaultdict(list)
+        for level, seed, *row in rows.select("noise_level", "noise_seed", *_OF_A_ROW).iter_rows():
+            of_passes[level, seed].append(tuple(row))
         for facts in self.passes:
-            mine = rows.filter(noise_level=facts.noise_level, noise_seed=facts.noise_seed)
-            digests = row_digests(mine)
+            mine = sorted(of_passes[facts.noise_level, facts.noise_seed], key=lambda row: (row[1], row[0]))
+            digests = [row_digest(*row) for row in mine]
             stored = [facts.rows[start : start + _DIGITS] for start in range(0, len(facts.rows), _DIGITS)]
             if digests == stored:
                 continue
@@ -96,7 +102,7 @@ class EvaluationFacts(Artifact):
             if len(digests) != len(stored) or not where:
                 yield f"{facts.name}: {len(digests)} responses in the table, {len(stored)} were given"
             else:
-                question = mine.sort("sample", "question_id")["question_id"][where[0]]
+                question = mine[where[0]][0]
                 yield (
                     f"{facts.name}: {len(where)} responses in the table are not those that the model gave to their "
                     f"questions, first {question}"
@@ -136,8 +142,7 @@ def row_digests(rows: pl.DataFrame) -> list[str]:
 
     Sorted by sample and question.
     """
-    columns = rows.select("question_id", "sample", "response", "response_tokens", "finish_reason")
-    return [row_digest(*row) for row in columns.sort("sample", "question_id").iter_rows()]
+    return [row_digest(*row) for row in rows.select(_OF_A_ROW).sort("sample", "question_id").iter_rows()]
 
 
 def row_digest(question_id: str, sample: int, response: str, num_tokens: int, finish_reason: str) -> str:

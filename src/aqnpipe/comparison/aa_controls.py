@@ -41,11 +41,12 @@ def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate,
             across.append(_IDENTICAL)
             single += [_IDENTICAL] * len(study.seeds_of(contrast.treatment.arm))
             continue
-        if len(scores.seed_tables) > 1:
+        if len(scores.seeds) > 1:
             estimate = scores.estimate()
             across.append(_Outcome(estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
         single += [
-            _Outcome(table.mcnemar_p, table.only_treatment + table.only_control == 0) for table in scores.seed_tables
+            _Outcome(table.p_value, table.treatment_better + table.control_better == 0)
+            for table in scores.by_seed(1 - alpha)
         ]
     rates = (_rate("across_seeds", across, alpha), _rate("single_runs", single, alpha))
     return tuple(rate for rate in rates if rate.tests)

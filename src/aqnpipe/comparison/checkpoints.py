@@ -3,6 +3,7 @@
 What they show holds for these weights. Whether a recipe of training makes the difference needs several runs of it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
@@ -21,11 +22,17 @@ from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import OF_THE_TOKENIZER, LoadedEvaluation, setting_difference
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.statistics.crossed_effects import estimate_difference
-from aqnpipe.statistics.multiple_testing import holm_within_families
+from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
+from aqnpipe.statistics.multiple_testing import Adjusted, adjusted_within_families
+from aqnpipe.statistics.sample_sizes import VarianceParts, questions_needed
 
 Row = TypeVar("Row", CheckpointAccuracy, CheckpointComparison)
 FloatArray = npt.NDArray[np.float64]
+Compared = tuple[CheckpointComparison, Estimate | None]
+"""A comparison without its numbers, and their estimate; None where it was refused."""
+
+POWER = 0.8
+"""Probability with which the questions that are named decide a comparison."""
 
 _MANY = 0.05
 """Share of responses without an answer that a reader should know of."""
@@ -61,19 +68,44 @@ def report_of(
 def compare_checkpoints(evaluations: Sequence[LoadedEvaluation], alpha: float) -> tuple[CheckpointComparison, ...]:
     """Return every checkpoint against itself without noise, and every pair at every level and in its degradation.
 
-    p-values are adjusted by Holm's method within each kind, over those comparisons that can be made.
+    p-values are adjusted by Holm's method within each kind, over those comparisons that can be made, and intervals are
+    at the level at which Holm's method made the test.
     """
-    found = [*_of_noise(evaluations, alpha), *_of_pairs(evaluations, alpha)]
-    tested = [comparison for comparison in found if comparison.p_value is not None]
-    adjusted = iter(
-        holm_within_families(
-            [comparison.kind for comparison in tested], [comparison.p_value or 0.0 for comparison in tested]
-        )
-    )
+    found = [*_of_noise(evaluations), *_of_pairs(evaluations)]
+    tested = [(comparison.kind, estimate.two_sided_p()) for comparison, estimate in found if estimate is not None]
+    adjusted = iter(adjusted_within_families([kind for kind, _ in tested], [p for _, p in tested], alpha))
     return tuple(
-        comparison if comparison.p_value is None else comparison.model_copy(update={"p_holm": next(adjusted)})
-        for comparison in found
+        comparison if estimate is None else _with_numbers(comparison, estimate, next(adjusted), alpha)
+        for comparison, estimate in found
     )
+
+
+def _with_numbers(
+    comparison: CheckpointComparison, estimate: Estimate, adjusted: Adjusted, alpha: float
+) -> CheckpointComparison:
+    low, high = estimate.interval(1 - adjusted.level)
+    bound = 2.0 if comparison.kind == "degradation" else 1.0
+    return comparison.model_copy(
+        update={
+            "difference": estimate.difference,
+            "interval_level": 1 - adjusted.level,
+            "ci_low": max(low, -bound),
+            "ci_high": min(high, bound),
+            "p_value": estimate.two_sided_p(),
+            "p_holm": adjusted.p_value,
+            "method": estimate.method,
+            "questions_needed": _questions_needed(estimate, adjusted, alpha),
+        }
+    )
+
+
+def _questions_needed(estimate: Estimate, adjusted: Adjusted, alpha: float) -> int | None:
+    """Return how many questions would decide an open comparison, if the true difference is the measured one."""
+    if adjusted.p_value < alpha or estimate.spread is None:
+        return None
+    parts = VarianceParts(seed=0.0, question=estimate.spread.variance * estimate.num_units, residual=0.0)
+    units = questions_needed(parts, 1, abs(estimate.difference), adjusted.level / 2, POWER)
+    return None if units is None else math.ceil(units * estimate.num_questions / estimate.num_units)
 
 
 def _named(row: Row, names: Mapping[float, str]) -> Row:
@@ -92,10 +124,13 @@ def _accuracies_of(evaluations: Sequence[LoadedEvaluation]) -> tuple[CheckpointA
 
 def _notes(evaluations: Sequence[LoadedEvaluation], alpha: float) -> Iterator[str]:
     yield (
-        f"Intervals ({1 - alpha:.0%}) and tests are over questions, for these weights and these noise seeds. Whether a "
-        "way of training makes the difference needs several runs of it."
+        "Intervals and tests are over questions, for these weights and these noise seeds. Whether a way of training "
+        "makes the difference needs several runs of it."
     )
-    yield "p-values are adjusted by Holm's method over the comparisons of each table."
+    yield (
+        f"p-values are adjusted by Holm's method over the comparisons of each table. Intervals of accuracies are at "
+        f"{1 - alpha:.0%}, those of differences at the level of that test: they exclude 0 where one is shown."
+    )
     first = evaluations[0]
     others = [other.source.model for other in evaluations[1:] if _facts(other) != _facts(first)]
     if others:
@@ -116,23 +151,21 @@ def _notes(evaluations: Sequence[LoadedEvaluation], alpha: float) -> Iterator[st
             yield f"not used: {problem.text}"
 
 
-def _of_noise(evaluations: Sequence[LoadedEvaluation], alpha: float) -> Iterator[CheckpointComparison]:
+def _of_noise(evaluations: Sequence[LoadedEvaluation]) -> Iterator[Compared]:
     for evaluation in evaluations:
         for level in _noisy_levels(evaluation):
-            yield _compared("noise", evaluation, evaluation, level, alpha)
+            yield _compared("noise", evaluation, evaluation, level)
 
 
-def _of_pairs(evaluations: Sequence[LoadedEvaluation], alpha: float) -> Iterator[CheckpointComparison]:
+def _of_pairs(evaluations: Sequence[LoadedEvaluation]) -> Iterator[Compared]:
     for first, second in combinations(evaluations, 2):
         for level in sorted({*first.levels, *second.levels}):
-            yield _compared("accuracy", first, second, level, alpha)
+            yield _compared("accuracy", first, second, level)
         for level in _noisy_levels(first):
-            yield _compared("degradation", first, second, level, alpha)
+            yield _compared("degradation", first, second, level)
 
 
-def _compared(
-    kind: ComparisonKind, first: LoadedEvaluation, second: LoadedEvaluation, level: float, alpha: float
-) -> CheckpointComparison:
+def _compared(kind: ComparisonKind, first: LoadedEvaluation, second: LoadedEvaluation, level: float) -> Compared:
     identity = {"kind": kind, "first": first.source.model, "second": second.source.model, "noise_level": level}
     try:
         for evaluation in (first, second):
@@ -140,24 +173,13 @@ def _compared(
         if kind != "noise":
             _refuse_unlike(first, second)
     except RefusedError as error:
-        return CheckpointComparison.model_validate(identity | {"refusal": str(error)})
+        return CheckpointComparison.model_validate(identity | {"refusal": str(error)}), None
     treatment = _scores(first, level)
     control = _scores(second, 0.0 if kind == "noise" else level)
     if kind == "degradation":
         treatment, control = treatment - _scores(first, 0.0), control - _scores(second, 0.0)
     estimate = estimate_difference(treatment[None], control[None], None, first.levels[level].clusters)
-    low, high = estimate.interval(1 - alpha)
-    bound = 2.0 if kind == "degradation" else 1.0
-    return CheckpointComparison.model_validate(
-        identity
-        | {
-            "difference": estimate.difference,
-            "ci_low": max(low, -bound),
-            "ci_high": min(high, bound),
-            "p_value": estimate.two_sided_p(),
-            "method": estimate.method,
-        }
-    )
+    return CheckpointComparison.model_validate(identity), estimate
 
 
 def _refuse_unlike(first: LoadedEvaluation, second: LoadedEvaluation) -> None:

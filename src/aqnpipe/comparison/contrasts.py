@@ -16,7 +16,6 @@ from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
-from aqnpipe.statistics.paired import paired_counts
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
 FloatArray = npt.NDArray[np.float64]
@@ -24,6 +23,8 @@ Checkpoint = tuple[str, str, int, int]
 """(model role, arm, seed, step)."""
 
 _MAX_NAMED = 3
+_DIGITS = 9
+"""Means of the same answers differ by rounding alone beyond these."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Scores:
     Correctness in [0, 1]; in a degradation comparison the change due to the noise level, in [-1, 1]. A control of one
     row (the pretrained model) is compared with every treatment seed. The accuracies are those at the sides' noise
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
-    model; None with a single seed. `by_scorer`: the same difference by the other scorers of numbers,
-    if the primary one is of numbers. `clusters`: of the questions; None: each is its own.
+    model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger. `by_scorer`: the same
+    difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None:
+    each is its own.
     """
 
     treatment: FloatArray
@@ -59,13 +61,33 @@ class Scores:
     treatment_accuracy: float
     control_accuracy: float
     seed_variance: SeedVariance | None
-    seed_tables: tuple[SeedComparison, ...] = ()
+    seeds: tuple[int, ...] = ()
+    bound: float = 1.0
     by_scorer: Mapping[str, float] = field(default_factory=dict)
     clusters: Clusters | None = None
 
     def estimate(self) -> Estimate:
         """Return the mean difference and what its tests need."""
         return estimate_difference(self.treatment, self.control, self.seed_variance, self.clusters)
+
+    def by_seed(self, level: float) -> Iterator[SeedComparison]:
+        """Yield what each seed shows by itself, with intervals at confidence `level`."""
+        for number, seed in enumerate(self.seeds):
+            one, other = self.treatment[number][None], self.control[number % len(self.control)][None]
+            estimate = estimate_difference(one, other, None, self.clusters)
+            low, high = estimate.interval(level)
+            signs = np.sign(np.round(one - other, _DIGITS))
+            better, worse = int((signs > 0).sum()), int((signs < 0).sum())
+            yield SeedComparison(
+                seed=seed,
+                treatment_better=better,
+                control_better=worse,
+                equal=one.size - better - worse,
+                difference=estimate.difference,
+                ci_low=max(low, -self.bound),
+                ci_high=min(high, self.bound),
+                p_value=estimate.two_sided_p(),
+            )
 
     @property
     def differences(self) -> FloatArray:
@@ -188,13 +210,17 @@ class Contrasts:
         treated, untreated = _correctness(first, treatment.noise_level), _correctness(second, control.noise_level)
         is_degradation = comparison.kind == "degradation"
         primary = self._study.config.evaluation.primary_scorer
+        ours = treated - _correctness(first, 0.0) if is_degradation else treated
+        theirs = untreated - _correctness(second, 0.0) if is_degradation else untreated
+        clusters = first[0].levels[treatment.noise_level].clusters
         return Scores(
-            treatment=treated - _correctness(first, 0.0) if is_degradation else treated,
-            control=untreated - _correctness(second, 0.0) if is_degradation else untreated,
+            treatment=ours,
+            control=theirs,
             treatment_accuracy=float(treated.mean()),
             control_accuracy=float(untreated.mean()),
             seed_variance=self._seed_variance(treatment, control, comparison),
-            seed_tables=self._seed_tables(pairs, treatment, control),
+            seeds=tuple(pair[1 if treatment.arm == PRETRAINED else 0].source.seed for pair in pairs),
+            bound=2.0 if is_degradation else 1.0,
             by_scorer={
                 scorer: _difference_by(
                     scorer, first, second, (treatment.noise_level, control.noise_level), is_degradation
@@ -202,7 +228,7 @@ class Contrasts:
                 for scorer in (SCORERS if primary in NUMBER_SCORERS else ())
                 if scorer != primary
             },
-            clusters=first[0].levels[treatment.noise_level].clusters,
+            clusters=clusters,
         )
 
     def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
@@ -254,34 +280,6 @@ class Contrasts:
             return math.nan
         first, last = (float(evaluation.levels[level].correct.mean()) for level in (levels[0], levels[-1]))
         return last - first if len(levels) > 1 else last
-
-    def _seed_tables(
-        self, pairs: Sequence[tuple[LoadedEvaluation, LoadedEvaluation]], treatment: Side, control: Side
-    ) -> tuple[SeedComparison, ...]:
-        alpha = self._study.config.statistics.alpha
-        treated = np.stack([pair[0].levels[treatment.noise_level].first_correct for pair in pairs])
-        untreated = np.stack([pair[1].levels[control.noise_level].first_correct for pair in pairs])
-        tables = []
-        for number, (first, second) in enumerate(pairs):
-            counts = paired_counts(treated[number], untreated[number])
-            ours, theirs = (one[number : number + 1].astype(np.float64) for one in (treated, untreated))
-            estimate = estimate_difference(ours, theirs, None, first.levels[treatment.noise_level].clusters)
-            low, high = estimate.interval(1 - alpha)
-            tables.append(
-                SeedComparison(
-                    seed=second.source.seed if treatment.arm == PRETRAINED else first.source.seed,
-                    noise_seed=first.levels[treatment.noise_level].noise_seeds[0],
-                    both_correct=counts.both_correct,
-                    only_treatment=counts.only_treatment,
-                    only_control=counts.only_control,
-                    neither=counts.neither,
-                    difference=counts.difference,
-                    ci_low=max(low, -1.0),
-                    ci_high=min(high, 1.0),
-                    mcnemar_p=estimate.two_sided_p(),
-                )
-            )
-        return tuple(tables)
 
 
 def checkpoint_name(checkpoint: Checkpoint) -> str:

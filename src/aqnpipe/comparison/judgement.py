@@ -46,7 +46,7 @@ class Judgement:
 
     `p_value`: of the claim's own test, unadjusted. `claimed`: that test. `other`: the test of equivalence of a claim of
     a difference, or of a difference beyond the margin. `seeds_for`: seeds that find each of EFFECTS; None where no
-    number would; empty where more seeds are no answer.
+    number would; empty where more seeds are no answer, or not needed.
     """
 
     p_value: float
@@ -164,7 +164,8 @@ def judge(
     strictest = settings.alpha / family_size
     verdict, tail = verdict_of(contrast, estimate, *tests, settings.alpha)
     low, high = possible_interval(claim, estimate, 1 - 2 * tail)
-    distance = _distance(claim, estimate.difference)
+    distance, is_one_sided = _distance(claim, estimate.difference)
+    deciding = (strictest if is_one_sided else strictest / 2, settings.power)
     sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)
     can_extrapolate = estimate.spread is not None and is_decidable(contrast, estimate)
     more_seeds = can_extrapolate and estimate.num_seeds > 1
@@ -177,10 +178,10 @@ def judge(
         ci_high=high,
         verdict=verdict,
         minimum_detectable=_minimum_detectable(parts, estimate, *sizes),
-        seeds_needed=seeds_needed(parts, estimate.num_units, distance, *sizes) if more_seeds else None,
-        questions_needed=_questions_needed(parts, estimate, distance, *sizes) if can_extrapolate else None,
+        seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
+        questions_needed=_questions_needed(parts, estimate, distance, *deciding) if can_extrapolate else None,
         seeds_for=tuple(seeds_needed(parts, estimate.num_units, effect, *sizes) for effect in EFFECTS)
-        if more_seeds and claim.margin is None
+        if more_seeds and claim.margin is None and verdict == "not_shown"
         else (),
     )
 
@@ -218,8 +219,12 @@ def verdict_of(
     return ("supported" if is_as_claimed else "refuted"), claimed.tail
 
 
-def _distance(claim: TestedClaim, difference: float) -> float:
-    """Distance of the observed difference from the hypothesis, positive on the claim's side."""
+def _distance(claim: TestedClaim, difference: float) -> tuple[float, bool]:
+    """Return how far the observed difference is from the bound of the test that it may pass, and if that is one-sided.
+
+    On either side of the bound the claim is decided: it is supported, or refuted.
+    """
     if claim.margin is None:
-        return {"higher": difference, "lower": -difference}.get(str(claim.direction), abs(difference))
-    return difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
+        return abs(difference), False
+    inside = difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
+    return abs(inside), inside > 0 or _is_other_one_sided(claim)

@@ -40,7 +40,7 @@ from aqnpipe.comparison.contrasts import (
 )
 from aqnpipe.comparison.differences import difference_rows
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
-from aqnpipe.comparison.identity import error_families
+from aqnpipe.comparison.identity import comparison_ids, error_families
 from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, evidence_of, judge
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_at_look, last_looks, look_statement
@@ -157,7 +157,7 @@ def compare(
             claims=tuple(claims),
             aa_control_rates=aa_control_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
-            answer=answer_of(claims, rows, decided),
+            answer=answer_of(claims, rows, decided, comparison_ids(study.comparisons()), settings.power),
             looks=tuple(looks),
             tables_sha256=digests_of_outputs(
                 {
@@ -264,7 +264,7 @@ def _judged(
             *statements_of(contrast, scores, estimate, judgement, settings),
             *([] if decided is None else [look_statement(decided, contrast.comparison)]),
         ),
-        seeds=scores.seed_tables,
+        seeds=tuple(scores.by_seed(1 - settings.alpha)),
     )
     return row, claim
 

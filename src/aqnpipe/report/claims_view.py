@@ -194,15 +194,20 @@ def _anchors(identifiers: Sequence[str]) -> dict[str, str]:
 
 def answer_text(claims: ClaimsFile, words: Words) -> str | None:
     """Return the sentence on the primary claim; None if the study declares none."""
-    if claims.answer is None:
-        return None
     primary = next((claim for claim in claims.claims if claim.role == "primary"), None)
-    if claims.answer.key != "answer.invalid" or primary is None:
-        return words.of(claims.answer)
-    # The statement holds the claim in English.
+    if claims.answer is None or primary is None:
+        return None
+    # The statement holds the claim in English, as the study begins it.
     text = in_language(primary.claim, primary.claim_zh, words)
-    marked = f"{text.text} {words('untranslated')}" if text.untranslated else text.text
-    return words("answer.invalid", claim=marked, reason=primary.invalid_reason or "")
+    shown = f"{text.text} {words('untranslated')}" if text.untranslated else _within_a_sentence(text.text)
+    return words.of(claims.answer.model_copy(update={"values": claims.answer.values | {"claim": shown}}))
+
+
+def _within_a_sentence(claim: str) -> str:
+    """Return a claim with a small first letter, unless its first word is a name such as E5, AQN or Qwen2.5."""
+    rest_of_word = claim[1:].split(" ", 1)[0].replace("-", "")
+    is_a_word = not rest_of_word or (rest_of_word.isalpha() and rest_of_word.islower())
+    return claim[:1].lower() + claim[1:] if is_a_word else claim
 
 
 def claim_text(claim: Claim, words: Words) -> str:
@@ -277,34 +282,22 @@ def _error_rates(claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) ->
 
 
 def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Table:
-    """Return the paired 2x2 table of one comparison, a row per seed; intervals have confidence `level`."""
+    """Return what each seed shows of a claim, a row per seed; intervals have confidence `level`."""
     rows = tuple(
         Row(
             (
                 str(seed.seed),
-                str(seed.noise_seed),
-                numbers.count(seed.both_correct),
-                numbers.count(seed.only_treatment),
-                numbers.count(seed.only_control),
-                numbers.count(seed.neither),
+                numbers.count(seed.treatment_better),
+                numbers.count(seed.control_better),
+                numbers.count(seed.equal),
                 numbers.points(seed.difference),
                 words.span(seed.ci_low, seed.ci_high, numbers.points),
-                numbers.p_value(seed.mcnemar_p),
+                numbers.p_value(seed.p_value),
             )
         )
         for seed in claim.seeds
     )
-    names = (
-        "seed",
-        "noise_seed",
-        "both",
-        "only_treatment",
-        "only_control",
-        "neither",
-        "difference",
-        "interval",
-        "mcnemar",
-    )
+    names = ("seed", "treatment_better", "control_better", "equal", "difference", "interval", "p_of_seed")
     headers = tuple(words(f"column.{name}") for name in names)
     caption = words("paired.table", comparison=claim.comparison_id, level=level)
     return Table(f"paired-{claim.comparison_id}", caption, headers, rows, 0, max_rows=max_rows)

@@ -1,4 +1,4 @@
-"""What the terminal shows when a study is finished: its answer, and the verdicts with their differences."""
+"""What the terminal shows when a study is finished: the verdicts with their differences, and its answer at the end."""
 
 import unicodedata
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ def closing_lines(results: Path, language: Language, noises: Mapping[float, str]
     claims, words = read_json(path, ClaimsFile), load_words(language, noises)
     answer = answer_text(claims, words)
     return [
-        *([] if answer is None else [visible(answer)]),
         summary_line((claim.verdict for claim in claims.claims), words),
         *_verdict_lines(claims, results, words),
+        *([] if answer is None else [visible(answer)]),
     ]
 
 

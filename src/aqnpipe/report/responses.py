@@ -25,6 +25,7 @@ from aqnpipe.errors import DataError, first_line
 from aqnpipe.report.text import visible
 
 _PLACE = re.compile(r"eval/([^/]+)/([^/]+)/seed(\d+)/step(\d+)\.parquet$")
+_DIGITS = 9
 _WORDS = re.compile(r"\s+|[^\s]+")
 
 Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
@@ -47,12 +48,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Changed:
-    """A question whose outcome differs between the sides of a claim, in so many of its seeds."""
+    """A question on which the quantity of a claim favours a side, in so many of its seeds."""
 
     question_id: str
     question: str
-    only_treatment: int
-    only_control: int
+    treatment_better: int
+    control_better: int
 
 
 class Responses:
@@ -141,17 +142,25 @@ class Responses:
         return found
 
     def changed_by(self, comparison_id: str, scorer: str) -> list[Changed]:
-        """Return the questions on which the first passes of a claim's sides differ, most seeds first."""
+        """Return the questions on which a claim's quantity differs between its sides, most seeds first.
+
+        As in the tables of the claim: over all noise seeds and samples, in a degradation less the same without noise.
+        """
         row = self.comparisons.get(comparison_id)
         if row is None:
             raise DataError(f"found no comparison {comparison_id!r} in {self.results / 'comparisons.parquet'}")
-        treatment = self._outcomes(row["model"], row["treatment"], row["treatment_level"], scorer)
-        control = self._outcomes(row["model"], row["control"], row["control_level"], scorer)
+        is_change = row["kind"] == "degradation"
+        treatment = self._outcomes(row["model"], row["treatment"], row["treatment_level"], scorer, is_change=is_change)
+        control = self._outcomes(row["model"], row["control"], row["control_level"], scorer, is_change=is_change)
         keys = ["question_id"] if PRETRAINED in (row["treatment"], row["control"]) else ["question_id", "seed"]
-        joined = treatment.join(control, on=keys, suffix="_control")
-        sides = joined.group_by("question_id").agg(
-            (pl.col("correct") & ~pl.col("correct_control")).sum().cast(pl.Int64).alias("treatment"),
-            (~pl.col("correct") & pl.col("correct_control")).sum().cast(pl.Int64).alias("control"),
+        difference = (pl.col("score") - pl.col("score_control")).round(_DIGITS)
+        sides = (
+            treatment.join(control, on=keys, suffix="_control")
+            .group_by("question_id")
+            .agg(
+                (difference > 0).sum().cast(pl.Int64).alias("treatment"),
+                (difference < 0).sum().cast(pl.Int64).alias("control"),
+            )
         )
         named = sides.filter(pl.col("treatment") + pl.col("control") > 0).join(
             self.questions, on="question_id", how="left"
@@ -180,9 +189,14 @@ class Responses:
         both = sorted({*in_question["question_id"], *counts})
         return [(name, texts.get(name, ""), counts.get(name, 0)) for name in both]
 
-    def _outcomes(self, model: str, arm: str, level: float, scorer: str) -> pl.DataFrame:
-        rows = pl.concat([first_pass(one, level) for one in self._scans([arm])]).filter(pl.col("model") == model)
-        return _collect(rows).select("question_id", "seed", pl.col(f"correct_{scorer}").alias("correct"))
+    def _outcomes(self, model: str, arm: str, level: float, scorer: str, *, is_change: bool) -> pl.DataFrame:
+        """Return the mean score of every seed and question at a level, less that without noise for a change."""
+        rows = pl.concat(self._scans([arm])).filter(pl.col("model") == model)
+        correct, at_level = pl.col(f"correct_{scorer}"), pl.col("noise_level") == level
+        score = correct.filter(at_level).mean()
+        if is_change:
+            score -= correct.filter(pl.col("noise_level") == 0).mean()
+        return _collect(rows.group_by("question_id", "seed").agg(score.alias("score")))
 
     def _rows(self, arms: Sequence[str] = ()) -> pl.LazyFrame:
         return pl.concat(self._scans(arms))
@@ -200,7 +214,7 @@ class Responses:
 
 
 def first_pass(evaluation: Frame, noise_level: float) -> Frame:
-    """Return the rows at a level of the first sample and the first noise seed, as in the paired tables of claims."""
+    """Return the rows at a level of the first sample and the first noise seed."""
     rows = evaluation.filter(pl.col("noise_level") == noise_level)
     return rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min(), pl.col("sample") == 0)
 

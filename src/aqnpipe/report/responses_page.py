@@ -1,4 +1,4 @@
-"""Pages of `aqnpipe view`: claims, questions that changed sides, and all responses to one question side by side."""
+"""Pages of `aqnpipe view`: claims with the questions that differ, and all responses to one question side by side."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,11 +102,11 @@ class ResponsePages:
         headers = (
             words("column.id"),
             words("column.question"),
-            words("view.only", side=self._side(row, "treatment")),
-            words("view.only", side=self._side(row, "control")),
+            words("view.better", side=self._side(row, "treatment")),
+            words("view.better", side=self._side(row, "control")),
         )
         rows = [
-            self._row(one.question_id, one.question, [str(one.only_treatment), str(one.only_control)], sides)
+            self._row(one.question_id, one.question, [str(one.treatment_better), str(one.control_better)], sides)
             for one in changed
         ]
         return self._render(title, listed=Listed(words("view.changed", count=len(changed)), headers, rows))

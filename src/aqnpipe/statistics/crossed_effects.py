@@ -4,7 +4,7 @@ d[seed, question] is the correctness of the treatment minus that of the control 
 noise seeds. A claim about arms must hold for other seeds and other questions, so both count as samples of a population.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -152,7 +152,7 @@ def two_way_spread(
     seeds = seed_variance or SeedVariance(VariancePart(by_seed, num_seeds - 1.0))
     own, is_alone = seeds.own, seeds.own.degrees_of_freedom <= num_seeds - 1
     if is_alone and seeds.shared is None:
-        own = VariancePart(max(own.variance, residual / num_questions), own.degrees_of_freedom)
+        own = replace(own, variance=max(own.variance, residual / num_questions))
     by_question = max(by_question - residual / differences.size, 0.0)
     questions = VariancePart(by_question, num_questions - 1.0 if freedom is None else freedom)
     shared = () if seeds.shared is None else (seeds.shared.times(1 / num_seeds),)

@@ -5,6 +5,7 @@ the pair's own variance, or the larger one, more often than a t distribution say
 of the test and on the median of its estimate are integrated numerically, for arms that scatter alike.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,10 +79,11 @@ def expected_spread(
     by_answers = parts.residual / num_questions
     variance = parts.seed + by_answers
     floor = by_answers / variance if variance > 0 and pool == 0 and parts.shared == 0 else 0.0
-    rule = _pair_rule(freedom, pool, round(floor * _FLOOR_STEPS) / _FLOOR_STEPS)
+    floor = round(floor * _FLOOR_STEPS) / _FLOOR_STEPS
+    inflation, rule_freedom = _inflation_and_freedom(freedom, pool, floor, tail, power)
     return spread_of(
         VariancePart(parts.shared / num_seeds, freedom),
-        VariancePart(variance * rule.inflation(tail, power) / num_seeds, rule.freedom),
+        VariancePart(variance * inflation / num_seeds, rule_freedom),
         VariancePart(parts.question / num_questions, num_questions - 1.0),
     )
 
@@ -106,22 +108,30 @@ class _PairRule:
         """The median estimated variance divided by the true one."""
         return float(np.median(self.variances))
 
-    @lru_cache(maxsize=256)  # noqa: B019 - rules are cached too, and few
     def inflation(self, tail: float, power: float) -> float:
         """Return the factor of the true variance at which a noncentral t distribution has the power of the rule."""
         values, inverse = np.unique(self.test_freedom, return_inverse=True)
-        half_widths = stats.t.isf(tail, values)[inverse] * np.sqrt(self.variances)
+        half_widths = -special.stdtrit(values, tail)[inverse] * np.sqrt(self.variances)
 
         def shortfall(distance: float) -> float:
             return power - float(special.ndtr(distance - half_widths).mean())
 
-        distance = float(optimize.brentq(shortfall, 0.0, 10 * float(half_widths.max()) + 10))
+        # Below the first every pair has less than the power, above the second more.
+        lowest, highest = (float(end + special.ndtri(power)) for end in (half_widths.min(), half_widths.max()))
+        distance = float(optimize.brentq(shortfall, lowest - 0.01, highest + 0.01))
         return (distance / Spread((VariancePart(1.0, self.freedom),)).minimum_detectable(tail, power)) ** 2
 
-    __hash__ = object.__hash__
+
+@lru_cache(maxsize=1 << 16)
+def _inflation_and_freedom(
+    own_freedom: float, pool_freedom: float, floor: float, tail: float, power: float
+) -> tuple[float, float]:
+    """Return what the rule does to a test, for which every search for a number of seeds asks again."""
+    rule = _pair_rule(own_freedom, pool_freedom, floor)
+    return rule.inflation(tail, power), rule.freedom
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _pair_rule(own_freedom: float, pool_freedom: float, floor: float) -> _PairRule:
     """Return the rule of `SeedBlocks.of_pair`; without a pool, the own variance is at least the share `floor`."""
     own, pool = (
@@ -143,40 +153,54 @@ def seeds_needed(parts: VarianceParts, num_questions: int, distance: float, tail
     Returns None if the distance is not above 0, or if MAX_SEEDS_SEARCHED seeds are too few (the questions are the
     limit).
     """
+    of_a_seed = parts.shared + parts.seed + parts.residual / num_questions
     return _smallest(
         lambda number: expected_spread(parts, number, num_questions, tail, power),
         (2, MAX_SEEDS_SEARCHED),
-        distance,
-        tail,
-        power,
+        (parts.question / num_questions, of_a_seed),
+        (distance, tail, power),
     )
 
 
 def questions_needed(parts: VarianceParts, num_seeds: int, distance: float, tail: float, power: float) -> int | None:
     """Return the number of questions with which a test detects `distance`; None as in `seeds_needed`."""
+    of_a_question = parts.question + parts.residual / num_seeds
     return _smallest(
         lambda number: expected_spread(parts, num_seeds, number, tail, power),
         (10, MAX_QUESTIONS_SEARCHED),
-        distance,
-        tail,
-        power,
+        ((parts.shared + parts.seed) / num_seeds, of_a_question),
+        (distance, tail, power),
     )
 
 
 def _smallest(
-    spread_with: Callable[[int], Spread | None], ends: tuple[int, int], distance: float, tail: float, power: float
+    spread_with: Callable[[int], Spread | None],
+    ends: tuple[int, int],
+    variance: tuple[float, float],
+    test: tuple[float, float, float],
 ) -> int | None:
-    """Return the smallest number whose spread makes `distance` detectable, by bisection."""
+    """Return the smallest number of units whose spread makes a distance detectable, from a guess and by bisection.
+
+    variance: the part that more units leave, and that of one unit. test: distance, tail, power. The guess is the number
+    that a normal test would need if its variance were known; most searches end within a few steps of it.
+    """
+    distance, tail, power = test
+    if distance <= 0:
+        return None
 
     def enough(number: int) -> bool:
         spread = spread_with(number)
         return spread is None or spread.detects(distance, tail, power)
 
-    lowest, highest = ends
-    if distance <= 0 or not enough(highest):
-        return None
-    low, high = lowest - 1, highest
+    left = (distance / float(special.ndtri(1 - tail) + special.ndtri(power))) ** 2 - variance[0]
+    guess = variance[1] / left if left > 0 else math.inf
+    low, high = ends[0] - 1, ends[1] + 1
+    number = round(min(max(guess, ends[0]), ends[1]))
+    step = max(1, number // 16)
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+        if enough(number):
+            high, number = number, max(number - step, (low + number) // 2 if low >= ends[0] else low + 1)
+        else:
+            low, number = number, min(number + step, (number + high) // 2 if high <= ends[1] else high - 1)
+        step *= 2
+    return None if high > ends[1] else high

@@ -6,7 +6,7 @@ freedom), another from many questions. No single t distribution fits.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +94,7 @@ class Spread:
 
     def _tail(self, value: float) -> float:
         if self.is_t:
-            return float(stats.t.sf(value, self.parts[0].degrees_of_freedom))
+            return float(special.stdtr(self.parts[0].degrees_of_freedom, -value))
         scales, weights = self._scales
         return float(weights @ special.ndtr(-value / scales))
 
@@ -103,8 +103,8 @@ class Spread:
         if probability < 0.5:
             return -self.quantile(1 - probability)
         if self.is_t:
-            return float(stats.t.ppf(probability, self.parts[0].degrees_of_freedom))
-        highest = max(float(stats.t.ppf(probability, part.degrees_of_freedom)) for part in self.parts)
+            return float(special.stdtrit(self.parts[0].degrees_of_freedom, probability))
+        highest = max(float(special.stdtrit(part.degrees_of_freedom, probability)) for part in self.parts)
         return float(optimize.brentq(lambda x: self._tail(x) - (1 - probability), 0.0, 2 * highest * len(self.parts)))
 
     def half_width(self, level: float) -> float:
@@ -153,7 +153,7 @@ def spread_of(*parts: VariancePart) -> Spread | None:
     return Spread(varying) if varying else None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _variance_ratios(degrees_of_freedom: float, largest: float) -> tuple[FloatArray, FloatArray]:
     """Return quadrature nodes and weights of df/chi-squared(df), the true variance divided by the estimated one.
 
@@ -163,11 +163,17 @@ def _variance_ratios(degrees_of_freedom: float, largest: float) -> tuple[FloatAr
     if degrees_of_freedom > _KNOWN_FREEDOM:
         return np.ones(1), np.ones(1)
     few = degrees_of_freedom < _MANY_FREEDOM
-    nodes, weights = np.polynomial.legendre.leggauss(48 if few else 12)
+    nodes, weights = _gauss_legendre(48 if few else 12)
     power = 4 if few else 1
-    lowest = float(stats.chi2.cdf(degrees_of_freedom / largest, degrees_of_freedom)) if math.isfinite(largest) else 0.0
+    half = degrees_of_freedom / 2
+    lowest = float(special.gammainc(half, half / largest)) if math.isfinite(largest) else 0.0
     start = lowest ** (1 / power)
     roots = start + (1 - start) * (nodes + 1) / 2
     shares = weights * roots ** (power - 1)
-    ratios = degrees_of_freedom / stats.chi2.ppf(roots**power, degrees_of_freedom)
+    ratios = half / special.gammaincinv(half, roots**power)
     return ratios, shares / shares.sum()
+
+
+@cache
+def _gauss_legendre(number: int) -> tuple[FloatArray, FloatArray]:
+    return np.polynomial.legendre.leggauss(number)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.cli.text_table import aligned
+from aqnpipe.comparison.checkpoints import POWER
 
 TITLES = {
     "noise": "What noise costs each checkpoint",
@@ -22,7 +23,7 @@ def markdown_of(report: RobustnessReport) -> list[str]:
     lines += _markdown_table(heading, rows)
     for title, cells in _comparisons(report):
         lines += ["", f"## {title}", "", *_markdown_table(_HEADINGS, cells)]
-    return [*lines, "", *(f"- {note}" for note in report.notes)]
+    return [*lines, "", *(f"- {note}" for note in report.notes), "", f"**{answer_of(report)}**"]
 
 
 def table_of(report: RobustnessReport) -> list[str]:
@@ -31,7 +32,40 @@ def table_of(report: RobustnessReport) -> list[str]:
     lines = [_setting(report), *aligned([heading, *rows])]
     for title, cells in _comparisons(report):
         lines += ["", title, *aligned([_HEADINGS, *cells])]
-    return [*lines, "", *report.notes]
+    return [*lines, "", *report.notes, "", answer_of(report)]
+
+
+def answer_of(report: RobustnessReport) -> str:
+    """Return yes, no or not known in one sentence: whether two checkpoints differ in what the highest noise costs them.
+
+    It is about the pair with the smallest p-value, which is adjusted over all pairs. With one checkpoint it is about
+    whether the noise costs anything.
+    """
+    kind = "degradation" if len(report.checkpoints) > 1 else "noise"
+    levels = {row.noise_level for row in report.comparisons if row.kind == kind}
+    level = max((one for one in levels if one < 1), default=max(levels, default=0.0))
+    rows = [row for row in report.comparisons if (row.kind, row.noise_level) == (kind, level)]
+    row = min(rows, key=lambda one: 2.0 if one.p_holm is None else one.p_holm, default=None)
+    if row is None:
+        return "Not known: no noise was evaluated."
+    if row.difference is None or row.ci_low is None or row.ci_high is None or row.p_holm is None:
+        return f"Not known: {row.refusal}."
+    is_turned = kind == "noise" or row.difference < 0
+    amount, low, high = (
+        (-row.difference, -row.ci_high, -row.ci_low) if is_turned else (row.difference, row.ci_low, row.ci_high)
+    )
+    first, second = (row.second, row.first) if is_turned else (row.first, row.second)
+    costs = f"{_noise(level, row.noise)} noise costs {first} {100 * amount:.1f} points"
+    costs += f" less than {second}" if kind == "degradation" else ""
+    is_shown = row.p_holm < report.alpha
+    verdict = "Not known" if not is_shown else "Yes" if amount > 0 else "No"
+    sample = f"{report.accuracies[0].num_questions} questions" + (f"; {len(rows)} pairs" if len(rows) > 1 else "")
+    more = "" if is_shown else "; no number of questions decides it if the true difference is this one"
+    if not is_shown and row.questions_needed is not None:
+        chance = f"{100 * POWER:g} %, if the true difference is this one"
+        more = f"; {row.questions_needed:,} questions would decide it ({chance})"
+    interval = f"{100 * (row.interval_level or 0.0):.3g} % interval {100 * low:+.1f} to {100 * high:+.1f}"
+    return f"{verdict}: {costs} ({interval}; {sample}){more}."
 
 
 def csv_of(report: RobustnessReport) -> str:
