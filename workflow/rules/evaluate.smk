@@ -73,7 +73,9 @@ if EVALUATES_RUNS:
         params:
             specs=lambda wildcards: PLAN.evaluation_specs(**wildcards),
             code=code_digest("aqnpipe.evaluation.stage"),
-            scratch=f"{RESULTS}/scratch/evaluate_{{model}}_{{arm}}_seed{{seed}}",
+            scratch=lambda wildcards, output: "{}/scratch/evaluate_{model}_{arm}_seed{seed}".format(
+                RESULTS, **wildcards
+            ),
         message:
             f"evaluate: {{wildcards.model}}/{{wildcards.arm}} seed {{wildcards.seed}}, {len(PLAN.checkpoint_steps)} checkpoints{given('evaluate_run')}"
         script:

@@ -31,7 +31,8 @@ rule train:
     params:
         spec=lambda wildcards: PLAN.training_spec(wildcards.arm, int(wildcards.seed)),
         code=code_digest("aqnpipe.training.stage"),
-        scratch=f"{RESULTS}/scratch/{{model}}_{{arm}}_seed{{seed}}",
+        # Of `output`, so that Snakemake leaves it out of what makes a run another one: the results may be moved.
+        scratch=lambda wildcards, output: "{}/scratch/{model}_{arm}_seed{seed}".format(RESULTS, **wildcards),
     message:
         f"train: {{wildcards.model}}/{{wildcards.arm}} seed {{wildcards.seed}}{given('train')}"
     script:
