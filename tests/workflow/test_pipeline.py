@@ -454,7 +454,7 @@ def artifacts(checkout):
     found = {
         str(path.relative_to(results)): path.read_bytes()
         for path in results.rglob("*")
-        if path.is_file() and path.relative_to(results).parts[0] not in ("logs", "benchmarks")
+        if path.is_file() and path.relative_to(results).parts[0] not in ("logs", "benchmarks", "jobs")
     }
     found["report.html"] = substituted(found["report.html"], rb'(?s)<section id="costs">.*?</section>', b"")
     return found

@@ -1,7 +1,6 @@
 """What runs again: decided by content, never by time.
 
-The study is one whose every output is an empty file that Snakemake was told is finished (`--touch`): only plans are made.
-Where the package itself is edited or moved, Snakemake starts anew; otherwise it is forked, as in `test_pipeline`.
+Every output of the study is an empty file that Snakemake was told is finished (`--touch`): only plans are made. Where the package itself is edited or moved, Snakemake starts anew; otherwise it is forked, as in `test_pipeline`.
 """
 
 import dataclasses
@@ -108,7 +107,7 @@ def files_of(folder):
 
 
 def rewrite(path, content):
-    """Change a file without a trace in its size's or its modification's favour: the old time stays."""
+    """Change the content of a file, but not the time of its modification."""
     at = path.stat()
     path.write_bytes(content)
     os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))

@@ -1,10 +1,10 @@
 """Which jobs of a study run again: decided by the content of files, never by their times.
 
-Snakemake asks its persistence object whether a job has changed. The one here answers from a record that it writes when a
-job ends, `jobs/OUTPUT.json` in the results: digests of the job's parameters (settings and `code_digest`), of its script,
-and of every file that it read and wrote. A job runs again if one of these digests differs now, or if it has no record.
-Records lie in the results, so they are valid in every copy of them; Snakemake's own lie in `.snakemake`, and where these
-are missing it accepts every file that exists.
+Snakemake asks its persistence object whether a job has changed. The one here answers from a record that it writes when
+a job ends, `jobs/OUTPUT.json` in the results: digests of the job's parameters (settings and `code_digest`), of its
+script, and of every file that it read and wrote. A job runs again if one of these digests differs now, or if it has no
+record. Records are part of the results, so they are valid in every copy of them. Snakemake's own are in `.snakemake`,
+and where these are missing it accepts every file that exists.
 """
 
 import atexit
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.errors import DataError
 
 _NS_UNTIL_SETTLED = 2_000_000_000
-"""A file changed more recently may change again within one tick of its file system's clock, so its times prove nothing."""
+"""A file that changed more recently may change again within one tick of its file system's clock, with equal times."""
 
 
 class JobRecord(Artifact):
@@ -71,9 +72,10 @@ class FileDigests:
         return digest
 
     def save(self) -> None:
-        """Write what is new for the next process."""
+        """Write what is new for the next process, which without it reads every file again."""
         if self._is_new:
-            write_text(self._cache, json.dumps(self._known))
+            with suppress(OSError):
+                write_text(self._cache, json.dumps(self._known))
 
 
 class JobRecords(FilePersistence):  # type: ignore[misc]
@@ -105,15 +107,15 @@ class JobRecords(FilePersistence):  # type: ignore[misc]
             write_json(record, now.model_copy(update={"inputs": self._inputs.pop(record, now.inputs)}))
         await super().finished(job)
 
-    def has_metadata(self, job: Any) -> bool:  # noqa: ARG002
+    def has_metadata(self, job: Any) -> bool:
         """Return True, so that Snakemake asks for changes."""
         return True
 
-    def has_outdated_metadata(self, job: Any) -> bool:  # noqa: ARG002
+    def has_outdated_metadata(self, job: Any) -> bool:
         """Return False, as `has_metadata`."""
         return False
 
-    def params_changed(self, job: Any, file: Any = None) -> ParamsChange:  # noqa: ARG002
+    def params_changed(self, job: Any, file: Any = None) -> ParamsChange:
         """Return what has changed since a job ended: anything in its record, not its parameters alone."""
         if not job.output:
             return NO_PARAMS_CHANGE
@@ -123,7 +125,7 @@ class JobRecords(FilePersistence):  # type: ignore[misc]
             changes = ["no record of this job"]
         return ParamsChange(only_new=set(changes), files=set(job.output)) if changes else NO_PARAMS_CHANGE
 
-    def input_checksums(self, job: Any, input_path: Any) -> set[str]:  # noqa: ARG002
+    def input_checksums(self, job: Any, input_path: Any) -> set[str]:
         """Return the present checksum of an input, so that none counts as changed because its time has."""
         checksum = f"sha256:{self._digests(input_path)}"
         self.dag.workflow.iocache.checksum[input_path] = checksum
