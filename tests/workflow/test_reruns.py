@@ -1,6 +1,7 @@
 """What runs again: decided by content, never by time.
 
-Every output of the study is an empty file that Snakemake was told is finished (`--touch`): only plans are made. Where the package itself is edited or moved, Snakemake starts anew; otherwise it is forked, as in `test_pipeline`.
+Every output of the study is an empty file that Snakemake was told is finished (`--touch`): only plans are made.
+Where the package itself is edited or moved, Snakemake starts anew; otherwise it is forked, as in `test_pipeline`.
 """
 
 import dataclasses

@@ -78,7 +78,7 @@ class FileDigests:
                 write_text(self._cache, json.dumps(self._known))
 
 
-class JobRecords(FilePersistence):  # type: ignore[misc]
+class JobRecords(FilePersistence):
     """Snakemake's persistence, in which the records in the results decide what has changed."""
 
     def __init__(self, *, results: str, **settings: Any) -> None:
