@@ -246,6 +246,7 @@ def test_a_result_without_a_record_is_not_trusted(copy_of):
 
 def test_a_dry_run_writes_no_record(copy_of):
     (copy_of.folder / RESULTS / "summary.md").unlink()
+    assert planned_jobs(copy_of.snakemake("--dry-run", "--rerun-triggers", "mtime")) == {"report": 1}
     before = {path: path.read_bytes() for path in files_of(copy_of.folder)}
     assert copy_of.planned() == {"report": 1}
     assert {path: path.read_bytes() for path in files_of(copy_of.folder)} == before

@@ -69,6 +69,7 @@ except AqnpipeError as error:
 
 STUDY = PLAN.study
 RESULTS = PLAN.results
+HAS_PARITIES = bool(PLAN.all_parities())  # without them no job of thousands needs a function that finds its file
 
 # Snakemake opens its records after it has read this file, and has no setting for others.
 if workflow.is_main_process:
@@ -128,8 +129,9 @@ def removed_weights_needed():
     gone = []
     for job in needed if STUDY.has_training else ():
         if not any(dag.needrun(other) for other in dag.dependencies[job] if other.rule.name == "train"):
-            checkpoints = job.input.get("models", [job.input.get("model")])
-            gone += filter(None, (why_weights_are_gone(Path(config).parent) for config in checkpoints))
+            run = Path(job.input.get("model") or job.input.trained)
+            folders = [run.parent / "checkpoints" / f"step{step}" for step in PLAN.checkpoint_steps]
+            gone += filter(None, map(why_weights_are_gone, [run.parent] if job.input.get("model") else folders))
     return f"{gone[0]}{f' (and {len(gone) - 1} more)' if len(gone) > 1 else ''}" if gone else None
 
 

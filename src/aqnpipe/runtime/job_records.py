@@ -19,6 +19,7 @@ from typing import Any
 
 from snakemake.persistence import NO_PARAMS_CHANGE, ParamsChange
 from snakemake.persistence.file import FilePersistence
+from snakemake.settings.enums import RerunTrigger
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.files import read_json, write_json, write_text
@@ -86,9 +87,12 @@ class JobRecords(FilePersistence):
         self._results = results
         self._digests = FileDigests(self.path / "aqnpipe" / f"{results.replace('/', '_')}.digests.json")
         self._inputs: dict[Path, dict[str, str | None]] = {}
-        # Snakemake's own checksums are not needed. It compares times first, and then every input by `input_checksums`.
+        # Snakemake compares times first, and then the checksums of newer inputs up to a size: here of any size, and
+        # by `input_checksums`. Its own are not needed.
         self.max_checksum_file_size = 0
         self.dag.max_checksum_file_size = sys.maxsize
+        # Not what the command line says: without this one nothing here is asked, and others compare times.
+        self.dag.workflow.dag_settings.rerun_triggers = frozenset({RerunTrigger.PARAMS})
         atexit.register(self._digests.save)
 
     def started(self, job: Any, external_jobid: str | None = None) -> None:
