@@ -6,10 +6,11 @@ import os
 import shlex
 import shutil
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import snakemake.workflow as snakemake_workflow
+from snakemake import sourcecache
 
 from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
@@ -40,6 +41,9 @@ from aqnpipe.runtime.warm_start import warm_interpreter
 # plan of 2,000 runs (benchmarks/README.md).
 gc.freeze()
 gc.set_threshold(500_000, 50, 100)
+
+# Snakemake parses the path of a rule's script three times for each job, and makes a class each time.
+sourcecache.parse_uri = cache(sourcecache.parse_uri)
 
 EVALUATION_RULES = ("evaluate", "evaluate_run")
 MANY_EVALUATIONS = 5000  # with more jobs than these a line names the faster way

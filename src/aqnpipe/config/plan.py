@@ -523,7 +523,9 @@ def _by_rule(rule: str, machines: Mapping[DeviceKind | None, Sequence[str]], num
 
 
 def _files(paths: Iterable[Path]) -> list[str]:
-    return sorted(str(path) for path in paths if path.is_file())
+    """Return the files among `paths`, without those that programs leave behind: hidden ones and Python's bytecode."""
+    kept = (path for path in paths if not path.name.startswith(".") and "__pycache__" not in path.parts)
+    return sorted(str(path) for path in kept if path.is_file())
 
 
 def sigmas_name(strategy: SigmaStrategy) -> str:
