@@ -41,14 +41,12 @@ localrules:
     remove_weights,
 
 
-# All results, not only the report: Snakemake would not make a deleted evaluation again for a report that exists.
 rule all:
     default_target: True
     input:
         rules.compare.output,
         rules.report.output,
         rules.compare_machines.output if STUDY.config.evaluation.machines else [],
-        after_looks(absent_files),
         after_looks(lambda plan: plan.removal_files()),
     message:
         "all results are complete"

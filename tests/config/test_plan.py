@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from aqnpipe.config.dataset import HubDataset, LmEvalDataset, LocalDataset
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study_file, load_study_files
 from aqnpipe.errors import ConfigError
@@ -108,3 +109,42 @@ def test_an_arm_that_is_added_repeats_no_training_of_others(plan):
     for name, arm in plan.study.arms.items():
         alone = StudyPlan(plan.study.model_copy(update={"arms": {name: arm}}))
         assert alone.training_spec(name, 0) == plan.training_spec(name, 0)
+
+
+def with_settings(plan, **changes):
+    config = plan.study.config.model_copy(update=changes)
+    return StudyPlan(plan.study.model_copy(update={"config": config}))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (LocalDataset(source="local", path="folder"), ["folder/test.jsonl"]),
+        (LocalDataset(source="local", path="folder/test.jsonl"), ["folder/test.jsonl"]),
+        (LmEvalDataset(source="lm_eval", task="mine", include_path="tasks"), ["tasks/mine.yaml", "tasks/utils.py"]),
+        (LmEvalDataset(source="lm_eval", task="arc_easy"), []),
+        (HubDataset(source="hub"), []),
+    ],
+)
+def test_the_users_files_behind_a_split_are_those_that_make_it(plan, monkeypatch, tmp_path, dataset, expected):
+    """Not what an editor or Python leaves beside them, which would repeat the study."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder/train.jsonl", "folder/test.jsonl", "tasks/mine.yaml", "tasks/utils.py", "tasks/.mine.swp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "tasks" / "__pycache__").mkdir()
+    (tmp_path / "tasks" / "__pycache__" / "utils.pyc").touch()
+    assert with_settings(plan, dataset=dataset).dataset_files("test") == expected
+
+
+def test_a_built_in_model_is_known_by_its_recipe_and_a_folder_by_its_files(plan, monkeypatch, tmp_path):
+    assert plan.model_files("base") == []
+    assert '"' in plan.model_recipe("base")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("config.json", "model.safetensors", ".gitattributes"):
+        (tmp_path / "mine" / name).touch()
+    base = plan.study.config.models["base"].model_copy(update={"source": "./mine"})
+    own = with_settings(plan, models={"base": base})
+    assert own.model_files("base") == ["mine/config.json", "mine/model.safetensors"]
+    assert own.model_recipe("base") == ""

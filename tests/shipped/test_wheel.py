@@ -46,9 +46,14 @@ def programs(wheel, tmp_path_factory):
     (packages,) = environment.glob("lib/python*/site-packages")
     # As a line of a .pth file: the .pth files of that folder itself, such as an editable aqnpipe, are not followed.
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
-    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, timeout=120)
+    install(environment / "bin", wheel)
     return environment / "bin"
+
+
+def install(programs: Path, wheel: Path) -> None:
+    """Install the wheel, also where it is installed already: all its files are new then."""
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "--force-reinstall", wheel], check=True, timeout=120)
 
 
 def ended(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
@@ -86,7 +91,7 @@ def test_the_wheel_has_the_workflow_as_files(wheel):
 
 
 @pytest.mark.slow
-def test_a_study_runs_from_the_wheel_in_an_empty_folder(programs, tmp_path):
+def test_a_study_runs_from_the_wheel_in_an_empty_folder(wheel, programs, tmp_path):
     folder, results = tmp_path / "my studies", tmp_path / "my results"
     run(tmp_path, programs / "aqnpipe", "init", folder)
     study = (folder / "config" / "smoke.yaml").read_text()
@@ -105,9 +110,11 @@ def test_a_study_runs_from_the_wheel_in_an_empty_folder(programs, tmp_path):
     assert (results / "report.html").is_file()
     record = (results / "runs" / "base" / "baseline" / "seed0" / "run.json").read_text()
     assert str(ROOT) not in record
-    # Plain Snakemake in the folder is the same workflow: it finds everything done.
-    plain = run(folder, programs / "python", "-m", "snakemake", "-n", "--configfile", "../own.yaml")
-    assert "Nothing to be done" in plain
+    # Plain Snakemake in the folder is the same workflow: it finds everything done, also with the wheel installed again.
+    for _ in range(2):
+        plain = run(folder, programs / "python", "-m", "snakemake", "-n", "--configfile", "../own.yaml")
+        assert "Nothing to be done" in plain
+        install(programs, wheel)
 
 
 @pytest.fixture(scope="module")

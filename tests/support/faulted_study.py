@@ -66,7 +66,7 @@ ARMS = {
     }
 }
 _COSTS = re.compile(rb'<section id="costs">.*?</section>', re.DOTALL)
-_TIMED = ("logs", "benchmarks")
+_TIMED = ("logs", "benchmarks", "jobs")
 _STARTS = 5
 
 

@@ -154,7 +154,7 @@ class Run:
         found = {
             str(path): (results / path).read_bytes()
             for path in files
-            if path.parts[0] not in ("logs", "benchmarks", "scratch") and not path.name.startswith(".")
+            if path.parts[0] not in ("logs", "benchmarks", "jobs", "scratch") and not path.name.startswith(".")
         }
         found["report.html"] = substituted(found["report.html"], rb'(?s)<section id="costs">.*?</section>', b"")
         return found

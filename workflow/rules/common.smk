@@ -6,7 +6,11 @@ import os
 import shlex
 import shutil
 import sys
+from functools import cache, partial
 from pathlib import Path
+
+import snakemake.workflow as snakemake_workflow
+from snakemake import sourcecache
 
 from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
@@ -28,6 +32,7 @@ from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceError, ModelError
 from aqnpipe.report.closing import closing_lines
 from aqnpipe.runtime.device_allocation import computes_on_cpu
+from aqnpipe.runtime.job_records import JobRecords
 from aqnpipe.runtime.run_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
 from aqnpipe.runtime.warm_start import warm_interpreter
@@ -36,6 +41,9 @@ from aqnpipe.runtime.warm_start import warm_interpreter
 # plan of 2,000 runs (benchmarks/README.md).
 gc.freeze()
 gc.set_threshold(500_000, 50, 100)
+
+# Snakemake parses the path of a rule's script three times for each job, and makes a class each time.
+sourcecache.parse_uri = cache(sourcecache.parse_uri)
 
 EVALUATION_RULES = ("evaluate", "evaluate_run")
 MANY_EVALUATIONS = 5000  # with more jobs than these a line names the faster way
@@ -65,6 +73,11 @@ except AqnpipeError as error:
 
 STUDY = PLAN.study
 RESULTS = PLAN.results
+HAS_PARITIES = bool(PLAN.all_parities())  # without them no job of thousands needs a function that finds its file
+
+# Snakemake opens its records after it has read this file, and has no setting for others.
+if workflow.is_main_process:
+    snakemake_workflow.FilePersistence = partial(JobRecords, results=RESULTS)
 
 # Of a study that adds seeds: what was fixed before its first look.
 try:
@@ -120,8 +133,9 @@ def removed_weights_needed():
     gone = []
     for job in needed if STUDY.has_training else ():
         if not any(dag.needrun(other) for other in dag.dependencies[job] if other.rule.name == "train"):
-            checkpoints = job.input.get("models", [job.input.get("model")])
-            gone += filter(None, (why_weights_are_gone(Path(config).parent) for config in checkpoints))
+            run = Path(job.input.get("model") or job.input.trained)
+            folders = [run.parent / "checkpoints" / f"step{step}" for step in PLAN.checkpoint_steps]
+            gone += filter(None, map(why_weights_are_gone, [run.parent] if job.input.get("model") else folders))
     return f"{gone[0]}{f' (and {len(gone) - 1} more)' if len(gone) > 1 else ''}" if gone else None
 
 
@@ -315,41 +329,9 @@ def arm_pattern(*, with_pretrained=True):
     return "|".join([*STUDY.arms, *([PRETRAINED] if with_pretrained else [])])
 
 
-def files_of_evaluations(files):
-    """Return tables, receipts and records of evaluations."""
-    return [path for suffix in ("parquet", "receipt.json", "run.json") for path in files(suffix)]
-
-
 def of_checkpoint(wildcards):
     """Return the wildcards of an evaluation without the machine."""
     return {name: value for name, value in wildcards.items() if name != "machine"}
-
-
-def read_files(plan):
-    """Return the files that the tables and the report are made from, without those of looks."""
-    return [
-        *files_of_evaluations(plan.evaluation_files),
-        *(path for name in ("metrics.parquet", "receipt.json", "run.json") for path in plan.run_files(name)),
-        *(path for name in ("layers.parquet", "verdict.json") for path in plan.diagnosis_files(name)),
-        *plan.all_sigmas_files(),
-        *plan.data_files(),
-        *plan.prepared_model_files(),
-        *plan.loss_study_files("claims.json"),
-        *plan.all_parity_files(),
-        *([f"{RESULTS}/published.json"] if STUDY.config.statistics.published else []),
-        *files_of_evaluations(plan.machine_evaluation_files),
-    ]
-
-
-def absent_files(plan):
-    """Return the files to make again although tables or report, which were made from them, exist.
-
-    Where neither exists, both jobs run, and Snakemake makes their inputs anyway. Naming every file here too would cost
-    a quarter of the time that the plan of thousands of runs takes.
-    """
-    if not any(Path(path).exists() for path in [*rules.compare.output, *rules.report.output]):
-        return []
-    return [path for path in read_files(plan) if not Path(path).exists()]
 
 
 def unknown_arm():

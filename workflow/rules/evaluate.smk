@@ -43,12 +43,11 @@ if EVALUATES_RUNS:
     rule evaluate_run:
         """Evaluate all checkpoints of one run, one after the other; the same files as of rule `evaluate`."""
         input:
-            # Named as outputs, so that Snakemake need not search for their rule.
-            models=rules.train.output.checkpoints,
+            # For all checkpoints of the run, whose digests it has. Named as an output: Snakemake need not search for its rule.
             trained=rules.train.output.record,
             test_problems=f"{RESULTS}/data/test.parquet",
             train_problems=PLAN.examples_input(),
-            parity=lambda wildcards: PLAN.evaluation_parity_input(**wildcards),
+            parity=(lambda wildcards: PLAN.evaluation_parity_input(**wildcards)) if HAS_PARITIES else [],
         output:
             tables=[
                 f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{step}.parquet" for step in PLAN.checkpoint_steps
@@ -73,7 +72,6 @@ if EVALUATES_RUNS:
         params:
             specs=lambda wildcards: PLAN.evaluation_specs(**wildcards),
             code=code_digest("aqnpipe.evaluation.stage"),
-            scratch=f"{RESULTS}/scratch/evaluate_{{model}}_{{arm}}_seed{{seed}}",
         message:
             f"evaluate: {{wildcards.model}}/{{wildcards.arm}} seed {{wildcards.seed}}, {len(PLAN.checkpoint_steps)} checkpoints{given('evaluate_run')}"
         script:

@@ -46,12 +46,9 @@ def look_files(looks):
 checkpoint look:
     """Test the open claims on the seeds so far, and record which of them end."""
     input:
-        evaluations=before_look(lambda plan: plan.evaluation_files("parquet")),
-        receipts=before_look(lambda plan: plan.evaluation_files("receipt.json")),
-        records=before_look(lambda plan: plan.evaluation_files("run.json")),
-        run_metrics=before_look(lambda plan: plan.run_files("metrics.parquet")),
-        run_receipts=before_look(lambda plan: plan.run_files("receipt.json")),
-        run_records=before_look(lambda plan: plan.run_files("run.json")),
+        # Records alone: they have the digests of tables and receipts, and each of these files is checked with its job.
+        evaluations=before_look(lambda plan: plan.evaluation_files("run.json")),
+        runs=before_look(lambda plan: plan.run_files("run.json")),
         sigmas=PLAN.all_sigmas_files(),
         problems=PLAN.data_files(),
         models=PLAN.prepared_model_files(),

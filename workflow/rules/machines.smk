@@ -47,11 +47,9 @@ if STUDY.config.evaluation.machines:
     rule compare_machines:
         """Compare the accuracy of the same checkpoints on the machines, paired over questions."""
         input:
-            evaluations=after_looks(lambda plan: files_of_evaluations(plan.evaluation_files)),
-            on_machines=after_looks(lambda plan: files_of_evaluations(plan.machine_evaluation_files)),
-            run_records=after_looks(lambda plan: plan.run_files("run.json")),
-            run_receipts=after_looks(lambda plan: plan.run_files("receipt.json")),
-            run_metrics=after_looks(lambda plan: plan.run_files("metrics.parquet")),
+            evaluations=after_looks(lambda plan: plan.evaluation_files("run.json")),
+            on_machines=after_looks(lambda plan: plan.machine_evaluation_files("run.json")),
+            runs=after_looks(lambda plan: plan.run_files("run.json")),
             sigmas=PLAN.all_sigmas_files(),
             problems=PLAN.data_files(),
             models=PLAN.prepared_model_files(),

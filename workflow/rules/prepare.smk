@@ -1,11 +1,14 @@
 """Prepare data and models.
 
-Input: the study file only. Output: data/ and models/. Hub models and data sets are downloaded only here.
+Input: the study file, and files of the user that it names. Output: data/ and models/. Hub models and data sets are downloaded only here.
 """
 
 
 rule prepare_data:
     """Generate or read one split of the questions of the study."""
+    input:
+        # Of the user, perhaps with a wrong clock: Snakemake would fail a job whose output is older.
+        lambda wildcards: ancient(PLAN.dataset_files(wildcards.split)),
     output:
         f"{RESULTS}/data/{{split}}.parquet",
     log:
@@ -23,6 +26,8 @@ rule prepare_data:
 
 rule prepare_model:
     """Write a model as a folder with safetensors, config and tokenizer."""
+    input:
+        lambda wildcards: ancient(PLAN.model_files(wildcards.model)),
     output:
         config=f"{RESULTS}/models/{{model}}/config.json",
         record=f"{RESULTS}/models/{{model}}/aqnpipe_model.json",
@@ -32,7 +37,7 @@ rule prepare_model:
         "../envs/aqnpipe.yaml"
     params:
         model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
-        weights=lambda wildcards: PLAN.model_fingerprint(wildcards.model),
+        recipe=lambda wildcards: PLAN.model_recipe(wildcards.model),
         code=code_digest("aqnpipe.models.loading"),
     message:
         "prepare model: role {wildcards.model}"

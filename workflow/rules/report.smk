@@ -8,12 +8,9 @@ Input: every evaluation of the study, its runs and its diagnoses. For an unfinis
 rule compare:
     """Test every comparison of the study; writes accuracies, comparisons, robustness, and claims with verdicts."""
     input:
-        evaluations=after_looks(lambda plan: plan.evaluation_files("parquet")),
-        receipts=after_looks(lambda plan: plan.evaluation_files("receipt.json")),
-        records=after_looks(lambda plan: plan.evaluation_files("run.json")),
-        run_metrics=after_looks(lambda plan: plan.run_files("metrics.parquet")),
-        run_receipts=after_looks(lambda plan: plan.run_files("receipt.json")),
-        run_records=after_looks(lambda plan: plan.run_files("run.json")),
+        # Records alone: they have the digests of tables and receipts, and each of these files is checked with its job.
+        evaluations=after_looks(lambda plan: plan.evaluation_files("run.json")),
+        runs=after_looks(lambda plan: plan.run_files("run.json")),
         sigmas=PLAN.all_sigmas_files(),
         problems=PLAN.data_files(),
         models=PLAN.prepared_model_files(),
@@ -69,7 +66,6 @@ rule report:
         claims=f"{RESULTS}/claims.json",
         published=[f"{RESULTS}/published.json"] if STUDY.config.statistics.published else [],
         test_problems=f"{RESULTS}/data/test.parquet",
-        # Of runs and evaluations only the records, which have the digests of the other files: `compare` has all of them.
         records=after_looks(lambda plan: plan.run_files("run.json")),
         evaluation_records=after_looks(lambda plan: plan.evaluation_files("run.json")),
         layers=PLAN.diagnosis_files("layers.parquet"),

@@ -9,18 +9,13 @@ rule remove_weights:
     """Remove the weights of one run that are not kept, if its evaluations are those that comparisons would use."""
     input:
         evaluations=[
-            f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{step}.{suffix}"
-            for step in PLAN.checkpoint_steps
-            for suffix in ("parquet", "receipt.json", "run.json")
+            f"{RESULTS}/eval/{{model}}/{{arm}}/seed{{seed}}/step{step}.run.json" for step in PLAN.checkpoint_steps
         ],
         on_machines=[
-            f"{RESULTS}/eval_on/{machine}/{{model}}/{{arm}}/seed{{seed}}/step{step}.{suffix}"
+            f"{RESULTS}/eval_on/{machine}/{{model}}/{{arm}}/seed{{seed}}/step{step}.run.json"
             for machine in STUDY.config.evaluation.machines
             for step in PLAN.checkpoint_steps
-            for suffix in ("parquet", "receipt.json", "run.json")
         ],
-        metrics=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/metrics.parquet",
-        receipt=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/receipt.json",
         record=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/run.json",
         sigmas=lambda wildcards: PLAN.sigmas_input(wildcards.model, wildcards.arm),
         problems=PLAN.data_files(),

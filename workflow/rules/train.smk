@@ -12,7 +12,7 @@ rule train:
         train_problems=f"{RESULTS}/data/train.parquet",
         test_problems=f"{RESULTS}/data/test.parquet",
         sigmas=lambda wildcards: PLAN.sigmas_input(wildcards.model, wildcards.arm),
-        parity=lambda wildcards: PLAN.training_parity_input(wildcards.model, wildcards.arm),
+        parity=(lambda wildcards: PLAN.training_parity_input(wildcards.model, wildcards.arm)) if HAS_PARITIES else [],
     output:
         metrics=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/metrics.parquet",
         receipt=f"{RESULTS}/runs/{{model}}/{{arm}}/seed{{seed}}/receipt.json",
@@ -31,7 +31,6 @@ rule train:
     params:
         spec=lambda wildcards: PLAN.training_spec(wildcards.arm, int(wildcards.seed)),
         code=code_digest("aqnpipe.training.stage"),
-        scratch=f"{RESULTS}/scratch/{{model}}_{{arm}}_seed{{seed}}",
     message:
         f"train: {{wildcards.model}}/{{wildcards.arm}} seed {{wildcards.seed}}{given('train')}"
     script:

@@ -5,11 +5,10 @@ from pathlib import Path
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.runtime.jobs import logged_device_job
 
+log = Path(snakemake.log[0])
 spec = TrainingSpec.model_validate(snakemake.params.spec)
 leases, workers = snakemake.resources.get("devices", 0), spec.training.num_workers
-with logged_device_job(
-    Path(snakemake.log[0]), spec.device, leases, workers, f"training, prompt or arm {spec.arm_id}"
-) as say:
+with logged_device_job(log, spec.device, leases, workers, f"training, prompt or arm {spec.arm_id}") as say:
     from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training.run import TrainingInputs
 
@@ -22,6 +21,6 @@ with logged_device_job(
             sigmas=Path(snakemake.input.sigmas[0]) if snakemake.input.get("sigmas") else None,
         ),
         output_dir=Path(snakemake.output.record).parent,
-        scratch=Path(snakemake.params.scratch),
+        scratch=log.parents[2] / "scratch" / log.stem,
         say=say,
     )

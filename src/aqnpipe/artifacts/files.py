@@ -27,7 +27,7 @@ _FILE = "aqnpipe_file"
 
 Model = TypeVar("Model", bound=BaseModel)
 
-RESULT_FOLDERS = ("data", "models", "srdd", "parity", "runs", "eval", "eval_on", "loss_study", "looks")
+RESULT_FOLDERS = ("data", "models", "srdd", "parity", "runs", "eval", "eval_on", "loss_study", "looks", "jobs")
 """Folders in the results of a study. Results of another study may be in a folder beside them."""
 
 STAGED = ".staged"

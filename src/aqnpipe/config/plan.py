@@ -1,13 +1,13 @@
 """The jobs of a study: their files, steps and parameters, as the workflow needs them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED, ReportConfig
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.dataset import LmEvalDataset, Split
+from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
@@ -370,16 +370,26 @@ class StudyPlan:
         """
         return [] if self.prepared_model(model, arm) else [f"{self.results}/runs/{model}/{arm}/seed{seed}/run.json"]
 
-    def model_fingerprint(self, role: str) -> str:
-        """Return text that changes with the weights: the recipe, or sizes and times of local files; "" for a hub id."""
+    def model_recipe(self, role: str) -> str:
+        """Return the recipe of a built-in model, which changes with its weights; "" for another model."""
         source = self.study.config.models[role].source
-        kind = source_kind(source)
-        if kind == "hub":
-            return ""
-        if kind == "builtin":
-            return (builtin_folder(source) / "recipe.json").read_text(encoding="utf-8")
-        stats = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).iterdir())
-        return repr(stats)
+        is_builtin = source_kind(source) == "builtin"
+        return (builtin_folder(source) / "recipe.json").read_text(encoding="utf-8") if is_builtin else ""
+
+    def model_files(self, role: str) -> list[str]:
+        """Return the files of a model in a folder of the user; none of another model."""
+        source = self.study.config.models[role].source
+        return _files(Path(source).iterdir()) if source_kind(source) == "folder" else []
+
+    def dataset_files(self, split: Split) -> list[str]:
+        """Return the files of the user from which a split of the questions is made; none of generated and hub data."""
+        dataset = self.study.config.dataset
+        if isinstance(dataset, LmEvalDataset) and dataset.include_path is not None:
+            return _files(Path(dataset.include_path).rglob("*"))
+        if not isinstance(dataset, LocalDataset):
+            return []
+        path = Path(dataset.path)
+        return _files([path] if path.is_file() else path.glob(f"{split}.*"))
 
     @cached_property
     def _planned_training(self) -> TrainingConfig:
@@ -510,6 +520,12 @@ class StudyPlan:
 def _by_rule(rule: str, machines: Mapping[DeviceKind | None, Sequence[str]], num_models: int) -> dict[str, int]:
     """Return the jobs of each rule: one per machine and model."""
     return {rule_on(rule, kind): len(group) * num_models for kind, group in machines.items()}
+
+
+def _files(paths: Iterable[Path]) -> list[str]:
+    """Return the files among `paths`, without those that programs leave behind: hidden ones and Python's bytecode."""
+    kept = (path for path in paths if not path.name.startswith(".") and "__pycache__" not in path.parts)
+    return sorted(str(path) for path in kept if path.is_file())
 
 
 def sigmas_name(strategy: SigmaStrategy) -> str:

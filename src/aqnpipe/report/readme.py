@@ -18,6 +18,7 @@ _CONTENTS = {
     "eval/MODEL/ARM/seedS/": "readme.evaluations",
     "loss_study/MODEL/": "readme.loss_studies",
     "looks/": "readme.looks",
+    "jobs/": "readme.jobs",
     "logs/RULE/, benchmarks/RULE/": "readme.logs",
     "*.logs, scratch/": "readme.scratch",
 }
