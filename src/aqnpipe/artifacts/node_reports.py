@@ -1,13 +1,13 @@
-"""The report of a node: the diagnoses of its devices in one file."""
+"""The report of a node: the diagnoses of several devices, or of repeated runs, in one file."""
 
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault, Untested
+from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.config.diagnosis import DiagnosisMethod
 
@@ -23,6 +23,51 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
     return min(outcomes, key=list(EXIT_CODES).index)
 
 
+class RunRecord(Artifact):
+    """One run of repeated diagnoses: its seed and shapes, and where it found faults as (layer, site)."""
+
+    time: datetime
+    seconds: float = Field(ge=0)
+    seed: int
+    num_prompts: int
+    prompt_tokens: int = Field(description="tokens of a prompt; 0 if the prompts are text")
+    elements_per_channel: int | None
+    forward_equivalents: float = Field(ge=0)
+    verdict: Literal["healthy", "fault", "abstain"]
+    faults: tuple[tuple[int | None, str], ...]
+    temperature_celsius: float | None = None
+
+
+class Rate(Artifact):
+    """A share of the runs, with its exact 95 % interval (Clopper-Pearson); one-sided if it was never seen."""
+
+    seen: int = Field(ge=0)
+    runs: int = Field(ge=1)
+    rate: float = Field(ge=0, le=1)
+    low: float = Field(ge=0, le=1)
+    high: float = Field(ge=0, le=1)
+
+
+class SiteRate(Artifact):
+    """How often runs found a fault at one site; layer and scope as in `LocatedFault`."""
+
+    layer: int | None
+    scope: Literal["layer", "device", "model"]
+    site: str
+    type: str
+    rate: Rate
+
+
+class Repetition(Artifact):
+    """Result of repeated runs. `any_other_site` bounds the rate of faults at a site at which no run found one."""
+
+    faulty: Rate
+    sites: tuple[SiteRate, ...]
+    any_other_site: Rate
+    interrupted: bool
+    runs: tuple[RunRecord, ...]
+
+
 class DeviceReport(Artifact):
     """One device of a node: its identity, the verdict with its reason, and the parts that were not tested."""
 
@@ -31,30 +76,16 @@ class DeviceReport(Artifact):
     verdict: Outcome
     reason: str
     faults: tuple[LocatedFault, ...] = ()
-    untested: tuple[Untested, ...] = Field(default=(), description="what was not tested")
+    untested: tuple[Untested, ...] = Field(default=(), description="what no run tested")
     forward_equivalents: float = Field(default=0.0, ge=0)
     seconds: float = Field(default=0.0, ge=0)
     temperature_after_celsius: float | None = None
+    repetition: Repetition | None = Field(default=None, description="null unless the runs were repeated")
     log: str | None = Field(default=None, description="null if the log was not kept")
-
-    @classmethod
-    def of(cls, file: DiagnosisFile, device: str, celsius: float | None = None) -> Self:
-        """Return the report of `device`, whose diagnosis is `file`; `celsius` is its temperature afterwards."""
-        return cls(
-            device=device,
-            hardware=file.hardware,
-            verdict=file.verdict,
-            reason=file.reason,
-            faults=file.faults,
-            untested=file.untested,
-            forward_equivalents=file.forward_equivalents,
-            seconds=file.seconds,
-            temperature_after_celsius=celsius,
-        )
 
 
 class NodeReport(Artifact):
-    """Output of `aqnpipe diagnose` for several devices (--devices) or a history."""
+    """Output of `aqnpipe diagnose` for several devices (--devices), repeated runs (--duration) or a history."""
 
     time: datetime = Field(description="start, UTC")
     host: str

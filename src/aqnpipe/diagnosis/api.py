@@ -86,10 +86,10 @@ def diagnose(
     )
 
 
-def random_prompts(model: nn.Module, config: DiagnosisConfig) -> list[Tensor]:
+def random_prompts(model: nn.Module, config: DiagnosisConfig, num_tokens: int = RANDOM_PROMPT_TOKENS) -> list[Tensor]:
     """Return `num_prompts` prompts [tokens] of random tokens on the device of `model`."""
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    shape = (config.num_prompts, RANDOM_PROMPT_TOKENS)
+    shape = (config.num_prompts, num_tokens)
     ids = torch.randint(0, vocabulary, shape, generator=keyed_generator("cpu", config.seed, "diagnosis.prompts"))
     return list(ids.to(device_of(model)))
 

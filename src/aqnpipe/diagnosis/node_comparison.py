@@ -35,10 +35,18 @@ class Comparison:
 
 def node_of(file: DiagnosisFile) -> NodeReport:
     """Return the diagnosis of one device as the report of a node with this device alone."""
-    shared = {name: getattr(file, name) for name in ("time", "verdict", "versions", "seconds", *_SETTINGS)}
-    return NodeReport.model_validate(
-        {**shared, "exit_code": EXIT_CODES[file.verdict], "devices": (DeviceReport.of(file, file.device),)}
+    device = DeviceReport(
+        device=file.device,
+        hardware=file.hardware,
+        verdict=file.verdict,
+        reason=file.reason,
+        faults=file.faults,
+        untested=file.untested,
+        forward_equivalents=file.forward_equivalents,
+        seconds=file.seconds,
     )
+    shared = {name: getattr(file, name) for name in ("time", "verdict", "versions", "seconds", *_SETTINGS)}
+    return NodeReport.model_validate({**shared, "exit_code": EXIT_CODES[file.verdict], "devices": (device,)})
 
 
 def compare_nodes(before: NodeReport, after: NodeReport) -> Comparison:

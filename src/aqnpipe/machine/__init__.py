@@ -1,1 +1,1 @@
-"""A noisy machine: errors in the kernels of torch's dispatcher, for any program (decision 29)."""
+"""A noisy machine: errors in the kernels of torch's dispatcher, for any program (decision 30)."""

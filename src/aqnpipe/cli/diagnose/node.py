@@ -18,9 +18,7 @@ from types import FrameType
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.node_reports import DeviceReport, Outcome
 from aqnpipe.cli.diagnose.worker import Order
-
-INTERRUPTED = "interrupted before its diagnosis was complete"
-"""Reason for no verdict on a device."""
+from aqnpipe.diagnosis.repetition import INTERRUPTED
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _MODULE = "aqnpipe.cli.diagnose.worker"
@@ -64,8 +62,10 @@ class Worker:
         """Return what the process reported. A process that failed is an error, unless it had found a fault before."""
         code = self._process.wait()
         found = read_json(self.order.report, DeviceReport) if self.order.report.is_file() else None
-        if code == 0 or (interrupted and code < 0):
-            return found or self._without_report("abstain", INTERRUPTED)
+        if interrupted and code < 0:
+            return _as_interrupted(found) if found else self._without_report("abstain", INTERRUPTED)
+        if code == 0 and found is not None:
+            return found
         reason = self._last_words(code)
         if found is None:
             return self._without_report("error", reason)
@@ -141,3 +141,8 @@ def _passed_on(workers: Sequence[Worker]) -> Iterator[list[int]]:
         yield came
     finally:
         _restore()
+
+
+def _as_interrupted(report: DeviceReport) -> DeviceReport:
+    runs = report.repetition.model_copy(update={"interrupted": True}) if report.repetition else None
+    return report.model_copy(update={"repetition": runs})
