@@ -1,20 +1,14 @@
-"""`aqnpipe.noisy` in code that knows nothing of aqnpipe: generation, a training loop, and what it refuses."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""Noise by changed modules, as studies have it: generation, a training loop, and what it refuses."""
 
 import pytest
 import torch
+from on_modules import on_modules
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from on_modules import on_modules
 from aqnpipe.config.noise import MantissaTruncation
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.noise.injection.phase_state import PhaseState
-
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 def test_a_generation_has_noise_and_a_receipt(model, ids):
@@ -372,20 +366,6 @@ def test_other_errors_and_single_layers(model, ids):
     assert not torch.equal(noised[2], clean[2])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "expected exactly one of the two"),
-        ({"scale": 0.05, "error": MantissaTruncation(mantissa_bits=4)}, "expected exactly one of the two"),
-        ({"scale": 0.0}, "scale is 0.0, expected a number above 0"),
-        ({"scale": 1.5}, "scale is 1.5"),
-    ],
-)
-def test_contradicting_arguments_are_refused(model, arguments, message):
-    with pytest.raises(ConfigError, match=message), on_modules(model, **arguments):
-        pass
-
-
 def test_a_receipt_of_other_noise_is_refused(model, ids):
     with on_modules(model, scale=0.05) as receipt, torch.no_grad():
         model(input_ids=ids)
@@ -399,11 +379,3 @@ def test_a_receipt_of_other_noise_is_refused(model, ids):
 def test_a_model_without_decoder_layers_is_refused_in_one_line():
     with pytest.raises(ModelError, match="no decoder layers found"), on_modules(torch.nn.Linear(2, 2), scale=0.05):
         pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_as_it_stands(example, tmp_path):
-    done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "recomputed" in done.stdout

@@ -7,10 +7,10 @@ from threading import Thread
 
 import pytest
 import torch
+from on_modules import on_modules
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from on_modules import on_modules
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, RelativeGaussian
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.layout import decoder_layers

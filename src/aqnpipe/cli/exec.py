@@ -44,14 +44,20 @@ def execute(
     folder = Path(tempfile.mkdtemp(prefix="aqnpipe-receipts-")) if receipts is None else receipts.absolute()
     if receipts is not None and any(folder.glob("*.json")):
         raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
-    content = {"error": _error(noise, error), "seed": seed, "backward": backward, "only": only or [], "receipts": folder}
+    content = {
+        "error": _error(noise, error),
+        "seed": seed,
+        "backward": backward,
+        "only": only or [],
+        "receipts": folder,
+    }
     try:
         machine = ProgramMachine.model_validate(content)
     except ValidationError as problem:
         raise ConfigError(describe_validation_error(problem)) from problem
     environment = os.environ | {VARIABLE: machine.model_dump_json(), "TORCHDYNAMO_DISABLE": "1"}
     try:
-        ended = subprocess.run(command, env=environment, check=False)
+        ended = subprocess.run(command, env=environment, check=False)  # noqa: S603
         receipt, num_processes = read_receipts(folder, machine.requested)
         had_receipts = any(folder.glob("*.json"))
     except OSError as problem:

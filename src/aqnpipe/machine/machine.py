@@ -17,7 +17,7 @@ from aqnpipe.config.noise import TensorError
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.operators import Registration
-from aqnpipe.machine.places import CALLS_PER_VISIT, Place, Places
+from aqnpipe.machine.places import CALLS_PER_VISIT, Place, Places, Segment
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
@@ -148,43 +148,48 @@ class Machine:
     def _on_result(self, operator: str, result: Tensor, num_terms: int, factors: tuple[Tensor, ...]) -> Tensor:
         if self._before_first is not None:
             self.identify()
+        places = self.places
+        here = places.local.here or places.here()
         node = torch._C._current_autograd_node()
-        here = self.places.here()
         # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
         is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
+        segment = places.segment_of(node._sequence_nr()) if is_gradient else None
+        part = here.part if not is_gradient else places.outside if segment is None else segment.part
         phase = "backward" if is_gradient else self.request.stream
-        why = getattr(self._off, "why", None) or self._exemption(operator, here, is_gradient, node, result, num_terms)
+        why = getattr(self._off, "why", None) or self._exemption(operator, part, is_gradient, result, num_terms)
         if why is not None:
             self.counts[phase, operator, why] += 1
             return result
-        source = self._gradient_source(node) if is_gradient else self._source(here)
         self.counts[phase, operator, "noised"] += 1
+        if is_gradient:
+            source = self._gradient_source(node._sequence_nr(), segment)
+        else:
+            source = self._source(here)
         if result.is_cuda and torch.cuda.is_current_stream_capturing():
             self.counts[phase, operator, "captured"] += 1
-        error = self.request.error
         values = result.detach() if result.requires_grad else result
+        self._apply(values, source)
+        if factors and part == places.outside and self._observe_outside is not None:
+            self._observe_outside(phase, operator, values, factors, source)
+        return result
+
+    def _apply(self, values: Tensor, source: NoiseStream) -> None:
+        error = self.request.error
         if type(error) is OwnError:
+            # The user's function may multiply.
             with self.off("own error"):
                 apply_error_(values, error, source)
         else:
             apply_error_(values, error, source)
-        if self._observe_outside is not None and factors and (node is not None or here.part == self.places.outside):
-            self._observe_outside(phase, operator, values, factors, source)
-        return result
 
-    def _exemption(
-        self, operator: str, here: Place, is_gradient: bool, node: Any, result: Tensor, num_terms: int
-    ) -> str | None:
+    def _exemption(self, operator: str, part: int, is_gradient: bool, result: Tensor, num_terms: int) -> str | None:
         """Return why a result has no error; None if it gets one."""
-        if is_gradient and not self.request.backward:
+        request = self.request
+        if is_gradient and not request.backward:
             return "gradients"
-        part = here.part
-        if is_gradient:
-            segment = self.places.segment_of(node._sequence_nr())
-            part = self.places.outside if segment is None else segment.part
-        if self.request.parts is not None and part not in self.request.parts:
+        if request.parts is not None and part not in request.parts:
             return "not selected"
-        if self.request.operators is not None and operator not in self.request.operators:
+        if request.operators is not None and operator not in request.operators:
             return "not selected"
         if not result.is_floating_point():
             return "outside, of integers" if part == self.places.outside else "of integers"
@@ -195,13 +200,11 @@ class Machine:
         here.calls += 1
         return NoiseStream(here.key, here.calls, 0)
 
-    def _gradient_source(self, node: Any) -> NoiseStream:
-        local, number = self.places.local, node._sequence_nr()
+    def _gradient_source(self, number: int, segment: Segment | None) -> NoiseStream:
+        local = self.places.local
         local.nth = local.nth + 1 if local.node == number else 0
         local.node = number
-        segment = self.places.segment_of(number)
         if segment is None:
             return NoiseStream(self._gradient_key(-1, self.places.outside), number % CALLS_PER_VISIT, 1 + local.nth)
         call = segment.visit * CALLS_PER_VISIT + number - segment.start
         return NoiseStream(self._gradient_key(segment.passed, segment.part), call, 1 + local.nth)
-

@@ -61,7 +61,6 @@ INTO = (
 """Operators that write into an existing tensor. They become the operator that returns a new one, and a copy."""
 
 
-
 class _Inside(threading.local):
     """Whether this thread computes inside an operator of the table."""
 
@@ -233,7 +232,9 @@ def _plus(product: Tensor, added: Tensor, beta: Any, alpha: Any) -> Tensor:
         product = product.mul_(alpha)
     if not beta:
         return product
-    if product.shape == torch.broadcast_shapes(product.shape, added.shape):
+    # A bias has the last dimension alone. `torch.broadcast_shapes` would take longer than a small product.
+    is_bias = added.dim() == 1 and product.dim() > 1 and added.shape[0] == product.shape[-1]
+    if is_bias or added.shape == product.shape or product.shape == torch.broadcast_shapes(product.shape, added.shape):
         return product.add_(added, alpha=beta)
     return product + beta * added
 

@@ -48,7 +48,7 @@ class Segment(NamedTuple):
 class Place:
     """A visit of a part, or what is outside; `calls` counts its operators."""
 
-    __slots__ = ("calls", "is_again", "part", "passed", "key")
+    __slots__ = ("calls", "is_again", "key", "part", "passed")
 
     def __init__(self, passed: int, part: int, calls: int, key: int, is_again: bool) -> None:
         self.passed, self.part, self.calls, self.key, self.is_again = passed, part, calls, key, is_again

@@ -14,9 +14,10 @@ class Parts(NamedTuple):
 
 
 def parts_of(model: nn.Module) -> Parts:
-    """Return the parts of `model`. Layers are the elements of its outermost lists of modules, whatever computes in them.
+    """Return the parts of `model`.
 
-    A model without a list of modules has no layers.
+    Layers are the elements of its outermost lists of modules, whatever computes in them. A model without a list of
+    modules has no layers.
     """
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():

@@ -143,7 +143,7 @@ def _selected(parts: Parts, layers: Any, include_lm_head: bool) -> frozenset[int
 def _refuse_contradictions(scale: Any, error: Any, operators: Any) -> None:
     if (scale is None) == (error is None):
         raise ConfigError(f"noisy: found scale={scale!r} and error={error!r}, expected exactly one of the two")
-    if scale is not None and not (isinstance(scale, Real) and 0 < scale < 1):
+    if scale is not None and not (isinstance(scale, Real) and 0 < float(scale) < 1):
         raise ConfigError(f"noisy: scale is {scale!r}, expected a number above 0 and below 1")
     if error is not None and not isinstance(error, get_args(ErrorModel)):
         raise ConfigError(f"noisy: error is {error!r}, expected an error model of aqnpipe.config.noise")

@@ -39,6 +39,10 @@ class ModuleNoiseReceipt:
             seed=seed,
         )
 
+    def is_of(self, model: nn.Module, spec: NoiseSpec, seed: int) -> bool:
+        """Return whether this receipt can continue with a context of this model and noise."""
+        return self._model is model and self.spec == spec and self.seed == seed
+
     @property
     def content(self) -> Receipt:
         """The receipt as a study stores it: phases, operators, layers, shares, recomputed numbers."""
@@ -76,7 +80,7 @@ def noisy_modules(
     spec, phases = _requested(model, scale, error, operators, layers, include_lm_head, backward)
     if receipt is None:
         receipt = ModuleNoiseReceipt(model, spec, phases, seed)
-    elif getattr(receipt, "_model", None) is not model or getattr(receipt, "spec", None) != spec or receipt.seed != seed:
+    elif not isinstance(receipt, ModuleNoiseReceipt) or not receipt.is_of(model, spec, seed):
         raise ConfigError("noisy: the receipt is of another model, noise or seed, expected the one that it began with")
     step = receipt.next_step if step is None else int(step)
     receipt.next_step = step + 1

@@ -10,6 +10,7 @@ single parts in passes drawn with decreasing probability; and the backward pass 
 The machine cannot know which.
 """
 
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aqnpipe.config.noise import TensorError
+from aqnpipe.config.noise import AbsoluteGaussian, RelativeGaussian, TensorError
 from aqnpipe.models.calls import num_tokens
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.classification import MatrixParameters, escape, is_known
@@ -39,6 +40,7 @@ _SAMPLES = 16
 _VISIT = 2**20
 _EVERY_OUTSIDE = 64
 OUTSIDE = "no layer"
+_TINY = 1e-300
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 NO_PRODUCTS_OF_BACKWARD = frozenset(
@@ -53,6 +55,10 @@ NO_PRODUCTS_OF_BACKWARD = frozenset(
     }
 )
 """Operations of losses and backward passes that multiply no matrices."""
+
+
+_COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
+"""Namespaces of operations that move tensors between processes."""
 
 
 class AuditRequest(NamedTuple):
@@ -154,9 +160,11 @@ class Audit:
         self._names: dict[int, str] = {outside: OUTSIDE}
         self._outside = outside
         self._num_outside = 0
+        self._is_random = isinstance(request.error, RelativeGaussian | AbsoluteGaussian)
         self._draws = receipt.draws
         self._local = _Thread()
         self._num_threads = 0
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, int, int], int] = {}
 
@@ -192,6 +200,8 @@ class Audit:
     def enter(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Begin a pass, unless this call is a part of one."""
         local = self._local
+        if os.getpid() != self._process:
+            return
         if module in local.running:
             local.running.clear()
         local.running.append(module)
@@ -212,10 +222,10 @@ class Audit:
         kind = (num_tokens(args, kwargs) == 1, torch.is_grad_enabled())
         chance = float(self._draws.random())
         if kind not in self.receipt.audited_kinds or chance < max(_LEAST_WHOLE_SHARE, 0.5 / number):
-            self._observe(local, module, self._models[module], kind)
+            self._observe(local, self._models[module], kind)
         elif self._models[module] and chance < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             part = int(self._draws.choice(list(self._models[module])))
-            self._observe(local, module, {part: self._models[module][part]}, None)
+            self._observe(local, {part: self._models[module][part]}, None)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         local = self._local
@@ -238,21 +248,15 @@ class Audit:
                 return
         current.close()
 
-    def _observe(
-        self, local: _Thread, model: nn.Module, modules: Mapping[int, nn.Module], kind: tuple[bool, bool] | None
-    ) -> None:
+    def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: tuple[bool, bool] | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
         observation = local.current = _Observation(
             self, kind, local.passes + ((local.number or 0) << 32), self._outside
         )
-        observed = [model] if kind is not None else modules.values()
-        observation.mode.parameters.start(parameter for module in observed for parameter in module.parameters())
         for part, module in modules.items():
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
             observation.handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
-            observation.handles.append(
-                module.register_forward_hook(PlaceHook(leave), always_call=True, prepend=True)
-            )
+            observation.handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True, prepend=True))
         if kind is not None:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
@@ -335,14 +339,18 @@ class Audit:
     ) -> None:
         """Note an operation that may be a product without an error."""
         here, selected = observation.stack[-1].part, self.request.selected
-        if (selected is not None and here not in selected) or (
-            function.namespace == "aten" and name in NO_PRODUCTS_OF_BACKWARD
+        if (
+            (selected is not None and here not in selected)
+            or (function.namespace == "aten" and name in NO_PRODUCTS_OF_BACKWARD)
+            or function.namespace in _COLLECTIVES
         ):
             return
         if torch._C._current_autograd_node() is not None or here == self._outside:
             found = None if is_known(function) else f"{function.namespace}.{name}"
         else:
             inputs = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor)]
+            # Sharded weights are other tensors in every pass, so they are known by their kind.
+            observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
             found = escape(function, inputs, result, observation.mode.parameters, elementwise=False)
         if found is not None:
             self.receipt.note(self.receipt.escapes, f"{found} in {self._names[here]}")
@@ -425,13 +433,17 @@ class Audit:
         expected, allowed = middle
         spread = np.maximum(np.abs(low[0] - expected), np.abs(high[0] - expected))
         deviation = deviations(exact, found, expected, allowed + spread + sampled.after, dtype)[usable]
-        error, seen = (expected - exact)[usable], (found - exact)[usable]
+        # Elements with much rounding say little; without this one large element would outweigh all others.
+        scale = self.request.error.scale if isinstance(self.request.error, RelativeGaussian) else None
+        unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
+        error, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
         return Seen(
             recomputed=int(usable.sum()),
             wrong=int((deviation > 1).sum()),
             largest_deviation=float(deviation.max(initial=0.0)),
-            found_expected=float((seen * error).sum()),
-            expected_squared=float((error * error).sum()),
+            # Of an error without random numbers, rounding hides the size; its values are bounded above.
+            found_expected=float((seen * error).sum()) if self._is_random else 0.0,
+            expected_squared=float((error * error).sum()) if self._is_random else 0.0,
             found_squared=float((seen * seen).sum()),
         )
 

@@ -30,7 +30,8 @@ class Seen:
 
     `products` the audit saw; of `recomputed` elements `wrong` are not those of the requested error, and the largest
     deviation is a multiple of what rounding explains. `found_expected` and its neighbours are sums of products of the
-    found error (what was found less the exact value) and the expected one.
+    found error (what was found less the exact value) and the expected one; relative errors are divided by the value, so
+    that no large element decides alone.
     """
 
     products: int = 0
@@ -59,7 +60,7 @@ class Seen:
         if not self.recomputed or self.expected_squared <= 0:
             return math.inf
         rest = max(self.found_squared - self.found_expected**2 / self.expected_squared, 0.0)
-        return math.sqrt(rest / max(self.recomputed - 1, 1) / self.expected_squared * self.recomputed)
+        return math.sqrt(rest / max(self.recomputed - 1, 1) / self.expected_squared)
 
 
 class Requested(NamedTuple):
@@ -73,7 +74,9 @@ class Requested(NamedTuple):
 def described(error: TensorError) -> str:
     """Return an error model in words."""
     settings = error.model_dump(exclude={"kind"}, exclude_none=True)
-    values = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in settings.items()]
+    values = [
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in settings.items()
+    ]
     return " ".join([error.kind.replace("_", " "), *values])
 
 
@@ -169,8 +172,8 @@ class MachineReceipt:
         for cell, seen in sorted(self.cells.items()):
             where = f"{cell.phase}: {cell.operator} in {cell.place} ({cell.dtype})"
             if seen.wrong:
-                size = "" if seen.size is None else f", whose error is {seen.size:.2f} times the requested one"
-                yield f"{where}: {seen.wrong} of {seen.recomputed} recomputed values are not the requested ones{size}"
+                times = "" if seen.size is None else f", whose error is {seen.size:.2f} times the requested one"
+                yield f"{where}: {seen.wrong} of {seen.recomputed} recomputed values are not the requested ones{times}"
         for (phase, operator, dtype), seen in sorted(self._by_operator().items()):
             size = seen.size
             if not seen.wrong and size is not None:
@@ -196,9 +199,9 @@ class MachineReceipt:
         for what, number in sorted(self.without_error().items()):
             lines.append(f"without    {number:,} {what}")
         for (phase, operator, dtype), seen in sorted(self._by_operator().items()):
-            size = "-" if seen.size is None else f"{seen.size:.3f}"
+            shown = "-" if seen.size is None else f"{seen.size:.3f}"
             lines.append(
-                f"           {phase:<14}{operator[:32]:<34}{dtype:<10}{seen.products:>7} audited  size {size:>6}  "
+                f"           {phase:<14}{operator[:32]:<34}{dtype:<10}{seen.products:>7} audited  size {shown:>6}  "
                 f"{seen.wrong} wrong"
             )
         problems = self.problems()

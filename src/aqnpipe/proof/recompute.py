@@ -30,7 +30,7 @@ class Sampled(NamedTuple):
 
 Arguments = Mapping[Any, Any]
 Recompute = Callable[[Arguments, Any, np.random.Generator, int], list[Sampled | None]]
-"""From named arguments, result, random numbers and a number of elements; an item per noised result, None if unproven."""
+"""From arguments by name, result, random numbers and a number of elements: an item per noised result, or None."""
 
 
 def sample_of(operator: str, arguments: Arguments, result: Any, rng: np.random.Generator, count: int) -> list[Any]:
@@ -39,7 +39,7 @@ def sample_of(operator: str, arguments: Arguments, result: Any, rng: np.random.G
     return [None] if found is None else found(arguments, result, rng, count)
 
 
-# -- products of two operands -------------------------------------------------------------------------------------------
+# -- products of two operands ------------------------------------------------------------------------------------------
 
 
 def _product(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
@@ -51,7 +51,7 @@ def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Genera
     if not result.numel():
         return None
     index = rng.integers(0, result.numel(), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape))
+    place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
     rows, columns = _factors(first, second, place)
     terms = rows * columns
     exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
@@ -125,7 +125,7 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
     return [Sampled(_in_memory(result, place), exact, slack, _at(result, place))]
 
 
-# -- attention ----------------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 class _Head(NamedTuple):
@@ -230,7 +230,7 @@ def _sample_rows(
     return Sampled(_in_memory(result, place), exact[row, column], slack[row, column] + half, _at(result, place))
 
 
-# -- convolution --------------------------------------------------------------------------------------------------------
+# -- convolution -------------------------------------------------------------------------------------------------------
 
 
 def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
@@ -263,7 +263,7 @@ def _taps(at: list[Any], sizes: torch.Size, stride: Any, dilation: Any) -> list[
     ]
 
 
-# -- small things -------------------------------------------------------------------------------------------------------
+# -- small things ------------------------------------------------------------------------------------------------------
 
 
 def _wide(tensor: Tensor) -> FloatArray:
@@ -271,7 +271,8 @@ def _wide(tensor: Tensor) -> FloatArray:
 
 
 def _at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
-    return _wide(tensor[tuple(torch.from_numpy(np.asarray(axis)) for axis in place)].reshape(-1))
+    found = tensor[tuple(torch.from_numpy(np.asarray(axis)) for axis in place)] if place else tensor
+    return _wide(found.reshape(-1))
 
 
 def _rounding(magnitude: FloatArray, num_terms: int, dtype: torch.dtype) -> FloatArray:
