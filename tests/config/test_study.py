@@ -1,11 +1,13 @@
 """Studies and arms: shipped files are valid, and every mistake is one line with file, key, found and expected."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from aqnpipe.config.arm import ArmsFile
+from aqnpipe.config.model import ModelConfig, source_kind
 from aqnpipe.config.schema import study_schema
 from aqnpipe.config.study import load_study, load_study_file, load_study_files
 from aqnpipe.errors import ConfigError
@@ -249,3 +251,15 @@ def test_results_may_be_anywhere_that_is_named(config, folder):
 def test_results_are_not_in_folders_that_snakemake_would_misread(config, folder):
     with pytest.raises(ConfigError, match="results_dir"):
         load_study(config | {"results_dir": folder})
+
+
+@pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
+def test_shipped_studies_pin_what_they_fetch(path):
+    """Models and questions on the hub change; a commit does not."""
+    content = yaml.safe_load(path.read_text())
+    models = [*content.get("models", {}).values(), *content.get("checkpoints", {}).values()]
+    models = [ModelConfig.model_validate(model) for model in models if isinstance(model, dict)]
+    fetched = [model.revision for model in models if source_kind(model.source) == "hub"]
+    if content["dataset"]["source"] == "hub":
+        fetched.append(content["dataset"].get("revision"))
+    assert all(re.fullmatch(r"[0-9a-f]{40}", str(revision)) for revision in fetched), fetched
