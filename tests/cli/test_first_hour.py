@@ -131,11 +131,12 @@ def test_the_page_and_the_exit_code(tmp_path, monkeypatch):
     assert not try_out(Path("out"), [], None, 1, print)
     page = Path("out", first_hour.PAGE).read_text()
     parts = dict(re.findall(r"(?ms)^## (.*?)\n(.*?)(?=^## |\Z)", page))
-    assert parts["What passed"].strip() == "- kernels: 3 passed"
-    assert parts["What did not pass"].strip() == "- study: exit code 1"
+    tried = parts["What passed, and what did not"]
+    assert "| kernels | passed | 0.0 | 3 passed |" in tried
+    assert "| study | did not pass | 0.0 | exit code 1 |" in tried
     left = parts["What was not tried, and why"]
-    assert "- costs: no clone" in left
-    assert "- kernels: 2 tests: needs a CUDA device" in left
+    assert "| costs | no clone |" in left
+    assert "| kernels | 2 tests: needs a CUDA device |" in left
     assert "| training | 77 |" in parts["Tokens per second"]
     assert "line 99" in parts["The end of broken.log"]
     assert "line 9\n" not in parts["The end of broken.log"]

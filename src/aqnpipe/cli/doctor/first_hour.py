@@ -152,7 +152,9 @@ def _study(attempt: Attempt) -> Outcome:
     finished = code == 0 and (attempt.folder / "results" / "report.html").is_file()
     together = not several or (started is not None and int(started[1]) == attempt.workers)
     found = [
-        "its report was written, all receipts accepted" if finished else f"not finished ({_why(code)})",
+        "its report was written, all receipts accepted"
+        if finished
+        else f"not finished ({'no time left' if code is None else f'exit code {code}'})",
         f"killed, then resumed after step {resumed[1]}" if killed and resumed else "not resumed from a kill",
         f"rollouts and evaluations by {'vLLM' if vllm else 'transformers'}, {attempt.device.label}",
     ]
@@ -207,32 +209,26 @@ def _status(good: bool) -> Literal["passed", "did not pass"]:
     return "passed" if good else "did not pass"
 
 
-def _why(code: int | None) -> str:
-    return "stopped at the end of the time" if code is None else f"exit code {code}"
-
-
 def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Check]) -> str:
     """Return the page as Markdown."""
-    tried = [[outcome.name, outcome.status, f"{outcome.minutes:.1f}", *outcome.found[:1]] for outcome in outcomes]
+    tried = [[o.name, o.status, f"{o.minutes:.1f}", "; ".join(o.found)] for o in outcomes]
     blocks = [
         "# The first hour of aqnpipe on a machine",
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, aqnpipe {version('aqnpipe')}, Python {platform.python_version()}, "
         f"torch {version('torch')}, {attempt.device.label}. Made by `aqnpipe doctor --try`.",
-        _table(("what", "result", "minutes", ""), tried),
+        "## What passed, and what did not",
+        _table(("what", "result", "minutes", "found"), tried),
     ]
-    for title, status in (("What passed", "passed"), ("What did not pass", "did not pass")):
-        lines = [f"- {o.name}: {'; '.join(o.found)}" for o in outcomes if o.status == status]
-        blocks += [f"## {title}", "\n".join(lines) or "Nothing."]
-    left = [f"- {o.name}: {'; '.join(o.found)}" for o in outcomes if o.status == "not tried"]
-    left += [f"- {o.name}: {reason}" for o in outcomes for reason in o.not_tried]
-    left.append("- several machines: this command uses one")
+    left = [[o.name, "; ".join(o.found)] for o in outcomes if o.status == "not tried"]
+    left += [[o.name, reason] for o in outcomes for reason in o.not_tried]
+    left.append(["several machines", "this command uses one"])
     speeds = [speed for outcome in outcomes for speed in outcome.speeds]
     costs = [
         [c["what"], c["against"], f"{c['median']:.3f}", f"{c['lowest']:.3f} to {c['highest']:.3f}", c["target"] or ""]
         for outcome in outcomes
         for c in outcome.costs
     ]
-    blocks += ["## What was not tried, and why", "\n".join(left)]
+    blocks += ["## What was not tried, and why", _table(("what", "why"), left)]
     blocks += ["## Tokens per second", _table(("what", "tokens per second"), speeds) if speeds else "Not measured."]
     blocks += ["## Cost of noise", _table(("what", "against", "median", "range", "target: at most"), costs)]
     blocks += ["## This machine", ", ".join(f"{c.name} {c.found}" for c in machine if c.status == "ok")]
