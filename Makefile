@@ -14,8 +14,8 @@ CONSTRAINTS_cpu := constraints.txt
 CONSTRAINTS_cuda := constraints-cuda.txt
 CONSTRAINTS_npu := constraints-ascend.txt
 EXTRAS_cpu := slurm
-EXTRAS_cuda := slurm,vllm,lm-eval
-EXTRAS_npu := slurm,ascend
+EXTRAS_cuda := slurm,vllm,lm-eval,check
+EXTRAS_npu := slurm,ascend,check
 CONSTRAINTS := $(CONSTRAINTS_$(DEVICE))
 ifeq ($(CONSTRAINTS),)
 $(error DEVICE is '$(DEVICE)', expected cpu, cuda or npu)
@@ -25,13 +25,14 @@ DEV_STAMP := $(VENV)/.dev
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup dev browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm attacks faults
+.PHONY: setup dev browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm check-gpu attacks faults
 .PHONY: architectures audit-dependencies compare-results docs lint format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@$(PYTHON) -c 'import sys; sys.exit("aqnpipe needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -c 'import sys; sys.exit("aqnpipe needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; with another: make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 14) or print("$(CONSTRAINTS) is resolved for Python 3.11 to 3.13, this is " + sys.version.split()[0] + ": where a package (vLLM, say) has no wheel for it, use make PYTHON=python3.12 ...")'
 	@echo "installing aqnpipe and its Python packages into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@.ci/install $(VENV) $(CONSTRAINTS) $(EXTRAS_$(DEVICE))
@@ -87,6 +88,10 @@ test-vllm: vllm
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/generation tests/evaluation/test_evaluation_on_vllm.py \
 	    tests/training/test_training_on_vllm.py tests/training/test_sharded_training_on_vllm.py \
 	    tests/parity/test_parity_on_vllm.py tests/integrations
+
+# The first hour on a machine: everything that meets its devices, in at most 20 minutes, and a page of what passed.
+check-gpu: $(if $(filter cpu,$(DEVICE)),dev,setup)
+	$(BIN)/aqnpipe doctor --try
 
 # Tries every sabotage on small studies in two processes and writes what caught it into docs/attacks.md: a quarter of an hour.
 attacks: dev

@@ -84,6 +84,7 @@ def main() -> None:
                 config[name] = wanted
         make_model(config, questions, study["prompt"]["instruction"], folder)
         model["source"] = str(folder.resolve())
+        model.pop("revision", None)
     path = options.output / "study.yaml"
     path.write_text(yaml.safe_dump(study, sort_keys=False), encoding="utf-8")
     for key, (shipped, rehearsed) in changes.items():

@@ -235,9 +235,37 @@ def test_on_the_command_line(monkeypatch):
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "Profile default can run here.")
 
 
+@pytest.mark.parametrize(
+    ("compilers", "variable", "headers", "needed", "status"),
+    [
+        ({"gcc"}, None, True, True, "ok"),
+        ({"clang"}, None, True, True, "ok"),
+        ({"gcc-12"}, "gcc-12", True, True, "ok"),
+        ({"ccache", "gcc"}, "ccache gcc", True, True, "problem"),  # Triton takes it for the name of one program
+        (set(), None, True, True, "problem"),
+        ({"gcc"}, "no-such-compiler", True, True, "problem"),
+        ({"gcc"}, None, False, True, "problem"),
+        (set(), None, False, False, "missing"),
+    ],
+)
+def test_triton_needs_a_compiler_and_headers_where_there_are_gpus(
+    compilers, variable, headers, needed, status, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("CC", raising=False)
+    if variable:
+        monkeypatch.setenv("CC", variable)
+    if headers:
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}" if name in compilers else None)
+    monkeypatch.setattr(checks.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = checks.compiler_check(needed)
+    assert found.status == status
+    assert ("-dev (Triton" in found.advice) == (status != "ok")
+
+
 def test_this_machine_is_looked_at():
     found = {check.name: check for check in checks.machine_checks(Path("results"), None)}
-    assert {"GPUs", "NPUs", "python", "torch", "vllm", "ray", "Slurm", "disk", "machine"} <= set(found)
+    assert {"GPUs", "NPUs", "python", "torch", "vllm", "ray", "Slurm", "disk", "machine", "compiler"} <= set(found)
     assert found["torch"].status in ("ok", "untested")
     assert found["Slurm"].status == "missing"
 

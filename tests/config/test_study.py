@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from aqnpipe.config.arm import ArmsFile
+from aqnpipe.config.model import ModelConfig, source_kind
 from aqnpipe.config.schema import study_schema
 from aqnpipe.config.study import load_study, load_study_file, load_study_files
 from aqnpipe.errors import ConfigError
@@ -281,3 +282,15 @@ def test_every_value_of_the_published_studies_says_where_it_comes_from(path):
         assert values
         for value in values:
             assert re.search("# (published|verl|ours)", value), value
+
+
+@pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
+def test_shipped_studies_pin_what_they_fetch(path):
+    """Models and questions on the hub change; a commit does not."""
+    content = yaml.safe_load(path.read_text())
+    models = [*content.get("models", {}).values(), *content.get("checkpoints", {}).values()]
+    models = [ModelConfig.model_validate(model) for model in models if isinstance(model, dict)]
+    fetched = [model.revision for model in models if source_kind(model.source) == "hub"]
+    if content["dataset"]["source"] == "hub":
+        fetched.append(content["dataset"].get("revision"))
+    assert all(re.fullmatch(r"[0-9a-f]{40}", str(revision)) for revision in fetched), fetched

@@ -69,3 +69,11 @@ def test_configuration_needs_no_torch():
         "m.num_layers_of('tiny'); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("source", ["tiny", "./model"])
+def test_only_the_hub_has_revisions(source):
+    """A folder would be used as it is, whatever the revision."""
+    with pytest.raises(ValidationError, match=r"revision: found 'v1', expected none: .* is not from the hub"):
+        ModelConfig(source=source, revision="v1")
+    assert ModelConfig(source="some/model", revision="v1").revision == "v1"

@@ -130,7 +130,8 @@ class NoisyVllm(VLLM):
 
     def _load(self, given: VllmArguments, device: DeviceKind) -> None:
         source_kind(given.pretrained)
-        model = ModelConfig(source=given.pretrained, revision=given.revision)
+        named = {"source": given.pretrained, "revision": given.revision}
+        model = validated(ModelConfig, named, "--model_args")
         refuse_unusable(model)
         folder = source_folder(model)
         config = read_model_config(folder)

@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -56,7 +57,9 @@ class Check(Artifact):
 
 def machine_checks(results: Path, partitions: tuple[SlurmPartition, ...] | None) -> list[Check]:
     """Return the checks that do not depend on a profile; `partitions` come from `read_partitions`."""
-    return [*device_checks(), *version_checks(), slurm_check(partitions), disk_check(results), memory_check()]
+    devices = device_checks()
+    compiler = compiler_check(needed=devices[0].status == "ok")
+    return [*devices, *version_checks(), compiler, slurm_check(partitions), disk_check(results), memory_check()]
 
 
 def device_checks() -> list[Check]:
@@ -115,6 +118,23 @@ def build_check(requested: RequestedDevice) -> Check:
     if requested not in kinds or requested in built:
         return Check(name="torch", status="ok", found=found)
     return Check(name="torch", status="problem", found=f"{found}, the study needs {requested}", advice=kinds[requested])
+
+
+def compiler_check(needed: bool) -> Check:
+    """Return the check of what Triton compiles its launchers with at the first use: a C compiler, Python's headers.
+
+    needed: whether this machine has GPUs.
+    """
+    named = os.environ.get("CC")
+    compiler = shutil.which(named) if named is not None else shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    missing = f"CC={named} is no program" if named else "no C compiler"
+    found = f"{compiler or missing}, {headers if headers.is_file() else f'no {headers}'}"
+    if compiler and headers.is_file():
+        return Check(name="compiler", status="ok", found=found)
+    version = ".".join(platform.python_version_tuple()[:2])
+    advice = f"apt-get install gcc python{version}-dev (Triton compiles with them, for noise on GPUs and vLLM)"
+    return Check(name="compiler", status="problem" if needed else "missing", found=found, advice=advice)
 
 
 def slurm_check(partitions: tuple[SlurmPartition, ...] | None) -> Check:

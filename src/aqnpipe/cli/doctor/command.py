@@ -7,10 +7,12 @@ import typer
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.cli.doctor.checks import Check, machine_checks
+from aqnpipe.cli.doctor.first_hour import PAGE, try_out
 from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
 from aqnpipe.cli.doctor.slurm import read_partitions
-from aqnpipe.errors import EXIT_USER_ERROR
+from aqnpipe.errors import EXIT_USER_ERROR, ConfigError
 
+TRIED = Path("results/first-hour")
 _SIGNS = {"ok": "ok", "untested": "?", "missing": "-", "problem": "!!"}
 
 
@@ -40,14 +42,24 @@ def doctor(
         str | None, typer.Option(help="also check whether jobs of this profile can run from here")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    try_everything: Annotated[
+        bool, typer.Option("--try", help=f"also try kernels, noise cost and a study; the page is {TRIED / PAGE}")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="of the study of --try (default: one per device, 2 on a CPU)")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="after which --try stops")] = 20,
 ) -> None:
     """Check devices, libraries, Slurm and disk of this machine. Exit code 2 if the study or profile cannot run here."""
+    if json and try_everything:
+        raise ConfigError("--json: found --try too, whose result is a page, expected one of them")
     found = examine(profile)
     if json:
         typer.echo(found.model_dump_json(indent=2))
     else:
         _print(found)
-    if not found.can_run:
+    passed = not try_everything or try_out(TRIED, found.machine, workers, minutes, typer.echo)
+    if not (found.can_run and passed):
         raise typer.Exit(EXIT_USER_ERROR)
 
 
