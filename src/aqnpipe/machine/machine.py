@@ -161,10 +161,7 @@ class Machine:
             self.counts[phase, operator, why] += 1
             return result
         self.counts[phase, operator, "noised"] += 1
-        if is_gradient:
-            source = self._gradient_source(node._sequence_nr(), segment)
-        else:
-            source = self._source(here)
+        source = self._gradient_source(node._sequence_nr(), segment) if is_gradient else self._source(here)
         if result.is_cuda and torch.cuda.is_current_stream_capturing():
             self.counts[phase, operator, "captured"] += 1
         values = result.detach() if result.requires_grad else result

@@ -1,0 +1,123 @@
+"""`aqnpipe exec`: whole programs on a noisy machine, unchanged, with one line of what was measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aqnpipe.errors import ConfigError
+from aqnpipe.machine.autoload import VARIABLE, autoload
+from aqnpipe.noise.program import begin
+
+PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
+
+
+def execute(*arguments, program="train.py", words=(), environment=None):
+    command = [sys.executable, "-m", "aqnpipe.cli.main"]
+    call = "from aqnpipe.cli.main import main; main()"
+    command = [sys.executable, "-c", call, "exec", *arguments, "--", sys.executable, str(PROGRAMS / program), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+def test_a_program_has_noise_in_every_product(tmp_path):
+    code, printed, lines = execute("--noise", "0.05", "--seed", "3", "--receipts", str(tmp_path / "r"), words=["fork"])
+    assert code == 0, lines
+    line = lines[-1]
+    # Two forward and three backward per step (the inputs have no gradient), one outside, three in the fork.
+    assert line.startswith("aqnpipe: 19 of 19 products had relative gaussian scale 0.05, measured scale 0.05")
+    assert "in 2 processes" in line
+    receipts = [json.loads(path.read_text()) for path in (tmp_path / "r").glob("*.json")]
+    assert len(receipts) == 2
+    again = execute("--noise", "0.05", "--seed", "3")[1]
+    other, clean = (
+        execute("--noise", "0.05", "--seed", "4")[1],
+        subprocess.run([sys.executable, str(PROGRAMS / "train.py")], capture_output=True, text=True, check=True),
+    )
+    assert printed == again != other
+    assert clean.stdout not in (printed, other)
+
+
+def test_the_programs_exit_code_is_passed_on():
+    code, _, lines = execute("--noise", "0.05", "--no-backward", words=["die"])
+    assert code == 7
+    assert "7 of 16 products" in lines[-1]
+    assert lines[-1].endswith("without 9 gradients")
+
+
+def test_only_some_operators(tmp_path):
+    code, _, lines = execute("--error", "kind=mantissa_truncation,mantissa_bits=3", "--only", "bmm")
+    assert code == 2
+    assert "forward: no product had the requested error, of 7 that were seen" in lines[-1]
+
+
+def test_a_program_without_torch_is_refused():
+    command = [
+        sys.executable,
+        "-c",
+        "from aqnpipe.cli.main import main; main()",
+        "exec",
+        "--noise",
+        "0.05",
+        "--",
+        "true",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no process of the program loaded the machine" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "found --noise None and --error None, expected exactly one"),
+        (["--noise", "1.5"], "--noise: found 1.5, expected a number above 0 and below 1"),
+        (["--error", "kind=nothing"], "kind"),
+        (["--error", "kind=relative_gaussian,scale=x"], "scale"),
+    ],
+)
+def test_wrong_arguments_are_one_line(monkeypatch, capsys, arguments, message):
+    from aqnpipe.cli.main import main
+
+    monkeypatch.setattr(sys, "argv", ["aqnpipe", "exec", *arguments, "--", "true"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("ERROR: ")
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_nothing_happens_without_the_variable(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    code = (
+        "import sys, time; sys.modules['torch'] = None\n"
+        "from aqnpipe.machine.autoload import autoload; autoload()\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('aqnpipe', 'numpy', 'pydantic', 'numba')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['aqnpipe', 'aqnpipe.machine', 'aqnpipe.machine.autoload']"
+    autoload()
+
+
+def test_a_wrong_specification_ends_the_process():
+    with pytest.raises(ConfigError, match=r"AQNPIPE_MACHINE: .*scale"):
+        begin('{"error": {"kind": "relative_gaussian", "scale": -1}, "receipts": "x"}')
+
+
+@pytest.mark.slow
+def test_compiled_code_has_noise():
+    code, printed, lines = execute("--noise", "0.05", program="compiled.py")
+    assert code == 0, lines
+    assert printed == "layer True\nproduct True\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["sft"], ["sft", "lora"], ["dpo"], ["dpo", "lora"], ["grpo"], ["grpo", "lora"]])
+def test_stock_trainers_with_their_defaults(words):
+    code, _, lines = execute("--noise", "0.05", program="stock.py", words=words)
+    assert code == 0, lines[-5:]
+    assert "measured scale 0.05" in lines[-1] or "measured scale 0.049" in lines[-1]

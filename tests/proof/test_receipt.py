@@ -1,0 +1,76 @@
+"""The table of a receipt: sums add up, sizes have errors, and each refusal names what it is about."""
+
+import numpy as np
+import pytest
+
+from aqnpipe.config.noise import MantissaTruncation, RelativeGaussian
+from aqnpipe.errors import ReceiptError
+from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested, Seen, described
+
+CELL = Cell("forward", "layers.0", "mm", "float32")
+
+
+def receipt(*phases, **seen):
+    made = MachineReceipt(
+        Requested(phases or ("forward",), "relative gaussian scale 0.05", 0.05), np.random.default_rng(0)
+    )
+    made.count({("forward", "mm", "noised"): 4})
+    made.add(
+        CELL,
+        Seen(
+            **{"products": 2, "recomputed": 32, "found_expected": 2.0, "expected_squared": 2.0, "found_squared": 2.0}
+            | seen
+        ),
+    )
+    return made
+
+
+def test_errors_in_words():
+    assert described(RelativeGaussian(scale=0.05)) == "relative gaussian scale 0.05"
+    assert described(MantissaTruncation(mantissa_bits=4)) == "mantissa truncation mantissa_bits 4"
+
+
+def test_an_accepted_receipt():
+    assert receipt().check().measured_scale == pytest.approx(0.05)
+    assert receipt().table().row(0, named=True)["size"] == 1.0
+
+
+def test_parts_of_a_cell_add_up():
+    seen = Seen(1, 16, 1, 0.5, 1.0, 2.0, 3.0)
+    seen.add(Seen(2, 16, 0, 0.9, 1.0, 2.0, 3.0))
+    assert seen == Seen(3, 32, 1, 0.9, 2.0, 4.0, 6.0)
+    # Slope 1/2; residual 6 - 4/4 = 5 over 31 and 4: sqrt(5 / 31 / 4).
+    assert seen.size == 0.5
+    assert seen.size_error == pytest.approx((5 / 31 / 4) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        ({"wrong": 3}, "forward: mm in layers.0 (float32): 3 of 32 recomputed values are not the requested ones"),
+        ({"found_expected": 2.4, "found_squared": 2.88}, "the error found is 1.20 times the requested one"),
+        (
+            {"recomputed": 0, "found_expected": 0.0, "expected_squared": 0.0},
+            "no result was recomputed, so nothing is proven",
+        ),
+    ],
+)
+def test_what_was_seen_is_refused(seen, message):
+    with pytest.raises(ReceiptError) as found:
+        receipt(**seen).check()
+    assert message in str(found.value)
+
+
+def test_a_size_that_is_not_well_known_is_no_contradiction():
+    assert receipt(found_expected=2.4, found_squared=20.0).problems() == []
+
+
+def test_a_phase_without_noise_escapes_and_graphs_are_refused():
+    made = receipt("forward", "backward")
+    made.count({("backward", "mm", "gradients"): 3, ("forward", "bmm", "captured"): 2})
+    made.note(made.escapes, "x.y in layers.1", 2)
+    problems = made.problems()
+    assert "backward: no product had the requested error, of 3 that were seen" in problems
+    assert "2 calls of x.y in layers.1 escaped the error" in problems
+    assert any("captured into a CUDA graph" in problem for problem in problems)
+    assert "backward: no product had the requested error, of 3 that were seen" not in made.forward_problems()
