@@ -1,8 +1,4 @@
-"""Noise in a stock trainer of TRL: one step of the trainer is one context.
-
-TRL computes the output projection within its loss, in pieces, where noise does not reach it: a receipt for all products
-is refused and names it. So this example leaves the output projection out, by name.
-"""
+"""Noise in a stock trainer of TRL, with its defaults: one step of the trainer is one context."""
 
 import tempfile
 
@@ -13,11 +9,11 @@ import aqnpipe
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.models.loading import load_model, load_tokenizer
 
-NOISE = {"scale": 0.05, "seed": 0, "backward": True, "layers": range(6), "include_lm_head": False}
+NOISE = {"scale": 0.05, "seed": 0, "backward": True}
 
 
 class NoisySFTTrainer(SFTTrainer):
-    """Trains under 5 % noise on every matrix product of the decoder layers, forward and backward."""
+    """Trains under 5 % noise on every matrix product, forward and backward."""
 
     receipt = None
 
@@ -42,7 +38,6 @@ with tempfile.TemporaryDirectory() as output:
         use_cpu=True,
         save_strategy="no",
         bf16=False,
-        gradient_checkpointing=False,
     )
     trainer = NoisySFTTrainer(model, settings, train_dataset=texts, processing_class=load_tokenizer(folder))
     trainer.train()

@@ -34,8 +34,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Independent of what it audits: neither the kernels nor the injection, and keys of its own.
     "noise.audit": (FOUNDATION - {"seeding"}) | {"models", "noise.receipts"},
     "noise.injection": FOUNDATION | {"models", "noise.kernels", "noise.receipts", "noise.audit"},
+    # A simulated machine, and the proof of what it did, which shares no code with it.
+    "machine": FOUNDATION | {"models", "noise.kernels"},
+    "proof": (FOUNDATION - {"seeding"}) | {"models", "noise.audit"},
     "noise": FOUNDATION
     | {
+        "machine",
+        "proof",
         "models",
         "noise.schedule",
         "noise.control_layers",
