@@ -12,6 +12,7 @@ from aqnpipe.cli.cost_estimate import (
     Assumptions,
     Estimate,
     Rates,
+    ResumeCost,
     default_rates,
     estimate_study,
     mean_prompt_tokens,
@@ -246,8 +247,19 @@ def _lines(checked: CheckedStudy) -> list[str]:
         ),
         f"  from: {_sources(estimate)}",
         f"  not counted: {', '.join(estimate.not_counted)}",
+        *([] if estimate.resume_points is None else [_resume_points(estimate.resume_points)]),
         _disk(estimate, checked.keep),
     ]
+
+
+def _resume_points(cost: ResumeCost) -> str:
+    """Return a line on the time and the disk space that the resume points of a run take."""
+    number = f"{cost.per_run:,.0f} per run, {cost.per_run * cost.gigabytes:,.3g} GB written"
+    every = "" if cost.per_run >= 1 else "; a run ends before it may write one"
+    return (
+        f"resume points: {cost.gigabytes:,.3g} GB each, {cost.seconds:,.2g} s if each worker writes 1 GB/s; "
+        f"{number} in {cost.share_of_run:.1%} of its time{every}"
+    )
 
 
 def _disk(estimate: Estimate, keep: Keep) -> str:

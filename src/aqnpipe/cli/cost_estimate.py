@@ -8,7 +8,7 @@ that of the host, if it is longer.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from statistics import fmean
 from typing import Literal
@@ -21,7 +21,7 @@ from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.generation import RequestedBackend
 from aqnpipe.config.model import BUILTIN_MODELS, Attention, num_layers_in, source_kind
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.training import LoraConfig, TrainingConfig
+from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, LoraConfig, TrainingConfig
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, ParameterCount, shape_of
@@ -100,6 +100,15 @@ class PhaseCost(FrozenModel):
     device_hours: float
 
 
+class ResumeCost(FrozenModel):
+    """The resume points of a run; the time is that of workers that write and hash a GB per second each."""
+
+    gigabytes: float = Field(description="size of one")
+    seconds: float = Field(description="time in which the workers write one, most of it beside the training")
+    per_run: float
+    share_of_run: float = Field(description="share of a run's time in which points are written")
+
+
 class Estimate(FrozenModel):
     """An estimate and the assumptions behind it."""
 
@@ -114,6 +123,7 @@ class Estimate(FrozenModel):
         default=0.0, description="checkpoints of the largest run that are removed after their evaluation"
     )
     working_gigabytes: float = Field(description="resume points of the largest run during training, without adapters")
+    resume_points: ResumeCost | None = Field(default=None, description="of the largest run; None with adapters")
     model_gigabytes: float = Field(default=0.0, description="prepared models, in the number format they compute in")
     parameters: dict[str, float]
     rates: Rates
@@ -171,6 +181,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     work = [*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)]
     phases = _summed([part.cost(sizes[part.role], rates) for part in work])
     num_jobs = len(plan.runs()) + plan.num_evaluations
+    working = max((_working_bytes(plan, size) for size in sizes.values()), default=0.0)
     hours = sum(phase.device_hours for phase in phases) + num_jobs * rates.seconds_per_job / _SECONDS_PER_HOUR
     return Estimate(
         phases=phases,
@@ -183,7 +194,8 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
             size.num_parameters * BYTES[plan.study.config.models[role].dtype] for role, size in sizes.items()
         )
         / 1e9,
-        working_gigabytes=max(_working_bytes(plan, size) for size in sizes.values()) / 1e9,
+        working_gigabytes=working / 1e9,
+        resume_points=_resume_cost(plan, working / _RESUME_POINTS, phases),
         parameters={role: float(size.num_parameters) for role, size in sizes.items()},
         rates=rates,
         assumed=(prompt_source, _response_source(assumptions)),
@@ -399,3 +411,20 @@ def _working_bytes(plan: StudyPlan, size: Size) -> float:
     if training is None or training.lora:
         return 0.0
     return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * BYTES[training.weights_dtype]
+
+
+def _resume_cost(plan: StudyPlan, point_bytes: float, phases: Iterable[PhaseCost]) -> ResumeCost | None:
+    """Return the cost of the resume points of a run that takes the mean time of all runs."""
+    training = plan.study.config.training
+    if training is None or not point_bytes:
+        return None
+    run_hours = sum(cost.device_hours for cost in phases if cost.phase != "evaluation") / len(plan.runs())
+    run_seconds = run_hours / training.num_workers * _SECONDS_PER_HOUR
+    seconds = point_bytes / training.num_workers / RESUME_BYTES_PER_SECOND
+    # The last step needs no point.
+    points = float((plan.num_steps - 1) // training.resume_interval)
+    if training.resume_share is not None:
+        points = min(points, training.resume_share * run_seconds / seconds)
+    return ResumeCost(
+        gigabytes=point_bytes / 1e9, seconds=seconds, per_run=points, share_of_run=points * seconds / run_seconds
+    )
