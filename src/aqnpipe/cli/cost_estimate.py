@@ -22,7 +22,6 @@ from aqnpipe.config.generation import RequestedBackend
 from aqnpipe.config.model import BUILTIN_MODELS, Attention, num_layers_in, source_kind
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, LoraConfig, TrainingConfig
-from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, ParameterCount, shape_of
 
@@ -315,9 +314,7 @@ def _rollout_steps(plan: StudyPlan, training: TrainingConfig, arm_id: str) -> di
 
 def uses_vllm_for_rollouts(plan: StudyPlan, arm: Arm) -> bool:
     """Return whether vLLM will draw the rollouts of `arm`, if it is installed."""
-    config = plan.study.config
-    attention = config.models[arm.model].attention
-    return why_vllm_cannot_roll_out(arm) is None and _uses_vllm(config.generation.requested_for_rollouts, attention)
+    return _uses_vllm(plan.generation_in_training.requested_for_rollouts, plan.study.config.models[arm.model].attention)
 
 
 def _uses_vllm(requested: RequestedBackend, attention: Attention) -> bool:
