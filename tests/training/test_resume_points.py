@@ -112,6 +112,7 @@ def write_points(workspace, trained, steps, monkeypatch, num_workers=2):
         writers.append((rank, points))
     for step in steps:
         parts = []
+        monkeypatch.setattr(resume, "gathered", lambda own, parts=parts: [own, *parts])
         for rank, points in writers:
 
             def save(folder, rank=rank):
@@ -121,9 +122,9 @@ def write_points(workspace, trained, steps, monkeypatch, num_workers=2):
                 return own_tensors(*trained, rank, num_workers)
 
             points.write(step, save)
-            parts.append(points._own_files())
+            parts.append(points._part.result()[0])
         for _, points in writers:
-            points._publish(parts)
+            points._publish_written()
     for _, points in writers:
         points.close()
 
@@ -182,7 +183,7 @@ def test_a_point_that_was_not_published_is_no_point(workspace, monkeypatch):
     points = ResumePoints(workspace, settings(resume_every=1))
     points.on_train_begin(**callback_arguments(1, made(0)[0]))
     points.write(2, lambda folder: (folder / "rank1.json").write_text("{}") and own_tensors(*made(0), 1, 2))
-    assert points._own_files().keys() == {"rank1.json", "rank1.safetensors"}
+    assert points._part.result()[0].keys() == {"rank1.json", "rank1.safetensors"}
     assert newest(workspace)[0].name == "step1"
     assert [path.name for path in workspace.resume.iterdir()] == ["step1"]
 
@@ -209,7 +210,7 @@ def test_a_full_disk_is_an_error_at_the_next_step_and_leaves_the_earlier_point(w
 def test_workers_decide_together(others, expected, workspace, monkeypatch):
     """A point is written if every worker can afford it, or if any was asked to stop."""
     stops, affords = others
-    monkeypatch.setattr(resume, "gathered", lambda own: [own, (stops, affords, None)])
+    monkeypatch.setattr(resume, "gathered", lambda own: [own, (stops, affords)])
     points = ResumePoints(workspace, settings(resume_every=1))
     points.on_train_begin(**callback_arguments(0, made(0)[0]))
     arguments = callback_arguments(1)

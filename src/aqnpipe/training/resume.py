@@ -6,8 +6,8 @@ Nothing else is needed: every random draw is keyed by the step (see trainer.py),
 and points are written only after steps that use up all rollouts (`TrainingConfig.resume_interval`).
 
 Every worker copies its tensors to the host's memory and goes on; a thread writes, hashes and flushes them during the
-next steps. When those use up their rollouts, all workers have finished, and rank 0 publishes the point by one rename,
-so it is either complete or absent.
+next step. At its end all workers have finished, and rank 0 publishes the point by one rename, so it is either complete
+or absent.
 """
 
 import shutil
@@ -124,18 +124,17 @@ class ResumePoints(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the last point, then decide, equally on every worker; the last step needs no resume point."""
+        self._publish_written()
         if state.global_step % self._training.steps_per_rollout or state.global_step == state.max_steps:
             return
-        files = self._own_files()
         is_due = self._schedule.is_due(state.global_step, self._clock() - self._began)
-        stops, dues, parts = zip(*gathered((self._workspace.stop_file.exists(), is_due, files)), strict=True)
-        self._publish(parts)
+        stops, dues = zip(*gathered((self._workspace.stop_file.exists(), is_due)), strict=True)
         control.should_save = any(stops) or all(dues)
         control.should_training_stop = any(stops) or control.should_training_stop
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the point of a stopped run."""
-        self._publish(gathered(self._own_files()))
+        self._publish_written()
 
     def write(self, step: int, save: Callable[[Path], dict[str, Tensor]]) -> None:
         """Begin the point after `step`.
@@ -173,21 +172,17 @@ class ResumePoints(TrainerCallback):
         sync_files(run, new)
         return digests, self._clock() - began
 
-    def _own_files(self) -> dict[str, str] | None:
-        """Wait for this worker's part of the point that is being written, and return its digests; None without one."""
+    def _publish_written(self) -> None:
+        """Wait for all parts of the point that is being written, if there is one, and publish it."""
         if self._part is None:
-            return None
-        files, seconds = self._part.result()
+            return
+        own, seconds = self._part.result()
         self._schedule.add(seconds)
-        return files
-
-    def _publish(self, parts: Sequence[dict[str, str] | None]) -> None:
-        """Publish the point whose parts, of all workers, are on the disk."""
+        files = {name: digest for part in gathered(own) for name, digest in part.items()}
         staged, self._staged, self._part = self._staged, None, None
         if staged is None or self._rank > 0:
             return
         point = staged.with_name(staged.name.removeprefix("."))
-        files = {name: digest for part in parts for name, digest in (part or {}).items()}
         manifest = Manifest(step=_step_of(point), files=files, run_files=self._run_files)
         write_durably(staged / _MANIFEST, manifest.model_dump_json(indent=2) + "\n")
         rename(staged, point)

@@ -5,6 +5,7 @@ The class overrides private methods of the pinned TRL: `_tokenize_prompts`, `_ge
 tests/training/test_trl_contract.py pins their signatures.
 """
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -318,8 +319,11 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def _restore_schedule(self) -> None:
         """Set the learning rate to that after the steps done; it depends on nothing else."""
         schedule: Any = self.lr_scheduler
-        for _ in range(self.state.global_step):
-            schedule.step()
+        with warnings.catch_warnings():
+            # torch expects a step of the optimiser before; those were made before the resume point.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(self.state.global_step):
+                schedule.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore nothing: every step seeds the generators again."""
