@@ -154,7 +154,12 @@ def _schedule_from_the_start(trainer: Any) -> None:
 
 
 def _weights_not_restored(original: Any) -> Any:
-    def load(model: Any, point: Any) -> None:
+    def load(model: Any, *restored: Any) -> None:
+        first = [weight.detach().clone() for weight in model.parameters()]
+        original(model, *restored)
+        with torch.no_grad():
+            for weight, value in zip(model.parameters(), first, strict=True):
+                weight.copy_(value)
         took_effect()
 
     return load
@@ -345,7 +350,7 @@ SABOTAGES = (
             training(
                 "resumed with the first weights",
                 "the trained weights are not restored",
-                replaced(("aqnpipe.training.trainer.load_weights", _weights_not_restored)),
+                replaced(("aqnpipe.training.trainer.load_tensors", _weights_not_restored)),
                 r"weights|resum|matrices|norm",
                 _STOPPED,
             ),

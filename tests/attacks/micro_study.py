@@ -34,7 +34,7 @@ from aqnpipe.report.stage import ReportOutputs, build_report
 from aqnpipe.runtime import training as runtime
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
 from aqnpipe.runtime.training import run_training_job
-from aqnpipe.training.resume import ResumeCallback
+from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.run import TrainingInputs
 
 
@@ -150,14 +150,14 @@ class MicroStudy:
 
     def train_with_a_stop(self, arm: str, seed: int) -> None:
         """Train one run, stop it when its half is done, and train on from the resume point."""
-        half, on_step_end = self.last_step // 2, ResumeCallback.on_step_end
+        half, on_step_end = self.last_step // 2, ResumePoints.on_step_end
 
         def stop(callback: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == half:
-                callback._stop_file.touch()
+                callback._workspace.stop_file.touch()
             on_step_end(callback, args, state, control, **kwargs)
 
-        with mock.patch.object(ResumeCallback, "on_step_end", stop), pytest.raises(RunInterruptedError):
+        with mock.patch.object(ResumePoints, "on_step_end", stop), pytest.raises(RunInterruptedError):
             self.train(arm, seed)
         self.train(arm, seed)
 

@@ -7,7 +7,7 @@ import yaml
 
 from aqnpipe.config.dataset import HubDataset, LmEvalDataset, LocalDataset
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.study import load_study_file, load_study_files
+from aqnpipe.config.study import load_study, load_study_file, load_study_files
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -148,3 +148,24 @@ def test_a_built_in_model_is_known_by_its_recipe_and_a_folder_by_its_files(plan,
     own = with_settings(plan, models={"base": base})
     assert own.model_files("base") == ["mine/config.json", "mine/model.safetensors"]
     assert own.model_recipe("base") == ""
+
+
+@pytest.mark.parametrize(
+    ("attention", "generation", "expected"),
+    [
+        ("sdpa", {}, "transformers"),
+        ("sdpa", {"rollout_backend": "auto"}, "transformers"),
+        ("sdpa", {"backend": "transformers"}, None),
+        # Without sdpa `auto` is transformers for every arm.
+        ("eager", {}, None),
+    ],
+)
+def test_one_backend_draws_the_rollouts_of_all_arms(attention, generation, expected, monkeypatch):
+    """vLLM does not compute measured errors; comparisons of arms with different backends would be invalid."""
+    monkeypatch.chdir(ROOT)
+    content = yaml.safe_load(Path("config/measured.yaml").read_text())
+    content |= {"arms_file": "config/arms.yaml", "generation": generation}
+    content["models"]["base"]["attention"] = attention
+    plan = StudyPlan(load_study(content, "measured.yaml"))
+    found = {plan.training_spec(arm, 0)["generation"]["rollout_backend"] for arm in plan.study.arms}
+    assert found == {expected}

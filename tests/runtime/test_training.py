@@ -320,7 +320,7 @@ def test_a_disk_that_is_full_for_a_worker_is_one_line(cluster, inputs, tmp_path)
         with pytest.raises(StorageError, match=message) as refused:
             run_training_job(spec(), inputs, disk / "run", disk / "scratch", lambda _: None)
         assert "\n" not in str(refused.value)
-        assert not list(disk.glob("scratch/*/resume/.staged")), "a resume point that was not finished"
+        assert not list(disk.glob("scratch/*/resume/.step*")), "a resume point that was not finished"
 
 
 @pytest.mark.slow

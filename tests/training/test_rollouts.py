@@ -137,14 +137,27 @@ def test_noise_outside_the_rollout_does_not_exclude_vllm(monkeypatch):
     spec = changed(training_spec(aqn=AQN), arm={"operator_noise": noise}, attention="sdpa")
     monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
     described = {"backend": "vllm", "vllm": "vllm 0.32.0", "enforce_eager": True}
-    assert describe_rollouts(spec) == described | {"batch_invariant": True}
+    asked = changed(spec, generation={"rollout_batch_invariance": True})
+    assert describe_rollouts(asked) == described | {"batch_invariant": True}
+
+
+def test_by_default_the_engine_of_an_arm_does_not_depend_on_its_noise(monkeypatch):
+    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
+    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
+    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
+    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+    arms = ({}, {"operator_noise": FUSED})
+    specs = [changed(training_spec(), arm=arm, attention="sdpa", generation={"backend": "vllm"}) for arm in arms]
+    assert describe_rollouts(specs[0]) == describe_rollouts(specs[1])
+    asked = [changed(spec, generation={"backend": "vllm", "rollout_batch_invariance": True}) for spec in specs]
+    assert describe_rollouts(asked[0]) != describe_rollouts(asked[1])
 
 
 @pytest.mark.parametrize(
     ("arm", "generation", "reason"),
     [
-        ({}, {"rollout_batch_invariance": False}, "generation.rollout_batch_invariance is false"),
-        ({"operator_noise": FUSED}, {}, "the arm has operator noise in rollouts"),
+        ({}, {}, "generation.rollout_batch_invariance is false"),
+        ({"operator_noise": FUSED}, {"rollout_batch_invariance": True}, "the arm has operator noise in rollouts"),
     ],
 )
 def test_the_record_says_why_the_batch_invariant_mode_is_off(monkeypatch, arm, generation, reason):

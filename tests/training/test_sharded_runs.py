@@ -140,6 +140,17 @@ def test_a_run_that_was_killed_ends_with_the_bytes_of_one_that_was_not(finished)
     assert (whole / "run" / "checkpoints" / "step3").is_dir()
 
 
+def test_each_worker_writes_its_own_part_of_a_resume_point(finished):
+    """Shares of the same weights, and half of the norms, which both have whole."""
+    points = sorted((finished / "whole" / "work" / "resume").iterdir())
+    assert [point.name for point in points] == ["step1", "step2"]
+    for point in points:
+        one, two = (set(load_file(point / f"rank{rank}.safetensors")) for rank in (0, 1))
+        assert any("norm" in name for name in one ^ two)
+        assert not any("norm" in name for name in one & two)
+        assert any("q_proj.weight:exp_avg" in name for name in one & two)
+
+
 def distance(finished, name):
     facts = json.loads((finished / name / "runs" / "work" / "facts.json").read_text())
     return SamplerDistance.model_validate(facts["sampler_distance"])

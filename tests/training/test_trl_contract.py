@@ -47,7 +47,6 @@ def test_versions_are_the_pinned_ones():
         (GRPOTrainer._load_optimizer_and_scheduler, ["checkpoint"]),
         (Trainer._load_from_checkpoint, ["resume_from_checkpoint", "model"]),
         (Trainer._load_rng_state, ["checkpoint"]),
-        (Trainer._save_optimizer_and_scheduler, ["output_dir"]),
         (Trainer._get_grad_norm, ["model", "grad_norm"]),
         (Trainer._clip_grad_norm, ["model"]),
         (Trainer._move_model_to_device, ["model", "device"]),

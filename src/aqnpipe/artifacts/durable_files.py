@@ -1,17 +1,20 @@
 """Files that survive a crash of the machine (fsync), and digests that show that they are complete."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from aqnpipe.artifacts.provenance import sha256_of_file
 
 
-def digests_of(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the SHA-256 of every file under `folder` by relative path; files in `known` are not read again."""
-    known = known or {}
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return {name: known[name] if name in known else sha256_of_file(folder / name) for name in names}
+def files_in(folder: Path) -> list[str]:
+    """Return the relative path of every file under `folder`."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file under `folder` by relative path."""
+    return {name: sha256_of_file(folder / name) for name in files_in(folder)}
 
 
 def damage(folder: Path, digests: Mapping[str, str]) -> str | None:
@@ -32,6 +35,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_files(folder: Path, names: Iterable[str]) -> None:
+    """Flush files below `folder`, and the folders that lead to them, to the disk."""
+    files = {folder / name for name in names}
+    folders = {above for file in files for above in file.parents if above.is_relative_to(folder)}
+    for path in (*files, *folders):
+        sync(path)
 
 
 def sync_tree(folder: Path) -> None:

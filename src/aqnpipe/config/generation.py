@@ -18,7 +18,8 @@ class GenerationConfig(FrozenModel):
         "supports the requested noise, else transformers",
     )
     rollout_backend: RequestedBackend | None = Field(
-        default=None, description="backend of training rollouts; null: same as `backend`"
+        default=None,
+        description="backend of training rollouts; null: same as `backend`. auto: one for all arms of the study",
     )
     tensor_parallel: int = Field(
         default=1,
@@ -40,9 +41,9 @@ class GenerationConfig(FrozenModel):
     )
 
     rollout_batch_invariance: bool = Field(
-        default=True,
+        default=False,
         description="training rollouts use vLLM's batch-invariant mode where the device has it (NVIDIA GPUs of compute "
-        "capability 8.0 and above) and the arm has no operator noise in rollouts",
+        "capability 8.0 and above) and the arm has no operator noise in rollouts; other arms then differ in it too",
     )
 
     @field_validator("tensor_parallel")

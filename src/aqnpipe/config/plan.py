@@ -11,6 +11,7 @@ from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.machine_devices import by_kind, device_of, evaluations_folder, other_kind, rule_on
 from aqnpipe.config.measured_noise import MeasuredError
@@ -19,6 +20,7 @@ from aqnpipe.config.noise import Fault, OperatorNoise
 from aqnpipe.config.run import EvaluationSpec, LossStudySpec, ParitySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
 from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.device import DeviceKind, RequestedDevice
 from aqnpipe.errors import ConfigError
 
@@ -431,11 +433,23 @@ class StudyPlan:
             dtype=config.models[role].dtype,
             attention=config.models[role].attention,
             prompt=config.prompt,
-            generation=config.generation.for_training,
+            generation=self.generation_in_training,
             training=self._planned_training,
             scorer=self.evaluation_settings.primary_scorer,
             scorer_sha256=self.evaluation_settings.scorer_sha256,
         ).model_dump(mode="json")
+
+    @cached_property
+    def generation_in_training(self) -> GenerationConfig:
+        """Generation settings of all trainings: `auto` is one rollout backend, so that arms differ in what they name.
+
+        That is transformers if vLLM, which needs `attention: sdpa`, cannot draw the rollouts of one arm.
+        """
+        settings, models = self.study.config.generation.for_training, self.study.config.models
+        on_vllm = [arm for arm in self.study.arms.values() if models[arm.model].attention == "sdpa"]
+        if settings.requested_for_rollouts == "auto" and any(map(why_vllm_cannot_roll_out, on_vllm)):
+            return settings.model_copy(update={"rollout_backend": "transformers"})
+        return settings
 
     def evaluation_spec(self, *, model: str, arm: str, seed: str, step: str) -> dict[str, Any]:
         """Return the parameters of an evaluation (`EvaluationSpec` as plain data); they share what they have in common.

@@ -1,17 +1,22 @@
 """GRPO settings, shared by all arms of a study."""
 
-from typing import Literal, Self
+import math
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel, Threads
 from aqnpipe.config.evaluation import Scorer
 from aqnpipe.config.own_code import OwnFunction, planned_digest
+from aqnpipe.config.validation_messages import SHARE_PATTERN
 
 ReportTo = Literal["tensorboard", "wandb"]
 
 Keep = Literal["last", "best", "all"]
 """Which checkpoints of a run keep their weights once all are evaluated; `best`: most accurate at the lowest level."""
+
+RESUME_BYTES_PER_SECOND = 1e9
+"""Assumed rate at which a worker writes and hashes its part of a resume point, until a run has measured it."""
 
 
 class LoraConfig(FrozenModel):
@@ -121,10 +126,10 @@ class TrainingConfig(FrozenModel):
     checkpoint_every: int | None = Field(
         default=None, ge=1, description="optimiser steps between checkpoints; the last step always writes one"
     )
-    resume_every: int = Field(
-        default=5,
-        ge=1,
-        description="optimiser steps between resume points: a killed run loses at most this many",
+    resume_every: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=SHARE_PATTERN)] = Field(
+        default="3%",
+        description="share of a run's time in which resume points may be written, as `3%`: the run measures how long "
+        "one takes; a number instead is that of optimiser steps between them",
     )
     validate_every: int | None = Field(
         default=None, ge=1, description="optimiser steps between greedy validations; the last step always has one"
@@ -193,6 +198,20 @@ class TrainingConfig(FrozenModel):
     def accumulation_steps(self) -> int:
         """Micro-batches per optimiser step on each worker."""
         return self.sequences_per_step // (self.micro_batch_size * self.num_workers)
+
+    @property
+    def resume_share(self) -> float | None:
+        """Share of a run's time in which resume points may be written; None if they are written by steps."""
+        return float(self.resume_every[:-1]) / 100 if isinstance(self.resume_every, str) else None
+
+    @property
+    def resume_interval(self) -> int:
+        """Optimiser steps between resume points, or possible ones: whole batches of rollouts, which are used up then.
+
+        A resume point contains no rollouts.
+        """
+        steps = self.resume_every if isinstance(self.resume_every, int) else 1
+        return math.ceil(steps / self.steps_per_rollout) * self.steps_per_rollout
 
     def num_steps(self, num_prompts: int) -> int:
         """Return the optimiser steps of a run over `num_prompts` questions; incomplete batches are dropped."""

@@ -22,10 +22,12 @@ FUNCTION_PATTERN = r"^([^:]*/)?[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 GRES_PATTERN = r"^[A-Za-z_]\w*(:([A-Za-z_][\w.]?|[\w.]{3,}))?$"
 DURATION_PATTERN = r"^[1-9]\d*[mhdw]$"
 PARTITION_PATTERN = r"^[^\s,]+(,[^\s,]+)*$"
+SHARE_PATTERN = r"^(0\.\d*[1-9]\d*|[1-9]\d?(\.\d+)?)%$"
 
 _PATTERNS = {
     GRES_PATTERN: "a name such as gpu or gpu:a100, without number, hyphen or comma (gpu if the type has a hyphen)",
     DURATION_PATTERN: "a duration such as 48h",
+    SHARE_PATTERN: "a share of the time such as 3%",
     PARTITION_PATTERN: "the name of a partition",
     FUNCTION_PATTERN: "a function as package.module:function",
     IDENTIFIER_PATTERN: "a name of letters, digits, `_`, `.` and `-` that begins with a letter or digit",

@@ -1,40 +1,46 @@
 """Resume points: everything that a run needs to continue bit for bit after an optimiser step.
 
-A resume point contains the trained weights, the optimiser, the learning-rate schedule, the trainer's state and log, and
-per rank the measurements for the receipt and the audit, the faults' cached thresholds and the validations. Nothing else
-is needed: every random draw is keyed by the step (see trainer.py), and points are written only after steps that use up
-all rollouts (see `resume_interval`). A point appears by one rename, so it is either complete or absent.
+A resume point contains the trainer's state and log, and per worker its part of the trained weights and of the
+optimiser's state, the measurements for the receipt and the audit, the faults' cached thresholds and the validations.
+Nothing else is needed: every random draw is keyed by the step (see trainer.py), the learning rate is that of the step,
+and points are written only after steps that use up all rollouts (`TrainingConfig.resume_interval`).
+
+Every worker copies its tensors to the host's memory and goes on; a thread writes, hashes and flushes them during the
+next step. At its end all workers have finished, and rank 0 publishes the point by one rename, so it is either complete
+or absent.
 """
 
-import math
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field, ValidationError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync_tree, write_durably
+from aqnpipe.artifacts.durable_files import damage, files_in, rename, sync_files, write_durably
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.sampler_distance import DistanceProgress
-from aqnpipe.config.training import TrainingConfig
-from aqnpipe.models.shares import is_sharded, is_share, like_share, local
+from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
+from aqnpipe.models.shares import is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.training.audit.auditor import AuditState, TrainingAudit
 from aqnpipe.training.distance.probe import DistanceProbe
 from aqnpipe.training.noise_plan import NoisePlan
-from aqnpipe.training.ranks import gathered
+from aqnpipe.training.ranks import gathered, rank_and_size
 from aqnpipe.training.workspace import Workspace
 
 _KEPT = 2
 _MANIFEST = "manifest.json"
-_WEIGHTS = "weights.safetensors"
+_ADAM_MOMENTS = 2
 
 
 class Manifest(Artifact):
@@ -45,21 +51,14 @@ class Manifest(Artifact):
     run_files: dict[str, str]
 
 
-def resume_interval(training: TrainingConfig) -> int:
-    """Return the optimiser steps between resume points: `resume_every`, rounded up to whole batches of rollouts.
-
-    At these steps all rollouts are used up, so a resume point does not contain any.
-    """
-    return math.ceil(training.resume_every / training.steps_per_rollout) * training.steps_per_rollout
-
-
 def prepare_resume(workspace: Workspace, say: Callable[[str], None]) -> Path | None:
     """Return the newest intact resume point and restore `workspace.run` to its state then; None if there is none.
 
     Every file is compared with its SHA-256. `say` gets one line about the outcome.
     """
     (workspace.folder / "finished.json").unlink(missing_ok=True)
-    shutil.rmtree(workspace.resume / ".staged", ignore_errors=True)
+    for unfinished in workspace.resume.glob(".step*"):
+        shutil.rmtree(unfinished)
     flaws: list[str] = []
     for point in sorted(workspace.resume.glob("step*"), key=_step_of, reverse=True):
         manifest, flaw = _inspect(point, workspace)
@@ -77,43 +76,116 @@ def prepare_resume(workspace: Workspace, say: Callable[[str], None]) -> Path | N
     return None
 
 
-class ResumePoints:
-    """Writes the resume points of a run. All ranks call `write` after the same steps; rank 0 publishes the point."""
+class PointSchedule:
+    """Decides after which steps a worker would write a resume point: at an interval, or within a share of the time.
 
-    def __init__(self, workspace: Workspace, *, is_main_process: bool, wait_for_all: Callable[[], None]) -> None:
+    `num_bytes` of this worker's part give the time of its first point; every later one takes as long as the one before.
+    The choice depends on the clock, the results of a run do not depend on the choice.
+    """
+
+    def __init__(self, training: TrainingConfig, num_bytes: float) -> None:
+        self._interval, self._share = training.resume_interval, training.resume_share
+        self._spent, self._next = 0.0, num_bytes / RESUME_BYTES_PER_SECOND
+
+    def add(self, seconds: float) -> None:
+        """Count a point that was being written for `seconds`."""
+        self._spent, self._next = self._spent + seconds, seconds
+
+    def is_due(self, step: int, elapsed: float) -> bool:
+        """Return whether to write a point after `step`, `elapsed` seconds after the start."""
+        is_affordable = self._share is None or self._spent + self._next <= self._share * elapsed
+        return is_affordable and step % self._interval == 0
+
+
+class ResumePoints(TrainerCallback):
+    """Makes the trainer write resume points, and write one and end after a stop request; publishes them.
+
+    All workers call all methods after the same steps. `close` it when the training has ended in any way.
+    """
+
+    def __init__(
+        self, workspace: Workspace, training: TrainingConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._workspace = workspace
-        self._is_main_process = is_main_process
-        self._wait_for_all = wait_for_all
+        self._training = training
+        self._clock = clock
+        self._rank, self._num_workers = rank_and_size()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="resume point")
+        self._staged: Path | None = None
+        self._part: Future[tuple[dict[str, str], float]] | None = None
         self._run_files: dict[str, str] = {}
 
-    def write(self, step: int, save: Callable[[Path], None]) -> None:
-        """Write the point after `step`; `save` writes this rank's part into a folder.
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock, and estimate the time of a point from the size of this worker's part."""
+        trained = [local(weight) for _, weight in _own(kwargs["model"], self._rank, self._num_workers)]
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in trained)
+        self._schedule = PointSchedule(self._training, (1 + _ADAM_MOMENTS) * num_bytes)
+        self._began = self._clock()
 
-        The point appears by one rename when all its files are on the disk. An error leaves the earlier points as they
-        were.
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish the last point, then decide, equally on every worker; the last step needs no resume point."""
+        self._publish_written()
+        if state.global_step % self._training.steps_per_rollout or state.global_step == state.max_steps:
+            return
+        is_due = self._schedule.is_due(state.global_step, self._clock() - self._began)
+        stops, dues = zip(*gathered((self._workspace.stop_file.exists(), is_due)), strict=True)
+        control.should_save = any(stops) or all(dues)
+        control.should_training_stop = any(stops) or control.should_training_stop
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish the point of a stopped run."""
+        self._publish_written()
+
+    def write(self, step: int, save: Callable[[Path], dict[str, Tensor]]) -> None:
+        """Begin the point after `step`.
+
+        `save` writes this worker's small files, as `save_rank_state` and the trainer name them, into a folder and
+        returns copies of its tensors.
         """
-        staged = self._workspace.resume / ".staged"
-        if self._is_main_process:
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
-        self._wait_for_all()
-        with ExitStack() as cleanup:
-            # After an error only: a full disk needs the space. After a success rank 0 may still be publishing.
-            cleanup.callback(shutil.rmtree, staged, ignore_errors=True)
-            save(staged)
-            self._wait_for_all()
-            if self._is_main_process:
-                self._publish(staged, step)
-            cleanup.pop_all()
+        began = self._clock()
+        self._staged = self._workspace.resume / f".step{step}"
+        self._staged.mkdir(parents=True, exist_ok=True)
+        tensors = save(self._staged)
+        # Files that the run finished until now: the thread must not look at those that come later.
+        run_files = files_in(self._workspace.run) if self._rank == 0 else []
+        self._part = self._thread.submit(self._write_part, self._staged, tensors, run_files, began)
 
-    def _publish(self, staged: Path, step: int) -> None:
-        run = self._workspace.run
-        self._run_files = digests_of(run, self._run_files)
-        manifest = Manifest(step=step, files=digests_of(staged), run_files=self._run_files)
+    def close(self) -> None:
+        """Wait for the thread, and remove a point that was not published: after an error a full disk needs the space.
+
+        The earlier points stay.
+        """
+        self._thread.shutdown()
+        if self._staged is not None:
+            shutil.rmtree(self._staged, ignore_errors=True)
+
+    def _write_part(
+        self, staged: Path, tensors: dict[str, Tensor], run_files: Sequence[str], began: float
+    ) -> tuple[dict[str, str], float]:
+        """Return the digests of this worker's part of a point, when it is on the disk, and the seconds it took."""
+        save_file(tensors, staged / _tensors_name(self._rank))
+        names = [_tensors_name(self._rank), _state_name(self._rank), *([TRAINER_STATE_NAME] if self._rank == 0 else ())]
+        digests = {name: sha256_of_file(staged / name) for name in names}
+        sync_files(staged, names)
+        run, new = self._workspace.run, [name for name in run_files if name not in self._run_files]
+        self._run_files |= {name: sha256_of_file(run / name) for name in new}
+        sync_files(run, new)
+        return digests, self._clock() - began
+
+    def _publish_written(self) -> None:
+        """Wait for all parts of the point that is being written, if there is one, and publish it."""
+        if self._part is None:
+            return
+        own, seconds = self._part.result()
+        self._schedule.add(seconds)
+        files = {name: digest for part in gathered(own) for name, digest in part.items()}
+        staged, self._staged, self._part = self._staged, None, None
+        if staged is None or self._rank > 0:
+            return
+        point = staged.with_name(staged.name.removeprefix("."))
+        manifest = Manifest(step=_step_of(point), files=files, run_files=self._run_files)
         write_durably(staged / _MANIFEST, manifest.model_dump_json(indent=2) + "\n")
-        sync_tree(run)
-        sync_tree(staged)
-        rename(staged, self._workspace.resume / f"step{step}")
+        rename(staged, point)
         for old in sorted(self._workspace.resume.glob("step*"), key=_step_of)[:-_KEPT]:
             shutil.rmtree(old)
 
@@ -144,14 +216,14 @@ def save_rank_state(
         audit=audit.state(),
         distance=distance.state(),
     )
-    (folder / f"rank{rank}.json").write_text(state.model_dump_json(), encoding="utf-8")
+    (folder / _state_name(rank)).write_text(state.model_dump_json(), encoding="utf-8")
 
 
 def load_rank_state(
     point: Path, rank: int, noise: NoisePlan, audit: TrainingAudit, distance: DistanceProbe
 ) -> dict[int, float]:
     """Restore recorder, faults, audit and distances from a resume point; return the validation accuracies by step."""
-    state = RankState.model_validate_json((point / f"rank{rank}.json").read_bytes())
+    state = RankState.model_validate_json((point / _state_name(rank)).read_bytes())
     noise.recorder.restore(RecorderState.from_json(state.receipt))
     noise.faults.restore(state.faults)
     audit.restore(state.audit)
@@ -159,72 +231,59 @@ def load_rank_state(
     return state.validation_accuracy
 
 
-def save_weights(model: nn.Module, folder: Path) -> None:
-    """Write the trainable weights; a weight that several modules share is written once."""
-    save_file({name: weight.detach().contiguous() for name, weight in _trained(model)}, folder / _WEIGHTS)
+def own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_workers: int) -> dict[str, Tensor]:
+    """Return a copy, in the host's memory, of this worker's part of the trained weights and of the optimiser's state.
 
-
-def load_weights(model: nn.Module, point: Path) -> None:
-    """Restore the trainable weights bit for bit; those of a sharded model are restored by `load_shares`."""
-    if is_sharded(model):
-        return
-    saved = load_file(point / _WEIGHTS)
-    with torch.no_grad():
-        for name, weight in _trained(model):
-            weight.copy_(saved[name])
-
-
-def save_shares(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
-    """Write this worker's shares of the trainable weights, and the optimiser's state of them, into a resume point."""
+    The part: its shares of divided weights, and every `num_workers`-th of the weights that all workers have whole.
+    """
     tensors = {}
-    for name, weight in _trained(model):
-        tensors[f"{name}:weight"] = local(weight.detach())
-        for key, value in optimizer.state[weight].items():
-            tensors[f"{name}:{key}"] = local(value)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _shares_name(rank))
+    for name, weight in _own(model, rank, num_workers):
+        for what, value in {"weight": weight.detach(), **optimizer.state.get(weight, {})}.items():
+            tensors[f"{name}:{what}"] = local(value).to("cpu", copy=True).contiguous()
+    return tensors
 
 
-def load_shares(model: nn.Module, optimizer: torch.optim.Optimizer, point: Path, rank: int) -> None:
-    """Restore what `save_shares` wrote, bit for bit."""
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in load_file(point / _shares_name(rank)).items():
-        name, _, what = key.rpartition(":")
-        state.setdefault(name, {})[what] = tensor
+def load_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, point: Path, rank: int) -> None:
+    """Restore the trained weights and the optimiser's state bit for bit."""
+    trained = dict(_trained(model))
+    state: dict[str, dict[str, Tensor]] = {name: {} for name in trained}
+    for path in point.glob("rank*.safetensors"):
+        for key, tensor in load_file(path).items():
+            name, _, what = key.rpartition(":")
+            if path.name == _tensors_name(rank) or not is_share(trained[name]):
+                state[name][what] = tensor
+    # A fused optimiser counts its steps on the device, others on the CPU.
+    counts_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     with torch.no_grad():
-        for name, weight in _trained(model):
+        for name, weight in trained.items():
             saved = state[name]
             local(weight.detach()).copy_(saved.pop("weight"))
-            own = optimizer.state[weight]
             for what, tensor in saved.items():
-                # The step of Adam counts on the CPU, moments are where the weight is.
-                own[what] = tensor.to(weight.device) if tensor.ndim else tensor
-                if tensor.ndim and is_share(weight):
-                    own[what] = like_share(weight, own[what])
+                restored = tensor.to(weight.device) if tensor.ndim or counts_on_device else tensor
+                shared = tensor.ndim and is_share(weight)
+                optimizer.state[weight][what] = like_share(weight, restored) if shared else restored
 
 
-def _shares_name(rank: int) -> str:
-    return f"shares{rank}.safetensors"
+def _tensors_name(rank: int) -> str:
+    return f"rank{rank}.safetensors"
 
 
-class ResumeCallback(TrainerCallback):
-    """Makes the trainer write a resume point at regular steps, and write one and end after a stop request."""
-
-    def __init__(self, workspace: Workspace, training: TrainingConfig) -> None:
-        self._stop_file = workspace.stop_file
-        self._interval = resume_interval(training)
-        self._steps_per_rollout = training.steps_per_rollout
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Decide after a step, equally on every rank; the last step needs no resume point."""
-        if state.global_step % self._steps_per_rollout or state.global_step == state.max_steps:
-            return
-        stop = any(gathered(self._stop_file.exists()))
-        control.should_save = stop or state.global_step % self._interval == 0
-        control.should_training_stop = stop or control.should_training_stop
+def _state_name(rank: int) -> str:
+    return f"rank{rank}.json"
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the trained weights by name; a weight that several modules share is there once."""
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+def _own(model: nn.Module, rank: int, num_workers: int) -> list[tuple[str, nn.Parameter]]:
+    """Return the trained weights of which a worker writes something into a resume point."""
+    return [
+        (name, weight)
+        for index, (name, weight) in enumerate(_trained(model))
+        if is_share(weight) or index % num_workers == rank
+    ]
 
 
 def _inspect(point: Path, workspace: Workspace) -> tuple[Manifest | None, str]:

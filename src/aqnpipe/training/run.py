@@ -45,10 +45,13 @@ from aqnpipe.training.metrics import metrics_table
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.ranks import rank_and_size
-from aqnpipe.training.resume import ResumeCallback, resume_interval
+from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 from aqnpipe.training.workspace import Workspace
+
+_EARLY_RECEIPTS = (1, 5)
+"""Steps after which the receipt so far is checked."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ def _train(spec: TrainingSpec, trainer: NoisyGRPOTrainer, resume_from: Path | No
             f"{run_label(spec)}: {trainer.accelerator.num_processes} workers train, training.num_workers is "
             f"{spec.training.num_workers}"
         )
-    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    with closing(trainer.resume_points):
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     if trainer.state.global_step < spec.num_steps:
         raise RunInterruptedError(
             f"{run_label(spec)}: stopped by a signal after step {trainer.state.global_step} of {spec.num_steps}; the "
@@ -186,9 +190,10 @@ def _build_trainer(
         train_problems=inputs.train_problems,
         test_problems=inputs.test_problems,
         checkpoints=workspace.run / "checkpoints",
-        receipt_steps=(1, resume_interval(spec.training)),
+        receipt_steps=_EARLY_RECEIPTS,
     )
     validation = _validation(spec, inputs, tokenizer, plan, audit)
+    resume_points = ResumePoints(workspace, spec.training)
     trainer = NoisyGRPOTrainer(
         noise_plan=plan,
         rollouts=audit.engine(rollouts),
@@ -208,7 +213,7 @@ def _build_trainer(
             label=run_label(spec),
             say=say,
         ),
-        workspace=workspace,
+        resume_points=resume_points,
         validation_accuracy=validation.accuracy,
         callbacks=[
             guard,
@@ -222,7 +227,7 @@ def _build_trainer(
             validation,
             audit,
             ProgressCallback(run_label(spec), spec.num_steps, say),
-            ResumeCallback(workspace, spec.training),
+            resume_points,
         ],
     )
     trainer.remove_callback(PrinterCallback)

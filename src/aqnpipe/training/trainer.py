@@ -5,6 +5,7 @@ The class overrides private methods of the pinned TRL: `_tokenize_prompts`, `_ge
 tests/training/test_trl_contract.py pins their signatures.
 """
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,9 @@ from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.distance.probe import DistanceProbe
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, compute_in_bfloat16
-from aqnpipe.training.resume import (
-    ResumePoints,
-    load_rank_state,
-    load_shares,
-    load_weights,
-    save_rank_state,
-    save_shares,
-    save_weights,
-)
+from aqnpipe.training.resume import ResumePoints, load_rank_state, load_tensors, own_tensors, save_rank_state
 from aqnpipe.training.sampler import PromptSampler
 from aqnpipe.training.sampler_distance import SamplerDistance
-from aqnpipe.training.workspace import Workspace
 
 
 class NoisyGRPOTrainer(GRPOTrainer):
@@ -61,7 +53,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         guard: BreakdownGuard,
         audit: TrainingAudit,
         distance_probe: DistanceProbe,
-        workspace: Workspace,
+        resume_points: ResumePoints,
         validation_accuracy: dict[int, float],
         **kwargs: Any,
     ) -> None:
@@ -95,11 +87,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         # TRL applies its importance sampling correction only if this attribute names vLLM as the sampler. There is no
         # other effect here, because this class draws and scores the rollouts itself.
         self.use_vllm = args.vllm_importance_sampling_correction
-        self._resume_points = ResumePoints(
-            workspace,
-            is_main_process=self.accelerator.is_main_process,
-            wait_for_all=self.accelerator.wait_for_everyone,
-        )
+        self.resume_points = resume_points
         audit.attach(self)
 
     @property
@@ -307,38 +295,29 @@ class NoisyGRPOTrainer(GRPOTrainer):
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a resume point when `ResumeCallback` requests it; the log of the step is complete by then."""
-        self._resume_points.write(self.state.global_step, self._save_state)
+        """Begin a resume point when `ResumePoints` requests it; the log of the step is complete by then."""
+        self.resume_points.write(self.state.global_step, self._save_state)
 
-    def _save_state(self, folder: Path) -> None:
-        sharded = is_sharded(self.policy)
-        if self.args.should_save:
+    def _save_state(self, folder: Path) -> dict[str, Tensor]:
+        rank, num_workers = self.accelerator.process_index, self.accelerator.num_processes
+        if rank == 0:
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        if sharded:
-            save_shares(self.policy, self._plain_optimizer, folder, self.accelerator.process_index)
-        else:
-            if self.args.should_save:
-                save_weights(self.policy, folder)
-            self._save_optimizer_and_scheduler(str(folder))
-        rank = self.accelerator.process_index
         save_rank_state(folder, rank, self.noise_plan, self.audit, self.distance_probe, self.validation_accuracy)
+        return own_tensors(self.policy, self._plain_optimizer, rank, num_workers)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Restore the trained weights into the model, which was loaded from the initial policy's folder."""
-        load_weights(self.policy, Path(resume_from_checkpoint))
+        """Restore nothing yet: the weights come with the optimiser's state."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore optimiser, schedule, this rank's measurements and the count of micro-steps."""
-        rank = self.accelerator.process_index
-        if checkpoint is not None and is_sharded(self.policy):
-            load_shares(self.policy, self._plain_optimizer, Path(checkpoint), rank)
-            self._restore_schedule()
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            measured = (self.noise_plan, self.audit, self.distance_probe)
-            self.validation_accuracy.update(load_rank_state(Path(checkpoint), rank, *measured))
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        """Restore trained weights, optimiser, schedule, this rank's measurements and the count of micro-steps."""
+        if checkpoint is None:
+            return
+        rank, point = self.accelerator.process_index, Path(checkpoint)
+        load_tensors(self.policy, self._plain_optimizer, point, rank)
+        self._restore_schedule()
+        measured = (self.noise_plan, self.audit, self.distance_probe)
+        self.validation_accuracy.update(load_rank_state(point, rank, *measured))
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -350,8 +329,11 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def _restore_schedule(self) -> None:
         """Set the learning rate to that after the steps done; it depends on nothing else."""
         schedule: Any = self.lr_scheduler
-        for _ in range(self.state.global_step):
-            schedule.step()
+        with warnings.catch_warnings():
+            # torch expects a step of the optimiser before; those were made before the resume point.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(self.state.global_step):
+                schedule.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore nothing: every step seeds the generators again."""
