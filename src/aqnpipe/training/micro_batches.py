@@ -37,22 +37,23 @@ class Group:
 def groups_by_tokens(prompts: Sequence[int], completions: Sequence[int], most_tokens: int) -> list[Group]:
     """Return groups of at most `most_tokens` tokens with padding, from the lengths of prompts and completions by row.
 
-    The longest completions come first. A row that is longer than `most_tokens` is a group of its own. All workers get
-    the same number of groups, because their forwards exchange gradients or weights: a collective operation, for which
-    each has the same number of rows.
+    The longest completions come first. A row that is longer than `most_tokens` is a group of its own. Call it on all
+    workers, which have the same number of rows: they get groups of the same numbers of rows, because they exchange
+    gradients, shared weights and metrics of each.
     """
-    groups: list[list[int]] = []
-    for row in sorted(range(len(prompts)), key=lambda row: (-completions[row], -prompts[row], row)):
-        group = [*groups[-1], row] if groups else []
-        if group and len(group) * (_longest(prompts, group) + _longest(completions, group)) <= most_tokens:
-            groups[-1] = group
-        else:
-            groups.append([row])
-    most_groups = max(gathered(len(groups)))
-    while len(groups) < most_groups:
-        place, rows = max(enumerate(groups), key=lambda entry: len(entry[1]))
-        groups[place : place + 1] = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    return [Group(rows, _longest(prompts, rows), _longest(completions, rows)) for rows in groups]
+    rows = sorted(range(len(prompts)), key=lambda row: (-completions[row], -prompts[row], row))
+    of_workers = gathered([(prompts[row], completions[row]) for row in rows])
+    starts: list[int] = []
+    for end in range(1, len(rows) + 1):
+        if not starts or any(_tokens(lengths[starts[-1] : end]) > most_tokens for lengths in of_workers):
+            starts.append(end - 1)
+    groups = [rows[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    return [Group(group, max(prompts[row] for row in group), completions[group[0]]) for group in groups]
+
+
+def _tokens(lengths: Sequence[tuple[int, int]]) -> int:
+    """Return the tokens of rows with these lengths of prompt and completion, padded to the longest."""
+    return len(lengths) * sum(map(max, zip(*lengths, strict=True)))
 
 
 def micro_batches(batch: Mapping[str, Any], most_tokens: int) -> list[Batch]:
@@ -65,7 +66,3 @@ def micro_batches(batch: Mapping[str, Any], most_tokens: int) -> list[Batch]:
         }
         for group in groups_by_tokens(prompts, completions, most_tokens)
     ]
-
-
-def _longest(lengths: Sequence[int], rows: Sequence[int]) -> int:
-    return max(lengths[row] for row in rows)

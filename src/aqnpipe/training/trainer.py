@@ -209,8 +209,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
         """Return the groups of rows that are scored together, by tokens or of `rows` rows each."""
         prompt = attention_mask.shape[1] - completion
         if self._tokens_per_micro_batch is not None:
-            lengths = (part.sum(dim=1).tolist() for part in attention_mask.split([prompt, completion], dim=1))
-            return groups_by_tokens(*lengths, self._tokens_per_micro_batch)
+            prompts, completions = attention_mask.split([prompt, completion], dim=1)
+            return groups_by_tokens(prompts.sum(1).tolist(), completions.sum(1).tolist(), self._tokens_per_micro_batch)
         places = range(len(attention_mask))
         return [Group(list(places[start : start + rows]), prompt, completion) for start in places[::rows]]
 
