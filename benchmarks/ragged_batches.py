@@ -2,11 +2,11 @@
 
 Two trainers of the default study's model take turns, one optimiser step each, on the same rollouts of random tokens.
 Their prompts and responses have the lengths of `--questions`, a folder with GSM8K's train.jsonl; 4 steps learn from a
-rollout, as in the published runs. Tokens per second: those of prompts and responses, without padding, by the CPU time of everything
-but the generation of the responses (reference, old log-probabilities, forward and backward passes, optimiser). A token is
-a word, a digit or another sign. Responses have the lengths of GSM8K's answers without calculator annotations, times
-`--response-scale`. Without `--questions` lengths are drawn from normal distributions with the means and deviations of
-GSM8K.
+rollout, as in the published runs. Tokens per second: those of prompts and responses, without padding, by the CPU time
+of everything but the generation of the responses (reference, old log-probabilities, forward and backward passes,
+optimiser). A token is a word, a digit or another sign. Responses have the lengths of GSM8K's answers without
+calculator annotations, times `--response-scale`. Without `--questions` lengths are drawn from normal distributions
+with the means and deviations of GSM8K.
 """
 
 import argparse
