@@ -181,7 +181,7 @@ def test_means_of_a_step_are_over_its_tokens(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_two_workers_with_unequal_lengths_average_their_gradients_and_resume(inputs, tmp_path):
-    """They learn what padded ones do; with E5 and AQN the receipts are accepted, also after a kill."""
+    """They learn what padded ones do, also with shared weights; E5 and AQN pass the receipt, after a kill too."""
 
     def job(name, noisy, settings=BY_TOKENS, **extra):
         spec = training_spec(E5 if noisy else None, AQN if noisy else None, **settings, num_workers=2)
@@ -190,11 +190,13 @@ def test_two_workers_with_unequal_lengths_average_their_gradients_and_resume(inp
             "spec": spec.model_dump(mode="json"), "teach": False, **extra,
         }  # fmt: skip
 
-    jobs = [job("padded", False, SETTINGS), job("clean", False), job("noisy", True), job("killed", True, kill_after=2)]
+    jobs = [job("padded", False, SETTINGS), job("clean", False), job("noisy", True)]
+    jobs += [job("shared", False, {**BY_TOKENS, "parallelism": "fsdp"}), job("killed", True, kill_after=2)]
     codes = run_together(jobs, tmp_path / "a")
     assert codes[0] == -9, logs(tmp_path / "a")
     assert run_together([job("killed", True)], tmp_path / "b") == [0, 0], logs(tmp_path / "b")
-    assert_learned_the_same(tmp_path / "clean" / "run", tmp_path / "padded" / "run")
+    for name in ("clean", "shared"):
+        assert_learned_the_same(tmp_path / name / "run", tmp_path / "padded" / "run")
     receipt = read_json(tmp_path / "noisy" / "run" / "receipt.json", Receipt).check()
     assert receipt.num_workers == 2
     for file in ("metrics.parquet", "receipt.json", "checkpoints/step4/model.safetensors"):
