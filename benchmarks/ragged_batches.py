@@ -124,8 +124,11 @@ def measure(bench: Bench, specs: dict[str, TrainingSpec], lengths: Sequence[tupl
             training.result()
     if any(engine.tokens != engines[0].tokens for engine in engines):
         raise RuntimeError("the trainers had different rollouts")
+    # The last step saves and validates; it is one of a rollout that is not counted.
     return {
-        name: Measured(watch.seconds[:-1], engine.tokens)
+        name: Measured(
+            watch.seconds[:-1], {step: n for step, n in engine.tokens.items() if step < len(watch.seconds) - 1}
+        )
         for name, watch, engine in zip(specs, watches, engines, strict=True)
     }
 
