@@ -141,7 +141,7 @@ class Bench:
         self._shrunk = shrunk
         study = load_study_file(Path("config/config.yaml"))
         self._plan = StudyPlan(study)
-        self._inputs = TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
+        self.inputs = TrainingInputs(folder / "model", folder / "train.parquet", folder / "test.parquet")
         prepare_model(study.config.models["base"], folder / "model")
         for split in ("train", "test"):
             prepare_data(study.config.dataset.model_dump(), split, folder / f"{split}.parquet")
@@ -165,14 +165,14 @@ class Bench:
 
     def plain(self, spec: TrainingSpec, watch: Stopwatch) -> GRPOTrainer:
         """Return TRL's trainer with our settings."""
-        tokenizer = self._tokenizer()
+        tokenizer = self.tokenizer()
         model = load_model(self.folder / "model", dtype="float32", attention=spec.attention)
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         trainer = GRPOTrainer(
             model=model,
             args=grpo_arguments(spec, self.folder / "plain"),
             reward_funcs=reward_correct,
-            train_dataset=_train_dataset(spec, self._inputs, tokenizer),
+            train_dataset=_train_dataset(spec, self.inputs, tokenizer),
             processing_class=tokenizer,
         )
         trainer.remove_callback(PrinterCallback)
@@ -181,16 +181,17 @@ class Bench:
 
     def ours(self, spec: TrainingSpec, watch: Stopwatch, audit: Any = TrainingAudit) -> Any:
         """Return our trainer as every run has it, with this audit."""
-        tokenizer = self._tokenizer()
-        dataset = _train_dataset(spec, self._inputs, tokenizer)
+        tokenizer = self.tokenizer()
+        dataset = _train_dataset(spec, self.inputs, tokenizer)
         rollouts = open_rollouts(spec, self.folder / "model", dataset["prompt"], tokenizer)
         workspace = Workspace(self.folder / f"scratch {spec.arm_id} {audit.__name__}")
         with patch.object(run, "TrainingAudit", audit):
-            trainer = _build_trainer(spec, self._inputs, workspace, tokenizer, dataset, rollouts, lambda _: None)
+            trainer = _build_trainer(spec, self.inputs, workspace, tokenizer, dataset, rollouts, lambda _: None)
         trainer.add_callback(watch)
         return trainer
 
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
+        """Return the tokenizer; a response may end with padding."""
         tokenizer = load_tokenizer(self.folder / "model")
         tokenizer.eos_token = tokenizer.pad_token
         return tokenizer

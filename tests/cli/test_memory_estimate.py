@@ -47,6 +47,11 @@ def test_data_parallelism_has_everything_on_every_device():
     assert memory.engine == 0
 
 
+def test_a_micro_batch_by_tokens_takes_what_its_longest_sequences_take():
+    by_tokens = {"micro_batch_size": None, "tokens_per_micro_batch": 4 * 1174}
+    assert found("qwen2.5-1.5b", "base", **by_tokens) == found("qwen2.5-1.5b", "base", micro_batch_size=4)
+
+
 def test_shares_divide_what_is_always_there_and_gather_all_weights_for_rollouts():
     memory = found("qwen2.5-7b", "large", lora=None, parallelism="fsdp")
     assert memory.trained == pytest.approx(LARGE * 4 * 4 / 8, rel=1e-3)
@@ -156,6 +161,11 @@ def test_a_study_on_a_cpu_has_no_line_on_memory():
     [
         # Weights, gradients, moments and the reference take 37.1 GB on 8 workers, 30.9 GB on one, which has no buckets.
         ({"micro_batch_size": 20}, 80, "training.lora or a smaller training.micro_batch_size or"),
+        (
+            {"micro_batch_size": None, "tokens_per_micro_batch": 23480},
+            80,
+            "training.lora or a smaller training.tokens_per_micro_batch or",
+        ),
         ({"micro_batch_size": 20, "gradient_checkpointing": False}, 80, "or training.gradient_checkpointing: true or"),
         ({"num_workers": 1, "micro_batch_size": 1}, 70, "training.lora or fewer training.validation_questions or"),
         (

@@ -1,3 +1,6 @@
+import pytest
+from pydantic import ValidationError
+
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.training import TrainingConfig
 
@@ -29,6 +32,17 @@ def test_the_last_step_is_always_kept_even_when_the_interval_does_not_divide():
 def test_accumulation():
     assert training().sequences_per_step == 128
     assert training().accumulation_steps == 4
+
+
+def test_a_step_by_tokens_is_one_call_of_the_trainer():
+    by_tokens = training(micro_batch_size=None, tokens_per_micro_batch=1000, num_workers=2)
+    assert (by_tokens.sequences_per_call, by_tokens.accumulation_steps) == (64, 1)
+
+
+@pytest.mark.parametrize("sizes", [{"micro_batch_size": None}, {"tokens_per_micro_batch": 1000}])
+def test_micro_batches_are_by_sequences_or_by_tokens(sizes):
+    with pytest.raises(ValidationError, match="expected either micro_batch_size or tokens_per_micro_batch"):
+        training(**sizes)
 
 
 def test_the_clean_level_runs_once_and_noisy_levels_once_per_seed():

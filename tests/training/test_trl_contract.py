@@ -45,6 +45,7 @@ def test_versions_are_the_pinned_ones():
         (GRPOTrainer._get_train_sampler, ["dataset"]),
         (GRPOTrainer._save_checkpoint, ["model", "trial"]),
         (GRPOTrainer._load_optimizer_and_scheduler, ["checkpoint"]),
+        (Trainer.compute_loss_context_manager, []),
         (Trainer._load_from_checkpoint, ["resume_from_checkpoint", "model"]),
         (Trainer._load_rng_state, ["checkpoint"]),
         (Trainer._get_grad_norm, ["model", "grad_norm"]),
@@ -134,6 +135,22 @@ def test_all_that_is_overridden_is_pinned_here():
 )
 def test_the_trainer_computes_as_it_did(line):
     assert line in source_of(GRPOTrainer)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model.train()",
+        "inputs = self._prepare_inputs(inputs)",
+        "with self.compute_loss_context_manager(): loss = self.compute_loss(model, inputs,",
+        "if not loss_is_scaled_for_ga: loss = loss / self.current_gradient_accumulation_steps",
+        "self.accelerator.backward(loss, **kwargs) return loss.detach()",
+    ],
+)
+def test_a_step_that_is_replaced_does_what_ours_does(line):
+    assert line in source_of(Trainer.training_step)
+    # TRL scales the loss itself, so that the division is never made.
+    assert GRPOTrainer.loss_is_scaled_for_ga is True
 
 
 def test_without_kl_no_reference_is_loaded():

@@ -92,7 +92,8 @@ def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool 
     """Return the settings of TRL's trainer that `spec` asks for, by the names of TRL's arguments."""
     training = spec.training
     correction = spec.arm.importance_sampling
-    accumulation = training.sequences_per_step // (training.micro_batch_size * training.num_workers)
+    sequences = training.sequences_per_step // training.num_workers
+    rows = training.micro_batch_size or sequences
     return {
         "max_steps": spec.num_steps,
         "learning_rate": training.learning_rate,
@@ -102,9 +103,9 @@ def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool 
         "adam_beta1": training.adam_beta1,
         "adam_beta2": training.adam_beta2,
         "max_grad_norm": training.max_grad_norm,
-        "per_device_train_batch_size": training.micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_generation": accumulation * training.steps_per_rollout,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": sequences // rows,
+        "steps_per_generation": sequences // rows * training.steps_per_rollout,
         "num_generations": training.rollouts_per_prompt,
         "num_iterations": 1,
         "max_completion_length": training.max_response_tokens,

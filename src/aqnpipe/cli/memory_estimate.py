@@ -109,7 +109,8 @@ def _sent_weight(shape: ModelShape, computed: int, base: int, shares: int) -> fl
 
 def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tokens: float, base: int) -> float:
     """Return the bytes of a forward and backward pass; `base`: bytes of a weight that is gathered."""
-    computed, rows = BYTES[model.dtype], training.micro_batch_size
+    computed = BYTES[model.dtype]
+    rows = training.micro_batch_size or max(1.0, (training.tokens_per_micro_batch or 0) / tokens)
     logits = rows * (training.max_response_tokens + 1) * shape.vocab_size
     logit_bytes = logits * (_FLOAT32_LOGITS * _FLOAT32 + _COMPUTED_LOGITS * computed)
     layer = rows * tokens * (_MLP_VALUES * shape.intermediate_size + _HIDDEN_VALUES * shape.hidden_size) * computed
@@ -240,7 +241,8 @@ def _ways_to_share(training: TrainingConfig) -> list[str]:
 
 def _smaller_moments(training: TrainingConfig, found: MemoryEstimate, room: float) -> str:
     """Return the settings with which each moment fits into `room`, the bytes beside what is always there; or ''."""
-    passes = "a smaller training.micro_batch_size" if training.micro_batch_size > 1 else ""
+    size = "tokens_per_micro_batch" if training.micro_batch_size is None else "micro_batch_size"
+    passes = "" if training.micro_batch_size == 1 else f"a smaller training.{size}"
     if not training.gradient_checkpointing:
         passes = "training.gradient_checkpointing: true"
     ways = {

@@ -85,7 +85,15 @@ class TrainingConfig(FrozenModel):
         description="optimiser steps that learn from one batch of rollouts (mini-batches); the batch has "
         "prompts_per_step*steps_per_rollout prompts",
     )
-    micro_batch_size: int = Field(ge=1, description="sequences per forward and backward pass")
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="sequences per forward and backward pass, padded to the longest of the rollout"
+    )
+    tokens_per_micro_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="in place of micro_batch_size: most tokens per forward and backward pass of a worker; sequences of "
+        "similar length are computed together, with less padding",
+    )
     learning_rate: float = Field(gt=0)
     learning_rate_schedule: Literal["constant", "linear"] = Field(
         default="constant",
@@ -180,8 +188,10 @@ class TrainingConfig(FrozenModel):
                 f"validation_questions {self.validation_questions} must be at least num_workers {self.num_workers}: "
                 "every worker answers at least one"
             )
+        if (self.micro_batch_size is None) == (self.tokens_per_micro_batch is None):
+            raise ValueError("expected either micro_batch_size or tokens_per_micro_batch")
         sequences = self.sequences_per_step // self.num_workers
-        if sequences % self.micro_batch_size:
+        if sequences % self.sequences_per_call:
             share = f"/num_workers {self.num_workers}" if self.num_workers > 1 else ""
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} must divide "
@@ -195,9 +205,14 @@ class TrainingConfig(FrozenModel):
         return self.prompts_per_step * self.rollouts_per_prompt
 
     @property
+    def sequences_per_call(self) -> int:
+        """Sequences of a worker in one call of the trainer: a micro-batch, or a step that is divided by its tokens."""
+        return self.micro_batch_size or self.sequences_per_step // self.num_workers
+
+    @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per optimiser step on each worker."""
-        return self.sequences_per_step // (self.micro_batch_size * self.num_workers)
+        """Calls of the trainer per optimiser step on each worker."""
+        return self.sequences_per_step // (self.sequences_per_call * self.num_workers)
 
     @property
     def resume_share(self) -> float | None:

@@ -28,7 +28,7 @@ from aqnpipe.data.prompts import (
 from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.device import local_device_index, resolve_device, torch_device
-from aqnpipe.errors import NoRewardError, ReceiptError, RunInterruptedError, WorkerError
+from aqnpipe.errors import ConfigError, NoRewardError, ReceiptError, RunInterruptedError, WorkerError
 from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, sha256_of
@@ -215,6 +215,7 @@ def _build_trainer(
         ),
         resume_points=resume_points,
         validation_accuracy=validation.accuracy,
+        tokens_per_micro_batch=spec.training.tokens_per_micro_batch,
         callbacks=[
             guard,
             CleanWeightsCallback(plan.recorder),
@@ -247,6 +248,7 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
     _check_context(spec, inputs, token_ids)
     if spec.training.max_prompt_tokens is not None:
         check_prompt_lengths(problems["question_id"], token_ids, spec.training.max_prompt_tokens)
+    _check_micro_batch(spec, max(map(len, token_ids)))
     return Dataset.from_dict(
         {
             "prompt": prompts,
@@ -260,6 +262,16 @@ def _check_context(spec: TrainingSpec, inputs: TrainingInputs, prompts: Sequence
     """Raise DataError if a prompt with its response may be longer than the positions of the model."""
     context = read_model_config(inputs.model).get("max_position_embeddings")
     check_context(prompts, spec.training.max_response_tokens, context)
+
+
+def _check_micro_batch(spec: TrainingSpec, longest_prompt: int) -> None:
+    """Raise ConfigError if the longest prompt with its response may be longer than a micro-batch by tokens."""
+    most, longest = spec.training.tokens_per_micro_batch, longest_prompt + spec.training.max_response_tokens
+    if most is not None and most < longest:
+        raise ConfigError(
+            f"training.tokens_per_micro_batch is {most}: the longest prompt has {longest_prompt} tokens and a response "
+            f"may have {spec.training.max_response_tokens}, expected at least {longest}"
+        )
 
 
 def _validation(

@@ -1,11 +1,14 @@
 """TRL's GRPOTrainer with separate phases, each of which computes with exactly the noise requested for it.
 
 The class overrides private methods of the pinned TRL: `_tokenize_prompts`, `_generate_single_turn` (rollout),
-`_get_per_token_logps_and_entropies` (reference and actor), and `_get_grad_norm` of the Trainer.
+`_get_per_token_logps_and_entropies` (reference and actor), `training_step`, and `_get_grad_norm` of the Trainer.
 tests/training/test_trl_contract.py pins their signatures.
 """
 
+import math
+import operator
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,8 +35,10 @@ from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.distance.probe import DistanceProbe
+from aqnpipe.training.micro_batches import Batch, Group, groups_by_tokens, micro_batches
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, compute_in_bfloat16
+from aqnpipe.training.ranks import gathered
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_tensors, own_tensors, save_rank_state
 from aqnpipe.training.sampler import PromptSampler
 from aqnpipe.training.sampler_distance import SamplerDistance
@@ -55,9 +60,13 @@ class NoisyGRPOTrainer(GRPOTrainer):
         distance_probe: DistanceProbe,
         resume_points: ResumePoints,
         validation_accuracy: dict[int, float],
+        tokens_per_micro_batch: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.noise_plan = noise_plan
+        self._tokens_per_micro_batch = tokens_per_micro_batch
+        self._micro_batches: list[list[Batch]] = []
+        self._micro_step = 0
         self.validation_accuracy = validation_accuracy
         self._rollouts = rollouts
         self._sampler_distance = SamplerDistance()
@@ -161,45 +170,73 @@ class NoisyGRPOTrainer(GRPOTrainer):
         Replaces TRL's fused output projection, whose backward pass recomputes the logits without the forward noise.
         """
         phase: Phase = "reference" if model is self.ref_model else "actor_forward"
-        rows = batch_size or input_ids.size(0)
-        # Without gradients this is a whole batch of rollouts: for the reference, or for the old log-probabilities of a
-        # policy that makes several steps with the batch. The latter are counted after the micro-steps of this step.
-        first = 0 if phase == "reference" else self.args.gradient_accumulation_steps
-        place = self._step % self.args.steps_per_generation
-        if torch.is_grad_enabled() and self._buffered_inputs is not None:
-            self.distance_probe.before_pass(self.policy, self._buffered_inputs, place, self.state.global_step)
-        chunks = [
-            self._log_probabilities(
-                model,
-                phase,
-                input_ids[start : start + rows],
-                attention_mask[start : start + rows],
-                logits_to_keep,
-                compute_entropy,
-                micro_step=self._step % self.args.gradient_accumulation_steps
-                if torch.is_grad_enabled()
-                else first + index,
-            )
-            for index, start in enumerate(range(0, input_ids.size(0), rows))
-        ]
-        log_probabilities = torch.cat([chunk[0] for chunk in chunks])
         if torch.is_grad_enabled():
-            self._compare_with_sampler(log_probabilities.detach())
+            return self._trained_pass(model, input_ids, attention_mask, logits_to_keep, compute_entropy)
+        # A whole batch of rollouts: for the reference, or for the old log-probabilities of a policy that makes several
+        # steps with the batch. The latter are counted after the micro-steps of this step.
+        first = 0 if phase == "reference" else self._most_micro_steps
+        found = input_ids.new_zeros((len(input_ids), logits_to_keep), dtype=torch.float32)
+        for index, group in enumerate(self._groups(attention_mask, logits_to_keep, batch_size or len(input_ids))):
+            columns = slice(
+                input_ids.shape[1] - logits_to_keep - group.prompt,
+                input_ids.shape[1] - logits_to_keep + group.completion,
+            )
+            ids, mask = input_ids[group.rows][:, columns], attention_mask[group.rows][:, columns]
+            values, _ = self._log_probabilities(
+                model, phase, ids, mask, group.completion, compute_entropy=False, micro_step=first + index
+            )
+            found[group.rows, : group.completion] = values
+        return found, None, None
+
+    @property
+    def _most_micro_steps(self) -> int:
+        """The most micro-batches of an optimiser step: one of each sequence, if they are divided by tokens."""
+        is_by_tokens = self._tokens_per_micro_batch is not None
+        return self.args.per_device_train_batch_size if is_by_tokens else self.args.gradient_accumulation_steps
+
+    def _groups(self, attention_mask: Tensor, completion: int, rows: int) -> list[Group]:
+        """Return the groups of rows that are scored together, by tokens or of `rows` rows each."""
+        prompt = attention_mask.shape[1] - completion
+        if self._tokens_per_micro_batch is not None:
+            prompts, completions = attention_mask.split([prompt, completion], dim=1)
+            return groups_by_tokens(prompts.sum(1).tolist(), completions.sum(1).tolist(), self._tokens_per_micro_batch)
+        places = range(len(attention_mask))
+        return [Group(list(places[start : start + rows]), prompt, completion) for start in places[::rows]]
+
+    def _trained_pass(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, compute_entropy: bool
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Return log-probabilities and entropies of a micro-batch, whose sampler the policy is compared with."""
+        place, accumulation = self._step % self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        is_first = self._micro_step == 0
+        if is_first:
+            firsts = [batches[0] for batches in self._micro_batches]
+            self.distance_probe.before_pass(self.policy, firsts, place, self.state.global_step)
+        log_probabilities, entropies = self._log_probabilities(
+            model,
+            "actor_forward",
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            compute_entropy,
+            micro_step=self._step % accumulation + self._micro_step,
+        )
+        if place < accumulation:
+            self._compare_with_sampler(
+                log_probabilities.detach(), self._micro_batches[place], place + 1 == accumulation
+            )
+        if is_first:
             self.distance_probe.after_pass(place, log_probabilities.detach())
-        entropies = torch.cat([chunk[1] for chunk in chunks if chunk[1] is not None]) if compute_entropy else None
         return log_probabilities, entropies, None
 
-    def _compare_with_sampler(self, log_probabilities: Tensor) -> None:
+    def _compare_with_sampler(self, log_probabilities: Tensor, batches: Sequence[Batch], is_last_call: bool) -> None:
         """Compare the actor's log-probabilities of a micro-batch with those of the sampler that drew its tokens.
 
         Only in the first step after a rollout, when both have the same weights; logged at the end of that step.
         """
-        place = self._step % self.args.steps_per_generation
-        if self._buffered_inputs is None or place >= self.args.gradient_accumulation_steps:
-            return
-        drawn = self._buffered_inputs[place]
+        drawn = batches[self._micro_step]
         self._sampler_distance.add(drawn["sampling_per_token_logps"], log_probabilities, drawn["completion_mask"])
-        if place == self.args.gradient_accumulation_steps - 1:
+        if is_last_call and self._micro_step == len(batches) - 1:
             for name, value in self._sampler_distance.settle().items():
                 self._metrics["train"][name].append(value)
 
@@ -245,17 +282,49 @@ class NoisyGRPOTrainer(GRPOTrainer):
             entropy = entropy_from_logits(logits) if compute_entropy else None
         return log_probabilities, entropy
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run one micro-batch forward and backward; count the backward pass as a phase of its own."""
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run one micro-batch forward and backward, or all of an optimiser step if they are divided by tokens.
+
+        Gradients of several workers are averaged in the last backward pass of a step. Every backward pass is counted as
+        a phase of its own.
+        """
         if self._step % self.args.gradient_accumulation_steps == 0:
             # Draws from the global generators depend on seed and step only, so a resumed run repeats them.
             key = (self.state.global_step, self.accelerator.process_index)
             set_seed(derive_seed(self.noise_plan.seed, "trainer", *key) % 2**32)
-        loss = super().training_step(*args, **kwargs)
-        self._guard.check("loss", loss.item(), self.state.global_step + 1)
-        self.noise_plan.recorder.count_forward("backward")
-        self.noise_plan.recorder.settle()
-        return loss
+        model.train()
+        self._prepare_inputs(inputs)
+        place = self._step % self.args.steps_per_generation
+        if place == 0:
+            self._micro_batches = [self._divided(batch) for batch in self._buffered_inputs or ()]
+        batches = self._micro_batches[place]
+        losses = []
+        for self._micro_step, batch in enumerate(batches):
+            is_last = self._micro_step == len(batches) - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(model, batch)
+                self.accelerator.backward(loss)
+            losses.append(loss.detach())
+            self._guard.check("loss", loss.item(), self.state.global_step + 1)
+            self.noise_plan.recorder.count_forward("backward")
+            self.noise_plan.recorder.settle()
+        if len(batches) > 1:
+            self._average_by_tokens(batches)
+        self._step += 1
+        return torch.stack(losses).sum()
+
+    def _divided(self, batch: Batch) -> list[Batch]:
+        most = self._tokens_per_micro_batch
+        return [batch] if most is None else micro_batches(batch, most)
+
+    def _average_by_tokens(self, batches: Sequence[Batch]) -> None:
+        """Average TRL's means over micro-batches, which have unequal numbers of tokens, by those numbers."""
+        of_workers = gathered([float(batch["completion_mask"].sum()) for batch in batches])
+        tokens = [sum(of_batch) for of_batch in zip(*of_workers, strict=True)]
+        for name, values in self._metrics["train"].items():
+            if name in ("kl", "entropy") or (name.startswith("clip_ratio/") and name.endswith("_mean")):
+                values[-len(tokens) :] = [math.fsum(map(operator.mul, values[-len(tokens) :], tokens)) / sum(tokens)]
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Move the model; a sharded one is on its device."""

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 
 LORA = {"rank": 4, "alpha": 8}
 SWALLOWED = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 1e-4}}
+BY_TOKENS = {"micro_batch_size": None, "tokens_per_micro_batch": 60}
 OFF_POLICY = {"num_steps": 2, "steps_per_rollout": 2, "learning_rate": 1e-2}
 
 
@@ -62,6 +63,9 @@ HONEST = {
     ),
     "temperature": training_spec(temperature=0.7, kl_coefficient=0.1),
     "epochs": training_spec(NOISE, num_steps=8, epochs=2),
+    "micro-batches by tokens": training_spec(
+        {**NOISE, "operators": "all"}, AQN, **{**OFF_POLICY, "num_steps": 4}, **BY_TOKENS, gradient_checkpointing=True
+    ),
     **{mode: with_correction(mode) for mode in ("token_truncate", "token_mask", "sequence_mask", "sequence_truncate")},
 }
 
@@ -496,6 +500,30 @@ SABOTAGES = {
         ),
         {},
         "gradients of 1 micro-batches|were not trained on",
+    ),
+    "sequence dropped": (
+        around(trainer, "micro_batches", lambda o: lambda batch, most: o(batch, most)[:-1]),
+        BY_TOKENS,
+        "were not trained on",
+    ),
+    "more tokens than asked": (
+        around(trainer, "micro_batches", lambda o: lambda batch, most: o(batch, 3 * most)),
+        BY_TOKENS,
+        r"a forward of \d+ tokens, the study asks for at most 60",
+    ),
+    "tokens cut off": (
+        around(
+            trainer,
+            "micro_batches",
+            lambda o: (
+                lambda batch, most: [
+                    {name: v[:, 1:] if name.startswith("prompt") else v for name, v in part.items()}
+                    for part in o(batch, most)
+                ]
+            ),
+        ),
+        BY_TOKENS,
+        "a row that is no completion of the rollout",
     ),
     "adapters scaled": (
         with_policy(

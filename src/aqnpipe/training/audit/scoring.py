@@ -90,6 +90,9 @@ class ScoringAudit:
         """Note a scoring forward: `kind` is reference, old or trained. Call it outside all modes."""
         self.settle()
         rows, columns = _rows_of(kwargs)
+        tokens, most = kwargs["input_ids"].numel(), self._spec.training.tokens_per_micro_batch
+        if most is not None and tokens > most:
+            self._report(f"a forward of {tokens} tokens, the study asks for at most {most} (tokens_per_micro_batch)")
         if kind == "trained":
             for row in rows:
                 if (problem := self.book.take(row)) is not None:

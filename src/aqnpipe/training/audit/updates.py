@@ -185,7 +185,7 @@ class Updates:
             sizes = torch.tensor([values for _, values in every], dtype=torch.float64).mean(dim=0)
         squares = float(summed.square().sum())
         factor = float((used * summed).sum()) / squares if squares > 0 else 1.0
-        slack = self._factor_slack(summed, sizes)
+        slack = self._factor_slack(summed, sizes, max(passes))
         dtypes = {weight.dtype for weight in self._trained.values()}
         rounding = 100 * max(map(rounding_of, dtypes)) if torch.bfloat16 not in dtypes else 0.05
         correct = self._errors.add(STEP_GRADIENT, used - factor * summed, rounding * sizes * max(factor, 1e-30) + 1e-30)
@@ -194,7 +194,7 @@ class Updates:
         elif audited:
             self._check_clipping(factor if squares > 0 else 1.0, slack, step)
 
-    def _factor_slack(self, summed: Tensor, sizes: Tensor) -> float:
+    def _factor_slack(self, summed: Tensor, sizes: Tensor, micro_batches: int) -> float:
         """Return by how much rounding alone may move the factor between the gradient used and the sum over batches.
 
         The sum is rounded after every micro-batch, worker and scaling: in bfloat16 by up to 0.4 % of the summed sizes.
@@ -202,12 +202,14 @@ class Updates:
         training, squares = self._spec.training, float(summed.square().sum())
         if not squares:
             return _NORM_ERROR
-        roundings = training.accumulation_steps + training.num_workers
+        roundings = micro_batches + training.num_workers
         unit = max(rounding_of(weight.dtype) for weight in self._trained.values()) / 2
         return _NORM_ERROR + roundings * unit * float((sizes * summed.abs()).sum()) / squares
 
     def _check_coverage(self, passes: list[int], step: int) -> None:
-        expected = self._spec.training.accumulation_steps
+        training = self._spec.training
+        # The number of micro-batches by tokens depends on the completions; `RolloutBook` sees that each is used once.
+        expected = training.accumulation_steps if training.tokens_per_micro_batch is None else max(passes)
         names = [element.name for element in self._followed.elements]
         for name, found in zip(names, passes, strict=True):
             # An expert that gets no token has no gradient, nor has a bias that only selects experts.
