@@ -206,3 +206,19 @@ def _why_none(kind: DeviceKind) -> str:
     if given is not None and not visible_ids(kind):
         return f"{variable} is {given!r} (the job has no devices: request them from the scheduler)"
     return f"torch sees none (does {'npu-smi info' if kind == 'npu' else 'nvidia-smi'} show them?)"
+
+
+def dispatch_keys() -> list[str]:
+    """Return the keys of torch's dispatcher whose kernels compute on the devices of this process."""
+    import torch
+
+    found = ["CPU", "CUDA"] if torch.cuda.is_available() else ["CPU"]
+    # The key of backends that are loaded as packages, such as torch_npu.
+    return found if torch._C._get_privateuse1_backend_name() == "privateuseone" else [*found, "PrivateUse1"]
+
+
+def is_being_captured(tensor: "torch.Tensor") -> bool:
+    """Return whether what computes on `tensor` now is captured into a CUDA graph, to be replayed."""
+    import torch
+
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aqnpipe.errors import ConfigError
-from aqnpipe.machine.autoload import VARIABLE, autoload
+from aqnpipe.noise.autoload import VARIABLE, autoload
 from aqnpipe.noise.program import begin
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
@@ -95,11 +95,11 @@ def test_nothing_happens_without_the_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     code = (
         "import sys, time; sys.modules['torch'] = None\n"
-        "from aqnpipe.machine.autoload import autoload; autoload()\n"
+        "from aqnpipe.noise.autoload import autoload; autoload()\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('aqnpipe', 'numpy', 'pydantic', 'numba')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['aqnpipe', 'aqnpipe.machine', 'aqnpipe.machine.autoload']"
+    assert done.stdout.strip() == "['aqnpipe', 'aqnpipe.noise', 'aqnpipe.noise.autoload']"
     autoload()
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import ConfigError, ReceiptError
-from aqnpipe.machine.autoload import VARIABLE
+from aqnpipe.noise.autoload import VARIABLE
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 

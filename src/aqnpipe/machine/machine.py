@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import TensorError
 from aqnpipe.config.own_noise import OwnError
+from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.operators import Registration
 from aqnpipe.machine.places import CALLS_PER_VISIT, Place, Places, Segment
@@ -162,7 +163,7 @@ class Machine:
             return result
         self.counts[phase, operator, "noised"] += 1
         source = self._gradient_source(node._sequence_nr(), segment) if is_gradient else self._source(here)
-        if result.is_cuda and torch.cuda.is_current_stream_capturing():
+        if result.is_cuda and is_being_captured(result):
             self.counts[phase, operator, "captured"] += 1
         values = result.detach() if result.requires_grad else result
         self._apply(values, source)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aqnpipe.device import dispatch_keys
+
 OnResult = Callable[[str, Tensor, int, tuple[Tensor, ...]], Tensor]
 """Called with the name of an operator, its result, the number of terms of each sum, and its two factors where it is a
 plain product of two; returns the result to use."""
@@ -88,7 +90,7 @@ class Registration:
         with warnings.catch_warnings():
             # torch warns of every replaced kernel, which is the purpose here.
             warnings.simplefilter("ignore")
-            for backend in _backends():
+            for backend in dispatch_keys():
                 for entry in _TABLE:
                     self._replace(entry, backend)
 
@@ -243,16 +245,6 @@ def _written(target: Tensor, result: Tensor) -> Tensor:
     if target.shape != result.shape:
         target.resize_(result.shape)
     return target.copy_(result)
-
-
-def _backends() -> list[str]:
-    """Return the dispatch keys of the backends of this process."""
-    found = ["CPU"]
-    if torch.cuda.is_available():
-        found.append("CUDA")
-    if torch._C._get_privateuse1_backend_name() != "privateuseone":
-        found.append("PrivateUse1")
-    return found
 
 
 def _kernel(name: str, backend: str) -> Kernel | None:
