@@ -428,6 +428,16 @@ def test_operations_that_are_no_products_are_accepted(make_model, ids, precision
     receipt.check()
 
 
+def test_operations_of_other_models_are_no_products():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Upsample(scale_factor=2),
+        nn.ReflectionPad2d(1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2),
+    )  # fmt: skip
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        nn.functional.smooth_l1_loss(model(torch.randn(2, 3, 8, 8)), torch.zeros(2, 2)).backward()
+    assert receipt.check().noised == receipt.products
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_as_it_stands(example, tmp_path):
     done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=300)

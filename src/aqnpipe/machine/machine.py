@@ -76,24 +76,25 @@ class Machine:
     @contextmanager
     def running(self, roots: Iterable[nn.Module], parts: Mapping[int, nn.Module]) -> Iterator[None]:
         """Simulate the machine in the body. Raises ModelError if this process simulates one already."""
-        if not _IN_USE.acquire(blocking=False):
-            raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
+        self.start()
         handles: list[Any] = []
-        stance = torch.compiler.set_stance("force_eager")
         try:
             # Compiled code would not pass the kernels of operators.
-            with stance:
+            with torch.compiler.set_stance("force_eager"):
                 handles = self.places.hooks(roots, parts)
-                self.start()
                 yield
         finally:
             self.stop()
             for handle in handles:
                 handle.remove()
-            _IN_USE.release()
 
     def start(self, before_first: Callable[[], None] | None = None) -> None:
-        """Replace the kernels of this process. `before_first` is called before the first result."""
+        """Replace the kernels of this process. `before_first` is called before the first result.
+
+        Raises ModelError if this process simulates a machine already.
+        """
+        if not _IN_USE.acquire(blocking=False):
+            raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
         self._before_first = before_first
         self._registration = Registration(self._on_result)
 
@@ -112,6 +113,7 @@ class Machine:
         if self._registration is not None:
             self._registration.close()
             self._registration = None
+            _IN_USE.release()
 
     def add_backends(self) -> None:
         """Replace kernels of backends that have been loaded since."""

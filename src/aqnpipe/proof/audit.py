@@ -56,6 +56,13 @@ NO_PRODUCTS_OF_BACKWARD = frozenset(
 )
 """Operations of losses and backward passes that multiply no matrices."""
 
+_NO_PRODUCTS_BY_PREFIX = (
+    *("_adaptive_avg_pool", "_batch_norm", "_embedding_bag", "_native_batch_norm", "_pack_padded", "adaptive_max_pool"),
+    *("avg_pool", "binary_cross_entropy", "col2im", "grid_sampler", "huber_loss", "im2col", "max_pool", "mse_loss"),
+    *("native_batch_norm", "reflection_pad", "replication_pad", "smooth_l1_loss", "unfold_backward", "upsample_"),
+)
+"""Beginnings of the names of such operations: pooling, padding, resizing, other norms and losses."""
+
 
 _COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
 """Namespaces of operations that move tensors between processes."""
@@ -93,7 +100,7 @@ class _Observation:
     `kind` is that of a pass observed as a whole, None if single parts are observed.
     """
 
-    def __init__(self, audit: "Audit", kind: tuple[bool, bool] | None, passed: int, outside: int) -> None:
+    def __init__(self, audit: "Audit", kind: tuple[int, bool, bool] | None, passed: int, outside: int) -> None:
         self.mode = _Mode(audit)
         self.kind = kind
         self.passed = passed
@@ -219,7 +226,8 @@ class Audit:
         if local.pending is not None:
             # The nodes that follow are of another pass.
             local.pending.note_start(None, self._outside, 0)
-        kind = (num_tokens(args, kwargs) == 1, torch.is_grad_enabled())
+        # Each root of its own: a loss that is a module has no products, and says nothing about the model.
+        kind = (list(self._models).index(module), num_tokens(args, kwargs) == 1, torch.is_grad_enabled())
         chance = float(self._draws.random())
         if kind not in self.receipt.audited_kinds or chance < max(_LEAST_WHOLE_SHARE, 0.5 / number):
             self._observe(local, self._models[module], kind)
@@ -241,14 +249,14 @@ class Audit:
         if current.kind is not None and output is not None:
             self.receipt.audited_kinds.add(current.kind)
             self.receipt.audited_passes += 1
-            if self.request.backward and current.kind[1]:
+            if self.request.backward and current.kind[2]:
                 if local.pending is not None:
                     local.pending.close()
                 local.pending = current
                 return
         current.close()
 
-    def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: tuple[bool, bool] | None) -> None:
+    def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: tuple[int, bool, bool] | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
         observation = local.current = _Observation(
             self, kind, local.passes + ((local.number or 0) << 32), self._outside
@@ -341,7 +349,7 @@ class Audit:
         here, selected = observation.stack[-1].part, self.request.selected
         if (
             (selected is not None and here not in selected)
-            or (function.namespace == "aten" and name in NO_PRODUCTS_OF_BACKWARD)
+            or (function.namespace == "aten" and _is_no_product(name))
             or function.namespace in _COLLECTIVES
         ):
             return
@@ -468,6 +476,10 @@ def _arguments(function: Any, args: Any, kwargs: Mapping[str, Any], *, copies_fi
 def _machine_name(operator: str) -> str:
     """Return the operator that has the error: a sum with a product is the product, then the sum."""
     return {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}.get(operator, operator)
+
+
+def _is_no_product(name: str) -> bool:
+    return name in NO_PRODUCTS_OF_BACKWARD or name.startswith(_NO_PRODUCTS_BY_PREFIX)
 
 
 def _num_terms(operator: str, arguments: Mapping[str, Any]) -> int:

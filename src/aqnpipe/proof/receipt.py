@@ -87,7 +87,7 @@ class MachineReceipt:
         self.requested = requested
         # The audit's own: which passes it observes, and which elements.
         self.draws = draws
-        self.audited_kinds: set[tuple[bool, bool]] = set()
+        self.audited_kinds: set[tuple[int, bool, bool]] = set()
         self.cells: dict[Cell, Seen] = {}
         self.counts: dict[tuple[str, str, str], int] = {}
         self.escapes: dict[str, int] = {}

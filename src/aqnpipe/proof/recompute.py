@@ -33,6 +33,13 @@ Recompute = Callable[[Arguments, Any, np.random.Generator, int], list[Sampled | 
 """From arguments by name, result, random numbers and a number of elements: an item per noised result, or None."""
 
 
+_ROWS = 32
+"""Rows of queries of which attention is recomputed."""
+
+_LARGEST_SCORES = 1 << 24
+"""Queries times keys of the largest attention whose gradients are recomputed."""
+
+
 def sample_of(operator: str, arguments: Arguments, result: Any, rng: np.random.Generator, count: int) -> list[Any]:
     """Return recomputed samples of an operator's noised results, in the order in which it noised them."""
     found = RECOMPUTED.get(operator)
@@ -129,7 +136,7 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
 
 
 class _Head(NamedTuple):
-    """One query head of one sequence in float64: weights [queries, keys] with their relative error."""
+    """Rows of one query head of one sequence in float64: weights [queries, keys] with their relative error."""
 
     query: FloatArray
     key: FloatArray
@@ -144,19 +151,21 @@ def _attention(arguments: Arguments, result: Any, rng: np.random.Generator, coun
     chosen = _chosen_head(arguments, rng)
     if chosen is None:
         return [None]
-    (batch, head), whole = chosen
-    exact = whole.weights @ whole.value
-    magnitude = whole.weights @ np.abs(whole.value)
-    return [_sample_rows(output, (batch, head), exact, magnitude * whole.slack, rng, count)]
+    batch, head = chosen
+    rows = np.sort(rng.choice(output.shape[2], min(_ROWS, output.shape[2]), replace=False))
+    part = _head(arguments, batch, head, rows)
+    exact = part.weights @ part.value
+    magnitude = part.weights @ np.abs(part.value)
+    return [_sample_rows(output, chosen, rows, exact, magnitude * part.slack, rng, count)]
 
 
 def _attention_backward(
     arguments: Arguments, result: Any, rng: np.random.Generator, count: int
 ) -> list[Sampled | None]:
     chosen = _chosen_head(arguments, rng)
-    if chosen is None:
+    if chosen is None or arguments["query"].shape[2] * arguments["key"].shape[2] > _LARGEST_SCORES:
         return [None, None, None]
-    (batch, head), _ = chosen
+    batch, head = chosen
     # Query heads that share keys and values add up in the gradients of these.
     sharing = arguments["query"].shape[1] // arguments["key"].shape[1]
     shared = head // sharing
@@ -165,14 +174,22 @@ def _attention_backward(
     exact = (own[0][0], *(sum(values[axis] for values, _ in heads) for axis in (1, 2)))
     slack = (own[1][0], *(sum(bounds[axis] for _, bounds in heads) for axis in (1, 2)))
     return [
-        _sample_rows(found, (batch, head if axis == 0 else shared), exact[axis], slack[axis], rng, count)
+        _sample_rows(
+            found,
+            (batch, head if axis == 0 else shared),
+            np.arange(found.shape[2]),
+            exact[axis],
+            slack[axis],
+            rng,
+            count,
+        )
         for axis, found in enumerate(result[:3])
     ]
 
 
 def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence[FloatArray], Sequence[FloatArray]]:
     """Return the gradients of queries, keys and values of one query head, and their slack."""
-    whole = _head(arguments, batch, head)
+    whole = _head(arguments, batch, head, np.arange(arguments["query"].shape[2]))
     gradient = _wide(next(iter(arguments.values()))[batch, head])
     weights, value = whole.weights, whole.value
     towards, size = gradient @ value.T, np.abs(gradient) @ np.abs(value).T
@@ -183,27 +200,27 @@ def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence
     return exact, [4 * whole.slack * magnitude for magnitude in sizes]
 
 
-def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[tuple[int, int], _Head] | None:
+def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[int, int] | None:
+    """Return a sequence and a query head; None where the weights cannot be recomputed."""
     query = arguments["query"]
     if arguments.get("dropout_p") or query.dim() != 4 or not query.numel():
         return None
-    batch, head = int(rng.integers(query.shape[0])), int(rng.integers(query.shape[1]))
-    return (batch, head), _head(arguments, batch, head)
+    return int(rng.integers(query.shape[0])), int(rng.integers(query.shape[1]))
 
 
-def _head(arguments: Arguments, batch: int, head: int) -> _Head:
+def _head(arguments: Arguments, batch: int, head: int, rows: IntArray) -> _Head:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     shared = head * key.shape[1] // query.shape[1]
-    q, k, v = _wide(query[batch, head]), _wide(key[batch, shared]), _wide(value[batch, shared])
+    q, k, v = _wide(query[batch, head, torch.from_numpy(rows)]), _wide(key[batch, shared]), _wide(value[batch, shared])
     scale = arguments.get("scale")
     scale = float(scale) if scale is not None else query.shape[-1] ** -0.5
     scores = q @ k.T * scale
     mask = next((arguments[name] for name in ("attn_mask", "attn_bias") if arguments.get(name) is not None), None)
     if mask is not None:
-        mask = mask.expand(query.shape[0], query.shape[1], *scores.shape)[batch, head]
+        mask = mask.expand(*query.shape[:3], key.shape[2])[batch, head, torch.from_numpy(rows)]
         scores = np.where(mask.cpu().numpy(), scores, -np.inf) if mask.dtype == torch.bool else scores + _wide(mask)
     if arguments.get("is_causal"):
-        scores = np.where(np.tril(np.ones(scores.shape, bool)), scores, -np.inf)
+        scores = np.where(np.arange(scores.shape[1]) <= rows[:, None], scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     with np.errstate(invalid="ignore"):
         powers = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
@@ -218,6 +235,7 @@ def _head(arguments: Arguments, batch: int, head: int) -> _Head:
 def _sample_rows(
     result: Tensor,
     lead: tuple[int, int],
+    rows: IntArray,
     exact: FloatArray,
     slack: FloatArray,
     rng: np.random.Generator,
@@ -225,7 +243,7 @@ def _sample_rows(
 ) -> Sampled:
     index = rng.integers(0, exact.size, min(count, exact.size))
     row, column = np.unravel_index(index, exact.shape)
-    place = (np.full(len(index), lead[0]), np.full(len(index), lead[1]), row, column)
+    place = (np.full(len(index), lead[0]), np.full(len(index), lead[1]), rows[row], column)
     half = torch.finfo(result.dtype).eps * np.abs(exact[row, column])
     return Sampled(_in_memory(result, place), exact[row, column], slack[row, column] + half, _at(result, place))
 
