@@ -15,12 +15,14 @@ Definition of the keys, which the audit derives a second time:
 - a gradient: seed of ("backward", step, micro_step, rank, pass, part), call `visit * 2^20 + d` for the node with the
   number d from the start of the segment, stream 1 + n for the n-th operator of the node, from 0.
 A visit is a call of a part within one pass, from 0; outside it is the number of the segment within the pass for
-gradients, and 0 for results. A pass has its number in its thread, and the number of the thread in the upper 32 bits;
-threads are numbered as they begin their first pass. What a thread computes before has a negative number.
+gradients, and 0 for results. A pass has its number in its thread, and the number of the thread in the upper 32 bits:
+0 for the thread that began the machine, else a checksum (CRC-32, 30 bits) of its name. Python's names are numbered by
+creation. What a thread computes before its first pass has the pass -1 - number.
 """
 
 import os
 import threading
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -58,7 +60,6 @@ class ThreadPlaces(threading.local):
     """The place of one thread, and the segments of the graphs that it made."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
         self.passes = -1
         self.passed = -1
         self.roots: list[nn.Module] = []
@@ -83,9 +84,8 @@ class Places:
         self.local = ThreadPlaces()
         self._key_of = key_of
         self._latest: tuple[list[Segment], list[int]] = ([], [])
-        self._num_threads = self._num_early = 0
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
 
     def hooks(self, roots: Iterable[nn.Module], parts: Mapping[int, nn.Module]) -> list[Any]:
         """Register the hooks and return their handles; a call of one of `roots` that is in no other is a pass."""
@@ -170,15 +170,10 @@ class Places:
         return segments[index] if index >= 0 else None
 
     def _begin(self, local: ThreadPlaces, *, is_pass: bool = True) -> None:
-        with self._lock:
-            if not is_pass:
-                self._num_early += 1
-                local.passed = -self._num_early
-            elif local.number is None:
-                local.number, self._num_threads = self._num_threads, self._num_threads + 1
-        if is_pass and local.number is not None:
-            local.passes += 1
-            local.passed = local.passes + (local.number << 32)
+        thread = threading.current_thread()
+        number = 0 if thread.ident == self._thread else zlib.crc32(thread.name.encode()) >> 2
+        local.passes += is_pass
+        local.passed = local.passes + (number << 32) if is_pass else -1 - number
         local.stack.clear()
         local.visits.clear()
         local.outside = local.here = Place(

@@ -10,6 +10,7 @@ single parts in passes drawn with decreasing probability; and the backward pass 
 The machine cannot know which.
 """
 
+import binascii
 import os
 import threading
 from bisect import bisect_right
@@ -150,7 +151,6 @@ class _Observation:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.number: int | None = None
         self.running: list[nn.Module] = []
         self.passes = -1
         self.current: _Observation | None = None
@@ -170,7 +170,7 @@ class Audit:
         self._is_random = isinstance(request.error, RelativeGaussian | AbsoluteGaussian)
         self._draws = receipt.draws
         self._local = _Thread()
-        self._num_threads = 0
+        self._thread = threading.get_ident()
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, int, int], int] = {}
@@ -218,8 +218,6 @@ class Audit:
             local.current.close()
             local.current = None
         with self._lock:
-            if local.number is None:
-                local.number, self._num_threads = self._num_threads, self._num_threads + 1
             self.receipt.passes += 1
             number = self.receipt.passes
         local.passes += 1
@@ -259,7 +257,7 @@ class Audit:
     def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: tuple[int, bool, bool] | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
         observation = local.current = _Observation(
-            self, kind, local.passes + ((local.number or 0) << 32), self._outside
+            self, kind, local.passes + (self._number_of_thread() << 32), self._outside
         )
         for part, module in modules.items():
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
@@ -268,6 +266,10 @@ class Audit:
         if kind is not None:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
+
+    def _number_of_thread(self) -> int:
+        name = threading.current_thread().name.encode("utf-8")
+        return 0 if threading.get_ident() == self._thread else binascii.crc32(name) // 4
 
     def _enter_part(self, observation: _Observation, part: int, *_: Any) -> None:
         if observation is not self._local.current:

@@ -1,6 +1,7 @@
 """The receipt of a noisy machine: one table of what was seen, and the refusals that follow from it."""
 
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
@@ -89,6 +90,7 @@ class MachineReceipt:
         self.draws = draws
         self.audited_kinds: set[tuple[int, bool, bool]] = set()
         self.cells: dict[Cell, Seen] = {}
+        self._lock = threading.Lock()
         self.counts: dict[tuple[str, str, str], int] = {}
         self.escapes: dict[str, int] = {}
         self.notes: dict[str, int] = {}
@@ -98,7 +100,8 @@ class MachineReceipt:
 
     def add(self, cell: Cell, seen: Seen) -> None:
         """Add what was seen of a cell."""
-        self.cells.setdefault(cell, Seen()).add(seen)
+        with self._lock:
+            self.cells.setdefault(cell, Seen()).add(seen)
 
     def count(self, counts: Mapping[tuple[str, str, str], int]) -> None:
         """Add the machine's counts of products, by (phase, operator, what happened)."""
