@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import TensorError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.operators import Registration
-from aqnpipe.machine.places import CALLS_PER_VISIT, Place, Places, Segment
+from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Place, Places
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
@@ -120,16 +119,6 @@ class Machine:
         if self._registration is not None:
             self._registration.add_backends()
 
-    @contextmanager
-    def off(self, why: str) -> Iterator[None]:
-        """Compute without errors in this thread; products are counted under `why`."""
-        before = getattr(self._off, "why", None)
-        self._off.why = why
-        try:
-            yield
-        finally:
-            self._off.why = before
-
     def switch_off(self, why: str | None) -> None:
         """Compute without errors in this thread from now on, counted under `why`; None: with errors again."""
         self._off.why = why
@@ -156,31 +145,21 @@ class Machine:
         node = torch._C._current_autograd_node()
         # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
         is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
-        segment = places.segment_of(node._sequence_nr()) if is_gradient else None
-        part = here.part if not is_gradient else places.outside if segment is None else segment.part
+        part = places.part_of(node._sequence_nr()) if is_gradient else here.part
         phase = "backward" if is_gradient else self.request.stream
         why = getattr(self._off, "why", None) or self._exemption(operator, part, is_gradient, result, num_terms)
         if why is not None:
             self.counts[phase, operator, why] += 1
             return result
         self.counts[phase, operator, "noised"] += 1
-        source = self._gradient_source(node._sequence_nr(), segment) if is_gradient else self._source(here)
+        source = self._gradient_source(node._sequence_nr()) if is_gradient else self._source(here)
         if result.is_cuda and is_being_captured(result):
             self.counts[phase, operator, "captured"] += 1
         values = result.detach() if result.requires_grad else result
-        self._apply(values, source)
+        apply_error_(values, self.request.error, source)
         if factors and part == places.outside and self._observe_outside is not None:
             self._observe_outside(phase, operator, values, factors, source)
         return result
-
-    def _apply(self, values: Tensor, source: NoiseStream) -> None:
-        error = self.request.error
-        if type(error) is OwnError:
-            # The user's function may multiply.
-            with self.off("own error"):
-                apply_error_(values, error, source)
-        else:
-            apply_error_(values, error, source)
 
     def _exemption(self, operator: str, part: int, is_gradient: bool, result: Tensor, num_terms: int) -> str | None:
         """Return why a result has no error; None if it gets one."""
@@ -198,13 +177,22 @@ class Machine:
 
     def _source(self, here: Place) -> NoiseStream:
         here.calls += 1
+        if torch.is_grad_enabled():
+            self.places.note_operator(here)
         return NoiseStream(here.key, here.calls, 0)
 
-    def _gradient_source(self, number: int, segment: Segment | None) -> NoiseStream:
-        local = self.places.local
+    def _gradient_source(self, number: int) -> NoiseStream:
+        places = self.places
+        local = places.local
         local.nth = local.nth + 1 if local.node == number else 0
         local.node = number
+        operator = places.operator_of(number)
+        if operator is not None:
+            return NoiseStream(self._gradient_key(operator.passed, operator.part), operator.call, 1 + local.nth)
+        segment = places.segment_of(number)
         if segment is None:
-            return NoiseStream(self._gradient_key(-1, self.places.outside), number % CALLS_PER_VISIT, 1 + local.nth)
-        call = segment.visit * CALLS_PER_VISIT + number - segment.start
-        return NoiseStream(self._gradient_key(segment.passed, segment.part), call, 1 + local.nth)
+            key, call = self._gradient_key(-1, places.outside), number % CALLS_PER_VISIT
+        else:
+            key = self._gradient_key(segment.passed, segment.part)
+            call = segment.visit * CALLS_PER_VISIT + number - segment.start
+        return NoiseStream(key, call, OTHER_NODES + local.nth)

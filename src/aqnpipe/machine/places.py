@@ -5,15 +5,17 @@ disturb each other. Light hooks on the parts of a model (its layers, its output 
 thread up to date. A *pass* is a call of a whole model. What no part computes, such as the loss, is *outside*.
 
 The place of a gradient is that of its operator in the forward pass. torch numbers the nodes of the backward graph as it
-makes them, so the forward pass notes with which number each part begins (`Segment`). During a backward pass the number
-of the node that runs leads to the part, and the same lookup tells a layer that is computed again to which pass it
-belongs.
+makes them, and makes that of an operator just before its kernel runs. So each result notes the number of its node, and
+the forward pass notes with which number each part begins (`Segment`). During a backward pass the number of the node
+that runs leads to the operator; for a node that is no operator's, such as a function with a backward pass of its own,
+to the part. The same lookup tells to which pass a layer belongs that is computed again.
 
 Definition of the keys, which the audit derives a second time:
 - a result in a forward pass: seed of (stream, step, micro_step, rank, pass, part), call `visit * 2^20 + n` for the n-th
   operator of this visit of the part, from 1, stream 0;
-- a gradient: seed of ("backward", step, micro_step, rank, pass, part), call `visit * 2^20 + d` for the node with the
-  number d from the start of the segment, stream 1 + n for the n-th operator of the node, from 0.
+- a gradient: seed of ("backward", step, micro_step, rank, pass, part), the call of its operator, stream 1 + n for the
+  n-th result of the node, from 0. For a node that is no operator's: pass and part of its segment, call
+  `visit * 2^20 + d` for the number d from the start of the segment, streams from 2^16 on.
 A visit is a call of a part within one pass, from 0; outside it is the number of the segment within the pass for
 gradients, and 0 for results. A pass has its number in its thread, and the number of the thread in the upper 32 bits:
 0 for the thread that began the machine, else a checksum (CRC-32, 30 bits) of its name. Python's names are numbered by
@@ -35,6 +37,7 @@ from aqnpipe.errors import ModelError
 from aqnpipe.models.parts import PlaceHook
 
 CALLS_PER_VISIT = 1 << 20
+OTHER_NODES = 1 << 16
 _KEPT_SEGMENTS = 1 << 16
 
 
@@ -45,6 +48,14 @@ class Segment(NamedTuple):
     passed: int
     part: int
     visit: int
+
+
+class Operator(NamedTuple):
+    """The place of an operator: its pass, its part, and the number of its call."""
+
+    passed: int
+    part: int
+    call: int
 
 
 class Place:
@@ -69,8 +80,15 @@ class ThreadPlaces(threading.local):
         self.visits: dict[int, int] = {}
         self.segments: list[Segment] = []
         self.starts: list[int] = []
+        self.operators: dict[int, Operator] = {}
         self.node = -1
         self.nth = 0
+
+
+class _Graph(NamedTuple):
+    segments: list[Segment]
+    starts: list[int]
+    operators: dict[int, Operator]
 
 
 class Places:
@@ -83,7 +101,7 @@ class Places:
         self.outside = outside
         self.local = ThreadPlaces()
         self._key_of = key_of
-        self._latest: tuple[list[Segment], list[int]] = ([], [])
+        self._latest: _Graph | None = None
         self._process = os.getpid()
         self._thread = threading.get_ident()
 
@@ -161,13 +179,29 @@ class Places:
 
     def segment_of(self, number: int) -> Segment | None:
         """Return the segment of the node with this number: of this thread's graphs, or of the latest other thread's."""
+        local = self._of_graph()
+        index = bisect_right(local.starts, number) - 1
+        return local.segments[index] if index >= 0 else None
+
+    def operator_of(self, number: int) -> Operator | None:
+        """Return the operator whose node has this number; None for other nodes."""
+        return self._of_graph().operators.get(number)
+
+    def part_of(self, number: int) -> int:
+        """Return the part of the node with this number."""
+        found = self.operator_of(number) or self.segment_of(number)
+        return self.outside if found is None else found.part
+
+    def note_operator(self, here: Place) -> None:
+        """Note the node of the operator that has just been counted in `here`. Call it in its kernel."""
+        # An operator without a node would take that of another, which was noted before.
+        number = torch.autograd._get_sequence_nr() - 1
+        self.local.operators.setdefault(number, Operator(here.passed, here.part, here.calls))
+
+    def _of_graph(self) -> "_Graph | ThreadPlaces":
+        """Return what this thread noted; on a GPU, where a thread of the device runs backward passes, the latest."""
         local = self.local
-        segments, starts = local.segments, local.starts
-        if not segments:
-            # On a GPU the backward pass runs in a thread of the device.
-            segments, starts = self._latest
-        index = bisect_right(starts, number) - 1
-        return segments[index] if index >= 0 else None
+        return local if local.segments or self._latest is None else self._latest
 
     def _begin(self, local: ThreadPlaces, *, is_pass: bool = True) -> None:
         thread = threading.current_thread()
@@ -190,7 +224,8 @@ class Places:
     def _note(self, local: ThreadPlaces, passed: int, part: int, visit: int) -> None:
         if len(local.segments) >= _KEPT_SEGMENTS:
             del local.segments[: _KEPT_SEGMENTS // 2], local.starts[: _KEPT_SEGMENTS // 2]
+            local.operators = {node: at for node, at in local.operators.items() if node >= local.starts[0]}
         start = torch.autograd._get_sequence_nr()
         local.segments.append(Segment(start, passed, part, visit))
         local.starts.append(start)
-        self._latest = local.segments, local.starts
+        self._latest = _Graph(local.segments, local.starts, local.operators)

@@ -22,7 +22,6 @@ from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, MachineKey, Request
 from aqnpipe.models.parts import Parts, parts_of
-from aqnpipe.noise.kernels.own import refuse_unusable
 from aqnpipe.noise.noisy_modules import ModuleNoiseReceipt, noisy_modules
 from aqnpipe.proof.audit import Audit, AuditRequest
 from aqnpipe.proof.receipt import MachineReceipt, Requested, described
@@ -69,12 +68,13 @@ def noisy(
     softmax, activations and norms. layers: layers with noise (default: all). backward: gradients get noise too, and a
     backward pass must run in the body. receipt: continue an earlier one, of the same model and noise.
 
-    Fake quantization, measured errors and `operators="all"` change modules of a decoder of transformers, and need eager
-    or sdpa attention. Raises ConfigError for contradicting arguments, ModelError for a model that noise cannot reach.
+    Fake quantization, measured errors, functions of your own and `operators="all"` change modules of a decoder of
+    transformers, and need eager or sdpa attention. Raises ConfigError for contradicting arguments, ModelError for a
+    model that noise cannot reach.
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    if operators == "all" or isinstance(error, FakeQuantization | MeasuredError):
+    if operators == "all" or isinstance(error, FakeQuantization | MeasuredError | OwnError):
         chosen = _chosen_layers(layers, None, include_lm_head)
         return noisy_modules(
             model, scale, error, int(seed), step, operators, chosen, include_lm_head, backward, receipt
@@ -97,9 +97,6 @@ def _noisy_machine(
     parts = parts_of(model)
     _refuse_stored_products(model)
     stream: Phase = "actor_forward" if backward else "evaluation"
-    if isinstance(error, OwnError):
-        refuse_unusable(error)
-        error = error.planned()
     try:
         requested = OperatorNoise(
             error=error if error is not None else RelativeGaussian(scale=float(scale or 0.0)),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.noise import OutputErrorModel
+from aqnpipe.config.noise import AbsoluteGaussian, MantissaTruncation, RelativeGaussian, SystematicBias
 from aqnpipe.errors import ConfigError
 from aqnpipe.machine.machine import Machine, MachineKey, Request
 from aqnpipe.machine.operators import NOISED
@@ -45,7 +45,9 @@ class ProgramMachine(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    error: Annotated[OutputErrorModel, Field(discriminator="kind")]
+    error: Annotated[
+        RelativeGaussian | AbsoluteGaussian | SystematicBias | MantissaTruncation, Field(discriminator="kind")
+    ]
     seed: int = 0
     backward: bool = True
     only: tuple[str, ...] = ()

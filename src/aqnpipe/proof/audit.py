@@ -39,6 +39,7 @@ _LEAST_SHARE = 1 / 64
 _LEAST_WHOLE_SHARE = 1 / 1024
 _SAMPLES = 16
 _VISIT = 2**20
+_OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
 OUTSIDE = "no layer"
 _TINY = 1e-300
@@ -46,21 +47,24 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 NO_PRODUCTS_OF_BACKWARD = frozenset(
     {
-        *("_fused_rms_norm_backward", "_log_softmax_backward_data", "_softmax_backward_data", "cumsum_backward"),
-        *("embedding_dense_backward", "gelu_backward", "index_put", "masked_fill", "native_dropout_backward"),
-        *("native_group_norm_backward", "native_layer_norm_backward", "new_zeros", "nll_loss_backward"),
-        *("nll_loss_forward", "select_backward", "silu_backward", "slice_backward", "_chunk_cat", "isfinite"),
-        *("nll_loss2d_forward", "nll_loss2d_backward", "_amp_foreach_non_finite_check_and_unscale_", "set_"),
-        *("value_selecting_reduction_backward", "logsumexp", "log_sigmoid_forward", "log_sigmoid_backward"),
-        *("_weight_norm_interface_backward", "binary_cross_entropy_with_logits", "max_pool2d_with_indices"),
+        *("_amp_foreach_non_finite_check_and_unscale_", "_chunk_cat", "_fused_rms_norm_backward"),
+        *("_log_softmax_backward_data", "_softmax_backward_data", "_weight_norm_interface_backward"),
+        *("binary_cross_entropy_with_logits", "cumsum_backward", "embedding_dense_backward"),
+        *("empty_permuted", "gelu_backward", "index_put", "isfinite", "log_sigmoid_backward"),
+        *("log_sigmoid_forward", "logsumexp", "masked_fill", "max_pool2d_with_indices"),
+        *("native_dropout_backward", "native_group_norm_backward", "native_layer_norm_backward"),
+        *("new_empty_strided", "new_zeros", "nll_loss2d_backward", "nll_loss2d_forward"),
+        *("nll_loss_backward", "nll_loss_forward", "select_backward", "set_", "silu_backward"),
+        *("slice_backward", "value_selecting_reduction_backward"),
     }
 )
 """Operations of losses and backward passes that multiply no matrices."""
 
 _NO_PRODUCTS_BY_PREFIX = (
-    *("_adaptive_avg_pool", "_batch_norm", "_embedding_bag", "_native_batch_norm", "_pack_padded", "adaptive_max_pool"),
-    *("avg_pool", "binary_cross_entropy", "col2im", "grid_sampler", "huber_loss", "im2col", "max_pool", "mse_loss"),
-    *("native_batch_norm", "reflection_pad", "replication_pad", "smooth_l1_loss", "unfold_backward", "upsample_"),
+    *("_adaptive_avg_pool", "_batch_norm", "_embedding_bag", "_foreach_", "_native_batch_norm"),
+    *("_pack_padded", "adaptive_max_pool", "avg_pool", "binary_cross_entropy", "col2im"),
+    *("grid_sampler", "huber_loss", "im2col", "max_pool", "mse_loss", "native_batch_norm"),
+    *("reflection_pad", "replication_pad", "smooth_l1_loss", "unfold_backward", "upsample_"),
 )
 """Beginnings of the names of such operations: pooling, padding, resizing, other norms and losses."""
 
@@ -110,6 +114,7 @@ class _Observation:
         self.stack = [_Visit(passed, outside, 0, False)]
         self.visits: dict[int, int] = {}
         self.starts: list[_Start] = []
+        self.calls: dict[int, tuple[int, int, int]] = {}
         self.handles: list[Any] = []
         self.node = -1
         self.nth = 0
@@ -376,21 +381,28 @@ class Audit:
         passed, part, call, stream = here.passed, here.part, 0, 0
         if is_gradient:
             number = node._sequence_nr()
-            start = observation.start_of(number)
+            start, called = observation.start_of(number), observation.calls.get(number)
             if start is None or start.passed is None:
                 return
-            passed, part, call = start.passed, start.part, start.visit * _VISIT + number - start.node
+            passed, part, call = called or (start.passed, start.part, start.visit * _VISIT + number - start.node)
         phase = "backward" if is_gradient else self.request.stream
         cell = Cell(phase, self._names[part], operator, str(results[0].dtype).removeprefix("torch."))
+        if is_gradient and called is None and part == self._outside:
+            # Of a product behind the pass, which was not observed; its call is not known.
+            self.receipt.add(cell, Seen(products=1))
+            return
         if not self._is_noised(operator, arguments, part, is_gradient):
             self.receipt.add(cell, Seen(products=1))
             return
         if is_gradient:
             observation.nth = observation.nth + 1 if observation.node == number else 0
-            observation.node, stream = number, 1 + observation.nth
+            observation.node, stream = number, (_OTHER_NODES if called is None else 1) + observation.nth
         else:
             here.calls += 1
             call = here.calls
+            if torch.is_grad_enabled():
+                # The node of an operator is made just before it runs; one without a node finds that of another.
+                observation.calls.setdefault(torch.autograd._get_sequence_nr() - 1, (passed, part, call))
             if node is not None and not here.is_again:
                 # A checkpointed function outside the parts is computed again; its place is not known.
                 self.receipt.add(cell, Seen(products=1))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from on_modules import on_modules
 from torch import nn
 from torch.nn.utils import parametrize
 
-import aqnpipe
 from aqnpipe.noise.injection.operators import contracted_indices
 
 IDS = torch.randint(2, 64, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ def with_branch(model, compute):
 
 
 def receipt_of(model, *, backward):
-    with aqnpipe.noisy(model, 0.05, backward=backward) as receipt, torch.set_grad_enabled(backward):
+    with on_modules(model, 0.05, backward=backward) as receipt, torch.set_grad_enabled(backward):
         loss = model(IDS, labels=IDS).loss
         if backward:
             loss.backward()

@@ -7,7 +7,6 @@ import typer
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.cli.doctor.checks import Check, machine_checks
-from aqnpipe.cli.doctor.first_hour import PAGE, try_out
 from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
 from aqnpipe.cli.doctor.slurm import read_partitions
 from aqnpipe.errors import EXIT_USER_ERROR, ConfigError
@@ -43,7 +42,7 @@ def doctor(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
     try_everything: Annotated[
-        bool, typer.Option("--try", help=f"also try kernels, noise cost and a study; the page is {TRIED / PAGE}")
+        bool, typer.Option("--try", help=f"also try kernels, noise cost and a study; the page is {TRIED}/first-hour.md")
     ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="of the study of --try (default: one per device, 2 on a CPU)")
@@ -58,6 +57,8 @@ def doctor(
         typer.echo(found.model_dump_json(indent=2))
     else:
         _print(found)
+    from aqnpipe.cli.doctor.first_hour import try_out
+
     passed = not try_everything or try_out(TRIED, found.machine, workers, minutes, typer.echo)
     if not (found.can_run and passed):
         raise typer.Exit(EXIT_USER_ERROR)
