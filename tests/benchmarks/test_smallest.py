@@ -37,6 +37,7 @@ COMMANDS = {
     ("long_studies", ("training",)): "40 optimiser steps in ",
     ("long_studies", ("evaluation",)): "700 answers in ",
     ("long_studies", ("artifacts",)): '{"evaluations": 20, ',
+    ("machine_overhead", ()): "| generation, batch 1 | ",
     ("measured_noise", ()): "tiny: bfloat16 ",
     ("noise_overhead", ()): "peak of all tensors",
     ("parity", ()): "| tiny | float32 and bfloat16 | ",

@@ -38,7 +38,7 @@ from aqnpipe.models.parts import PlaceHook
 
 CALLS_PER_VISIT = 1 << 20
 OTHER_NODES = 1 << 16
-_KEPT_SEGMENTS = 1 << 16
+_KEPT_SEGMENTS = 1 << 14
 
 
 class Segment(NamedTuple):
@@ -75,7 +75,6 @@ class ThreadPlaces(threading.local):
         self.passed = -1
         self.roots: list[nn.Module] = []
         self.here: Place | None = None
-        self.outside: Place | None = None
         self.stack: list[Place | None] = []
         self.visits: dict[int, int] = {}
         self.segments: list[Segment] = []
@@ -94,7 +93,7 @@ class _Graph(NamedTuple):
 class Places:
     """The places of a program. `key_of(pass, part)` gives the key of results there.
 
-    `outside` is the number of the place outside all parts; it is above those of the parts.
+    `outside` is the number of the place outside all parts.
     """
 
     def __init__(self, outside: int, key_of: Callable[[int, int], int]) -> None:
@@ -210,9 +209,7 @@ class Places:
         local.passed = local.passes + (number << 32) if is_pass else -1 - number
         local.stack.clear()
         local.visits.clear()
-        local.outside = local.here = Place(
-            local.passed, self.outside, 0, self._key_of(local.passed, self.outside), False
-        )
+        local.here = Place(local.passed, self.outside, 0, self._key_of(local.passed, self.outside), False)
         if torch.is_grad_enabled():
             self._note_outside(local, local.passed)
 
