@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/machine_overhead.py
 
-A model of width 128 with 6 layers and eager attention, with random weights. Prints for a training step and generations the
-CPU time with 5 % noise relative to the same without noise: the median of the rounds, in which mostly nothing is
+A model of width 128 with 6 layers and eager attention, with random weights. Prints, for training steps and generations,
+the CPU time with 5 % noise relative to the same without noise: the median of the rounds, in which mostly nothing is
 audited, and the ratio of the sums, with all audits. The first rounds are audited more than later ones.
 """
 
