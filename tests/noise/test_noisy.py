@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoModelForSequenceClassification, Qwen2Config
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, Qwen2Config, T5Config
 
 import aqnpipe
 from aqnpipe.config.noise import (
@@ -438,6 +438,48 @@ def test_operations_of_other_models_are_no_products():
     assert receipt.check().noised == receipt.products
 
 
+def test_the_gradient_of_a_single_row_has_noise():
+    layer, x, gradient = nn.Linear(16, 16, bias=False), torch.randn(1, 16), torch.randn(1, 16)
+    with aqnpipe.noisy(nn.Sequential(layer), scale=0.05, backward=True) as receipt:
+        layer(x).backward(gradient)
+    assert receipt.products == receipt.noised
+    assert (layer.weight.grad / (gradient.T @ x) - 1).std() == pytest.approx(0.05, rel=0.3)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_several_forward_passes_before_a_backward_pass(model, ids, reverse):
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        model(input_ids=ids)
+        losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
+        for loss in reversed(losses) if reverse else losses:
+            loss.backward()
+    receipt.check()
+
+
+def test_dropout_of_attention(make_model, ids):
+    model = make_model(attention_dropout=0.1).train()
+    model.set_attn_implementation("sdpa")
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        model(input_ids=ids, labels=ids).loss.backward()
+    receipt.check()
+
+
+def test_attention_of_higher_order(make_model, ids):
+    model = make_model()
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    assert receipt.check().noised == receipt.products
+
+
+def test_an_encoder_and_decoder_with_a_position_bias():
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    model, ids = AutoModelForSeq2SeqLM.from_config(config).eval(), torch.arange(2, 12)[None]
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model.generate(ids, max_new_tokens=3)
+    receipt.check()
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_as_it_stands(example, tmp_path):
     done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -606,3 +648,45 @@ def test_a_receipt_of_other_noise_is_refused(model, ids):
         aqnpipe.noisy(model, 0.1, receipt=receipt),
     ):
         pass
+
+
+def test_noise_that_cannot_be_told_from_rounding_is_refused(make_model, ids):
+    model = make_model().bfloat16()
+    with torch.no_grad(), aqnpipe.noisy(model, scale=1e-4) as receipt:
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match=r"bfloat16\): (an error of this size cannot be told|.*times the requested)"):
+        receipt.check()
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (lambda x, w: nn.functional.embedding_bag(torch.arange(32)[None], w, mode="sum", per_sample_weights=x[0, :1]),
+         "_embedding_bag"),
+        (lambda x, w: sum(torch._foreach_mul(list(w), [x[0, 0, 0]] * 32)), "_foreach_mul"),
+        (lambda x, w: torch.fft.rfft(x[0]).abs(), "_fft_r2c"),
+    ],
+)  # fmt: skip
+def test_products_in_other_operators_are_refused(model, ids, compute, name):
+    weight = torch.randn(32, 32)
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, output: output + 0 * compute(output, weight).sum()
+    )
+    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
+        model(input_ids=ids)
+    with pytest.raises(ReceiptError, match=f"aten.{name}.* escaped"):
+        receipt.check()
+    assert not [problem for problem in receipt.problems() if "recomputed" in problem]
+
+
+def test_a_backward_pass_behind_the_context_is_refused(model, ids):
+    receipt = None
+    for inside in (True, False):
+        with aqnpipe.noisy(model, scale=0.05, backward=True, receipt=receipt) as receipt:
+            loss = model(input_ids=ids, labels=ids).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+    with pytest.raises(ReceiptError, match="a context ended without a backward pass"):
+        receipt.check()

@@ -53,6 +53,14 @@ def test_only_some_operators(tmp_path):
     assert "forward: no product had the requested error, of 7 that were seen" in lines[-1]
 
 
+def test_a_killed_program_and_processes_of_multiprocessing():
+    code, _, lines = execute("--noise", "0.05", "--no-backward", words=["pool", "kill"])
+    assert code == 137
+    # Two products forward per step and one outside; one in each of two processes.
+    assert lines[-1].startswith("aqnpipe: 2 of 2 products")
+    assert "in 2 processes" in lines[-1]
+
+
 def test_a_program_without_torch_is_refused():
     command = [
         sys.executable,
@@ -66,7 +74,7 @@ def test_a_program_without_torch_is_refused():
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no process of the program loaded the machine" in done.stderr
+    assert "no process of the program wrote a receipt" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,9 @@ def test_what_was_seen_is_refused(seen, message):
 
 
 def test_a_size_that_is_not_well_known_is_no_contradiction():
-    assert receipt(found_expected=2.4, found_squared=20.0).problems() == []
+    assert receipt(found_expected=2.4, found_squared=4.0).problems() == []
+    (problem,) = receipt(found_expected=2.4, found_squared=20.0).problems()
+    assert "cannot be told from rounding; found 1.20 times the requested one, with a standard error of 0.53" in problem
 
 
 def test_a_phase_without_noise_escapes_and_graphs_are_refused():

@@ -42,6 +42,10 @@ def execute(
     if os.environ.get(_AUTOLOAD, "1") == "0":
         raise ConfigError(f"{_AUTOLOAD} is 0 in the environment, expected it unset: torch loads the machine by it")
     folder = Path(tempfile.mkdtemp(prefix="aqnpipe-receipts-")) if receipts is None else receipts.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"--receipts: {folder} cannot be made: {problem.strerror}") from problem
     if receipts is not None and any(folder.glob("*.json")):
         raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
     content = {
@@ -65,10 +69,13 @@ def execute(
     finally:
         if receipts is None:
             shutil.rmtree(folder, ignore_errors=True)
+    code = ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
+    if not had_receipts and code:
+        raise typer.Exit(code)
     if not had_receipts:
         raise ReceiptError(
-            f"{command[0]}: no process of the program loaded the machine; expected a program that imports torch, with "
-            "aqnpipe in its environment"
+            f"{command[0]}: no process of the program wrote a receipt; expected a program that imports torch, with "
+            "aqnpipe in its environment, and computes"
         )
     problems = receipt.problems() if receipt.backward_passes or not backward else receipt.forward_problems()
     scale = receipt.measured_scale
@@ -81,8 +88,8 @@ def execute(
         + ("" if receipts is None else f"; receipts in {receipts}"),
         err=True,
     )
-    if ended.returncode:
-        raise typer.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)
+    if code:
+        raise typer.Exit(code)
     if problems:
         raise ReceiptError("; ".join(problems))
 

@@ -173,7 +173,8 @@ class Machine:
         if not result.is_floating_point():
             return "outside, of integers" if part == self.places.outside else "of integers"
         # Rotary angles are outer products; an error there moves positions. Nothing is summed.
-        return "outer products" if num_terms == 1 and part == self.places.outside else None
+        is_outer = num_terms == 1 and part == self.places.outside and not is_gradient
+        return "outer products" if is_outer else None
 
     def _source(self, here: Place) -> NoiseStream:
         here.calls += 1

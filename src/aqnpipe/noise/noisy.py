@@ -25,6 +25,7 @@ from aqnpipe.models.parts import Parts, parts_of
 from aqnpipe.noise.noisy_modules import ModuleNoiseReceipt, noisy_modules
 from aqnpipe.proof.audit import Audit, AuditRequest
 from aqnpipe.proof.receipt import MachineReceipt, Requested, described
+from aqnpipe.seeding import derive_seed
 
 _REPLICATING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _KEY_LIMIT = 2**63
@@ -36,7 +37,8 @@ class NoiseReceipt(MachineReceipt):
 
     def __init__(self, model: nn.Module, request: AuditRequest, scale: float | None) -> None:
         phases = (request.stream, "backward") if request.backward else (request.stream,)
-        super().__init__(Requested(phases, described(request.error), scale), np.random.default_rng(request.seed))
+        draws = np.random.default_rng(derive_seed(request.seed, "noisy audit"))
+        super().__init__(Requested(phases, described(request.error), scale), draws)
         self._model = model
         self._request = request
         self.next_step = 0
@@ -122,7 +124,14 @@ def _noisy_machine(
         for handle in audit.add_model(parts.roots, modules, dict(enumerate(parts.modules))):
             stack.callback(handle.remove)
         stack.enter_context(audit.running())
+        before = receipt.gradient_passes, receipt.backward_passes
         yield receipt
+        if backward and receipt.gradient_passes > before[0] and receipt.backward_passes == before[1]:
+            receipt.note(
+                receipt.notes,
+                "backward: a context ended without a backward pass, which computes exact gradients behind it; expected "
+                "backward() within the context, or no_grad()",
+            )
 
 
 def _selected(parts: Parts, layers: Any, include_lm_head: bool) -> frozenset[int] | None:

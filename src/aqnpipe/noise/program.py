@@ -7,6 +7,7 @@ process writes its receipt while it runs, because some are killed at their end.
 import atexit
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import time
@@ -81,13 +82,16 @@ class _Program:
         self._operators = operators or None
         self._selected: set[int] | None = set() if self._patterns else None
         self._models: set[nn.Module] = set()
+        self._handles: list[Any] = []
         self._num_parts = 0
         self._prepare()
 
     def _prepare(self) -> None:
         settings = self._settings
         self._process, self._written, self._looks = os.getpid(), time.monotonic(), 0
-        self.receipt = MachineReceipt(settings.requested, np.random.default_rng(settings.seed))
+        self.receipt = MachineReceipt(
+            settings.requested, np.random.default_rng(derive_seed(settings.seed, "exec audit"))
+        )
         request = AuditRequest(
             settings.error,
             settings.seed,
@@ -113,13 +117,21 @@ class _Program:
         register_optimizer_step_post_hook(lambda *_: self._machine.switch_off(None))
         watch_backward(lambda: self._audit.backward())
         atexit.register(self._write)
+        # Processes of multiprocessing end without atexit, and forget finalizers of their parent.
+        multiprocessing.util.register_after_fork(self, _Program._write_at_end)
 
     def restart(self) -> None:
         """Begin a receipt and random numbers of its own in a forked process."""
         self._machine.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._models.clear()
         self._prepare()
         self._machine.start(before_first=self._identify)
+
+    def _write_at_end(self) -> None:
+        multiprocessing.util.Finalize(None, self._write, exitpriority=0)
 
     def _identify(self) -> None:
         """Give this process random numbers of its own, when it is known which of several it is."""
@@ -127,6 +139,8 @@ class _Program:
         family = getattr(multiprocessing.current_process(), "_identity", ())
         number = derive_seed(0, "process", int(rank or 0), *family) if rank not in (None, "0") or family else 0
         self._machine.set_rank(number)
+        # Programs may end without a last word.
+        self._write()
         self._audit.request = self._audit.request._replace(position=(0, 0, number))
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -143,8 +157,8 @@ class _Program:
         modules = {numbers[path]: part for path, part in new.items()}
         roots = [root for root in parts.roots if root not in self._models]
         self._models.update(roots, modules.values())
-        self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
-        self._machine.places.hooks(roots, modules)
+        self._handles += self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
+        self._handles += self._machine.places.hooks(roots, modules)
         # This call of the module has collected its hooks already; those behind it run.
         self._machine.places.enter_root(module)
         self._audit.enter(module, args, {})

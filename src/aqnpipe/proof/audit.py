@@ -36,17 +36,20 @@ from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, Sampled, numbered_in_o
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64
-_LEAST_WHOLE_SHARE = 1 / 1024
+_LEAST_WHOLE_SHARE = 1 / 512
 _SAMPLES = 16
 _VISIT = 2**20
 _OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
+_PASSES_FOR_BACKWARD = 8
 OUTSIDE = "no layer"
 _TINY = 1e-300
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 NO_PRODUCTS_OF_BACKWARD = frozenset(
     {
+        *("_efficientzerotensor", "_has_same_storage_numel", "_is_any_true", "_safe_softmax", "as_strided_"),
+        *("is_same_size", "softplus_backward", "squeeze_", "t_", "transpose_", "unsafe_split", "unsqueeze_"),
         *("_amp_foreach_non_finite_check_and_unscale_", "_chunk_cat", "_fused_rms_norm_backward"),
         *("_log_softmax_backward_data", "_softmax_backward_data", "_weight_norm_interface_backward"),
         *("binary_cross_entropy_with_logits", "cumsum_backward", "embedding_dense_backward"),
@@ -61,13 +64,19 @@ NO_PRODUCTS_OF_BACKWARD = frozenset(
 """Operations of losses and backward passes that multiply no matrices."""
 
 _NO_PRODUCTS_BY_PREFIX = (
-    *("_adaptive_avg_pool", "_batch_norm", "_embedding_bag", "_foreach_", "_native_batch_norm"),
+    *("_adaptive_avg_pool", "_batch_norm", "_native_batch_norm"),
     *("_pack_padded", "adaptive_max_pool", "avg_pool", "binary_cross_entropy", "col2im"),
     *("grid_sampler", "huber_loss", "im2col", "max_pool", "mse_loss", "native_batch_norm"),
     *("reflection_pad", "replication_pad", "smooth_l1_loss", "unfold_backward", "upsample_"),
 )
 """Beginnings of the names of such operations: pooling, padding, resizing, other norms and losses."""
 
+
+_PLAIN = (Tensor, nn.Parameter)
+
+_ON_A_MATRIX = " on a weight matrix"
+_MULTIPLIES = ("mul", "addcmul", "div")
+"""Operators of which a product with a weight could be written as a sum."""
 
 _COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
 """Namespaces of operations that move tensors between processes."""
@@ -93,10 +102,11 @@ class _Start(NamedTuple):
 
 
 class _Visit:
-    __slots__ = ("calls", "is_again", "part", "passed")
+    __slots__ = ("calls", "is_again", "is_lost", "part", "passed")
 
     def __init__(self, passed: int, part: int, calls: int, is_again: bool) -> None:
         self.passed, self.part, self.calls, self.is_again = passed, part, calls, is_again
+        self.is_lost = False
 
 
 class _Observation:
@@ -232,7 +242,9 @@ class Audit:
         # Each root of its own: a loss that is a module has no products, and says nothing about the model.
         kind = (list(self._models).index(module), num_tokens(args, kwargs) == 1, torch.is_grad_enabled())
         chance = float(self._draws.random())
-        if kind not in self.receipt.audited_kinds or chance < max(_LEAST_WHOLE_SHARE, 0.5 / number):
+        self.receipt.gradient_passes += kind[2]
+        lacks_backward = kind[2] and self.request.backward and not self._has_backward()
+        if kind not in self.receipt.audited_kinds or lacks_backward or chance < max(_LEAST_WHOLE_SHARE, 1 / number):
             self._observe(local, self._models[module], kind)
         elif self._models[module] and chance < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             part = int(self._draws.choice(list(self._models[module])))
@@ -261,9 +273,15 @@ class Audit:
 
     def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: tuple[int, bool, bool] | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
+        earlier = local.pending if kind is not None and kind[2] else None
         observation = local.current = _Observation(
             self, kind, local.passes + (self._number_of_thread() << 32), self._outside
         )
+        if earlier is not None:
+            # A backward pass may be through both graphs, or through the earlier one.
+            local.pending = None
+            earlier.close()
+            observation.starts, observation.calls = earlier.starts, earlier.calls
         for part, module in modules.items():
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
             observation.handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
@@ -271,6 +289,12 @@ class Audit:
         if kind is not None:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
+
+    def _has_backward(self) -> bool:
+        """Return whether a backward pass was compared, or so many were not that it would cost too much to go on."""
+        return self.receipt.gradient_passes > _PASSES_FOR_BACKWARD or any(
+            seen.recomputed for cell, seen in list(self.receipt.cells.items()) if cell.phase == "backward"
+        )
 
     def _number_of_thread(self) -> int:
         name = threading.current_thread().name.encode("utf-8")
@@ -323,12 +347,21 @@ class Audit:
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def observe(self, mode: "_Mode", function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def observe(self, mode: "_Mode", function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run an operator and compare its result."""
+        if not isinstance(function, torch._ops.OpOverload) or any(kind not in _PLAIN for kind in types):
+            # Subclasses of tensors and operators of higher order compute with operators that are not seen from here.
+            if self._local.current is not None:
+                self._local.current.stack[-1].is_lost = True
+            return function(*args, **kwargs)
         name = function.overloadpacket.__name__
         operator = name.removesuffix("_") if name.removesuffix("_") in RECOMPUTED else name
         is_product = function.namespace == "aten" and (operator in RECOMPUTED or operator in UNPROVEN)
-        if not is_product and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE):
+        if (
+            not is_product
+            and not is_opaque
+            and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE)
+        ):
             with mode:
                 found = function.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -367,14 +400,20 @@ class Audit:
             # Sharded weights are other tensors in every pass, so they are known by their kind.
             observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
             found = escape(function, inputs, result, observation.mode.parameters, elementwise=False)
+            if found is not None and found.endswith(_ON_A_MATRIX) and not name.startswith(_MULTIPLIES):
+                found = None
         if found is not None:
+            # It may compute with operators that are noised and not seen from here.
+            observation.stack[-1].is_lost = True
             self.receipt.note(self.receipt.escapes, f"{found} in {self._names[here]}")
 
     def _product(
         self, observation: _Observation, operator: str, arguments: Mapping[str, Any], result: Any, *, is_into: bool
     ) -> None:
         results = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
-        if not results or not results[0].is_floating_point():
+        operands = [value for value in arguments.values() if isinstance(value, Tensor)]
+        plain = all(value.layout == torch.strided and not value.is_meta for value in (*results, *operands))
+        if not results or not plain or not results[0].is_floating_point():
             return
         node, here = torch._C._current_autograd_node(), observation.stack[-1]
         is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
@@ -400,6 +439,9 @@ class Audit:
         else:
             here.calls += 1
             call = here.calls
+            if here.is_lost:
+                self.receipt.add(cell, Seen(products=1))
+                return
             if torch.is_grad_enabled():
                 # The node of an operator is made just before it runs; one without a node finds that of another.
                 observation.calls.setdefault(torch.autograd._get_sequence_nr() - 1, (passed, part, call))
@@ -423,7 +465,7 @@ class Audit:
             return False
         if request.operators is not None and _machine_name(operator) not in request.operators:
             return False
-        return part != self._outside or _num_terms(operator, arguments) != 1
+        return is_gradient or part != self._outside or _num_terms(operator, arguments) != 1
 
     def observe_outside(
         self, phase: str, operator: str, result: Tensor, factors: tuple[Tensor, ...], source: tuple[int, int, int]
@@ -510,6 +552,8 @@ def _num_terms(operator: str, arguments: Mapping[str, Any]) -> int:
 class _Mode(TorchDispatchMode):
     """Passes every operator of this thread to the audit."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, audit: Audit) -> None:
         super().__init__()
         self._audit = audit
@@ -518,7 +562,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return self._audit.observe(self, func, args, kwargs or {})
+        return self._audit.observe(self, func, types, args, kwargs or {})
 
 
 def watch_backward(watched: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:

@@ -14,6 +14,8 @@ from aqnpipe.errors import ReceiptError
 
 _SLOPE_TOLERANCE = 0.05
 _STANDARD_ERRORS = 6.0
+_RESOLVED = 0.15
+"""Largest standard error with which the size of an error counts as measured."""
 
 
 class Cell(NamedTuple):
@@ -94,7 +96,7 @@ class MachineReceipt:
         self.counts: dict[tuple[str, str, str], int] = {}
         self.escapes: dict[str, int] = {}
         self.notes: dict[str, int] = {}
-        self.passes = 0
+        self.passes = self.gradient_passes = 0
         self.backward_passes = 0
         self.audited_passes = 0
 
@@ -184,6 +186,14 @@ class MachineReceipt:
                 if abs(size - 1) > allowed:
                     yield f"{phase}: {operator} ({dtype}): the error found is {size:.2f} times the requested one"
 
+        for phase, dtype in sorted({(cell.phase, cell.dtype) for cell in self.cells}):
+            whole = _sum(seen for cell, seen in self.cells.items() if (cell.phase, cell.dtype) == (phase, dtype))
+            if whole.expected_squared > 0 and whole.size_error > _RESOLVED:
+                yield (
+                    f"{phase} ({dtype}): an error of this size cannot be told from rounding; found {whole.size:.2f} "
+                    f"times the requested one, with a standard error of {whole.size_error:.2f}"
+                )
+
     def _by_operator(self) -> dict[tuple[str, str, str], Seen]:
         found: dict[tuple[str, str, str], Seen] = {}
         for cell, seen in self.cells.items():
@@ -223,7 +233,7 @@ class MachineReceipt:
 
 
 _REFUSED = {
-    "of integers": "multiplied integers, which cannot have the error",
+    "of integers": "multiplied integers or complex numbers, which cannot have the error",
     "captured": "were captured into a CUDA graph, which repeats one error in every replay",
 }
 
