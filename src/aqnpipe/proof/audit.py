@@ -357,11 +357,7 @@ class Audit:
         name = function.overloadpacket.__name__
         operator = name.removesuffix("_") if name.removesuffix("_") in RECOMPUTED else name
         is_product = function.namespace == "aten" and (operator in RECOMPUTED or operator in UNPROVEN)
-        if (
-            not is_product
-            and not is_opaque
-            and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE)
-        ):
+        if not is_product and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE):
             with mode:
                 found = function.decompose(*args, **kwargs)
             if found is not NotImplemented:
