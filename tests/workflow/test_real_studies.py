@@ -91,6 +91,7 @@ def shrunk(name: str, folder: Path) -> dict:
     """The study `config/<name>.yaml` with small models and few questions in `folder`; its steps: two of its batches."""
     config = yaml.safe_load((ROOT / "config" / f"{name}.yaml").read_text())
     for role, model in config["models"].items():
+        model.pop("revision", None)
         model["source"] = write_model(folder / "models" / role, model["source"])
     training = config["training"]
     training.update(prompts_per_step=2, num_workers=1, parallelism="data", micro_batch_size=5)
