@@ -303,7 +303,7 @@ def main() -> None:
         bench = Bench(Path(folder), shrunk=options.smallest)
         measured = overhead(bench, options.rounds)
         console.print(overhead_table(measured))
-        steps = {arm: breakdown(bench, arm, math.ceil(options.rounds / 4)) for arm in ("baseline", "E5", "E5b")}
+        steps = {arm: breakdown(bench, arm, math.ceil(options.rounds / 4)) for arm in ("baseline", "E5")}
     table = Table("CPU seconds of", *steps, title="CPU time of the parts of a step")
     for part in (*PARTS, "rest", "step"):
         table.add_row(part, *(f"{found[part]:.3f} ({found[part] / found['step']:.0%})" for found in steps.values()))

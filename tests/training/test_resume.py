@@ -288,7 +288,10 @@ def test_arms_that_differ_in_noise_see_the_same_prompts_in_every_epoch_and_after
     assert first == second
     assert noisy[:4] != noisy[4:]
     start(whole_spec(), kill=("rollout", 5, "after"))
-    assert start(whole_spec()).prompts == noisy[4:]
+    # A point is published at the end of the next step, so a kill may cost one step more.
+    resumed = start(whole_spec()).prompts
+    assert len(noisy[4:]) <= len(resumed) <= len(noisy[4:]) + 2
+    assert resumed == noisy[-len(resumed) :]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_the_plan_of_the_study_and_of_its_loss_study(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "Snakefile", tmp_path / "Snakefile")
     jobs = planned(tmp_path)
-    assert (jobs["train"], jobs["evaluate"], jobs["srdd_diagnose"]) == (6, 7, 1)
+    assert (jobs["train"], jobs["evaluate"], jobs["srdd_diagnose"]) == (8, 9, 1)
     assert (jobs["loss_study"], jobs["compare_losses"]) == (1, 1)
     alone = planned(tmp_path, "results/dead-zone/loss_study/base/dead_zone.claims.json")
     assert set(alone) - {"total"} == {"prepare_data", "prepare_model", "loss_study", "compare_losses"}

@@ -83,7 +83,7 @@ class _Program:
         self._selected: set[int] | None = set() if self._patterns else None
         self._models: set[nn.Module] = set()
         self._handles: list[Any] = []
-        self._num_parts = 0
+        self._numbers: dict[nn.Module, int] = {}
         self._prepare()
 
     def _prepare(self) -> None:
@@ -127,6 +127,7 @@ class _Program:
             handle.remove()
         self._handles.clear()
         self._models.clear()
+        self._numbers.clear()
         self._prepare()
         self._machine.start(before_first=self._identify)
 
@@ -149,16 +150,18 @@ class _Program:
         self._machine.identify()
         self._machine.add_backends()
         parts = parts_of(module)
-        new = {path: part for path, part in parts.modules.items() if part not in self._models}
-        numbers = {path: self._num_parts + 1 + index for index, path in enumerate(new)}
-        self._num_parts += len(new)
+        new = {path: part for path, part in parts.modules.items() if part not in self._numbers}
+        for part in new.values():
+            self._numbers[part] = len(self._numbers) + 1
+        numbers = {path: self._numbers[part] for path, part in parts.modules.items()}
         if self._selected is not None:
             self._selected |= {n for path, n in numbers.items() if any(fnmatch(path, p) for p in self._patterns)}
-        modules = {numbers[path]: part for path, part in new.items()}
+        # A wrapper around a model that is known, such as PEFT's, has the parts of that model.
+        modules = {self._numbers[part]: part for part in parts.modules.values()}
         roots = [root for root in parts.roots if root not in self._models]
         self._models.update(roots, modules.values())
         self._handles += self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
-        self._handles += self._machine.places.hooks(roots, modules)
+        self._handles += self._machine.places.hooks(roots, {self._numbers[part]: part for part in new.values()})
         # This call of the module has collected its hooks already; those behind it run.
         self._machine.places.enter_root(module)
         self._audit.enter(module, args, {})
