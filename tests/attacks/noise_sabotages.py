@@ -1,6 +1,5 @@
 """Sabotage of the noise, of AQN and of the trainer: what runs is not what was requested."""
 
-import copy
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -114,7 +113,10 @@ def _stale_engine(_: Any) -> Any:
     def roll_out(self: Any, policy: Any, *args: Any) -> Any:
         took_effect()
         if not copies:
-            copies.append(copy.deepcopy(policy))
+            # Its hooks refer to the trainer, which cannot be copied.
+            stale = type(policy)(policy.config).to(policy.dtype)
+            stale.load_state_dict(policy.state_dict())
+            copies.append(stale)
         with mock.patch.object(
             rollout_engines, "TransformersBackend", lambda _, tokenizer: TransformersBackend(copies[0], tokenizer)
         ):
