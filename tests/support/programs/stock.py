@@ -1,5 +1,6 @@
 """Stock trainers of TRL with their defaults, on a tiny random model; the first argument names the trainer."""
 
+import copy
 import sys
 import tempfile
 
@@ -46,7 +47,13 @@ with tempfile.TemporaryDirectory() as folder:
         columns = {"prompt": 100, "chosen": 200, "rejected": 300}
         data = Dataset.from_dict({name: [text(first + seed) for seed in range(16)] for name, first in columns.items()})
         trainer = DPOTrainer(
-            model, args=DPOConfig(folder, **common), train_dataset=data, processing_class=tokenizer, peft_config=peft
+            model,
+            # TRL would load it again from where the model came from.
+            None if peft else copy.deepcopy(model),
+            args=DPOConfig(folder, **common),
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=peft,
         )
     else:
         data = Dataset.from_dict({"prompt": [text(seed) for seed in range(16)]})
