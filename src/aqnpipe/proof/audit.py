@@ -120,7 +120,6 @@ class _Observation:
         self.kind = kind
         self.passed = passed
         self.is_on = False
-        self.is_complete = False
         self.stack = [_Visit(passed, outside, 0, False)]
         self.visits: dict[int, int] = {}
         self.starts: list[_Start] = []

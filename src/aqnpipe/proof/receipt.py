@@ -67,7 +67,7 @@ class Seen:
 
 
 class Requested(NamedTuple):
-    """What a receipt must show: phases with an error, in words what the error is, and its scale if it has one."""
+    """The request that a receipt is checked against: phases, a description of the error, and its scale if it has one."""
 
     phases: tuple[str, ...]
     error: str
