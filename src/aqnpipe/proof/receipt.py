@@ -67,7 +67,7 @@ class Seen:
 
 
 class Requested(NamedTuple):
-    """The request that a receipt is checked against: phases, a description of the error, and its scale if it has one."""
+    """What a receipt is checked against: phases, a description of the error, and its scale if it has one."""
 
     phases: tuple[str, ...]
     error: str
