@@ -14,6 +14,7 @@ import noise_sabotages
 import optimiser_sabotages
 import place_sabotages
 import rollout_sabotages
+import time_sabotages
 import worker_sabotages
 
 TEN_WAYS = {
@@ -47,6 +48,7 @@ _ALL = (
     *key_sabotages.SABOTAGES,
     *distribution_sabotages.SABOTAGES,
     *place_sabotages.SABOTAGES,
+    *time_sabotages.SABOTAGES,
     *aqn_sabotages.SABOTAGES,
     *fault_sabotages.SABOTAGES,
     *optimiser_sabotages.SABOTAGES,

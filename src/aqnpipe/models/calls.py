@@ -82,15 +82,19 @@ def _whole_models(model: nn.Module) -> list[nn.Module]:
 
 
 def num_tokens(args: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens per row of a forward pass, from its ids or embeddings [rows, tokens, ...].
-
-    Arguments with other names and dictionaries of tensors are searched too, in their order. Ids [tokens] are one row.
-    None if there is no tensor.
-    """
-    tensor = next(_tensors([kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()]), None)
+    """Return the number of tokens per row of a forward pass; ids [tokens] are one row. None if there is no tensor."""
+    tensor = first_tensor(args, kwargs)
     if tensor is None or not tensor.ndim:
         return None
     return tensor.shape[1] if tensor.ndim > 1 else tensor.shape[0]
+
+
+def first_tensor(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the ids or embeddings [rows, tokens, ...] of a forward pass.
+
+    Arguments with other names and dictionaries of tensors are searched too, in their order.
+    """
+    return next(_tensors([kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()]), None)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

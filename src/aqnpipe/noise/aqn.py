@@ -17,7 +17,7 @@ from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import FactorSums, RatioSums
+from aqnpipe.noise.receipts.recorder_state import FactorSums, RatioSums, merged
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spacing_of
 from aqnpipe.seeding import derive_seed
 
@@ -94,7 +94,7 @@ def _noised_norm_weights(
     hash_before = norms_sha256(model)
     try:
         requested_squares, squares, elements = 0.0, 0.0, 0
-        ratios = FactorSums(None)
+        ratios = [FactorSums(None)]
         with torch.no_grad():
             for index, (name, weight) in enumerate(weights.items()):
                 norm_sigma = sigma * factors[name]
@@ -108,7 +108,7 @@ def _noised_norm_weights(
                 if norm_sigma > 0:
                     mean, variance = _expected_sums(clean[name], norm_sigma)
                     drawn = weight.numel() * norm_sigma**2
-                    ratios.add(_scaled(None, added, weight.numel(), drawn, mean, variance, norm_sigma))
+                    ratios.append(_scaled(None, added, weight.numel(), drawn, mean, variance, norm_sigma))
                     recorder.measure_sigma_factor(
                         _scaled(layer_of(name), added, weight.numel(), drawn, mean, variance, sigma)
                     )
@@ -124,7 +124,7 @@ def _noised_norm_weights(
                 sigma_requested=(requested_squares / elements) ** 0.5,
                 sigma_measured=(squares / elements) ** 0.5,
                 targets=len(weights),
-                **_ratio_of(ratios),
+                **_ratio_of(merged(ratios)),
                 clean_sha256_before=hash_before,
                 clean_sha256_after=norms_sha256(model),
             )
@@ -177,14 +177,14 @@ def _settled(
 ) -> tuple[dict[int, RatioSums], FactorSums]:
     """Record the noise on hidden states by layer; return its errors by layer, and all of them in units of sigma."""
     measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
-    ratios = FactorSums(None)
+    ratios = [FactorSums(None)]
     for layer, errors in measured.items():
         expected = errors.expected_sums(sigmas[layer])
         drawn = errors.count * sigmas[layer] ** 2
         of_layer = _scaled(layer, errors.squares, errors.count, drawn, *expected, sigma)
         recorder.measure_sigma_factor(replace(of_layer, phase=phase))
-        ratios.add(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
-    return measured, ratios
+        ratios.append(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
+    return measured, merged(ratios)
 
 
 def _root_mean(squares: list[float]) -> float:

@@ -16,6 +16,7 @@ from aqnpipe.noise.aqn import target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.schedule import sigma_at
+from aqnpipe.training.required_passes import required_passes
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def build_noise_plan(
         watch_norms=True,
         layer_factors=layer_factors,
         seed=spec.random_seed,
+        required_passes=required_passes(spec),
     )
     return NoisePlan(
         seed=spec.random_seed,

@@ -307,7 +307,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
                 self.accelerator.backward(loss)
             losses.append(loss.detach())
             self._guard.check("loss", loss.item(), self.state.global_step + 1)
-            self.noise_plan.recorder.count_forward("backward")
+            self.noise_plan.recorder.count_backward(self.state.global_step)
             self.noise_plan.recorder.settle()
         if len(batches) > 1:
             self._average_by_tokens(batches)

@@ -51,6 +51,7 @@ from aqnpipe.noise.injection.module_errors import ModuleErrors
 from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.passes import PassRow
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 _GATED: dict[str, tuple[str, Callable[..., Tensor]]] = {"SiluAndMul": ("silu", F.silu), "GeluAndMul": ("gelu", F.gelu)}
@@ -259,6 +260,7 @@ class _EngineInjection:
         self._places.clear()
         self._reference_check.enter_model()
         state.recorder.count_forward(state.phase)
+        state.recorder.note_passes(PassRow(state.phase, state.key.step, passes=1))
         if state.forward_index == 0:
             state.recorder.watch_norms(state.phase, state.model)
         state.outside = state.place = self._place(None, len(self._engine.layers) + 1, None)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_ratios
+from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import AuditSums, CellSums, PhaseSums, RecorderState, added_counts
+from aqnpipe.noise.receipts.recorder_state import CellSums, PhaseSums, RecorderState, merged
 
 Shares = Mapping[str, Iterable[Shard]]
 """The shares that had noise on one worker, by operator; every worker had noise on the whole of other operators."""
@@ -141,7 +141,7 @@ def _merged_cell(index: int, states: Sequence[RecorderState], shares: Sequence[S
         different.setdefault(tuple(sorted(own[cell.operator])), found)
     return replace(
         cell,
-        ratios=merged_ratios([each.ratios for each in different.values()]),
+        ratios=merged([each.ratios for each in different.values()]),
         elements=sum(each.elements for each in different.values()),
     )
 
@@ -151,10 +151,7 @@ def _place(cell: CellSums) -> tuple[str, str, int | None]:
 
 
 def _merged_phase(phases: Sequence[PhaseSums]) -> PhaseSums:
-    audit, escaped = AuditSums(), dict[str, int]()
-    for phase in phases:
-        audit.add(phase.audit)
-        escaped = added_counts(escaped, phase.escaped)
+    together = merged(phases)
     # A pass of a layer is one pass, however many workers computed it.
-    audit.passes = phases[0].audit.passes
-    return replace(phases[0], audit=audit, escaped=escaped)
+    audit = replace(together.audit, passes=phases[0].audit.passes)
+    return replace(phases[0], audit=audit, escaped=together.escaped)

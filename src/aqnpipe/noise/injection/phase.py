@@ -14,7 +14,7 @@ hooks. `FaultInjection` applies the simulated faults to the outputs of their sit
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import NoiseSpec, OperatorNoise, Phase, PlacedError
+from aqnpipe.config.noise import MantissaTruncation, NoiseSpec, OperatorNoise, Phase, PlacedError
 from aqnpipe.errors import ModelError
 from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import (
@@ -40,6 +40,7 @@ from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.injection.module_errors import ModuleErrors
 from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.injection.operator_watch import OperatorWatch
+from aqnpipe.noise.injection.pass_observation import PassObservation
 from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -124,6 +125,9 @@ class _Injection:
         self.module_errors = ModuleErrors(state, modules) if modules is not None else None
         self.fault_injection = FaultInjection(state, faults, hidden_sigmas)
         self.modules = HookedModules(state.model)
+        noises = (self.operator_noise, modules)
+        truncates = any(noise is not None and isinstance(noise.error, MantissaTruncation) for noise in noises)
+        self.observation = PassObservation(state.model, state.phase, state.key.step, truncates=truncates)
         self.norm_places: dict[int, Place] = {}
         self.around_norms: list[Place] = []
 
@@ -191,6 +195,7 @@ class _Injection:
             raise ModelError(f"{type(state.model).__name__} is being compiled; noise and torch.compile do not combine")
         self.modules.refuse_others()
         state.start_forward(num_tokens(args, kwargs))
+        self.observation.begin(args, kwargs)
         state.recorder.count_forward(state.phase)
         state.outside = state.place = self._place(None, len(state.layers) + 1, None)
         self.norm_places = {}
@@ -199,6 +204,11 @@ class _Injection:
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self.state.is_computing = False
+        if output is not None:
+            observer = self.state.audit.observer
+            with observer.unobserved() if observer is not None else nullcontext():
+                self.observation.end(output)
+            self.state.recorder.note_passes(self.observation.row)
 
     def _enter_layer(self, index: int, module: nn.Module, args: Any) -> None:
         state = self.state
@@ -226,6 +236,8 @@ class _Injection:
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.watch is not None:
             self.watch.leave_layer()
+        if not self.state.recomputing:
+            self.observation.leave_part(output, is_noised=self.state.place.is_noised)
         self.state.place = self.state.outside
 
     def _place(self, layer: int | None, index: int, error: PlacedError | None) -> Place:

@@ -40,7 +40,7 @@ class Place:
 
     `layer` is None outside the decoder layers and in the output projection. `error` is the error of operators here.
     `calls` counts the draws of the current pass, `norms` those of norms among them, and `other_products` the products
-    that no linear module computes.
+    that no linear module computes. `is_noised`: an operator here had its error in this pass.
     """
 
     layer: int | None = None
@@ -49,6 +49,7 @@ class Place:
     calls: int = 0
     norms: int = 0
     other_products: int = 0
+    is_noised: bool = False
     module_calls: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -182,6 +183,9 @@ class PhaseState:
         """
         if phase == "backward":
             self._refuse_repeated_gradients(source)
+            self.recorder.note_noised_gradient(layer)
+        else:
+            self.place.is_noised = True
         values = tensor.detach() if tensor.requires_grad else tensor
         observer = self.audit.observer
         # Of all errors only one of a user's own may leave every value as it is, so its changes are counted.

@@ -71,6 +71,7 @@ class QuantizedOperands:
                 # The scale of an NVFP4 tensor belongs to all of an activation.
                 tensor = self._rounded(f"{operator}.activation", error, _Factor(tensor, factor.contracted))
             used.append(tensor)
+        self._state.place.is_noised = True
         return product(*used)
 
     def _weight(self, operator: str, error: FakeQuantization, factor: _Factor) -> Tensor:

@@ -19,17 +19,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import (
-    AuditSums,
-    CellSums,
-    FactorSums,
-    FaultSums,
-    GradientSums,
-    PhaseSums,
-    RatioSums,
-    RecorderState,
-    added_counts,
-)
+from aqnpipe.noise.receipts.recorder_state import RecorderState, merged
 
 _Sums = TypeVar("_Sums")
 
@@ -118,10 +108,10 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
     """
     first = states[0]
     return RecorderState(
-        cells=_grouped((s.cells for s in states), lambda cell: (cell.phase, cell.operator, cell.layer), _merged_cell),
-        phases=_grouped((s.phases for s in states), lambda phase: phase.phase, _merged_phase),
-        faults=_grouped((s.faults for s in states), lambda fault: (fault.phase, fault.fault), _merged_fault),
-        gradients=_grouped((s.gradients for s in states), lambda gradient: gradient.fault, _merged_gradient),
+        cells=_grouped((s.cells for s in states), lambda cell: (cell.phase, cell.operator, cell.layer)),
+        phases=_grouped((s.phases for s in states), lambda phase: phase.phase),
+        faults=_grouped((s.faults for s in states), lambda fault: (fault.phase, fault.fault)),
+        gradients=_grouped((s.gradients for s in states), lambda gradient: gradient.fault),
         foreign_faults=set().union(*(state.foreign_faults for state in states)),
         weight_syncs=(
             [_merged_sync(syncs) for syncs in zip(*(state.weight_syncs for state in states), strict=True)]
@@ -129,12 +119,13 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
             else first.weight_syncs
         ),
         weight_factors=(
-            _grouped((s.weight_factors for s in states), lambda factor: factor.place, _merged_factor)
+            _grouped((s.weight_factors for s in states), lambda factor: factor.place)
             if per_worker_draws
             else first.weight_factors
         ),
         num_noised_modules=first.num_noised_modules,
         mismatches=set().union(*(state.mismatches for state in states)) | _repeated_keys(states),
+        passes=_grouped((s.passes for s in states), lambda row: row.place),
         keys=[key for state in states for key in state.keys],
     )
 
@@ -154,9 +145,7 @@ def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
     before = recorder.state()
     merged = merge_states([before, state], per_worker_draws=False)
     merged.weight_syncs = before.weight_syncs + state.weight_syncs
-    merged.weight_factors = _grouped(
-        (before.weight_factors, state.weight_factors), lambda factor: factor.place, _merged_factor
-    )
+    merged.weight_factors = _grouped((before.weight_factors, state.weight_factors), lambda factor: factor.place)
     merged.num_noised_modules = max(before.num_noised_modules, state.num_noised_modules)
     recorder.restore(merged)
 
@@ -165,91 +154,13 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"worker{rank}.json"
 
 
-def _grouped(
-    lists: Iterable[list[_Sums]], key: Callable[[_Sums], Hashable], merge: Callable[[list[_Sums]], _Sums]
-) -> list[_Sums]:
+def _grouped(lists: Iterable[list[_Sums]], key: Callable[[_Sums], Hashable]) -> list[_Sums]:
     """Merge the sums with equal keys over all lists, in the order of first appearance."""
     groups: dict[Hashable, list[_Sums]] = {}
     for sums in lists:
         for entry in sums:
             groups.setdefault(key(entry), []).append(entry)
-    return [merge(group) for group in groups.values()]
-
-
-def merged_ratios(all_ratios: Sequence[RatioSums]) -> RatioSums:
-    """Return the sums of all errors together."""
-    return RatioSums(
-        quantity=all_ratios[0].quantity,
-        count=sum(ratios.count for ratios in all_ratios),
-        total=sum(ratios.total for ratios in all_ratios),
-        squares=sum(ratios.squares for ratios in all_ratios),
-        rounded_count=sum(ratios.rounded_count for ratios in all_ratios),
-        expected_squares=sum(ratios.expected_squares for ratios in all_ratios),
-        expected_variance=sum(ratios.expected_variance for ratios in all_ratios),
-        rounding_squares=sum(ratios.rounding_squares for ratios in all_ratios),
-    )
-
-
-def _merged_cell(cells: list[CellSums]) -> CellSums:
-    return CellSums(
-        phase=cells[0].phase,
-        operator=cells[0].operator,
-        layer=cells[0].layer,
-        error=cells[0].error,
-        ratios=merged_ratios([cell.ratios for cell in cells]),
-        calls=sum(cell.calls for cell in cells),
-        elements=sum(cell.elements for cell in cells),
-        changed=sum(cell.changed for cell in cells),
-    )
-
-
-def _merged_phase(phases: list[PhaseSums]) -> PhaseSums:
-    counted = [phase.flops for phase in phases if phase.flops is not None]
-    needing = [phase.gradients for phase in phases if phase.gradients is not None]
-    escaped: dict[str, int] = {}
-    audit = AuditSums()
-    for phase in phases:
-        escaped = added_counts(escaped, phase.escaped)
-        audit.add(phase.audit)
-    return PhaseSums(
-        phase=phases[0].phase,
-        forwards=sum(phase.forwards for phase in phases),
-        noised_calls=sum(phase.noised_calls for phase in phases),
-        audit=audit,
-        escaped=escaped,
-        flops=sum(counted) if counted else None,
-        noised_flops=sum(phase.noised_flops for phase in phases),
-        gradients=set().union(*needing) if needing else None,
-        modules=set().union(*(phase.modules for phase in phases)),
-        norms_checked=sum(phase.norms_checked for phase in phases),
-        norms_noised=sum(phase.norms_noised for phase in phases),
-    )
-
-
-def _merged_fault(faults: list[FaultSums]) -> FaultSums:
-    return FaultSums(
-        phase=faults[0].phase,
-        fault=faults[0].fault,
-        num_channels=faults[0].num_channels,
-        num_faulty_channels=faults[0].num_faulty_channels,
-        calls=sum(fault.calls for fault in faults),
-        elements=sum(fault.elements for fault in faults),
-        affected_elements=sum(fault.affected_elements for fault in faults),
-    )
-
-
-def _merged_gradient(gradients: list[GradientSums]) -> GradientSums:
-    merged = GradientSums(gradients[0].fault, calls=sum(gradient.calls for gradient in gradients))
-    for gradient in gradients:
-        merged.add(gradient.totals)
-    return merged
-
-
-def _merged_factor(factors: list[FactorSums]) -> FactorSums:
-    merged = FactorSums(factors[0].layer, phase=factors[0].phase)
-    for factor in factors:
-        merged.add(factor)
-    return merged
+    return [merged(group) for group in groups.values()]
 
 
 def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:

@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
 from aqnpipe.noise.receipts.assembly import fault_cell, gradient_flow, noise_cell, phase_record, place_of, weight_cell
 from aqnpipe.noise.receipts.mismatches import mismatches
+from aqnpipe.noise.receipts.passes import PassRow, RequiredPasses, pass_problems
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder_state import (
@@ -31,6 +33,7 @@ from aqnpipe.noise.receipts.recorder_state import (
     RatioSums,
     RecorderState,
     ReferenceSums,
+    merged,
 )
 from aqnpipe.noise.receipts.rounding import FloatArray
 from aqnpipe.noise.schedule import sigma_at
@@ -49,7 +52,7 @@ class ReceiptRecorder:
     phase compares the norm weights of its model with the clean ones. `seed` is the seed that all noise must be drawn
     with; None accepts any. `clean_norm_weights` are the norm weights without AQN, by module name, if they are known.
     `pending_audits` are audits of forwards whose backward pass they will observe. `is_in_backward`: an audited
-    backward pass runs, or one that was drawn not to be.
+    backward pass runs, or one that was drawn not to be. `required_passes`: what a training must do in each step.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class ReceiptRecorder:
         watch_norms: bool = False,
         layer_factors: Mapping[int, float] | None = None,
         seed: int | None = None,
+        required_passes: Sequence[RequiredPasses] = (),
     ) -> None:
         self.requested = requested
         self.clean_norm_weights: dict[str, Tensor] = {}
@@ -78,6 +82,9 @@ class ReceiptRecorder:
         self._num_norms = num_norms
         self._cells: dict[_CellKey, CellSums] = {}
         self._phases: dict[Phase, PhaseSums] = {}
+        self._required_passes = tuple(required_passes)
+        self._rows: dict[tuple[Phase, int], PassRow] = {}
+        self._noised_in_backward: set[int | None] = set()
         self._num_steps = num_steps
         self._num_epochs = num_epochs
         self._steps_per_rollout = steps_per_rollout
@@ -132,6 +139,22 @@ class ReceiptRecorder:
     def count_forward(self, phase: Phase) -> None:
         """Note one forward (or backward) pass of the model in `phase`."""
         self._phase(phase).forwards += 1
+
+    def note_passes(self, row: PassRow) -> None:
+        """Add passes of a phase in a step. Of an evaluation the table of answers says that every question was read."""
+        if row.phase != "evaluation":
+            before = self._rows.get(row.place)
+            self._rows[row.place] = row if before is None else replace(merged([before, row]), workers=row.workers)
+
+    def count_backward(self, step: int) -> None:
+        """Note a backward pass, and in how many parts of the model gradients had an error."""
+        self.count_forward("backward")
+        self.note_passes(PassRow("backward", step, passes=1, noised_parts=len(self._noised_in_backward)))
+        self._noised_in_backward.clear()
+
+    def note_noised_gradient(self, layer: int | None) -> None:
+        """Note that a gradient in a layer (None: the output projection) had an error in the present backward pass."""
+        self._noised_in_backward.add(layer)
 
     def num_forwards(self, phase: Phase) -> int:
         """Return the number of passes of `phase` so far."""
@@ -233,14 +256,14 @@ class ReceiptRecorder:
     ) -> None:
         """Add the result of comparisons with recomputed values, and with plain torch."""
         if numbers or contradictions or reference.elements:
-            self._phase(phase).audit.add(
-                AuditSums(
-                    numbers=numbers,
-                    largest_deviation=largest_deviation,
-                    contradictions=dict(contradictions),
-                    reference=reference,
-                )
+            found = AuditSums(
+                numbers=numbers,
+                largest_deviation=largest_deviation,
+                contradictions=dict(contradictions),
+                reference=reference,
             )
+            sums = self._phase(phase)
+            sums.audit = merged([sums.audit, found])
 
     def requested_sigma(self, step: int, target: int | str) -> float:
         """Return the sigma that AQN's schedule requests at `step` for a decoder layer, or a norm by its name."""
@@ -356,7 +379,8 @@ class ReceiptRecorder:
 
     def measure_sigma_factor(self, measured: FactorSums) -> None:
         """Add the sums of (added noise / scheduled sigma)^2 over the elements of one target."""
-        self._weight_factors.setdefault(measured.place, FactorSums(measured.layer, phase=measured.phase)).add(measured)
+        before = self._weight_factors.get(measured.place)
+        self._weight_factors[measured.place] = measured if before is None else merged([before, measured])
 
     def settle(self) -> None:
         """Sum the kept samples, so that memory stays constant over a long run."""
@@ -387,6 +411,7 @@ class ReceiptRecorder:
                 gradients=list(self._gradients.values()),
                 foreign_faults=self._foreign_faults,
                 mismatches=self._mismatches,
+                passes=list(self._rows.values()),
                 weight_syncs=self._weight_syncs,
                 weight_factors=list(self._weight_factors.values()),
                 num_noised_modules=self._num_noised_modules,
@@ -403,6 +428,7 @@ class ReceiptRecorder:
         self._gradients = {sums.fault: sums for sums in state.gradients}
         self._foreign_faults = state.foreign_faults
         self._mismatches = state.mismatches
+        self._rows = {row.place: row for row in state.passes}
         self._weight_syncs = state.weight_syncs
         self._weight_factors = {sums.place: sums for sums in state.weight_factors}
         self._num_noised_modules = state.num_noised_modules
@@ -415,14 +441,16 @@ class ReceiptRecorder:
 
     def check_so_far(self, steps_done: int) -> None:
         """Raise ReceiptError if the noise of a run that has made `steps_done` optimiser steps is not as requested."""
-        problems = self.receipt().problems(steps_done)
+        problems = self.receipt(steps_done).problems(steps_done)
         if problems:
             raise ReceiptError(f"receipt refused after step {steps_done}: " + "; ".join(problems), tuple(problems))
 
-    def receipt(self) -> Receipt:
-        """Return the receipt of everything recorded so far."""
+    def receipt(self, steps_done: int | None = None) -> Receipt:
+        """Return the receipt of everything recorded so far, of a run that has made `steps_done` steps (None: all)."""
         self.refuse_stray_hidden_noise()
         self.settle()
+        steps = self._num_steps if steps_done is None else steps_done
+        missed = pass_problems(self._required_passes, self._rows, self._noised_parts(), steps)
         return Receipt(
             operator_noise=self.requested.operator_noise,
             module_noise=self.requested.module_noise,
@@ -436,7 +464,7 @@ class ReceiptRecorder:
                 gradient_flow(sums) for _, sums in sorted(self._gradients.items(), key=lambda item: item[0])
             ),
             foreign_faults=tuple(sorted(self._foreign_faults)),
-            mismatches=tuple(sorted(self._mismatches)),
+            mismatches=(*sorted(self._mismatches), *missed),
             weight_syncs=tuple(self._weight_syncs),
             weight_cells=tuple(weight_cell(sums) for sums in self._weight_factors.values()),
             layer_factors=self._layer_factors,
@@ -448,6 +476,17 @@ class ReceiptRecorder:
             num_norms=self._num_norms,
             num_noised_modules=self._num_noised_modules,
         )
+
+    def _noised_parts(self) -> dict[Phase, int]:
+        """Return in how many parts of the model each pass of a phase needs an error, for the phases that have noise."""
+        noise = self.requested.operator_noise
+        if noise is None or not noise.is_active:
+            return {}
+        places = range(self._num_layers + 1)
+        noised = {place for place in places if noise.error_in(place if place < self._num_layers else None) is not None}
+        needing = [sums.gradients for sums in self._phases.values() if sums.gradients is not None]
+        with_gradients = noised.intersection(set().union(*needing)) if needing else noised
+        return {phase: len(with_gradients if phase == "backward" else noised) for phase in noise.phases}
 
     def _phase(self, phase: Phase) -> PhaseSums:
         sums = self._phases.get(phase)

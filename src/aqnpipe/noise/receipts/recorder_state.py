@@ -1,18 +1,56 @@
 """The running sums behind a receipt, as plain data: they can be saved, restored, and added up over processes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from aqnpipe.config.noise import AppliedError, Phase, Quantity
+from aqnpipe.noise.receipts.passes import PassRow
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, FloatArray, noised_moments
 
 _STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+_Sums = TypeVar("_Sums")
+
+
+def merged(parts: Sequence[_Sums]) -> _Sums:
+    """Return the sums of all parts together, as if one recorder had seen everything.
+
+    Numbers, counts and lists are added up, sets united, maxima kept. A field without a default says whose sums they
+    are, and is that of the first part.
+    """
+    first: Any = parts[0]
+    kept = {
+        each.name: getattr(first, each.name)
+        for each in fields(first)
+        if each.default is MISSING and each.default_factory is MISSING
+    }
+    names = [each.name for each in fields(first) if each.name not in kept]
+    added = {name: _together(name, [getattr(part, name) for part in parts]) for name in names}
+    combined: _Sums = type(first)(**kept, **added)
+    return combined
+
+
+def _together(name: str, values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    first = known[0] if known else None
+    if first is None or isinstance(first, str):
+        return first
+    if name.startswith("largest_"):
+        return max(known)
+    if isinstance(first, set):
+        return set().union(*known)
+    if isinstance(first, dict):
+        return dict(sum((Counter(value) for value in known), Counter()))
+    if isinstance(first, list):
+        return [sum(column) for column in zip(*known, strict=True)]
+    return merged(known) if is_dataclass(first) else sum(known)
 
 
 @dataclass
@@ -102,7 +140,7 @@ class CellSums:
     operator: str
     layer: int | None
     error: AppliedError
-    ratios: RatioSums
+    ratios: RatioSums = field(default_factory=RatioSums)
     calls: int = 0
     elements: int = 0
     changed: int = 0
@@ -121,13 +159,6 @@ class ReferenceSums:
     largest_difference: float = 0.0
     squares: float = 0.0
     relative_elements: int = 0
-
-    def add(self, other: "ReferenceSums") -> None:
-        """Add the sums of other outputs."""
-        self.elements += other.elements
-        self.largest_difference = max(self.largest_difference, other.largest_difference)
-        self.squares += other.squares
-        self.relative_elements += other.relative_elements
 
 
 @dataclass
@@ -148,21 +179,6 @@ class AuditSums:
     largest_deviation: float = 0.0
     contradictions: dict[str, int] = field(default_factory=dict)
     reference: ReferenceSums = field(default_factory=ReferenceSums)
-
-    def add(self, other: "AuditSums") -> None:
-        """Add the result of other audits."""
-        self.passes = added_counts(self.passes, other.passes)
-        self.whole |= other.whole
-        self.classified += other.classified
-        self.numbers += other.numbers
-        self.largest_deviation = max(self.largest_deviation, other.largest_deviation)
-        self.contradictions = added_counts(self.contradictions, other.contradictions)
-        self.reference.add(other.reference)
-
-
-def added_counts(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums of two dictionaries of counts."""
-    return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}
 
 
 @dataclass
@@ -241,14 +257,6 @@ class FactorSums:
         """Phase and layer."""
         return self.phase, self.layer
 
-    def add(self, other: "FactorSums") -> None:
-        """Add the sums of other elements."""
-        self.squares += other.squares
-        self.elements += other.elements
-        self.drawn_squares += other.drawn_squares
-        self.expected_squares += other.expected_squares
-        self.expected_variance += other.expected_variance
-
 
 @dataclass
 class RecorderState:
@@ -270,6 +278,7 @@ class RecorderState:
     weight_factors: list[FactorSums]
     num_noised_modules: int
     mismatches: set[str] = field(default_factory=set)
+    passes: list[PassRow] = field(default_factory=list)
     keys: list[tuple[Phase, int, int, int, int]] = field(default_factory=list)
 
     def to_json(self) -> str:

@@ -5,6 +5,7 @@ A setting that this list does not know must have the default of TRL, so that a n
 
 import dataclasses
 import enum
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -19,6 +20,7 @@ from trl import GRPOConfig
 from aqnpipe.artifacts.training_facts import expected_settings, setting_problems
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
+from aqnpipe.training.policy import computes_in_mixed_precision
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -34,6 +36,8 @@ _WITHOUT_EFFECT = frozenset(
 
 _TRAINER_ATTRIBUTES = {"epsilon_low": "epsilon", "epsilon_high": "epsilon"}
 """Attributes of the trainer by the argument that they come from, where the names differ."""
+
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 _FIXED_ATTRIBUTES = {
     "top_entropy_quantile": 1.0,
@@ -74,6 +78,10 @@ def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
     for name, value in _FIXED_ATTRIBUTES.items():
         if getattr(trainer, name, value) not in (value, [] if value is None else value):
             yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
+    precision, held = "bf16" if computes_in_mixed_precision(spec) else "no", trainer.accelerator.mixed_precision
+    if held != precision:
+        variable = ", set by the environment variable ACCELERATE_MIXED_PRECISION" if _PRECISION in os.environ else ""
+        yield f"the trainer's mixed precision is {held}{variable}, the study asks for {precision}"
     if trainer.use_vllm != (spec.arm.importance_sampling is not None):
         yield f"the trainer's importance sampling correction is {trainer.use_vllm}, the arm asks for the opposite"
     if [float(weight) for weight in trainer.reward_weights] != [1.0]:

@@ -1,0 +1,99 @@
+"""What is seen of a pass: its sequences, its number formats and dropout."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from aqnpipe.noise.injection.pass_observation import PassObservation
+
+
+class Pass:
+    """A pass of three sequences of four tokens, seen from outside."""
+
+    def __init__(self, model, phase="rollout", **settings):
+        self.observation = PassObservation(model, phase, 5, **({"truncates": False} | settings))
+        self.cache = DynamicCache(config=model.config)
+        self.logits = torch.randn(3, 4, 7)
+        self.dtype = torch.float32
+
+    def row(self, cached=None):
+        ids = torch.zeros(3, 4, dtype=torch.long)
+        self.observation.begin((), {"input_ids": ids, "past_key_values": self.cache})
+        if cached is not None:
+            self.cache.update(cached, cached, 0)
+        self.observation.leave_part(torch.zeros(3, 4, 8, dtype=self.dtype), is_noised=True)
+        self.observation.leave_part(torch.zeros(3, 4, 8, dtype=self.dtype), is_noised=False)
+        self.observation.end(CausalLMOutputWithPast(logits=self.logits))
+        return self.observation.row
+
+
+@pytest.fixture
+def one_pass(make_model):
+    return Pass(make_model().eval())
+
+
+def test_a_pass_that_begins_its_sequences(one_pass):
+    with torch.no_grad():
+        row = one_pass.row(torch.randn(3, 1, 4, 2))
+    assert (row.phase, row.step, row.passes, row.gradient_passes) == ("rollout", 5, 1, 0)
+    assert (row.sequences, row.trained_sequences, row.noised_parts) == (3, 0, 1)
+    assert row.formats == {"float32"}
+
+
+def test_a_pass_behind_a_cache_begins_none(one_pass):
+    with torch.no_grad():
+        one_pass.row(torch.randn(3, 1, 4, 2))
+        assert one_pass.row().sequences == 0
+
+
+def test_a_pass_with_gradients_is_trained_on(one_pass):
+    row = one_pass.row()
+    assert (row.gradient_passes, row.sequences, row.trained_sequences) == (1, 0, 3)
+
+
+def rounded(tensor):
+    return tensor.bfloat16().float()
+
+
+@pytest.mark.parametrize(
+    ("changes", "cached", "found"),
+    [
+        ({"dtype": torch.bfloat16}, torch.randn(3, 1, 4, 2).bfloat16(), "bfloat16"),
+        ({"dtype": torch.bfloat16}, torch.randn(3, 1, 4, 2), "bfloat16"),
+        ({}, torch.randn(3, 1, 4, 2).bfloat16(), "float32 with a cache of bfloat16"),
+        ({}, rounded(torch.randn(3, 1, 4, 2)), "float32 with a cache of bfloat16"),
+        ({"logits": rounded(torch.randn(3, 4, 7))}, None, "float32 with logits of bfloat16"),
+        ({"logits": torch.zeros(3, 4, 7)}, None, "float32"),
+        ({"logits": torch.randn(3, 4, 7).half()}, None, "float32 with logits of float16"),
+    ],
+)
+def test_the_number_format_is_that_of_the_values(one_pass, changes, cached, found):
+    for name, value in changes.items():
+        setattr(one_pass, name, value)
+    assert one_pass.row(cached).formats == {found}
+
+
+def test_autocast_is_the_format_that_is_computed_in(one_pass):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one_pass.row().formats == {"bfloat16"}
+
+
+def test_noise_that_truncates_says_nothing_about_the_format(make_model):
+    one_pass = Pass(make_model().eval(), truncates=True)
+    one_pass.logits = rounded(one_pass.logits)
+    assert one_pass.row().formats == {"float32"}
+
+
+def test_dropout_counts_where_a_module_with_a_rate_trains(make_model):
+    model = make_model()
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    assert Pass(model.eval()).row().formats == {"float32"}
+    assert Pass(model.train()).row().formats == {"float32 with dropout"}
+
+
+def test_dropout_of_adapters_is_none_of_the_reference(make_model):
+    model = make_model().train()
+    model.model.layers[0].add_module("lora_dropout", torch.nn.Dropout(0.1))
+    assert Pass(model, "reference").row().formats == {"float32"}
+    assert Pass(model, "actor_forward").row().formats == {"float32 with dropout"}

@@ -1,0 +1,122 @@
+"""Passes in time: each step of a phase is compared with what the study requires of it."""
+
+import pytest
+
+from aqnpipe.noise.receipts.passes import PassRow, RequiredPasses, pass_problems
+
+REQUIRED = [
+    RequiredPasses("rollout", "float32", steps=(0, 2), sequences=8),
+    RequiredPasses(
+        "actor_forward", "float32", steps=(0, 2), sequences=8, trained_steps=range(4), trained_sequences=4, drops=True
+    ),
+    RequiredPasses("validation", "float32", steps=(4,)),
+]
+PARTS = {"rollout": 3, "actor_forward": 3, "backward": 2}
+
+
+def rows_of_a_run():
+    """Four steps of two batches, in micro-batches of two sequences; three parts have noise, two of them gradients."""
+    rows = [PassRow("validation", 4, passes=9, sequences=2, noised_parts=0, formats={"float32"})]
+    for step in range(4):
+        if step % 2 == 0:
+            rows.append(PassRow("rollout", step, passes=5, sequences=8, noised_parts=15, formats={"float32"}))
+        scored = 8 if step % 2 == 0 else 0
+        passes = 2 + scored // 2
+        rows += [
+            PassRow("actor_forward", step, passes, 2, scored, 4, 3 * passes, {"float32 with dropout"}),
+            PassRow("backward", step, 2, noised_parts=4),
+        ]
+    return {row.place: row for row in rows}
+
+
+def problems_of(rows, steps_done=4):
+    return pass_problems(REQUIRED, rows, PARTS, steps_done)
+
+
+def test_a_run_that_did_what_its_study_requires_has_no_problems():
+    assert problems_of(rows_of_a_run()) == []
+
+
+def test_of_a_run_that_goes_on_only_the_steps_done_are_compared():
+    rows = {place: row for place, row in rows_of_a_run().items() if place[1] < 2}
+    assert problems_of(rows, steps_done=2) == []
+    assert problems_of(rows, steps_done=3) == [
+        "rollout: no pass of it was seen, in step 2",
+        "actor_forward: no pass of it was seen, in step 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "changes", "problem"),
+    [
+        (("rollout", 2), {"passes": 0}, "rollout: no pass of it was seen, in step 2"),
+        (
+            ("rollout", 2),
+            {"sequences": 0},
+            "rollout: 0 sequences were read from their first token on, the study needs 8, in step 2",
+        ),
+        (
+            ("rollout", 0),
+            {"noised_parts": 14},
+            "rollout: its 5 passes had noise in 14 layers altogether, expected 3 in each, in step 0",
+        ),
+        (
+            ("rollout", 0),
+            {"formats": {"float32", "float32 with a cache of bfloat16"}},
+            "rollout: passes computed in float32 with a cache of bfloat16, the study asks for float32, in step 0",
+        ),
+        (
+            ("rollout", 0),
+            {"formats": {"float32 with dropout"}},
+            "rollout: passes computed in float32 with dropout, the study asks for float32, in step 0",
+        ),
+        (
+            ("actor_forward", 1),
+            {"trained_sequences": 8},
+            "actor_forward: 8 sequences were trained on, the study needs 4, in step 1",
+        ),
+        (("actor_forward", 3), {"gradient_passes": 3}, "backward: 2 passes, the actor's had 3, in step 3"),
+        (
+            ("backward", 3),
+            {"noised_parts": 2},
+            "backward: its 2 passes had noise in 2 layers altogether, expected 2 in each, in step 3",
+        ),
+        (("validation", 4), {"passes": 0}, "validation: no pass of it was seen, in step 4"),
+    ],
+)
+def test_a_row_that_is_missing_or_different_is_a_problem(place, changes, problem):
+    rows = rows_of_a_run()
+    for name, value in changes.items():
+        setattr(rows[place], name, value)
+    assert problems_of(rows) == [problem]
+
+
+def test_a_rollout_in_a_step_that_needs_none_is_a_problem():
+    rows = rows_of_a_run()
+    rows["rollout", 1] = PassRow("rollout", 1, passes=5, sequences=8, noised_parts=15, formats={"float32"})
+    assert problems_of(rows) == [
+        "rollout: 8 sequences were read from their first token on, the study needs 0, in step 1"
+    ]
+
+
+def test_steps_with_the_same_problem_are_one_line():
+    rows = rows_of_a_run()
+    for step in range(4):
+        rows["backward", step].noised_parts = 0
+    (problem,) = problems_of(rows)
+    assert problem.endswith(", in step 0, 1, 2, 3")
+
+
+def test_what_an_engine_does_not_count_is_not_compared_but_its_passes_are():
+    rows = rows_of_a_run()
+    for step in (0, 2):
+        rows["rollout", step] = PassRow("rollout", step, passes=7)
+    assert problems_of(rows) == []
+    rows["rollout", 2].passes = 0
+    assert problems_of(rows) == ["rollout: no pass of it was seen, in step 2"]
+
+
+def test_rows_of_two_workers_need_twice_the_sequences():
+    rows = rows_of_a_run()
+    rows["rollout", 0] = PassRow("rollout", 0, 10, 0, 16, 0, 30, {"float32"}, workers=2)
+    assert problems_of(rows) == []
