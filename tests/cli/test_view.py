@@ -2,6 +2,8 @@
 
 import http.client
 import re
+import socket
+import stat
 import threading
 from html import unescape
 from html.parser import HTMLParser
@@ -57,11 +59,12 @@ def get(results):
 
     def fetch(path, method="GET", **headers):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request(method, path, headers={"Host": f"127.0.0.1:{port}"} | headers)
+        known = {"Host": f"127.0.0.1:{port}", "Cookie": f"aqnpipe-view-{port}={server.token}"}
+        connection.request(method, path, headers=known | headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read().decode()
 
-    fetch.address = server.server_address
+    fetch.address, fetch.token = server.server_address, server.token
     yield fetch
     server.shutdown()
     server.server_close()
@@ -85,6 +88,49 @@ def test_only_this_machine_is_answered(get):
     assert status == 200
     assert headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'sha256-")
     assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_other_users_of_the_machine_lack_the_token(get):
+    port = get.address[1]
+    for cookie in ("", f"aqnpipe-view-{port}=guess", f"other={get.token}", "\x00;;=", f"aqnpipe-view-{port}="):
+        for path in ("/", "/report.html", "/question/q00003", "/?token=", "/?token=guess", "/?token=%ff"):
+            status, headers, body = get(path, Cookie=cookie)
+            assert (status, body) == (403, "expected the address that aqnpipe view printed, with its token\n")
+            assert "Set-Cookie" not in headers
+
+
+def test_the_printed_address_opens_every_page(get):
+    status, headers, body = get(f"/?token={get.token}", Cookie="")
+    assert (status, headers["Location"], body) == (303, "/", "")
+    cookie = headers["Set-Cookie"]
+    assert cookie.endswith("; HttpOnly; SameSite=Strict; Path=/")
+    assert get("/", Cookie=cookie.partition(";")[0])[0] == 200
+    assert get(f"/report.html?token={get.token}", Cookie="")[1]["Location"] == "/report.html"
+
+
+def test_a_socket_is_readable_by_its_owner_alone(results, tmp_path):
+    path = tmp_path / "view.sock"
+    server = open_server(results, path, None, "en")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        for host, status in (("localhost:8719", 200), ("evil.example:8719", 421)):
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(str(path))
+            connection = http.client.HTTPConnection("localhost", timeout=60)
+            connection.sock = client
+            headers = {"Host": host, "Cookie": f"aqnpipe-view-8719={server.token}"}
+            connection.request("GET", "/", headers=headers)
+            assert connection.getresponse().status == status
+            connection.close()
+        with pytest.raises(ConfigError, match=r"--socket: .* cannot be used"):
+            open_server(results, path, None, "en")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert not path.exists()
 
 
 def test_no_address_reaches_a_file(get):

@@ -21,10 +21,12 @@ from aqnpipe.generation.vllm.shares import find_shares
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
-from aqnpipe.noise.receipts.recorder_state import CellSums, FaultSums, PhaseSums, RatioSums, RecorderState
+from aqnpipe.noise.receipts.receipt_content import FaultCell
+from aqnpipe.noise.receipts.recorder_state import CellSums, PhaseSums, RatioSums, RecorderState
 
 SCALE = 0.1
 ERROR = RelativeGaussian(scale=SCALE)
+FAULTED = FaultCell(phase="evaluation", fault=0, num_channels=8, num_faulty_channels=1, calls=2, elements=16)
 NOISE = PassNoise(operator_noise=OperatorNoise(error=ERROR, phases=("evaluation",), attention="fused"))
 LEFT, RIGHT = Shard(0, 32, 64), Shard(32, 32, 64)
 
@@ -246,7 +248,14 @@ def fewer_cells(number):
         (fewer_cells(2), "worker 1 of 2: evaluation: no scaled_dot_product_attention was noised in layers"),
         ({"cells": []}, "worker 1 of 2: evaluation: noise was requested but never reached layers"),
         ({"phases": [PhaseSums("evaluation", forwards=3)]}, "evaluation: 3 forward passes, worker 0 had 2"),
-        ({"faults": [FaultSums("evaluation", 0, 8, 1, 2, 16)]}, "fault 0 had other calls"),
+        (
+            {
+                "faults": [
+                    FaultCell(phase="evaluation", fault=0, num_channels=8, num_faulty_channels=1, calls=2, elements=16)
+                ]
+            },
+            "fault 0 had other calls",
+        ),
         ({"cells": [cell("linear.q_proj", 320, scale=1e-5), *state().cells[1:]]}, "worker 1 of 2: .*scale 1e-05"),
         ({"phases": [contradicted()]}, "worker 1 of 2: evaluation: the values used have no noise"),
     ],

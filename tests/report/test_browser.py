@@ -552,6 +552,7 @@ def test_axe_finds_nothing_in_the_pages_of_the_viewer(browser, built, tmp_path):
     context = browser.new_context(viewport={"width": 390, "height": 740}, bypass_csp=True)
     try:
         page = context.new_page()
+        page.goto(f"http://127.0.0.1:{server.server_address[1]}/?token={server.token}")
         for path in ("/", "/question/q00003", "/search?q=what"):
             page.goto(f"http://127.0.0.1:{server.server_address[1]}{path}")
             assert page.evaluate("document.documentElement.scrollWidth") == 390

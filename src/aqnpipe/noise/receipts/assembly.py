@@ -3,7 +3,6 @@
 from aqnpipe.config.noise import requested_size
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.receipt_content import (
-    FaultCell,
     GradientFlow,
     NoiseCell,
     PhaseRecord,
@@ -12,7 +11,6 @@ from aqnpipe.noise.receipts.receipt_content import (
 from aqnpipe.noise.receipts.recorder_state import (
     CellSums,
     FactorSums,
-    FaultSums,
     GradientSums,
     PhaseSums,
 )
@@ -82,19 +80,6 @@ def weight_cell(sums: FactorSums) -> WeightCell:
         elements=sums.elements,
         rounding_factor=(expected / sums.drawn_squares) ** 0.5,
         standard_error=sums.expected_variance**0.5 / (2 * expected) if expected else 0.0,
-    )
-
-
-def fault_cell(sums: FaultSums) -> FaultCell:
-    """Return the cell of one simulated fault in one phase."""
-    return FaultCell(
-        fault=sums.fault,
-        phase=sums.phase,
-        calls=sums.calls,
-        elements=sums.elements,
-        affected_elements=sums.affected_elements,
-        num_channels=sums.num_channels,
-        num_faulty_channels=sums.num_faulty_channels,
     )
 
 

@@ -44,6 +44,17 @@ class PassRow:
         """Phase and step."""
         return self.phase, self.step
 
+    def add(self, other: "PassRow") -> None:
+        """Add later passes of the same worker."""
+        self.passes += other.passes
+        self.gradient_passes += other.gradient_passes
+        self.trained_sequences += other.trained_sequences
+        self.formats |= other.formats
+        if other.sequences is not None:
+            self.sequences = (self.sequences or 0) + other.sequences
+        if other.noised_parts is not None:
+            self.noised_parts = (self.noised_parts or 0) + other.noised_parts
+
 
 class RequiredPasses(NamedTuple):
     """What a study requires of one phase, on each worker.

@@ -1,6 +1,8 @@
 """What a receipt contains: the request, and the measurements of each operator, phase, fault and AQN redraw."""
 
 import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -161,14 +163,17 @@ class PhaseRecord(ReceiptModel):
         return self.noised_flops / self.forward_flops if self.forward_flops else None
 
 
-class FaultCell(ReceiptModel):
+@dataclass(kw_only=True)
+class FaultCell:
     """Effect of one simulated fault in one phase; elements are all values of its site's output, on any channel."""
 
-    fault: int = Field(ge=0, description="index among the receipt's faults")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    fault: Annotated[int, Field(ge=0, description="index among the receipt's faults")]
     phase: Phase
-    calls: int
-    elements: int
-    affected_elements: int = Field(description="elements changed by the fault")
+    calls: int = 0
+    elements: int = 0
+    affected_elements: Annotated[int, Field(description="elements changed by the fault")] = 0
     num_channels: int
     num_faulty_channels: int
 

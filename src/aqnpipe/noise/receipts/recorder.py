@@ -3,7 +3,6 @@
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from aqnpipe.config.noise import (
 )
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
-from aqnpipe.noise.receipts.assembly import fault_cell, gradient_flow, noise_cell, phase_record, place_of, weight_cell
+from aqnpipe.noise.receipts.assembly import gradient_flow, noise_cell, phase_record, place_of, weight_cell
 from aqnpipe.noise.receipts.mismatches import mismatches
 from aqnpipe.noise.receipts.passes import PassRow, RequiredPasses, pass_problems
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.receipt_content import FaultCell, WeightSync
 from aqnpipe.noise.receipts.recorder_state import (
     AuditSums,
     CellSums,
     FactorSums,
-    FaultSums,
     GradientSums,
     PhaseSums,
     RatioSums,
@@ -94,7 +92,7 @@ class ReceiptRecorder:
         self._layer_factors = dict(layer_factors) if layer_factors is not None else None
         self._num_noised_modules = 0
         self._hidden: list[tuple[int, Tensor, Tensor]] = []
-        self._faults: dict[tuple[Phase, int], FaultSums] = {}
+        self._faults: dict[tuple[Phase, int], FaultCell] = {}
         self._gradients: dict[int, GradientSums] = {}
         self._foreign_faults: set[str] = set()
         self._mismatches: set[str] = set()
@@ -143,8 +141,7 @@ class ReceiptRecorder:
     def note_passes(self, row: PassRow) -> None:
         """Add passes of a phase in a step. Of an evaluation the table of answers says that every question was read."""
         if row.phase != "evaluation":
-            before = self._rows.get(row.place)
-            self._rows[row.place] = row if before is None else replace(merged([before, row]), workers=row.workers)
+            self._rows.setdefault(row.place, PassRow(*row.place)).add(row)
 
     def count_backward(self, step: int) -> None:
         """Note a backward pass, and in how many parts of the model gradients had an error."""
@@ -336,7 +333,9 @@ class ReceiptRecorder:
         """
         sums = self._faults.get((phase, number))
         if sums is None:
-            sums = FaultSums(phase, number, len(channels), int(channels.sum()))
+            sums = FaultCell(
+                fault=number, phase=phase, num_channels=len(channels), num_faulty_channels=int(channels.sum())
+            )
             self._faults[phase, number] = sums
         sums.calls += 1
         sums.elements += changed.numel()
@@ -459,7 +458,7 @@ class ReceiptRecorder:
             phases=tuple(phase_record(sums) for sums in self._phases.values()),
             cells=tuple(noise_cell(cell) for cell in sorted(self._cells.values(), key=place_of)),
             faults=self.requested.faults,
-            fault_cells=tuple(fault_cell(sums) for _, sums in sorted(self._faults.items(), key=lambda item: item[0])),
+            fault_cells=tuple(copy.copy(self._faults[place]) for place in sorted(self._faults)),
             gradient_flows=tuple(
                 gradient_flow(sums) for _, sums in sorted(self._gradients.items(), key=lambda item: item[0])
             ),

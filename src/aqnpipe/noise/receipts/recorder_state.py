@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aqnpipe.config.noise import AppliedError, Phase, Quantity
 from aqnpipe.noise.receipts.passes import PassRow
-from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.receipt_content import FaultCell, WeightSync
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, FloatArray, noised_moments
 
 _STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -201,21 +201,6 @@ class PhaseSums:
 
 
 @dataclass
-class FaultSums:
-    """Counts of one fault in one phase."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    phase: Phase
-    fault: int
-    num_channels: int
-    num_faulty_channels: int
-    calls: int = 0
-    elements: int = 0
-    affected_elements: int = 0
-
-
-@dataclass
 class GradientSums:
     """Sums over the gradients at one fault.
 
@@ -271,7 +256,7 @@ class RecorderState:
 
     cells: list[CellSums]
     phases: list[PhaseSums]
-    faults: list[FaultSums]
+    faults: list[FaultCell]
     gradients: list[GradientSums]
     foreign_faults: set[str]
     weight_syncs: list[WeightSync]
