@@ -18,7 +18,7 @@ from aqnpipe.errors import AqnpipeError, ConfigError, DataError
 LOOPBACK = "127.0.0.1"
 """The only address served: responses may be confidential."""
 
-_NO_TOKEN = "expected the address that aqnpipe view printed, with its token"
+_NEEDS_ADDRESS = "expected the address that aqnpipe view printed, with its token"
 
 _READ_BY_ITS_OWNER = 0o177
 """Mask of the permissions of a socket file."""
