@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -23,6 +24,12 @@ hold_study(sys.argv[1], Path(sys.argv[2]))
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch):
+    """Results are relative to the working folder."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def locks(snakemake):
 
 
 def record(snakemake, results, host):
-    path = snakemake / "aqnpipe" / f"{results.replace('/', '_')}.lock"
+    path = snakemake / "aqnpipe" / f"{quote(results, safe='')}.lock"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"pid": 1, "host": host, "since": "2026-01-01"}))
     return path
@@ -90,6 +97,17 @@ def test_a_living_processs_locks_stay_and_it_is_named(snakemake, other):
         hold_study("results", snakemake)
 
 
+def test_another_folder_with_the_same_results_is_locked_out_and_other_results_are_not(tmp_path, other):
+    results = tmp_path / "shared" / "results"
+    process = other(str(results), tmp_path / "a" / ".snakemake")
+    line = recover_study(str(results), tmp_path / "b" / ".snakemake")
+    assert line.startswith(f"{results}: process {process.pid} on ")
+    with pytest.raises(RunLockedError, match=f"process {process.pid} "):
+        hold_study(os.path.relpath(results), tmp_path / "b" / ".snakemake")
+    for name in ("results/a", "results_a"):
+        other(name, tmp_path / "a" / ".snakemake")
+
+
 @pytest.mark.parametrize("host", ["elsewhere", None])
 def test_locks_that_another_machine_may_have_made_stay(snakemake, host):
     path = record(snakemake, "results", host) if host else None
@@ -101,7 +119,7 @@ def test_locks_that_another_machine_may_have_made_stay(snakemake, host):
 
 def test_a_study_without_locks_is_recorded_before_snakemake_locks_it(tmp_path):
     assert recover_study("results/x", tmp_path / ".snakemake") is None
-    found = json.loads((tmp_path / ".snakemake" / "aqnpipe" / "results_x.lock").read_text())
+    found = json.loads((tmp_path / ".snakemake" / "aqnpipe" / "results%2Fx.lock").read_text())
     assert (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
 
 
@@ -115,6 +133,8 @@ def test_a_lock_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         recover_study("results", tmp_path / "file")
+    with pytest.raises(StorageError, match=r"file/logs/study\.lock: cannot be written"):
+        recover_study("file", tmp_path / ".snakemake")
 
 
 def test_what_killed_jobs_were_writing_is_removed_and_nothing_else(tmp_path):

@@ -1,7 +1,11 @@
 """The lock of a study: one Snakemake works on it at a time, and a killed Snakemake leaves it free.
 
 Snakemake's own locks are files, which remain when Snakemake is killed. The kernel lock beside them is freed then. If a
-process can acquire it, no other Snakemake on this machine works on the study, and the remaining files are stale.
+process can acquire it, no other Snakemake on this machine works on the study, and the remaining files are stale. A
+second kernel lock lies in the results themselves, which a Snakemake in another folder may write to as well.
+
+Kernel locks hold between machines where the file system passes them on: NFS unless it is mounted with `local_lock`,
+Lustre if it is mounted with `flock`. Elsewhere they hold on one machine.
 """
 
 import itertools
@@ -10,6 +14,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from aqnpipe.artifacts.files import RESULT_FOLDERS
 from aqnpipe.errors import RunLockedError, StorageError
@@ -26,10 +31,11 @@ def recover_study(results: str, snakemake: Path = SNAKEMAKE) -> str | None:
     Files dated in the future get the current time, because Snakemake fails a job whose outputs are older than its
     inputs. Raises StorageError if a file cannot be changed.
     """
-    with _open(results, snakemake) as lock:
+    with _open(_in_results(results)) as other, _open(_beside_snakemake(results, snakemake)) as lock:
         try:
-            if not lock.acquire():
-                return f"{results}: {lock.describe_holder()} works on this study"
+            for each in (other, lock):
+                if not each.acquire():
+                    return f"{results}: {each.describe_holder()} works on this study"
             stale = [path for path in (snakemake / "locks").glob("*.lock") if _is_of(path, results)]
             holder = lock.last_holder()
             if stale and (holder is None or holder.host != socket.gethostname()):
@@ -45,11 +51,12 @@ def recover_study(results: str, snakemake: Path = SNAKEMAKE) -> str | None:
 
 def hold_study(results: str, snakemake: Path = SNAKEMAKE) -> None:
     """Hold the study's lock until this process ends; RunLockedError names the process that already holds it."""
-    lock = _open(results, snakemake)
-    if not lock.acquire():
-        raise RunLockedError(f"{results}: {lock.describe_holder()} works on this study")
-    lock.record_holder()
-    # Never closed: the kernel frees the lock when the process ends.
+    for path in (_in_results(results), _beside_snakemake(results, snakemake)):
+        lock = _open(path)
+        if not lock.acquire():
+            raise RunLockedError(f"{results}: {lock.describe_holder()} works on this study")
+        lock.record_holder()
+        # Never closed: the kernel frees the lock when the process ends.
 
 
 def _reset_future_times(results: Path) -> None:
@@ -67,8 +74,15 @@ def _reset_future_times(results: Path) -> None:
                 os.utime(path, (now, now))
 
 
-def _open(results: str, snakemake: Path) -> FileLock:
-    path = snakemake / "aqnpipe" / f"{results.replace('/', '_')}.lock"
+def _in_results(results: str) -> Path:
+    return Path(results) / "logs" / "study.lock"
+
+
+def _beside_snakemake(results: str, snakemake: Path) -> Path:
+    return snakemake / "aqnpipe" / f"{quote(results, safe='')}.lock"
+
+
+def _open(path: Path) -> FileLock:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(path)
