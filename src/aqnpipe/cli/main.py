@@ -26,6 +26,7 @@ from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
 from aqnpipe.cli.sensitivity import sensitivity
 from aqnpipe.cli.sigmas import sigmas
+from aqnpipe.cli.verify import verify
 from aqnpipe.cli.view import view
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, printable
@@ -56,7 +57,7 @@ def _options(
 
 for command in (
     *(capture, check, check_published, diagnose, doctor, export, measure_noise, parity, plan, report),
-    *(robustness, schema, score, sensitivity, sigmas, view),
+    *(robustness, schema, score, sensitivity, sigmas, verify, view),
 ):
     app.command()(command)
 app.command()(init)
