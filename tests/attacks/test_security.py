@@ -66,6 +66,65 @@ def test_code_of_the_model_is_refused(folder, tmp_path, name):
     assert not (tmp_path / "prepared").exists()
 
 
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("value", ["evil/kernel", "evil/kernel@main:attention", "../evil"])
+def test_a_configuration_cannot_name_code_of_a_hub(folder, tmp_path, key, value):
+    edit(folder / "config.json", **{key: value})
+    for load in (
+        lambda: prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared"),
+        lambda: load_model(folder, dtype="float32", attention="eager"),
+    ):
+        with pytest.raises(ModelError, match=f"{key} is '{value}', expected the name of an implementation"):
+            load()
+    edit(folder / "config.json", **{key: "eager", "text_config": {key: value}})
+    with pytest.raises(ModelError, match=f"{key} is"):
+        load_model(folder, dtype="float32", attention="eager")
+
+
+@pytest.mark.parametrize("layers", [10**7, 0, -1, "6", None])
+def test_an_impossible_number_of_layers_is_one_line(folder, layers):
+    edit(folder / "config.json", num_hidden_layers=layers)
+    with pytest.raises(ModelError, match=r"num_hidden_layers is .*, expected a number from 1 to 10,000"):
+        load_model(folder, dtype="float32", attention="eager")
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "vptq"}, {"bits": "x"}])
+def test_a_quantization_that_cannot_be_read_is_one_line(folder, quantization):
+    edit(folder / "config.json", quantization_config=quantization)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(folder, dtype="float32", attention="eager")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
+def test_weights_that_are_no_file_are_not_read(folder, tmp_path, make):
+    (folder / "model.safetensors").unlink()
+    make(folder / "model.safetensors")
+    for load in (
+        lambda: prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared"),
+        lambda: load_model(folder, dtype="float32", attention="eager"),
+    ):
+        with pytest.raises(ModelError, match=r"model\.safetensors: found a (folder|pipe, socket or device)"):
+            load()
+
+
+def test_a_link_cannot_copy_a_file_from_outside_and_links_of_a_cache_are_followed(folder, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("{{ messages }}", encoding="utf-8")
+    (folder / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(ModelError, match="a link to a file outside of its folder"):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    cached = tmp_path / "models--a--b" / "snapshots" / "revision"
+    (cached.parents[1] / "blobs").mkdir(parents=True)
+    cached.mkdir(parents=True)
+    secret.rename(cached.parents[1] / "blobs" / "template")
+    (folder / "chat_template.jinja").unlink()
+    for path in folder.iterdir():
+        shutil.copy(path, cached / path.name)
+    (cached / "chat_template.jinja").symlink_to("../../blobs/template")
+    prepare_model(ModelConfig(source=str(cached)), tmp_path / "prepared")
+    assert (tmp_path / "prepared" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"
+
+
 @pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/../../x.safetensors", "missing", 5])
 def test_an_index_must_stay_in_its_folder(folder, tmp_path, shard):
     (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

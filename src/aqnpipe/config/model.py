@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -19,6 +19,8 @@ Attention = Literal["eager", "sdpa"]
 
 BUILTIN_MODELS: tuple[str, ...] = get_args(BuiltinModel)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_KERNEL = re.compile(r"[\w|]+")
+_MOST_LAYERS = 10_000
 _PATH_PREFIXES = ("/", "./", "../")
 _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -119,13 +121,30 @@ def builtin_folder(name: str) -> Path:
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a model folder, with sizes also under their common names.
 
-    Raises ModelError if the file is missing or not a JSON object.
+    Raises ModelError if the file is missing, not a JSON object, names code that is not part of transformers, or more
+    layers than any model has.
     """
     path = folder / "config.json"
     if not path.is_file():
         found = "a folder without config.json" if folder.is_dir() else "no such folder"
         raise ModelError(f"model {str(folder)!r}: found {found}, expected a model folder with config.json")
-    return common_names(read_json_object(path))
+    config = common_names(read_json_object(path))
+    for key, value in _settings(config):
+        # transformers fetches an implementation with another name from a hub, whatever the caller asks for.
+        if key.endswith("_implementation") and value is not None and not _KERNEL.fullmatch(str(value)):
+            raise ModelError(f"{path}: {key} is {value!r}, expected the name of an implementation in transformers")
+        if key == "num_hidden_layers" and not (isinstance(value, int) and 0 < value <= _MOST_LAYERS):
+            raise ModelError(f"{path}: {key} is {value!r}, expected a number from 1 to {_MOST_LAYERS:,}")
+    return config
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every key and value, also those of configurations inside."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value)
+        else:
+            yield key, value
 
 
 def common_names(config: Mapping[str, Any]) -> dict[str, Any]:

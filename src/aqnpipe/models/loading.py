@@ -37,8 +37,10 @@ _TOKENIZER = (
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
-"""Exceptions that transformers raises for malformed files."""
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
+"""Exceptions that transformers raises for malformed files, and where a number format needs another package."""
+_FREE_TEXT = ("chat_template.jinja", "merges.txt")
+"""Files that are copied whatever they contain."""
 # Tokenizer classes that use tokenizer.json unchanged.
 _VERBATIM_TOKENIZERS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 
@@ -158,7 +160,15 @@ def _model_files(folder: Path) -> list[Path]:
     if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
         raise ModelError(f"model {str(folder)!r}: found no tokenizer, expected tokenizer.json")
     others = [folder / name for name in (*CONFIG_FILES, *_TOKENIZER) if (folder / name).is_file()]
+    for path in (path for path in others if path.name in _FREE_TEXT and not _is_inside(path, folder)):
+        raise ModelError(f"{path}: a link to a file outside of its folder, expected the file itself")
     return weights + others
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a file, or what it is a link to, lies in a model folder, or in its part of the hub's cache."""
+    root = folder.resolve()
+    return path.resolve().is_relative_to(root.parents[1] if root.parent.name == "snapshots" else root)
 
 
 def _refuse_paths_outside(index: Path) -> None:
@@ -214,9 +224,18 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def refuse_removed(folder: Path) -> None:
-    """Raise ModelError if `folder` is a checkpoint whose weights a study did not keep."""
+    """Raise ModelError if `folder` is a checkpoint whose weights a study did not keep, or if one of them is no file."""
     if gone := why_weights_are_gone(folder):
         raise ModelError(gone)
+    for path in (path for path in sorted(folder.glob("*.safetensors")) if not path.is_file()):
+        raise ModelError(f"{path}: found {_kind_of(path)}, expected a file")
+
+
+def _kind_of(path: Path) -> str:
+    """Return what a path is that is no regular file; reading a pipe would wait for ever."""
+    if not path.exists():
+        return "a link to nothing"
+    return "a folder" if path.is_dir() else "a pipe, socket or device"
 
 
 def refuse_damaged(folder: Path) -> None:
