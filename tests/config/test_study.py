@@ -257,6 +257,15 @@ def test_results_are_not_in_folders_that_snakemake_would_misread(config, folder)
         load_study(config | {"results_dir": folder})
 
 
+@pytest.mark.parametrize("folder", ["workflow", "workflow/rules", "/etc/x", "/usr/lib/results"])
+def test_results_are_not_among_files_of_the_workflow_or_the_system(config, folder):
+    with pytest.raises(
+        ConfigError, match=r"results_dir: found .*, a folder of the (workflow|system), expected another"
+    ):
+        load_study(config | {"results_dir": folder})
+    load_study(config | {"results_dir": f"{folder.strip('/')}s"})
+
+
 PUBLISHED_STUDIES = [path for path in STUDY_FILES if "weight_decay" in path.read_text()]
 
 

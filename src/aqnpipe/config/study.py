@@ -38,6 +38,9 @@ _MOST_STEPS = 10_000_000
 _MOST_EVALUATIONS = 1_000_000
 
 
+_SYSTEM_FOLDERS = frozenset(("bin", "boot", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr"))
+
+
 class _SharedSettings(FrozenModel):
     """Settings that every study has."""
 
@@ -94,10 +97,15 @@ class _SharedSettings(FrozenModel):
 
     @model_validator(mode="after")
     def _results_stay_here(self) -> Self:
-        if ".." in self.results_dir.split("/"):
+        parts = Path(self.results_dir).parts
+        if ".." in parts:
             raise ValueError(
                 f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
             )
+        # Jobs delete their outputs before they run.
+        if parts[0] == "workflow" or (parts[0] == "/" and parts[1] in _SYSTEM_FOLDERS):
+            owner = "workflow" if parts[0] == "workflow" else "system"
+            raise ValueError(f"results_dir: found {self.results_dir!r}, a folder of the {owner}, expected another one")
         return self
 
 
