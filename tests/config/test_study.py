@@ -263,7 +263,7 @@ def test_results_are_not_among_files_of_the_workflow_or_the_system(config, folde
         ConfigError, match=r"results_dir: found .*, a folder of the (workflow|system), expected another"
     ):
         load_study(config | {"results_dir": folder})
-    load_study(config | {"results_dir": f"{folder.strip('/')}s"})
+    load_study(config | {"results_dir": f"my_{folder.strip('/')}"})
 
 
 PUBLISHED_STUDIES = [path for path in STUDY_FILES if "weight_decay" in path.read_text()]
