@@ -101,7 +101,6 @@ def spec_of(bench: Bench, arm: str, steps: int, sizes: dict[str, int | None], is
         "rollouts_per_prompt": 5,
         "steps_per_rollout": 4,
         "max_response_tokens": 1024,
-        "explain_sampler_distance": False,
         "stop_loss": 1e30,
         "stop_grad_norm": 1e30,
     }

@@ -55,11 +55,9 @@ def logs(folder: Path) -> str:
 def train(job) -> None:
     """Run one training job, from its newest resume point; `kill_after`: worker 0 is killed after that step.
 
-    `out_of_memory`: worker 0 runs out of memory in that pass of the measurement of the distance. `no_room`: worker 1
-    has no memory for all weights. `teach` false: rewards are those of the answers.
+    `teach` false: rewards are those of the answers.
     """
     import pytest
-    from failing_measurement import fail_in_measurement
     from tiny_training import inputs_in, teach
     from torch import distributed
 
@@ -71,10 +69,6 @@ def train(job) -> None:
     if job.get("teach", True):
         teach(pytest.MonkeyPatch())
     patch = pytest.MonkeyPatch()
-    if job.get("out_of_memory") and distributed.get_rank() == 0:
-        fail_in_measurement(patch, job["out_of_memory"])
-    if job.get("no_room") and distributed.get_rank() == 1:
-        patch.setattr("aqnpipe.training.distance.memory.has_room_to_gather", lambda network: False)
     workspace, point = Workspace(Path(job["folder"])), [None]
     if distributed.get_rank() == 0:
         workspace.folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from two_workers import logs, run_together
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.sampler_distance import SamplerDistance
 from aqnpipe.models.adapted import ADAPTERS_FILE
 from aqnpipe.models.loading import load_model
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -30,10 +29,6 @@ RUNS = {
     "bfloat16": {"parallelism": "fsdp", "dtype": "bfloat16", "gradient_checkpointing": True},
     "bfloat16, data": {"dtype": "bfloat16", "gradient_checkpointing": True},
 }
-UNEXPLAINED = {"parallelism": "fsdp", "explain_sampler_distance": False}
-"""A run with the same bytes as "fsdp", in which nothing is measured beside the training."""
-FAILING = {"no room": {"no_room": True}, "out of memory": {"out_of_memory": 3}}
-STALE = {"parallelism": "fsdp", "num_steps": 4, "prompts_per_step": 2, "steps_per_rollout": 2, "checkpoint_every": None}
 RESUMED = {
     "parallelism": "fsdp",
     "num_steps": 3,
@@ -66,10 +61,6 @@ def finished(tmp_path_factory, make_model):
     for name in RUNS:
         shutil.copytree(inputs / "model", folder / name / "models" / "base")
     jobs = [job(folder / name / "runs" / "work", inputs, settings) for name, settings in RUNS.items()]
-    fsdp = RUNS["fsdp"]
-    jobs += [job(folder / name / "runs" / "work", inputs, fsdp, **extra) for name, extra in FAILING.items()]
-    jobs += [job(folder / "unexplained" / "runs" / "work", inputs, UNEXPLAINED)]
-    jobs += [job(folder / "stale" / "runs" / "work", inputs, {**STALE, "micro_batch_size": 1}, out_of_memory=2)]
     jobs += [job(folder / "whole" / "work", inputs, RESUMED)]
     jobs += [job(folder / "killed" / "work", inputs, RESUMED, kill_after=2)]
     codes = run_together(jobs, folder / "first")
@@ -149,48 +140,6 @@ def test_each_worker_writes_its_own_part_of_a_resume_point(finished):
         assert any("norm" in name for name in one ^ two)
         assert not any("norm" in name for name in one & two)
         assert any("q_proj.weight:exp_avg" in name for name in one & two)
-
-
-def distance(finished, name):
-    facts = json.loads((finished / name / "runs" / "work" / "facts.json").read_text())
-    return SamplerDistance.model_validate(facts["sampler_distance"])
-
-
-def test_the_distance_is_explained_as_with_data_parallelism(finished):
-    shared, data = (distance(finished, name) for name in ("fsdp", "data"))
-    assert shared.why_not is data.why_not is None
-    for mine, theirs in zip(shared.steps, data.steps, strict=True):
-        assert [part.cause for part in mine.parts] == [part.cause for part in theirs.parts]
-        assert [part.rms for part in mine.parts] == pytest.approx(
-            [part.rms for part in theirs.parts], rel=1e-3, abs=1e-6
-        )
-    assert distance(finished, "bfloat16").why_not is distance(finished, "adapters").why_not is None
-
-
-@pytest.mark.parametrize("name", ["fsdp", *FAILING])
-def test_the_measurement_changes_no_byte_of_a_run_and_lets_no_worker_wait(name, finished):
-    """Measured, interrupted in the midst of a gathered forward, or without the memory to gather."""
-    assert digests(run_of(finished, name)) == digests(run_of(finished, "unexplained"))
-
-
-@pytest.mark.parametrize(
-    ("name", "steps", "why_not"),
-    [
-        ("no room", [], "at step 1 and 2: a worker lacks the memory to gather the weights"),
-        ("out of memory", [2], "at step 1: the device has too little free memory"),
-        ("stale", [4], "at step 1: the device has too little free memory"),
-    ],
-)
-def test_the_record_says_why_a_step_is_not_explained(name, steps, why_not, finished):
-    found = distance(finished, name)
-    assert [step.step for step in found.steps] == steps
-    assert found.why_not == why_not
-
-
-def test_weights_of_an_earlier_step_are_gathered_before_it(finished):
-    (last,) = distance(finished, "stale").steps
-    assert last.rollout_step == 2
-    assert "staleness" in [part.cause for part in last.parts]
 
 
 def test_each_worker_holds_about_half(finished):

@@ -141,11 +141,6 @@ def test_without_noise_vllm_draws_by_the_weights_that_learn(inputs, tmp_path):
     """Adapters are merged at each weight sync; a missing sync would show as a growing distance."""
     folder = run(spec(lora=LORA, learning_rate=0.05, kl_coefficient=0.0), inputs, tmp_path / "run")
     table = metrics(folder)
-    facts = read_json(folder / "run.json", RunRecord).training
-    assert facts is not None
-    for step in facts.sampler_distance.steps:
-        assert [part.cause for part in step.parts] == ["engine", "batch", "rest"]
-        assert step.parts[-1].rms == 0
     assert table["logp_difference_max"].max() < 1e-4
     assert table["sampler_kl"].max() < 1e-8
     steps = [load_file(tmp_path / "run" / f"checkpoints/step{step}" / ADAPTERS_FILE) for step in (1, 3)]

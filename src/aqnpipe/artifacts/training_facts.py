@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.sampler_distance import SamplerDistance
+from aqnpipe.artifacts.sampler_distance import DistanceGrowth
 from aqnpipe.config.run import TrainingSpec
 
 DRAWS = "tokens drawn in rollouts"
@@ -66,8 +66,8 @@ class TrainingFacts(Artifact):
     )
     recomputed: dict[str, Recomputed]
     not_checked: tuple[str, ...] = Field(default=(), description="recomputations that the rollout backend prevents")
-    sampler_distance: SamplerDistance = Field(
-        default=SamplerDistance(), description="where the distance between sampler and policy comes from"
+    distance_growth: DistanceGrowth | None = Field(
+        default=None, description="of sampler and policy over the run; null for one with too few rollouts"
     )
     problems: tuple[str, ...] = Field(default=(), description="differences that were found while the run trained")
 

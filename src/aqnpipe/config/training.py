@@ -154,11 +154,6 @@ class TrainingConfig(FrozenModel):
         description="data: every worker holds the whole model; fsdp: each holds a share of its weights, gradients and "
         "optimiser state, and gathers a decoder layer while it computes it",
     )
-    explain_sampler_distance: bool = Field(
-        default=True,
-        description="measure where the distance between sampler and policy comes from, at the first and the last step; "
-        "each costs about two rollouts and twenty forward passes of four sequences",
-    )
     report_to: tuple[ReportTo, ...] = Field(
         default=(),
         description="trackers that also log every step, to <run folder>.logs; W&B is offline unless WANDB_MODE is set",

@@ -21,7 +21,7 @@ from aqnpipe.report import (
     training_charts,
 )
 from aqnpipe.report.charts import SeriesKey
-from aqnpipe.report.distance_view import distance_table, growth_sentences
+from aqnpipe.report.distance_view import growth_sentences, invariance_sentences
 from aqnpipe.report.inputs import Diagnosis, ReportData, Run
 from aqnpipe.report.leaps import leap_sentences, leap_table, leaps
 from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
@@ -238,7 +238,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
     metrics = training_table(runs)
     arms = set(metrics["arm"].unique())
     trained = [key for key in keys if key.name in arms]
-    found, distances = leaps(runs), distance_table(runs, words)
+    found = leaps(runs)
     curves = tables.curve_tables(runs, words)
     caption = [words("training.caption")]
     caption += [] if curves else [words("training.no_curve_tables", runs=len(runs))]
@@ -258,8 +258,8 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
             )
             for group in _pictures(trained)
         ),
-        tables=(*([distances] if distances else []), *([leap_table(found, words)] if found else []), *curves),
-        alerts=(*leap_sentences(found, words), *growth_sentences(runs, words)),
+        tables=(*([leap_table(found, words)] if found else []), *curves),
+        alerts=(*leap_sentences(found, words), *growth_sentences(runs, words), *invariance_sentences(runs, words)),
     )
 
 

@@ -27,13 +27,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.durable_files import damage, files_in, rename, sync_files, write_durably
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.sampler_distance import DistanceProgress
 from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
 from aqnpipe.models.shares import is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.training.audit.auditor import AuditState, TrainingAudit
-from aqnpipe.training.distance.probe import DistanceProbe
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import gathered, rank_and_size
 from aqnpipe.training.workspace import Workspace
@@ -197,7 +195,6 @@ class RankState(Artifact):
     faults: tuple[ActiveFaultState, ...]
     validation_accuracy: dict[int, float]
     audit: AuditState
-    distance: DistanceProgress
 
 
 def save_rank_state(
@@ -205,7 +202,6 @@ def save_rank_state(
     rank: int,
     noise: NoisePlan,
     audit: TrainingAudit,
-    distance: DistanceProbe,
     validation_accuracy: Mapping[int, float],
 ) -> None:
     """Write the measurements of `rank` into a resume point."""
@@ -214,20 +210,16 @@ def save_rank_state(
         faults=noise.faults.states(),
         validation_accuracy=dict(validation_accuracy),
         audit=audit.state(),
-        distance=distance.state(),
     )
     (folder / _state_name(rank)).write_text(state.model_dump_json(), encoding="utf-8")
 
 
-def load_rank_state(
-    point: Path, rank: int, noise: NoisePlan, audit: TrainingAudit, distance: DistanceProbe
-) -> dict[int, float]:
-    """Restore recorder, faults, audit and distances from a resume point; return the validation accuracies by step."""
+def load_rank_state(point: Path, rank: int, noise: NoisePlan, audit: TrainingAudit) -> dict[int, float]:
+    """Restore recorder, faults and audit from a resume point; return the validation accuracies by step."""
     state = RankState.model_validate_json((point / _state_name(rank)).read_bytes())
     noise.recorder.restore(RecorderState.from_json(state.receipt))
     noise.faults.restore(state.faults)
     audit.restore(state.audit)
-    distance.restore(state.distance)
     return state.validation_accuracy
 
 

@@ -29,7 +29,7 @@ from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.device import local_device_index, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, NoRewardError, ReceiptError, RunInterruptedError, WorkerError
-from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine
+from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, sha256_of
 from aqnpipe.models.sharding import shard_model
@@ -40,7 +40,7 @@ from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
 from aqnpipe.training.checkpoints import CheckpointWriter
-from aqnpipe.training.distance.probe import DistanceProbe
+from aqnpipe.training.distance_growth import growth_line, growth_of
 from aqnpipe.training.metrics import metrics_table
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
 from aqnpipe.training.policy import load_policy
@@ -105,8 +105,10 @@ def run_worker(
     if spec.num_steps not in trainer.validation_accuracy:
         raise ReceiptError(f"receipt refused: {run_label(spec)}: the last step, {spec.num_steps}, was not validated")
     table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
-    distance = trainer.distance_probe.result(table)
-    write_json(workspace.facts, facts.model_copy(update={"sampler_distance": distance}))
+    growth = growth_of(table, spec.training.steps_per_rollout)
+    if growth is not None and growth.has_grown:
+        say(f"{run_label(spec)}: {growth_line(growth)}")
+    write_json(workspace.facts, facts.model_copy(update={"distance_growth": growth}))
     write_json(workspace.run / "receipt.json", receipt)
     schema = OwnRewardMetrics if spec.training.rewards else TrainingMetrics
     write_table(workspace.run / "metrics.parquet", table, schema)
@@ -205,14 +207,6 @@ def _build_trainer(
         processing_class=tokenizer,
         guard=guard,
         audit=audit,
-        distance_probe=DistanceProbe(
-            spec,
-            plan,
-            tokenizer,
-            samples_in_process=isinstance(rollouts, TransformersRolloutEngine),
-            label=run_label(spec),
-            say=say,
-        ),
         resume_points=resume_points,
         validation_accuracy=validation.accuracy,
         tokens_per_micro_batch=spec.training.tokens_per_micro_batch,

@@ -34,7 +34,6 @@ from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
-from aqnpipe.training.distance.probe import DistanceProbe
 from aqnpipe.training.micro_batches import Batch, Group, groups_by_tokens, micro_batches
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, compute_in_bfloat16
@@ -57,7 +56,6 @@ class NoisyGRPOTrainer(GRPOTrainer):
         prompt_format: PromptFormat,
         guard: BreakdownGuard,
         audit: TrainingAudit,
-        distance_probe: DistanceProbe,
         resume_points: ResumePoints,
         validation_accuracy: dict[int, float],
         tokens_per_micro_batch: int | None = None,
@@ -73,7 +71,6 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self._prompt_format = prompt_format
         self._guard = guard
         self.audit = audit
-        self.distance_probe = distance_probe
         kl_coefficient = args.beta
         if has_adapters(model):
             # With beta 0 TRL does not load a second model for the reference.
@@ -208,10 +205,6 @@ class NoisyGRPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, None]:
         """Return log-probabilities and entropies of a micro-batch, whose sampler the policy is compared with."""
         place, accumulation = self._step % self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        is_first = self._micro_step == 0
-        if is_first:
-            firsts = [batches[0] for batches in self._micro_batches]
-            self.distance_probe.before_pass(self.policy, firsts, place, self.state.global_step)
         log_probabilities, entropies = self._log_probabilities(
             model,
             "actor_forward",
@@ -225,8 +218,6 @@ class NoisyGRPOTrainer(GRPOTrainer):
             self._compare_with_sampler(
                 log_probabilities.detach(), self._micro_batches[place], place + 1 == accumulation
             )
-        if is_first:
-            self.distance_probe.after_pass(place, log_probabilities.detach())
         return log_probabilities, entropies, None
 
     def _compare_with_sampler(self, log_probabilities: Tensor, batches: Sequence[Batch], is_last_call: bool) -> None:
@@ -371,7 +362,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         rank, num_workers = self.accelerator.process_index, self.accelerator.num_processes
         if rank == 0:
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        save_rank_state(folder, rank, self.noise_plan, self.audit, self.distance_probe, self.validation_accuracy)
+        save_rank_state(folder, rank, self.noise_plan, self.audit, self.validation_accuracy)
         return own_tensors(self.policy, self._plain_optimizer, rank, num_workers)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -384,8 +375,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         rank, point = self.accelerator.process_index, Path(checkpoint)
         load_tensors(self.policy, self._plain_optimizer, point, rank)
         self._restore_schedule()
-        measured = (self.noise_plan, self.audit, self.distance_probe)
-        self.validation_accuracy.update(load_rank_state(point, rank, *measured))
+        self.validation_accuracy.update(load_rank_state(point, rank, self.noise_plan, self.audit))
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     @property

@@ -1,1 +1,0 @@
-"""Decomposes the distance between sampler and trained policy, at the first and the last optimiser step of a run."""
