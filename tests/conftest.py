@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -131,6 +132,32 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 @pytest.fixture
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Function (arguments) -> exit code and output of the command `aqnpipe`, which runs in this process.
+
+    A process of its own imports the libraries anew, which takes seconds.
+    """
+    from aqnpipe.cli.main import main
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        words = [str(argument) for argument in arguments]
+        monkeypatch.setattr(sys, "argv", ["aqnpipe", *words])
+        capfd.readouterr()
+        code: object = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        assert isinstance(code, int)
+        printed, said = capfd.readouterr()
+        return subprocess.CompletedProcess(words, code, printed, said)
+
+    return run
+
+
+@pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No downloads from the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -144,7 +171,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[WarmPython]":
     """Forks Snakemake and its jobs from a process that has their imports made."""
     from faulted_study import WarmPython

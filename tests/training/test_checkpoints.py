@@ -44,14 +44,14 @@ def logits(model):
     return computed
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Two bfloat16 runs with noise and the learning rate of the 7B study, adapters and all weights, as in a study.
+def make_runs(folder):
+    """Train adapters and all weights in bfloat16 with noise and the learning rate of the 7B study, as in a study.
 
-    With them the logits that the trainer's model computed when it wrote each checkpoint.
+    `logits.pt` has the logits that the trainer's model computed when it wrote each checkpoint.
     """
-    results, computed = tmp_path_factory.mktemp("results"), {}
-    inputs = write_builtin_inputs(tmp_path_factory.mktemp("inputs"))
+    results, computed = folder / "results", {}
+    (folder / "inputs").mkdir()
+    inputs = write_builtin_inputs(folder / "inputs")
     shutil.copytree(inputs.model, results / "models" / "base")
     written = CheckpointWriter.write
 
@@ -64,7 +64,14 @@ def made(tmp_path_factory):
         for name, lora in (("adapted", LORA), ("whole", None)):
             spec = training_spec(NOISE, AQN, dtype="bfloat16", lora=lora, learning_rate=1e-6, max_response_tokens=24)
             run(spec, inputs, results / "runs" / name)
-    return results, computed
+    torch.save(computed, folder / "logits.pt")
+
+
+@pytest.fixture(scope="module")
+def made(made_once):
+    """The two runs in a results folder, and the logits of the trainer's model at each checkpoint."""
+    folder = made_once("bfloat16 runs", make_runs)
+    return folder / "results", torch.load(folder / "logits.pt")
 
 
 @pytest.fixture
