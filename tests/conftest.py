@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set TRITON_INTERPRET before any test module imports Triton, which transformers does.
+    """Set the variables that libraries read when they are imported, before any test module imports them.
 
-    Triton reads the variable when it is imported. It decides whether kernels are interpreted on CPU tensors.
+    TRITON_INTERPRET: transformers imports Triton. It decides whether kernels are interpreted on CPU tensors.
     """
     if getattr(config.option, "numprocesses", None):
         return  # this process only distributes tests, so it does without torch
+    # Threads of two test processes and of the processes that they start would wait for each other's cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
