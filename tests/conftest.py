@@ -1,7 +1,9 @@
 """Shared fixtures: one torch thread, a small random model, and folders that are filled once for all test processes."""
 
+import gc
 import os
 import shutil
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,15 +20,18 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set TRITON_INTERPRET before any test module imports Triton, which transformers does.
+    """Set the variables that libraries read when they are imported, before any test module imports them.
 
-    Triton reads the variable when it is imported. It decides whether kernels are interpreted on CPU tensors.
+    TRITON_INTERPRET: transformers imports Triton. It decides whether kernels are interpreted on CPU tensors.
     """
     if getattr(config.option, "numprocesses", None):
         return  # this process only distributes tests, so it does without torch
+    # Threads of two test processes and of the processes that they start would wait for each other's cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+    gc.disable()  # until `pytest_collection_finish`: collecting creates no garbage worth searching for
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,6 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ordered += queue + short[:missing]
         del short[:missing]
     items[:] = ordered + short
+
+
+def pytest_collection_finish() -> None:
+    """Exempt everything that exists now, libraries and tests, from garbage collection.
+
+    A full collection visits every object. There are 1.6 million after the imports, so each took 0.9 s, and the trainer
+    of transformers requests one per run: half of the time of a small training.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: "TerminalReporter") -> None:
@@ -118,6 +134,32 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 @pytest.fixture
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Function (arguments) -> exit code and output of the command `aqnpipe`, which runs in this process.
+
+    A process of its own imports the libraries anew, which takes seconds.
+    """
+    from aqnpipe.cli.main import main
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        words = [str(argument) for argument in arguments]
+        monkeypatch.setattr(sys, "argv", ["aqnpipe", *words])
+        capfd.readouterr()
+        code: object = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        assert isinstance(code, int)
+        printed, said = capfd.readouterr()
+        return subprocess.CompletedProcess(words, code, printed, said)
+
+    return run
+
+
+@pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No downloads from the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -131,7 +173,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[WarmPython]":
     """Forks Snakemake and its jobs from a process that has their imports made."""
     from faulted_study import WarmPython

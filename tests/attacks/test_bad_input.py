@@ -7,8 +7,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -342,13 +340,12 @@ REFUSED_AS_COMMANDS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_AS_COMMANDS)
-def test_a_command_ends_with_exit_code_2_and_one_line(tmp_path, name):
-    """A process of its own, as users start it."""
+def test_a_command_ends_with_exit_code_2_and_one_line(command_line, tmp_path, monkeypatch, name):
     arguments, file, content = REFUSED_AS_COMMANDS[name]
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_bytes(content)
-    command = [Path(sys.executable).with_name("aqnpipe"), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    monkeypatch.chdir(tmp_path)
+    done = command_line(*arguments)
     assert done.returncode == EXIT_USER_ERROR, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     assert line.isprintable()

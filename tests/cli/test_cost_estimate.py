@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -229,25 +227,18 @@ def test_large_studies_are_announced_and_small_ones_not(config):
 
 
 @pytest.mark.parametrize("study", ["smoke", "dead-zone", "qwen2.5-7b"])
-def test_jobs_are_those_that_snakemake_plans(study):
-    snakemake = Path(sys.executable).with_name("snakemake")
+def test_jobs_are_those_that_snakemake_plans(python, study):
     study_file = f"config/{study}.yaml"
-    command = [snakemake, "--dry-run", "--forceall", "--quiet", "rules", "--configfile", study_file]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    table = (run.stdout + run.stderr).split("Job stats:")[1]
+    options = ("--dry-run", "--forceall", "--quiet", "rules", "--configfile", study_file)
+    table = python.snakemake(ROOT, *options).stdout.split("Job stats:")[1]
     planned = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
     assert StudyPlan(load_study_file(Path(study_file))).jobs() == {
         name: count for name, count in planned.items() if name not in ("all", "total")
     }
 
 
-def aqnpipe(*arguments):
-    command = [Path(sys.executable).with_name("aqnpipe"), "check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates():
-    text = aqnpipe("config/qwen2.5-7b.yaml").stdout
+def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates(command_line):
+    text = command_line("check", "config/qwen2.5-7b.yaml").stdout
     for part in ("jobs: ", "train 12", "at 35% and generation at 5% of 312 TFLOP/s"):
         assert part in text
     hours = float(re.search(r"^device hours: ([\d.]+) of A100; assumed: ", text, re.MULTILINE)[1])
@@ -257,13 +248,13 @@ def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates():
     lines = [line.split(":")[0] for line in text.splitlines()]
     assert [lines.count(name) for name in ("time", "device hours", "disk", "memory of a device")] == [1, 1, 1, 1]
     options = ("--tflops", "624", "--json", "--response-tokens", "128", "--training-utilization", "0.5")
-    estimate = json.loads(aqnpipe("config/qwen2.5-7b.yaml", *options).stdout)["estimate"]
+    estimate = json.loads(command_line("check", "config/qwen2.5-7b.yaml", *options).stdout)["estimate"]
     assert estimate["rates"]["tflops"] == 624
     assert estimate["rates"]["training_utilization"] == 0.5
     assert "responses of 128 tokens" in estimate["assumed"]
     # Its rollouts are by vLLM; those of the smoke study are not.
     assert "weight syncs" in estimate["not_counted"]
-    assert "weight syncs" not in aqnpipe("config/smoke.yaml").stdout
+    assert "weight syncs" not in command_line("check", "config/smoke.yaml").stdout
 
 
 def test_a_study_that_adds_seeds_has_the_cost_with_all_of_them_too():
@@ -292,7 +283,7 @@ def test_very_many_arms_are_named_on_one_short_line(tmp_path):
     assert "arm0020" not in line
 
 
-def test_a_wrong_size_is_one_line():
-    result = aqnpipe("config/smoke.yaml", "--parameters", "large=3e9")
+def test_a_wrong_size_is_one_line(command_line):
+    result = command_line("check", "config/smoke.yaml", "--parameters", "large=3e9")
     assert result.returncode == 2
     assert result.stderr == "ERROR: --parameters large=3e9: expected ROLE=NUMBER, roles base\n"

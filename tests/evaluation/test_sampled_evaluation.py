@@ -16,7 +16,7 @@ from aqnpipe.evaluation.shards import sampling_of
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, pass_summary
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
-NUM_QUESTIONS = 12
+NUM_QUESTIONS = 7
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def problems(tmp_path_factory):
 def run(problems, tmp_path_factory):
     def evaluated(lines=None, **evaluation):
         folder = tmp_path_factory.mktemp("evaluated")
-        settings = {"noise_levels": (0.0, 0.1), "max_response_tokens": 30, "batch_size": 5} | evaluation
+        settings = {"noise_levels": (0.0, 0.1), "max_response_tokens": 12, "batch_size": 5} | evaluation
         spec = EvaluationSpec(
             model_role="base", arm_id="a", seed=0, step=1, dtype="float32", attention="eager", prompt={},
             evaluation=settings,

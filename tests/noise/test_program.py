@@ -1,6 +1,10 @@
-"""`aqnpipe exec`: whole programs on a noisy machine, unchanged, with one line of what was measured."""
+"""`aqnpipe exec`: whole programs on a noisy machine, unchanged, with one line of what was measured.
+
+The command runs in this process, the program in one of its own.
+"""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +18,18 @@ from aqnpipe.noise.program import begin
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 
 
-def execute(*arguments, program="train.py", words=(), environment=None):
-    command = [sys.executable, "-m", "aqnpipe.cli.main"]
-    call = "from aqnpipe.cli.main import main; main()"
-    command = [sys.executable, "-c", call, "exec", *arguments, "--", sys.executable, str(PROGRAMS / program), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
-    return done.returncode, done.stdout, done.stderr.splitlines()
+@pytest.fixture
+def execute(command_line):
+    """Function (arguments, program, its words) -> exit code, standard output and lines of standard error."""
+
+    def run(*arguments, program="train.py", words=()):
+        done = command_line("exec", *arguments, "--", sys.executable, PROGRAMS / program, *words)
+        return done.returncode, done.stdout, done.stderr.splitlines()
+
+    return run
 
 
-def test_a_program_has_noise_in_every_product(tmp_path):
+def test_a_program_has_noise_in_every_product(execute, monkeypatch, capfd, tmp_path):
     code, printed, lines = execute("--noise", "0.05", "--seed", "3", "--receipts", str(tmp_path / "r"), words=["fork"])
     assert code == 0, lines
     line = lines[-1]
@@ -32,28 +39,29 @@ def test_a_program_has_noise_in_every_product(tmp_path):
     receipts = [json.loads(path.read_text()) for path in (tmp_path / "r").glob("*.json")]
     assert len(receipts) == 2
     again = execute("--noise", "0.05", "--seed", "3")[1]
-    other, clean = (
-        execute("--noise", "0.05", "--seed", "4")[1],
-        subprocess.run([sys.executable, str(PROGRAMS / "train.py")], capture_output=True, text=True, check=True),
-    )
+    other = execute("--noise", "0.05", "--seed", "4")[1]
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    runpy.run_path(str(PROGRAMS / "train.py"))
+    clean = capfd.readouterr().out
     assert printed == again != other
-    assert clean.stdout not in (printed, other)
+    assert clean
+    assert clean not in (printed, other)
 
 
-def test_the_programs_exit_code_is_passed_on():
+def test_the_programs_exit_code_is_passed_on(execute):
     code, _, lines = execute("--noise", "0.05", "--no-backward", words=["die"])
     assert code == 7
     assert "7 of 16 products" in lines[-1]
     assert lines[-1].endswith("without 9 gradients")
 
 
-def test_only_some_operators(tmp_path):
+def test_only_some_operators(execute):
     code, _, lines = execute("--error", "kind=mantissa_truncation,mantissa_bits=3", "--only", "bmm")
     assert code == 2
     assert "forward: no product had the requested error, of 7 that were seen" in lines[-1]
 
 
-def test_a_killed_program_and_processes_of_multiprocessing():
+def test_a_killed_program_and_processes_of_multiprocessing(execute):
     code, _, lines = execute("--noise", "0.05", "--no-backward", words=["pool", "kill"])
     assert code == 137
     # Two products forward per step and one outside; one in each of two processes.
@@ -61,18 +69,8 @@ def test_a_killed_program_and_processes_of_multiprocessing():
     assert "in 2 processes" in lines[-1]
 
 
-def test_a_program_without_torch_is_refused():
-    command = [
-        sys.executable,
-        "-c",
-        "from aqnpipe.cli.main import main; main()",
-        "exec",
-        "--noise",
-        "0.05",
-        "--",
-        "true",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_a_program_without_torch_is_refused(command_line):
+    done = command_line("exec", "--noise", "0.05", "--", "true")
     assert done.returncode == 2
     assert "no process of the program wrote a receipt" in done.stderr
 
@@ -86,17 +84,12 @@ def test_a_program_without_torch_is_refused():
         (["--error", "kind=relative_gaussian,scale=x"], "scale"),
     ],
 )
-def test_wrong_arguments_are_one_line(monkeypatch, capsys, arguments, message):
-    from aqnpipe.cli.main import main
-
-    monkeypatch.setattr(sys, "argv", ["aqnpipe", "exec", *arguments, "--", "true"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert said.startswith("ERROR: ")
-    assert message in said
-    assert len(said.splitlines()) == 1
+def test_wrong_arguments_are_one_line(command_line, arguments, message):
+    done = command_line("exec", *arguments, "--", "true")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ERROR: ")
+    assert message in line
 
 
 def test_nothing_happens_without_the_variable(monkeypatch):
@@ -117,7 +110,7 @@ def test_a_wrong_specification_ends_the_process():
 
 
 @pytest.mark.slow
-def test_compiled_code_has_noise():
+def test_compiled_code_has_noise(execute):
     code, printed, lines = execute("--noise", "0.05", program="compiled.py")
     assert code == 0, lines
     assert printed == "layer True\nproduct True\n"
@@ -125,7 +118,7 @@ def test_compiled_code_has_noise():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["sft"], ["sft", "lora"], ["dpo"], ["dpo", "lora"], ["grpo"], ["grpo", "lora"]])
-def test_stock_trainers_with_their_defaults(words):
+def test_stock_trainers_with_their_defaults(execute, words):
     code, _, lines = execute("--noise", "0.05", program="stock.py", words=words)
     assert code == 0, lines[-5:]
     assert "measured scale 0.05" in lines[-1] or "measured scale 0.049" in lines[-1]

@@ -10,8 +10,10 @@ from tiny_training import (
     AQN,
     NOISE,
     run,
+    teach,
     training_spec,
     write_builtin_inputs,
+    write_inputs,
 )
 
 import aqnpipe.models.adapters as adapters
@@ -44,14 +46,14 @@ def logits(model):
     return computed
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Two bfloat16 runs with noise and the learning rate of the 7B study, adapters and all weights, as in a study.
+def make_runs(folder, make_model):
+    """Train adapters and all weights in bfloat16 with noise and the learning rate of the 7B study, as in a study.
 
-    With them the logits that the trainer's model computed when it wrote each checkpoint.
+    `logits.pt` has the logits that the trainer's model computed when it wrote each checkpoint.
     """
-    results, computed = tmp_path_factory.mktemp("results"), {}
-    inputs = write_builtin_inputs(tmp_path_factory.mktemp("inputs"))
+    results, computed = folder / "results", {}
+    (folder / "inputs").mkdir()
+    inputs = write_inputs(folder / "inputs", make_model)
     shutil.copytree(inputs.model, results / "models" / "base")
     written = CheckpointWriter.write
 
@@ -60,11 +62,19 @@ def made(tmp_path_factory):
         written(self, model, folder, name)
 
     with pytest.MonkeyPatch.context() as patched:
+        teach(patched)
         patched.setattr(CheckpointWriter, "write", spied)
         for name, lora in (("adapted", LORA), ("whole", None)):
-            spec = training_spec(NOISE, AQN, dtype="bfloat16", lora=lora, learning_rate=1e-6, max_response_tokens=24)
+            spec = training_spec(NOISE, AQN, dtype="bfloat16", lora=lora, learning_rate=1e-6)
             run(spec, inputs, results / "runs" / name)
-    return results, computed
+    torch.save(computed, folder / "logits.pt")
+
+
+@pytest.fixture(scope="module")
+def made(made_once, make_model):
+    """The two runs in a results folder, and the logits of the trainer's model at each checkpoint."""
+    folder = made_once("bfloat16 runs", lambda folder: make_runs(folder, make_model))
+    return folder / "results", torch.load(folder / "logits.pt")
 
 
 @pytest.fixture
@@ -179,7 +189,7 @@ def _flipped_bit_in_the_base(results, folder):
         (_rounded, "have another effect than in training"),
         (_other_base, "another effect than in training: of another step, run or base"),
         (_other_rope, "have another effect than in training"),
-        (_base_with_another_digest, r"adapters only, trained on 'tiny' with weights .* and no prepared model with"),
+        (_base_with_another_digest, r"adapters only, trained on 'made/up' with weights .* and no prepared model with"),
         (_no_base, "no folder models above it contains one"),
         (_flipped_bit_in_the_base, "its weights files changed after they were written"),
     ],
@@ -248,18 +258,14 @@ def test_adapters_are_no_model_to_prepare_or_to_train(made, tmp_path):
         load_policy(training_spec(lora=LORA), folder)
 
 
-def test_a_run_for_vllm_ends_at_the_checkpoint_that_would_lose_its_update(tmp_path, monkeypatch):
+def test_a_run_for_vllm_ends_at_the_checkpoint_that_would_lose_its_update(inputs, tmp_path, monkeypatch):
+    teach(monkeypatch)
     monkeypatch.setattr("aqnpipe.training.run.merges_adapters", lambda spec: True)
-    inputs = write_builtin_inputs(tmp_path)
-    spec = training_spec(
-        NOISE, AQN, dtype="bfloat16", lora=LORA, learning_rate=1e-6, max_response_tokens=24, num_steps=1
-    )
+    spec = training_spec(NOISE, AQN, dtype="bfloat16", lora=LORA, learning_rate=1e-6, num_steps=1)
     with pytest.raises(ReceiptError, match=r"vLLM needs the adapters merged, and in bfloat16 weights \d+% of their"):
         run(spec, inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    exact = training_spec(
-        NOISE, AQN, dtype="float32", lora=LORA, learning_rate=1e-3, max_response_tokens=24, num_steps=1
-    )
+    exact = training_spec(NOISE, AQN, dtype="float32", lora=LORA, learning_rate=1e-3, num_steps=1)
     losses = read_json(run(exact, inputs, tmp_path / "exact") / "run.json", RunRecord).merge_losses
     assert 0 < losses["step1"] < 0.05
 

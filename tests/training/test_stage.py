@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_training import AQN, NOISE, run, teach, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, teach, training_spec
 
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.provenance import sha256_of_file
@@ -11,11 +11,6 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.receipts.receipt import Receipt
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory, make_model):
-    return write_inputs(tmp_path_factory.mktemp("inputs"), make_model)
 
 
 def test_a_run_leaves_its_artifacts_and_a_receipt_that_passes_its_check(inputs, tmp_path):
@@ -55,15 +50,15 @@ def test_the_same_run_gives_the_same_bytes(inputs, tmp_path):
 def test_arms_that_differ_in_noise_only_share_their_first_prompts_and_sampling(inputs, tmp_path):
     """Noise that is too small to change a token must not change the first rollout."""
     small = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 1e-5}}
-    run(training_spec(), inputs, tmp_path / "clean")
-    run(training_spec(small), inputs, tmp_path / "noisy")
+    run(training_spec(num_steps=1), inputs, tmp_path / "clean")
+    run(training_spec(small, num_steps=1), inputs, tmp_path / "noisy")
     clean, noisy = (read_table(tmp_path / n / "metrics.parquet", TrainingMetrics) for n in ("clean", "noisy"))
     assert clean["response_tokens_mean"][0] == noisy["response_tokens_mean"][0]
     assert clean["entropy"][0] == pytest.approx(noisy["entropy"][0], rel=1e-4)
 
 
 def test_a_seed_offset_gives_the_draws_of_another_seed_and_keeps_the_runs_name(inputs, tmp_path):
-    plain = training_spec(NOISE)
+    plain = training_spec(NOISE, num_steps=1)
     offset = plain.model_copy(update={"arm": plain.arm.model_copy(update={"seed_offset": 7})})
     other_seed = plain.model_copy(update={"seed": 7})
     for name, spec in (("offset", offset), ("other_seed", other_seed), ("plain", plain)):
