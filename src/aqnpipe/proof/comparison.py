@@ -1,0 +1,38 @@
+"""Compares recomputed elements of a result with the ones that a program got."""
+
+import numpy as np
+import torch
+
+from aqnpipe.config.noise import AbsoluteGaussian, RelativeGaussian, TensorError
+from aqnpipe.noise.audit.expected_values import deviations, expected_values
+from aqnpipe.noise.audit.random_numbers import Draws
+from aqnpipe.proof.receipt import Seen
+from aqnpipe.proof.recompute import Sampled
+
+_TINY = 1e-300
+
+
+def compare(sampled: Sampled, error: TensorError, draws: Draws, dtype: torch.dtype) -> Seen:
+    """Compare sampled elements of a result of `dtype` with what `error` makes of the exact values."""
+    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian)
+    exact, slack, found = sampled.exact, sampled.slack, sampled.found
+    usable = np.isfinite(exact) & np.isfinite(found)
+    low, middle, high = (
+        expected_values(exact + change, error, dtype, draws, sampled.numbers) for change in (-slack, 0.0, slack)
+    )
+    expected, allowed = middle
+    spread = np.maximum(np.abs(low[0] - expected), np.abs(high[0] - expected))
+    deviation = deviations(exact, found, expected, allowed + spread + sampled.after, dtype)[usable]
+    # Elements with much rounding say little; without this one large element would outweigh all others.
+    scale = error.scale if isinstance(error, RelativeGaussian) else None
+    unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
+    requested, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
+    return Seen(
+        recomputed=int(usable.sum()),
+        wrong=int((deviation > 1).sum()),
+        largest_deviation=float(deviation.max(initial=0.0)),
+        # Of an error without random numbers, rounding hides the size; its values are bounded above.
+        found_expected=float((seen * requested).sum()) if is_random else 0.0,
+        expected_squared=float((requested * requested).sum()) if is_random else 0.0,
+        found_squared=float((seen * seen).sum()),
+    )
