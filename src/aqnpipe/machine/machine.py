@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import TensorError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
-from aqnpipe.machine.operators import Registration
+from aqnpipe.machine.norms import NORM, NORM_GRADIENT, NormKernels
+from aqnpipe.machine.operators import ELEMENTWISE, SOFTMAX, Registration
 from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Place, Places
+from aqnpipe.models.layout import is_rms_norm
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
@@ -36,7 +38,8 @@ class Request(NamedTuple):
     """What the machine does: `error` on results of the forward pass (`stream` names its random numbers), in all places
     or those of `parts` and `operators`, and with `backward` on gradients too.
 
-    `num_parts`: number of parts of the model; the place outside has that number.
+    `num_parts`: number of parts of the model; the place outside has that number. `errors`: of single parts, in place of
+    `error`. `elementwise`: softmax, activations and norms within the parts have the error too.
     """
 
     error: TensorError
@@ -46,9 +49,14 @@ class Request(NamedTuple):
     parts: Container[int] | None = None
     backward: bool = False
     operators: Container[str] | None = None
+    errors: Mapping[int, TensorError] = {}
+    elementwise: bool = False
 
 
 _IN_USE = threading.Lock()
+
+_IN_LAYERS = ELEMENTWISE | {NORM, NORM_GRADIENT}
+"""Operators with an error in layers alone: a softmax outside draws tokens, or is a loss."""
 
 
 Observe = Callable[[str, str, Tensor, tuple[Tensor, ...], NoiseStream], None]
@@ -70,6 +78,7 @@ class Machine:
         self._off = threading.local()
         self._gradient_keys: dict[tuple[int, int], int] = {}
         self._registration: Registration | None = None
+        self._norms: NormKernels | None = None
         self._before_first: Callable[[], None] | None = None
 
     @contextmanager
@@ -81,6 +90,7 @@ class Machine:
             # Compiled code would not pass the kernels of operators.
             with torch.compiler.set_stance("force_eager"):
                 handles = self.places.hooks(roots, parts)
+                handles += self.norm_hooks(parts)
                 yield
         finally:
             self.stop()
@@ -95,7 +105,16 @@ class Machine:
         if not _IN_USE.acquire(blocking=False):
             raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
         self._before_first = before_first
-        self._registration = Registration(self._on_result)
+        self._registration = Registration(self._on_result, elementwise=self.request.elementwise)
+        if self.request.elementwise:
+            self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
+
+    def norm_hooks(self, parts: Mapping[int, nn.Module]) -> list[Any]:
+        """Register the hooks of all RMSNorms within `parts`, if they have the error, and return the handles."""
+        if self._norms is None:
+            return []
+        norms = dict.fromkeys(norm for part in parts.values() for norm in part.modules() if is_rms_norm(norm))
+        return self._norms.hooks(norms, backward=self.request.backward)
 
     def identify(self) -> None:
         """Call what is to be called before the first result."""
@@ -112,6 +131,9 @@ class Machine:
         if self._registration is not None:
             self._registration.close()
             self._registration = None
+            if self._norms is not None:
+                self._norms.close()
+                self._norms = None
             _IN_USE.release()
 
     def add_backends(self) -> None:
@@ -155,8 +177,10 @@ class Machine:
         source = self._gradient_source(node._sequence_nr()) if is_gradient else self._source(here)
         if result.is_cuda and is_being_captured(result):
             self.counts[phase, operator, "captured"] += 1
+        if operator in SOFTMAX:
+            result = result.clone()
         values = result.detach() if result.requires_grad else result
-        apply_error_(values, self.request.error, source)
+        apply_error_(values, self.request.errors.get(part, self.request.error), source)
         if factors and part == places.outside and self._observe_outside is not None:
             self._observe_outside(phase, operator, values, factors, source)
         return result
@@ -170,6 +194,8 @@ class Machine:
             return "not selected"
         if request.operators is not None and operator not in request.operators:
             return "not selected"
+        if part == self.places.outside and operator in _IN_LAYERS:
+            return "outside the layers"
         if not result.is_floating_point():
             return "outside, of integers" if part == self.places.outside else "of integers"
         # Rotary angles are outer products; an error there moves positions. Nothing is summed.

@@ -56,6 +56,14 @@ ATTENTION_BACKWARD = (
 )
 """Gradients of fused attention; the first three results are those of queries, keys and values."""
 
+SOFTMAX = ("_softmax", "_safe_softmax")
+"""Softmax; its error leaves a distribution, and its gradient is that of its exact result."""
+
+ACTIVATIONS = ("silu", "gelu", "native_layer_norm", "silu_backward", "gelu_backward", "native_layer_norm_backward")
+"""Activations and norms, and their gradients."""
+
+INTO_ELEMENTWISE = ("silu_", "silu.out", "gelu_", "gelu.out", "_softmax.out")
+
 INTO = (
     *("mm.out", "bmm.out", "mv.out", "dot.out", "vdot.out", "addmm.out", "baddbmm.out", "addmv.out", "addbmm.out"),
     *("addmm_", "baddbmm_", "addmv_", "addbmm_", "_addmm_activation.out"),
@@ -76,10 +84,14 @@ class _Entry(NamedTuple):
 
 
 class Registration:
-    """The replaced kernels of a process; `on_result` gets every result, from the first backend to the last `close`."""
+    """The replaced kernels of a process; `on_result` gets every result, from the first backend to the last `close`.
 
-    def __init__(self, on_result: OnResult) -> None:
+    `elementwise`: softmax, activations and norms too. `on_result` returns another tensor for a softmax that it changes.
+    """
+
+    def __init__(self, on_result: OnResult, *, elementwise: bool = False) -> None:
         self._on_result = on_result
+        self._table = (*_TABLE, *_ELEMENTWISE_TABLE) if elementwise else _TABLE
         self._inside = _Inside()
         self._library = torch.library.Library("aten", "IMPL")
         self._done: set[tuple[str, str]] = set()
@@ -91,7 +103,7 @@ class Registration:
             # torch warns of every replaced kernel, which is the purpose here.
             warnings.simplefilter("ignore")
             for backend in dispatch_keys():
-                for entry in _TABLE:
+                for entry in self._table:
                     self._replace(entry, backend)
 
     def close(self) -> None:
@@ -164,6 +176,9 @@ class Registration:
             if inside.depth:
                 return native(keys, *operands, **named, **({} if out is None else {"out": out}))
             target = operands[0] if writes_first else out
+            if name in INTO_ELEMENTWISE:
+                # Elements are numbered row by row, whatever the memory of the target is like.
+                operands = (operands[0].contiguous(), *operands[1:])
             result = operator(*operands, **named)
             return target if target is None else _written(target, result)
 
@@ -213,6 +228,38 @@ class Registration:
 
         return convolution_backward
 
+    def _softmax(self, name: str, native: Kernel) -> Kernel:
+        def softmax(keys: Any, scores: Tensor, dim: int, *rest: Any) -> Tensor:
+            exact: Tensor = self._alone(native, keys, scores, dim, *rest)
+            noised = self._noised(name, exact, 2)
+            if noised is exact:
+                return exact
+            noised = _as_distribution(noised, dim)
+            if scores.requires_grad and torch.is_grad_enabled():
+                # Autograd keeps the result of this kernel, which is not the one that the gradient needs.
+                noised.untyped_storage()._aqnpipe_exact = exact  # type: ignore[attr-defined]
+            return noised
+
+        return softmax
+
+    def _softmax_backward(self, name: str, native: Kernel) -> Kernel:
+        def softmax_backward(keys: Any, gradient: Tensor, result: Tensor, *rest: Any) -> Tensor:
+            exact = getattr(result.untyped_storage(), "_aqnpipe_exact", result)
+            return self._noised(name, self._alone(native, keys, gradient, exact, *rest), 2)
+
+        return softmax_backward
+
+    def _elementwise(self, name: str, native: Kernel) -> Kernel:
+        num_noised = 3 if name == "native_layer_norm_backward" else 1
+
+        def elementwise(keys: Any, *operands: Any, **named: Any) -> Any:
+            results = self._alone(native, keys, *operands, **named)
+            if isinstance(results, Tensor):
+                return self._noised(name, results, 2)
+            return (*(self._gradient(name, each) for each in results[:num_noised]), *results[num_noised:])
+
+        return elementwise
+
     def _gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
         return gradient if gradient is None or not gradient.numel() else self._noised(name, gradient, 2)
 
@@ -239,6 +286,12 @@ def _plus(product: Tensor, added: Tensor, beta: Any, alpha: Any) -> Tensor:
     if is_bias or added.shape == product.shape or product.shape == torch.broadcast_shapes(product.shape, added.shape):
         return product.add_(added, alpha=beta)
     return product + beta * added
+
+
+def _as_distribution(probabilities: Tensor, dim: int) -> Tensor:
+    """Return noised probabilities without negative ones, and with the sum 1 along `dim`; rows of zeros stay."""
+    positive = probabilities.clamp_min(0)
+    return positive / positive.sum(dim, keepdim=True).clamp_min(torch.finfo(positive.dtype).tiny)
 
 
 def _written(target: Tensor, result: Tensor) -> Tensor:
@@ -269,6 +322,16 @@ _TABLE: tuple[_Entry, ...] = (
     _Entry("convolution", Registration._convolution),
     _Entry("convolution_backward", Registration._convolution_backward),
 )
+
+_ELEMENTWISE_TABLE: tuple[_Entry, ...] = (
+    *(_Entry(name, Registration._softmax) for name in SOFTMAX),
+    _Entry("_softmax_backward_data", Registration._softmax_backward),
+    *(_Entry(name, Registration._elementwise) for name in ACTIVATIONS),
+    *(_Entry(name, Registration._into) for name in INTO_ELEMENTWISE),
+)
+
+ELEMENTWISE = frozenset({*SOFTMAX, "_softmax_backward_data", *ACTIVATIONS})
+"""Names of softmax, activations, norms and their gradients."""
 
 NOISED = frozenset({*PRODUCTS, *ATTENTION, *ATTENTION_BACKWARD, "convolution", "convolution_backward"})
 """Names of the operators that have errors; the others of the table compute with them."""

@@ -38,7 +38,7 @@ class NoiseReceipt(MachineReceipt):
     def __init__(self, model: nn.Module, request: AuditRequest, scale: float | None) -> None:
         phases = (request.stream, "backward") if request.backward else (request.stream,)
         draws = np.random.default_rng(derive_seed(request.seed, "noisy audit"))
-        super().__init__(Requested(phases, described(request.error), scale), draws)
+        super().__init__(Requested(phases, described(request.error), scale, request.elementwise), draws)
         self._model = model
         self._request = request
         self.next_step = 0
@@ -76,12 +76,12 @@ def noisy(
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    if operators == "all" or isinstance(error, FakeQuantization | MeasuredError | OwnError):
+    if isinstance(error, FakeQuantization | MeasuredError | OwnError):
         chosen = _chosen_layers(layers, None, include_lm_head)
         return noisy_modules(
             model, scale, error, int(seed), step, operators, chosen, include_lm_head, backward, receipt
         )
-    return _noisy_machine(model, scale, error, int(seed), step, layers, include_lm_head, backward, receipt)
+    return _noisy_machine(model, scale, error, int(seed), step, operators, layers, include_lm_head, backward, receipt)
 
 
 @contextmanager
@@ -91,6 +91,7 @@ def _noisy_machine(
     error: ErrorModel | None,
     seed: int,
     step: int | None,
+    operators: OperatorSet,
     layers: Sequence[int] | None,
     include_lm_head: bool,
     backward: bool,
@@ -107,7 +108,8 @@ def _noisy_machine(
     except ValidationError as problem:
         raise ConfigError(f"noisy: {describe_validation_error(problem)}") from problem
     selected = _selected(parts, layers, include_lm_head)
-    asked = AuditRequest(requested.error, seed, (0, 0, 0), stream, selected, backward)  # type: ignore[arg-type]
+    is_all = operators == "all"
+    asked = AuditRequest(requested.error, seed, (0, 0, 0), stream, selected, backward, elementwise=is_all)  # type: ignore[arg-type]
     if receipt is None:
         receipt = NoiseReceipt(model, asked, getattr(requested.error, "scale", None))
     elif not isinstance(receipt, NoiseReceipt) or not receipt.is_of(model, asked):
@@ -117,7 +119,8 @@ def _noisy_machine(
     modules = dict(enumerate(parts.modules.values()))
     audit = Audit(asked._replace(position=(step, 0, 0)), receipt, len(modules))
     key = MachineKey(seed, step)
-    machine = Machine(Request(asked.error, key, len(modules), stream, selected, backward), audit.observe_outside)
+    request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all)
+    machine = Machine(request, audit.observe_outside)
     with ExitStack() as stack:
         stack.callback(lambda: receipt.count(machine.counts))
         stack.enter_context(machine.running(parts.roots, modules))

@@ -28,6 +28,8 @@ from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.classification import escape, is_known
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
 from aqnpipe.proof.comparison import compare
+from aqnpipe.proof.elementwise import ELEMENTWISE
+from aqnpipe.proof.norms import watch_norms
 from aqnpipe.proof.observation import Mode, Observation, Visit
 from aqnpipe.proof.operations import (
     COLLECTIVES,
@@ -39,7 +41,7 @@ from aqnpipe.proof.operations import (
     num_terms,
 )
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Seen
-from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, numbered_in_order, sample_of
+from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, Arguments, Sampled, numbered_in_order
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64
@@ -56,7 +58,10 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class AuditRequest(NamedTuple):
-    """What the machine was asked to do, in the places `selected` by number and for the `operators`; None for all."""
+    """What the machine was asked to do, in the places `selected` by number and for the `operators`; None for all.
+
+    `errors`: of single places, in place of `error`. `elementwise`: softmax, activations and norms in layers too.
+    """
 
     error: TensorError
     seed: int
@@ -65,6 +70,12 @@ class AuditRequest(NamedTuple):
     selected: Set[int] | None
     backward: bool
     operators: Set[str] | None = None
+    errors: Mapping[int, TensorError] = {}
+    elementwise: bool = False
+
+    def error_in(self, part: int) -> TensorError:
+        """Return the error of a place."""
+        return self.errors.get(part, self.error)
 
 
 class _Thread(threading.local):
@@ -91,6 +102,7 @@ class Audit:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, int, int], int] = {}
+        self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
 
     def add_model(
         self, roots: Sequence[nn.Module], modules: Mapping[int, nn.Module], names: Mapping[int, str]
@@ -188,6 +200,8 @@ class Audit:
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
             observation.handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
             observation.handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True, prepend=True))
+        if self.request.elementwise:
+            observation.handles += watch_norms(observation, modules, self.request.backward, self._missed_norm)
         if kind is not None:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
@@ -246,6 +260,11 @@ class Audit:
         finally:
             pending.close()
             local.current = None
+            if (missing := pending.expected_gradients - pending.norm_gradients) > 0:
+                self.receipt.note(self.receipt.escapes, "the gradient of a norm's input", missing)
+
+    def _missed_norm(self, part: int) -> None:
+        self.receipt.note(self.receipt.escapes, f"a norm in {self._names[part]}")
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -257,8 +276,10 @@ class Audit:
                 self._local.current.stack[-1].is_lost = True
             return function(*args, **kwargs)
         name = function.overloadpacket.__name__
-        operator = name.removesuffix("_") if name.removesuffix("_") in RECOMPUTED else name
-        is_product = function.namespace == "aten" and (operator in RECOMPUTED or operator in UNPROVEN)
+        operator = name.removesuffix("_") if name.removesuffix("_") in self._recomputed else name
+        is_product = function.namespace in ("aten", "aqnpipe") and (
+            operator in self._recomputed or operator in UNPROVEN
+        )
         if not is_product and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE):
             with mode:
                 found = function.decompose(*args, **kwargs)
@@ -271,6 +292,8 @@ class Audit:
             result = function(*args, **kwargs)
             self._classify(observation, function, name, args, kwargs, result)
             return result
+        observation.norms += operator == "norm"
+        observation.norm_gradients += operator == "norm_gradient"
         is_in_place = operator != name
         arguments = arguments_of(function, args, kwargs, copies_first=is_in_place)
         result = function(*args, **kwargs)
@@ -298,6 +321,8 @@ class Audit:
             # Sharded weights are other tensors in every pass, so they are known by their kind.
             observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
             found = escape(function, inputs, result, observation.mode.parameters, elementwise=False)
+            if self.request.elementwise and name == "_fused_rms_norm" and not observation.around_norms:
+                found = f"aten.{name}"
             if found is not None and found.endswith(ON_A_MATRIX) and not name.startswith(MULTIPLIES):
                 found = None
         if found is not None:
@@ -348,13 +373,17 @@ class Audit:
                 self.receipt.add(cell, Seen(products=1))
                 return
         key = self._key(phase, passed, part)
-        sampled = sample_of(operator, arguments, result, self._draws, _SAMPLES)
+        sampled = self._sample_of(operator, arguments, result)
+        if operator == "_softmax_backward_data" and sampled == [None]:
+            self.receipt.note(
+                self.receipt.escapes, f"a softmax's gradient, of whose result a copy was kept, in {self._names[part]}"
+            )
         for nth, found in enumerate(sampled):
             self.receipt.add(cell, Seen(products=int(nth == 0)))
             if found is not None:
                 numbered = numbered_in_order(found, results[nth]) if is_into else found
                 draws = Draws.of(key, call, stream + nth)
-                self.receipt.add(cell, compare(numbered, self.request.error, draws, results[nth].dtype))
+                self.receipt.add(cell, compare(numbered, self.request.error_in(part), draws, results[nth].dtype))
         observation.nth += len(sampled) - 1 if is_gradient else 0
 
     def _is_noised(self, operator: str, arguments: Mapping[str, Any], part: int, is_gradient: bool) -> bool:
@@ -363,6 +392,8 @@ class Audit:
             return False
         if request.operators is not None and machine_name(operator) not in request.operators:
             return False
+        if operator in ELEMENTWISE:
+            return part != self._outside
         return is_gradient or part != self._outside or num_terms(operator, arguments) != 1
 
     def observe_outside(
@@ -378,12 +409,20 @@ class Audit:
         number = self._num_outside
         if number & (number - 1) and number % _EVERY_OUTSIDE:
             return
-        sampled = sample_of(operator, dict(enumerate(factors)), result, self._draws, _SAMPLES)
+        sampled, error = (
+            self._sample_of(operator, dict(enumerate(factors)), result),
+            self.request.error_in(self._outside),
+        )
         cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
         for found in sampled:
-            seen = Seen() if found is None else compare(found, self.request.error, Draws.of(*source), result.dtype)
+            seen = Seen() if found is None else compare(found, error, Draws.of(*source), result.dtype)
             seen.products = 1
             self.receipt.add(cell, seen)
+
+    def _sample_of(self, operator: str, arguments: Arguments, result: Any) -> list[Sampled | None]:
+        """Return recomputed samples of an operator's noised results, in the order in which it noised them."""
+        recompute = self._recomputed.get(operator)
+        return [None] if recompute is None else recompute(arguments, result, self._draws, _SAMPLES)
 
     def _key(self, stream: str, passed: int, part: int) -> int:
         found = self._keys.get((stream, passed, part))

@@ -5,7 +5,7 @@ import torch
 
 from aqnpipe.config.noise import AbsoluteGaussian, RelativeGaussian, TensorError
 from aqnpipe.noise.audit.expected_values import deviations, expected_values
-from aqnpipe.noise.audit.random_numbers import Draws
+from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
 from aqnpipe.proof.receipt import Seen
 from aqnpipe.proof.recompute import Sampled
 
@@ -22,7 +22,10 @@ def compare(sampled: Sampled, error: TensorError, draws: Draws, dtype: torch.dty
     )
     expected, allowed = middle
     spread = np.maximum(np.abs(low[0] - expected), np.abs(high[0] - expected))
-    deviation = deviations(exact, found, expected, allowed + spread + sampled.after, dtype)[usable]
+    tolerance = allowed + spread + sampled.after
+    if sampled.row:
+        expected, tolerance = _as_distributions(expected, tolerance, sampled.row, dtype)
+    deviation = deviations(exact, found, expected, tolerance, dtype)[usable]
     # Elements with much rounding say little; without this one large element would outweigh all others.
     scale = error.scale if isinstance(error, RelativeGaussian) else None
     unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
@@ -36,3 +39,14 @@ def compare(sampled: Sampled, error: TensorError, draws: Draws, dtype: torch.dty
         expected_squared=float((requested * requested).sum()) if is_random else 0.0,
         found_squared=float((seen * seen).sum()),
     )
+
+
+def _as_distributions(
+    expected: FloatArray, tolerance: FloatArray, length: int, dtype: torch.dtype
+) -> tuple[FloatArray, FloatArray]:
+    """Return rows of a softmax with an error as distributions: no negative values, and the sum 1."""
+    values, slack = np.maximum(expected, 0.0).reshape(-1, length), tolerance.reshape(-1, length)
+    total = np.maximum(values.sum(-1, keepdims=True), torch.finfo(dtype).tiny)
+    shares = values / total
+    slack = (slack + shares * slack.sum(-1, keepdims=True)) / total + 2 * torch.finfo(dtype).eps * shares
+    return shares.reshape(-1), slack.reshape(-1)

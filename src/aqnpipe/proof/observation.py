@@ -47,6 +47,9 @@ class Observation:
         self.handles: list[Any] = []
         self.node = -1
         self.nth = 0
+        # Norms that are modules: results and gradients seen, results seen before each that runs, gradients to be seen.
+        self.norms = self.norm_gradients = self.expected_gradients = 0
+        self.around_norms: list[int] = []
 
     def start_of(self, node: int) -> Start | None:
         """Return where the forward pass was when it made a node; None for nodes of other passes."""

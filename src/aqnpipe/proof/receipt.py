@@ -11,6 +11,7 @@ import polars as pl
 
 from aqnpipe.config.noise import TensorError
 from aqnpipe.errors import ReceiptError
+from aqnpipe.proof.elementwise import ELEMENTWISE
 
 _SLOPE_TOLERANCE = 0.05
 _STANDARD_ERRORS = 6.0
@@ -67,11 +68,15 @@ class Seen:
 
 
 class Requested(NamedTuple):
-    """What a receipt is checked against: phases, a description of the error, and its scale if it has one."""
+    """What a receipt is checked against: phases, a description of the error, and its scale if it has one.
+
+    `elementwise`: softmax, activations and norms must have the error too.
+    """
 
     phases: tuple[str, ...]
     error: str
     scale: float | None
+    elementwise: bool = False
 
 
 def described(error: TensorError) -> str:
@@ -172,6 +177,13 @@ class MachineReceipt:
                 yield f"{phase}: no result was recomputed, so nothing is proven; expected a call of the model" + (
                     " and of backward() in the context" if phase == "backward" else " in the context"
                 )
+
+        if self.requested.elementwise and not any(
+            number
+            for (_, operator, what), number in self.counts.items()
+            if what == "noised" and operator in ELEMENTWISE
+        ):
+            yield "no softmax, activation or norm had the requested error; expected a model with layers that have some"
 
     def _wrong(self) -> Iterable[str]:
         for cell, seen in sorted(self.cells.items()):
