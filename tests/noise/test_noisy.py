@@ -18,7 +18,6 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 import aqnpipe
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
-    FakeQuantization,
     MantissaTruncation,
     NoiseSpec,
     OperatorNoise,
@@ -28,7 +27,6 @@ from aqnpipe.config.noise import (
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.machine.machine import Machine
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
-from aqnpipe.noise.noisy_modules import ModuleNoiseReceipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
@@ -118,12 +116,6 @@ def test_other_errors_are_recomputed_too(make_model, ids, error, dtype):
     with torch.no_grad(), aqnpipe.noisy(model, error=error) as receipt:
         model(input_ids=ids)
     assert receipt.check().recomputed_numbers > 200
-
-
-def test_errors_of_modules_have_their_own_receipt(model, ids):
-    with torch.no_grad(), aqnpipe.noisy(model, error=FakeQuantization(format="nvfp4")) as receipt:
-        model(input_ids=ids)
-    assert isinstance(receipt.check(), ModuleNoiseReceipt)
 
 
 def test_single_layers(model, ids):

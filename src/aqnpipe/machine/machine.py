@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from aqnpipe.config.noise import TensorError
+from aqnpipe.config.noise import AppliedError, FakeQuantization
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.norms import NORM, NORM_GRADIENT, NormKernels
 from aqnpipe.machine.operators import ELEMENTWISE, SOFTMAX, Registration
 from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Place, Places
+from aqnpipe.machine.quantized import QuantizedOperands, mark_weights
 from aqnpipe.models.layout import is_rms_norm
+from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
@@ -42,14 +45,14 @@ class Request(NamedTuple):
     `error`. `elementwise`: softmax, activations and norms within the parts have the error too.
     """
 
-    error: TensorError
+    error: AppliedError
     key: MachineKey
     num_parts: int
     stream: str = "evaluation"
     parts: Container[int] | None = None
     backward: bool = False
     operators: Container[str] | None = None
-    errors: Mapping[int, TensorError] = {}
+    errors: Mapping[int, AppliedError] = {}
     elementwise: bool = False
 
 
@@ -79,6 +82,7 @@ class Machine:
         self._gradient_keys: dict[tuple[int, int], int] = {}
         self._registration: Registration | None = None
         self._norms: NormKernels | None = None
+        self._quantized = QuantizedOperands()
         self._before_first: Callable[[], None] | None = None
 
     @contextmanager
@@ -88,9 +92,13 @@ class Machine:
         handles: list[Any] = []
         try:
             # Compiled code would not pass the kernels of operators.
-            with torch.compiler.set_stance("force_eager"):
+            # The last product of a layer that is computed again must run, too: it marks its factors.
+            with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(not self._rounds_activations):
                 handles = self.places.hooks(roots, parts)
                 handles += self.norm_hooks(parts)
+                if isinstance(self.request.error, FakeQuantization):
+                    mark = PlaceHook(lambda module, *_: mark_weights(module))
+                    handles += [root.register_forward_pre_hook(mark) for root in roots]
                 yield
         finally:
             self.stop()
@@ -105,7 +113,12 @@ class Machine:
         if not _IN_USE.acquire(blocking=False):
             raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
         self._before_first = before_first
-        self._registration = Registration(self._on_result, elementwise=self.request.elementwise)
+        is_of_operands = isinstance(self.request.error, FakeQuantization)
+        self._registration = Registration(
+            self._on_result,
+            elementwise=self.request.elementwise,
+            on_operands=self._on_operands if is_of_operands else None,
+        )
         if self.request.elementwise:
             self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
 
@@ -131,10 +144,15 @@ class Machine:
         if self._registration is not None:
             self._registration.close()
             self._registration = None
+            self._quantized.close()
             if self._norms is not None:
                 self._norms.close()
                 self._norms = None
             _IN_USE.release()
+
+    @property
+    def _rounds_activations(self) -> bool:
+        return isinstance(self.request.error, FakeQuantization) and self.request.error.activations
 
     def add_backends(self) -> None:
         """Replace kernels of backends that have been loaded since."""
@@ -163,11 +181,7 @@ class Machine:
         if self._before_first is not None:
             self.identify()
         places = self.places
-        here = places.local.here or places.here()
-        node = torch._C._current_autograd_node()
-        # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
-        is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
-        part = places.part_of(node._sequence_nr()) if is_gradient else here.part
+        here, node, is_gradient, part = self._where()
         phase = "backward" if is_gradient else self.request.stream
         why = getattr(self._off, "why", None) or self._exemption(operator, part, is_gradient, result, num_terms)
         if why is not None:
@@ -180,14 +194,40 @@ class Machine:
         if operator in SOFTMAX:
             result = result.clone()
         values = result.detach() if result.requires_grad else result
-        apply_error_(values, self.request.errors.get(part, self.request.error), source)
+        apply_error_(values, self.request.errors.get(part, self.request.error), source)  # type: ignore[arg-type]
         if factors and part == places.outside and self._observe_outside is not None:
             self._observe_outside(phase, operator, values, factors, source)
         return result
 
+    def _where(self) -> tuple[Place, Any, bool, int]:
+        """Return the place, the node of the backward pass that runs, whether it computes a gradient, and the part."""
+        places = self.places
+        here = places.local.here or places.here()
+        node = torch._C._current_autograd_node()
+        # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
+        is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
+        return here, node, is_gradient, places.part_of(node._sequence_nr()) if is_gradient else here.part
+
+    def _on_operands(self, operator: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        self.identify()
+        _, _, is_gradient, part = self._where()
+        phase = "backward" if is_gradient else self.request.stream
+        error, parts = self.request.error, self.request.parts
+        why: str | None = getattr(self._off, "why", None)
+        if parts is not None and part not in parts:
+            why = "not selected"
+        found = None
+        if why is None and isinstance(error, FakeQuantization):
+            found = self._quantized.of(error, first, second, is_gradient)
+        self.counts[phase, operator, why or ("without a weight" if found is None else "noised")] += 1
+        return (first, second) if found is None else found
+
     def _exemption(self, operator: str, part: int, is_gradient: bool, result: Tensor, num_terms: int) -> str | None:
         """Return why a result has no error; None if it gets one."""
         request = self.request
+        if isinstance(request.error, FakeQuantization):
+            # Products have their errors in their factors; these are attention and convolutions.
+            return "without a weight"
         if is_gradient and not request.backward:
             return "gradients"
         if request.parts is not None and part not in request.parts:

@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from aqnpipe.device import dispatch_keys
+from aqnpipe.machine.quantized import mark_cast
 
 OnResult = Callable[[str, Tensor, int, tuple[Tensor, ...]], Tensor]
 """Called with the name of an operator, its result, the number of terms of each sum, and its two factors where it is a
 plain product of two; returns the result to use."""
+
+OnOperands = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Called with the name of a product and its two factors; returns the factors to use."""
 
 Kernel = Callable[..., Any]
 _aten = torch.ops.aten
@@ -87,11 +91,15 @@ class Registration:
     """The replaced kernels of a process; `on_result` gets every result, from the first backend to the last `close`.
 
     `elementwise`: softmax, activations and norms too. `on_result` returns another tensor for a softmax that it changes.
+    With `on_operands`, products have an error of their factors in place of their results.
     """
 
-    def __init__(self, on_result: OnResult, *, elementwise: bool = False) -> None:
+    def __init__(
+        self, on_result: OnResult, *, elementwise: bool = False, on_operands: OnOperands | None = None
+    ) -> None:
         self._on_result = on_result
-        self._table = (*_TABLE, *_ELEMENTWISE_TABLE) if elementwise else _TABLE
+        self._on_operands = on_operands
+        self._table = (*_TABLE, *(_ELEMENTWISE_TABLE if elementwise else ()), *(_CASTS if on_operands else ()))
         self._inside = _Inside()
         self._library = torch.library.Library("aten", "IMPL")
         self._done: set[tuple[str, str]] = set()
@@ -130,6 +138,11 @@ class Registration:
         def composed(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
             return self._noised(operator, self._alone(native, keys, first, *others, **named), first.shape[-1])
 
+        def of_operands(keys: Any, first: Tensor, second: Tensor, *others: Any, **named: Any) -> Any:
+            return self._alone(native, keys, *self._factors(operator, first, second), *others, **named)
+
+        if self._on_operands is not None:
+            return of_operands
         # The others call operators of this table themselves.
         return product if operator in ("mm", "bmm") else composed
 
@@ -149,6 +162,9 @@ class Registration:
         def added(keys: Any, added: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
             if inside.depth or not first.is_floating_point():
                 return native(keys, added, first, second, beta=beta, alpha=alpha)
+            if self._on_operands is not None:
+                factors = self._factors(SUMS[name], first, second)
+                return self._alone(native, keys, added, *factors, beta=beta, alpha=alpha)
             return _plus(multiply(first, second), added, beta, alpha)
 
         return added
@@ -263,6 +279,21 @@ class Registration:
     def _gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
         return gradient if gradient is None or not gradient.numel() else self._noised(name, gradient, 2)
 
+    def _cast(self, name: str, native: Kernel) -> Kernel:
+        def cast(keys: Any, source: Any, *operands: Any, **named: Any) -> Tensor:
+            if not isinstance(source, Tensor):
+                # torch passes a tensor that stands for a Python number as that number.
+                source = torch.tensor(source, dtype=torch.float64 if isinstance(source, float) else None)
+            found: Tensor = native(keys, source, *operands, **named)
+            mark_cast(source, found)
+            return found
+
+        return cast
+
+    def _factors(self, operator: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        is_inside = self._inside.depth or self._on_operands is None or not first.is_floating_point()
+        return (first, second) if is_inside else self._on_operands(operator, first, second)  # type: ignore[misc]
+
     def _alone(self, native: Kernel, keys: Any, *operands: Any, **named: Any) -> Any:
         """Run a kernel; operators of the table inside it have no error."""
         self._inside.depth += 1
@@ -332,6 +363,8 @@ _ELEMENTWISE_TABLE: tuple[_Entry, ...] = (
 
 ELEMENTWISE = frozenset({*SOFTMAX, "_softmax_backward_data", *ACTIVATIONS})
 """Names of softmax, activations, norms and their gradients."""
+
+_CASTS = (_Entry("_to_copy", Registration._cast),)
 
 NOISED = frozenset({*PRODUCTS, *ATTENTION, *ATTENTION_BACKWARD, "convolution", "convolution_backward"})
 """Names of the operators that have errors; the others of the table compute with them."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OperatorSet, Phase, RelativeGaussian
+from aqnpipe.config.noise import ErrorModel, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, MachineKey, Request
@@ -76,7 +76,7 @@ def noisy(
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    if isinstance(error, FakeQuantization | MeasuredError | OwnError):
+    if isinstance(error, MeasuredError | OwnError):
         chosen = _chosen_layers(layers, None, include_lm_head)
         return noisy_modules(
             model, scale, error, int(seed), step, operators, chosen, include_lm_head, backward, receipt
@@ -104,6 +104,7 @@ def _noisy_machine(
         requested = OperatorNoise(
             error=error if error is not None else RelativeGaussian(scale=float(scale or 0.0)),
             phases=(stream, "backward") if backward else (stream,),
+            operators=operators,
         )
     except ValidationError as problem:
         raise ConfigError(f"noisy: {describe_validation_error(problem)}") from problem

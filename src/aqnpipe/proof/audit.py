@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from aqnpipe.config.noise import TensorError
+from aqnpipe.config.noise import AppliedError, FakeQuantization
 from aqnpipe.models.calls import num_tokens
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.classification import escape, is_known
@@ -40,6 +40,7 @@ from aqnpipe.proof.operations import (
     machine_name,
     num_terms,
 )
+from aqnpipe.proof.quantized import with_rounded_factors
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Seen
 from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, Arguments, Sampled, numbered_in_order
 
@@ -63,17 +64,17 @@ class AuditRequest(NamedTuple):
     `errors`: of single places, in place of `error`. `elementwise`: softmax, activations and norms in layers too.
     """
 
-    error: TensorError
+    error: AppliedError
     seed: int
     position: tuple[int, int, int]
     stream: str
     selected: Set[int] | None
     backward: bool
     operators: Set[str] | None = None
-    errors: Mapping[int, TensorError] = {}
+    errors: Mapping[int, AppliedError] = {}
     elementwise: bool = False
 
-    def error_in(self, part: int) -> TensorError:
+    def error_in(self, part: int) -> AppliedError:
         """Return the error of a place."""
         return self.errors.get(part, self.error)
 
@@ -102,6 +103,8 @@ class Audit:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, int, int], int] = {}
+        # The backward pass of quantized operands has them too, without being asked for.
+        self._observes_gradients = request.backward or isinstance(request.error, FakeQuantization)
         self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
 
     def add_model(
@@ -178,7 +181,7 @@ class Audit:
         if current.kind is not None and output is not None:
             self.receipt.audited_kinds.add(current.kind)
             self.receipt.audited_passes += 1
-            if self.request.backward and current.kind[2]:
+            if self._observes_gradients and current.kind[2]:
                 if local.pending is not None:
                     local.pending.close()
                 local.pending = current
@@ -291,6 +294,8 @@ class Audit:
         if not is_product:
             result = function(*args, **kwargs)
             self._classify(observation, function, name, args, kwargs, result)
+            if isinstance(self.request.error, FakeQuantization):
+                observation.weights.note(function, _tensors((args, dict(kwargs))), _tensors(result))
             return result
         observation.norms += operator == "norm"
         observation.norm_gradients += operator == "norm_gradient"
@@ -317,7 +322,7 @@ class Audit:
         if torch._C._current_autograd_node() is not None or here == self._outside:
             found = None if is_known(function) else f"{function.namespace}.{name}"
         else:
-            inputs = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor)]
+            inputs = _tensors((args, dict(kwargs)))
             # Sharded weights are other tensors in every pass, so they are known by their kind.
             observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
             found = escape(function, inputs, result, observation.mode.parameters, elementwise=False)
@@ -349,6 +354,9 @@ class Audit:
             passed, part, call = called or (start.passed, start.part, start.visit * _VISIT + number - start.node)
         phase = "backward" if is_gradient else self.request.stream
         cell = Cell(phase, self._names[part], operator, str(results[0].dtype).removeprefix("torch."))
+        if isinstance(self.request.error, FakeQuantization):
+            self._quantized_product(observation, cell, part, arguments, results[0], is_gradient)
+            return
         if is_gradient and called is None and part == self._outside:
             # Of a product behind the pass, which was not observed; its call is not known.
             self.receipt.add(cell, Seen(products=1))
@@ -385,6 +393,38 @@ class Audit:
                 draws = Draws.of(key, call, stream + nth)
                 self.receipt.add(cell, compare(numbered, self.request.error_in(part), draws, results[nth].dtype))
         observation.nth += len(sampled) - 1 if is_gradient else 0
+
+    def _quantized_product(
+        self,
+        observation: Observation,
+        cell: Cell,
+        part: int,
+        arguments: Mapping[str, Any],
+        result: Tensor,
+        is_gradient: bool,
+    ) -> None:
+        """Compare a product with that of its quantized operands."""
+        error, selected = self.request.error, self.request.selected
+        operands = [value for value in arguments.values() if isinstance(value, Tensor)]
+        operands = operands[machine_name(cell.operator) != cell.operator :][:2]
+        self.receipt.add(cell, Seen(products=1))
+        if not isinstance(error, FakeQuantization) or (selected is not None and part not in selected):
+            return
+        observation.weights.note(None, operands, ())
+        factors = observation.weights.factors(error, operands, is_gradient)
+        if factors is None:
+            return
+        copies = [operand for operand in operands if observation.weights.is_copy(operand)]
+        if copies or machine_name(cell.operator) not in ("mm", "bmm", "mv", "_grouped_mm"):
+            what = f"aten.{cell.operator} with {'a copy of a weight' if copies else 'a weight'} in {cell.place}"
+            self.receipt.note(self.receipt.escapes, what)
+            return
+        (sampled,) = self._sample_of(cell.operator, arguments, result)
+        offsets = arguments.get("offs")
+        is_of_rows = offsets is None or [operand.dim() for operand in operands] == [2, 3]
+        if sampled is not None and result.dim() > 1 and is_of_rows:
+            found = with_rounded_factors(sampled, result, factors, error, is_gradient, offsets)
+            self.receipt.add(cell, compare(found, error, Draws.of(0, 0, 0), result.dtype))
 
     def _is_noised(self, operator: str, arguments: Mapping[str, Any], part: int, is_gradient: bool) -> bool:
         request = self.request
@@ -430,6 +470,10 @@ class Audit:
             found = derived_key(self.request.seed, stream, *self.request.position, passed, part)
             self._keys = {**(self._keys if len(self._keys) < 256 else {}), (stream, passed, part): found}
         return found
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def watch_backward(watched: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:

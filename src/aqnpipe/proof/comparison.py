@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from aqnpipe.config.noise import AbsoluteGaussian, RelativeGaussian, TensorError
+from aqnpipe.config.noise import AbsoluteGaussian, AppliedError, FakeQuantization, RelativeGaussian
 from aqnpipe.noise.audit.expected_values import deviations, expected_values
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
 from aqnpipe.proof.receipt import Seen
@@ -12,8 +12,10 @@ from aqnpipe.proof.recompute import Sampled
 _TINY = 1e-300
 
 
-def compare(sampled: Sampled, error: TensorError, draws: Draws, dtype: torch.dtype) -> Seen:
+def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dtype) -> Seen:
     """Compare sampled elements of a result of `dtype` with what `error` makes of the exact values."""
+    if sampled.expected is not None or isinstance(error, FakeQuantization):
+        return _compare_expected(sampled, sampled.exact if sampled.expected is None else sampled.expected)
     is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian)
     exact, slack, found = sampled.exact, sampled.slack, sampled.found
     usable = np.isfinite(exact) & np.isfinite(found)
@@ -50,3 +52,19 @@ def _as_distributions(
     shares = values / total
     slack = (slack + shares * slack.sum(-1, keepdims=True)) / total + 2 * torch.finfo(dtype).eps * shares
     return shares.reshape(-1), slack.reshape(-1)
+
+
+def _compare_expected(sampled: Sampled, expected: FloatArray) -> Seen:
+    """Compare with values that are known, in units of what rounding explains."""
+    unit = sampled.slack + sampled.after + _TINY
+    usable = np.isfinite(expected) & np.isfinite(sampled.found)
+    deviation = (np.abs(sampled.found - expected) / unit)[usable]
+    requested, seen = ((values - sampled.exact)[usable] / unit[usable] for values in (expected, sampled.found))
+    return Seen(
+        recomputed=int(usable.sum()),
+        wrong=int((deviation > 1).sum()),
+        largest_deviation=float(deviation.max(initial=0.0)),
+        found_expected=float((seen * requested).sum()),
+        expected_squared=float((requested * requested).sum()),
+        found_squared=float((seen * seen).sum()),
+    )

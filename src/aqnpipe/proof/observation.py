@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aqnpipe.noise.audit.classification import MatrixParameters
+from aqnpipe.proof.quantized import Weights
 
 
 class Start(NamedTuple):
@@ -47,6 +48,7 @@ class Observation:
         self.handles: list[Any] = []
         self.node = -1
         self.nth = 0
+        self.weights = Weights()
         # Norms that are modules: results and gradients seen, results seen before each that runs, gradients to be seen.
         self.norms = self.norm_gradients = self.expected_gradients = 0
         self.around_norms: list[int] = []

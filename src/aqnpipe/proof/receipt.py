@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from aqnpipe.config.noise import TensorError
+from aqnpipe.config.noise import AppliedError
 from aqnpipe.errors import ReceiptError
 from aqnpipe.proof.elementwise import ELEMENTWISE
 
@@ -79,7 +79,7 @@ class Requested(NamedTuple):
     elementwise: bool = False
 
 
-def described(error: TensorError) -> str:
+def described(error: AppliedError) -> str:
     """Return an error model in words."""
     settings = error.model_dump(exclude={"kind"}, exclude_none=True)
     values = [

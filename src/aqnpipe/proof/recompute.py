@@ -20,6 +20,7 @@ class Sampled(NamedTuple):
 
     `after` is the slack of what an operator does with its product after the error, such as adding a bias. `row`: the
     elements are whole rows of that length, which became distributions after the error; 0 for single elements.
+    `expected`: the values that are requested, where the error is of the operands.
     """
 
     numbers: IntArray
@@ -28,6 +29,7 @@ class Sampled(NamedTuple):
     found: FloatArray
     after: FloatArray | float = 0.0
     row: int = 0
+    expected: FloatArray | None = None
 
 
 Arguments = Mapping[Any, Any]
@@ -81,7 +83,7 @@ def _sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: 
     product = _matmul(first, second, result, rng, count)
     if product is None or alpha == 0:
         return [None]
-    place = _place_of(result, product.numbers)
+    place = place_of(result, product.numbers)
     constant = beta * at(added.expand(result.shape), place) if beta else np.zeros(len(product.exact))
     return [_without_constant(product, constant, alpha, result.dtype)]
 
@@ -96,7 +98,7 @@ def _without_constant(sampled: Sampled, constant: FloatArray, alpha: float, dtyp
 
 def numbered_in_order(sampled: Sampled, result: Tensor) -> Sampled:
     """Return samples numbered row by row: the product was made in memory of its own, and copied into `result`."""
-    place = _place_of(result, sampled.numbers)
+    place = place_of(result, sampled.numbers)
     return sampled._replace(numbers=np.ravel_multi_index(place, tuple(result.shape)).astype(np.int64))
 
 
@@ -318,7 +320,8 @@ def in_memory(result: Tensor, place: tuple[IntArray, ...]) -> IntArray:
     return numbers
 
 
-def _place_of(result: Tensor, numbers: IntArray) -> tuple[IntArray, ...]:
+def place_of(result: Tensor, numbers: IntArray) -> tuple[IntArray, ...]:
+    """Return the indices of elements that are numbered as they lie in memory."""
     strides, rest = _strides(result), numbers.copy()
     place = [np.zeros_like(numbers)] * len(strides)
     for axis in sorted(range(len(strides)), key=lambda each: strides[each], reverse=True):
