@@ -7,7 +7,7 @@ proof (the audit in `aqnpipe.proof` looks from above and computes again); it say
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from aqnpipe.config.noise import AppliedError, FakeQuantization
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.norms import NORM, NORM_GRADIENT, NormKernels
@@ -56,6 +57,7 @@ class Request(NamedTuple):
     elementwise: bool = False
 
 
+CHANGED = "changed elements"
 _IN_USE = threading.Lock()
 
 _IN_LAYERS = ELEMENTWISE | {NORM, NORM_GRADIENT}
@@ -163,6 +165,12 @@ class Machine:
         """Compute without errors in this thread from now on, counted under `why`; None: with errors again."""
         self._off.why = why
 
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Compute the body without errors, uncounted: it is no part of the program."""
+        with nullcontext() if self._registration is None else self._registration.exactly():
+            yield
+
     def _key(self, passed: int, part: int) -> int:
         key = self.request.key
         return derive_seed(key.seed, self.request.stream, key.step, key.micro_step, key.rank, passed, part)
@@ -194,10 +202,22 @@ class Machine:
         if operator in SOFTMAX:
             result = result.clone()
         values = result.detach() if result.requires_grad else result
-        apply_error_(values, self.request.errors.get(part, self.request.error), source)  # type: ignore[arg-type]
+        error: Any = self.request.errors.get(part, self.request.error)
+        # Exact type: isinstance on a pydantic class is slow.
+        if type(error) is OwnError:
+            self._apply_own(phase, operator, values, error, source)
+        else:
+            apply_error_(values, error, source)
         if factors and part == places.outside and self._observe_outside is not None:
             self._observe_outside(phase, operator, values, factors, source)
         return result
+
+    def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> None:
+        """Put a user's own error on values. Of all errors it alone may change none of them, so changes are counted."""
+        before = values.clone()
+        with self.exactly():
+            apply_error_(values, error, source)
+        self.counts[phase, operator, CHANGED] += int(((values != before) & (before == before)).sum())
 
     def _where(self) -> tuple[Place, Any, bool, int]:
         """Return the place, the node of the backward pass that runs, whether it computes a gradient, and the part."""

@@ -22,6 +22,7 @@ from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, MachineKey, Request
 from aqnpipe.models.parts import Parts, parts_of
+from aqnpipe.noise.kernels.own import refuse_unusable
 from aqnpipe.noise.noisy_modules import ModuleNoiseReceipt, noisy_modules
 from aqnpipe.proof.audit import Audit, AuditRequest
 from aqnpipe.proof.receipt import MachineReceipt, Requested, described
@@ -38,7 +39,8 @@ class NoiseReceipt(MachineReceipt):
     def __init__(self, model: nn.Module, request: AuditRequest, scale: float | None) -> None:
         phases = (request.stream, "backward") if request.backward else (request.stream,)
         draws = np.random.default_rng(derive_seed(request.seed, "noisy audit"))
-        super().__init__(Requested(phases, described(request.error), scale, request.elementwise), draws)
+        own = request.error if isinstance(request.error, OwnError) else None
+        super().__init__(Requested(phases, described(request.error), scale, request.elementwise, own), draws)
         self._model = model
         self._request = request
         self.next_step = 0
@@ -76,7 +78,7 @@ def noisy(
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    if isinstance(error, MeasuredError | OwnError):
+    if isinstance(error, MeasuredError):
         chosen = _chosen_layers(layers, None, include_lm_head)
         return noisy_modules(
             model, scale, error, int(seed), step, operators, chosen, include_lm_head, backward, receipt
@@ -100,6 +102,9 @@ def _noisy_machine(
     parts = parts_of(model)
     _refuse_stored_products(model)
     stream: Phase = "actor_forward" if backward else "evaluation"
+    if isinstance(error, OwnError):
+        refuse_unusable(error)
+        error = error.planned()
     try:
         requested = OperatorNoise(
             error=error if error is not None else RelativeGaussian(scale=float(scale or 0.0)),
@@ -122,6 +127,7 @@ def _noisy_machine(
     key = MachineKey(seed, step)
     request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all)
     machine = Machine(request, audit.observe_outside)
+    audit.exactly = machine.exactly
     with ExitStack() as stack:
         stack.callback(lambda: receipt.count(machine.counts))
         stack.enter_context(machine.running(parts.roots, modules))

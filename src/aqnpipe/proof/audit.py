@@ -14,7 +14,7 @@ import binascii
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from aqnpipe.config.noise import AppliedError, FakeQuantization
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.models.calls import num_tokens
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.classification import escape, is_known
@@ -30,7 +31,7 @@ from aqnpipe.noise.audit.random_numbers import Draws, derived_key
 from aqnpipe.proof.comparison import compare
 from aqnpipe.proof.elementwise import ELEMENTWISE
 from aqnpipe.proof.norms import watch_norms
-from aqnpipe.proof.observation import Mode, Observation, Visit
+from aqnpipe.proof.observation import Mode, Observation, Visit, watch_backward
 from aqnpipe.proof.operations import (
     COLLECTIVES,
     MULTIPLIES,
@@ -48,6 +49,7 @@ _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64
 _LEAST_WHOLE_SHARE = 1 / 512
 _SAMPLES = 16
+_SAMPLES_OF_OWN = 128
 _VISIT = 2**20
 _OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
@@ -88,7 +90,12 @@ class _Thread(threading.local):
 
 
 class Audit:
-    """Audits one machine. `outside` is the number of the place outside all parts."""
+    """Audits one machine. `outside` is the number of the place outside all parts.
+
+    `exactly`: the machine computes exactly in its body, for functions of a user's own that are called once more here.
+    """
+
+    exactly: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, request: AuditRequest, receipt: MachineReceipt, outside: int) -> None:
         self.request = request
@@ -105,6 +112,8 @@ class Audit:
         self._keys: dict[tuple[str, int, int], int] = {}
         # The backward pass of quantized operands has them too, without being asked for.
         self._observes_gradients = request.backward or isinstance(request.error, FakeQuantization)
+        # What a user announced of a size is checked beside single values, and takes more of them.
+        self._samples = _SAMPLES_OF_OWN if isinstance(request.error, OwnError) else _SAMPLES
         self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
 
     def add_model(
@@ -391,7 +400,9 @@ class Audit:
             if found is not None:
                 numbered = numbered_in_order(found, results[nth]) if is_into else found
                 draws = Draws.of(key, call, stream + nth)
-                self.receipt.add(cell, compare(numbered, self.request.error_in(part), draws, results[nth].dtype))
+                with self.exactly():
+                    seen = compare(numbered, self.request.error_in(part), draws, results[nth].dtype)
+                self.receipt.add(cell, seen)
         observation.nth += len(sampled) - 1 if is_gradient else 0
 
     def _quantized_product(
@@ -455,14 +466,15 @@ class Audit:
         )
         cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
         for found in sampled:
-            seen = Seen() if found is None else compare(found, error, Draws.of(*source), result.dtype)
+            with self.exactly():
+                seen = Seen() if found is None else compare(found, error, Draws.of(*source), result.dtype)
             seen.products = 1
             self.receipt.add(cell, seen)
 
     def _sample_of(self, operator: str, arguments: Arguments, result: Any) -> list[Sampled | None]:
         """Return recomputed samples of an operator's noised results, in the order in which it noised them."""
         recompute = self._recomputed.get(operator)
-        return [None] if recompute is None else recompute(arguments, result, self._draws, _SAMPLES)
+        return [None] if recompute is None else recompute(arguments, result, self._draws, self._samples)
 
     def _key(self, stream: str, passed: int, part: int) -> int:
         found = self._keys.get((stream, passed, part))
@@ -474,22 +486,3 @@ class Audit:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def watch_backward(watched: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Run every backward pass of this process within `watched()`; return a function that ends it.
-
-    torch runs all of them (`backward`, `autograd.grad`, those of reentrant checkpoints) through one Python function.
-    """
-    run = torch.autograd._engine_run_backward
-
-    def run_watched(*args: Any, **kwargs: Any) -> Any:
-        with watched():
-            return run(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = run_watched
-
-    def end() -> None:
-        torch.autograd._engine_run_backward = run
-
-    return end

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from aqnpipe.config.noise import AbsoluteGaussian, AppliedError, FakeQuantization, RelativeGaussian
+from aqnpipe.config.noise import AbsoluteGaussian, AppliedError, FakeQuantization, RelativeGaussian, requested_size
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.expected_values import deviations, expected_values
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
 from aqnpipe.proof.receipt import Seen
@@ -16,7 +17,7 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
     """Compare sampled elements of a result of `dtype` with what `error` makes of the exact values."""
     if sampled.expected is not None or isinstance(error, FakeQuantization):
         return _compare_expected(sampled, sampled.exact if sampled.expected is None else sampled.expected)
-    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian)
+    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | OwnError)
     exact, slack, found = sampled.exact, sampled.slack, sampled.found
     usable = np.isfinite(exact) & np.isfinite(found)
     low, middle, high = (
@@ -29,8 +30,12 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         expected, tolerance = _as_distributions(expected, tolerance, sampled.row, dtype)
     deviation = deviations(exact, found, expected, tolerance, dtype)[usable]
     # Elements with much rounding say little; without this one large element would outweigh all others.
-    scale = error.scale if isinstance(error, RelativeGaussian) else None
+    is_relative = isinstance(error, RelativeGaussian) or (isinstance(error, OwnError) and error.quantity == "relative")
+    scale = requested_size(error) if is_relative else None
     unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
+    if isinstance(error, OwnError):
+        # The function computes in float32; the rounding of its argument is no error.
+        expected = np.where(np.abs(expected - exact) <= 2.0**-22 * np.abs(exact), exact, expected)
     requested, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
     return Seen(
         recomputed=int(usable.sum()),
@@ -40,7 +45,14 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         found_expected=float((seen * requested).sum()) if is_random else 0.0,
         expected_squared=float((requested * requested).sum()) if is_random else 0.0,
         found_squared=float((seen * seen).sum()),
+        error_squared=_error_squared(exact[usable], expected[usable], error) if isinstance(error, OwnError) else 0.0,
     )
+
+
+def _error_squared(exact: FloatArray, expected: FloatArray, error: OwnError) -> float:
+    """Return the sum of squares of a user's own error, in the quantity of its announced size."""
+    unit = np.where(exact == 0, np.inf, exact) if error.quantity == "relative" else 1.0
+    return float((((expected - exact) / unit) ** 2).sum())
 
 
 def _as_distributions(

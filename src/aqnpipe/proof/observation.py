@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -106,3 +107,22 @@ class Mode(TorchDispatchMode):
 
 Observe = Callable[[Mode, Any, Any, Any, Mapping[str, Any]], Any]
 """Runs an operator and looks at its result: mode, function, types, arguments, named arguments."""
+
+
+def watch_backward(watched: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Run every backward pass of this process within `watched()`; return a function that ends it.
+
+    torch runs all of them (`backward`, `autograd.grad`, those of reentrant checkpoints) through one Python function.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def run_watched(*args: Any, **kwargs: Any) -> Any:
+        with watched():
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_watched
+
+    def end() -> None:
+        torch.autograd._engine_run_backward = run
+
+    return end
