@@ -72,9 +72,8 @@ def noisy(
     softmax, activations and norms. layers: layers with noise (default: all). backward: gradients get noise too, and a
     backward pass must run in the body. receipt: continue an earlier one, of the same model and noise.
 
-    Fake quantization, measured errors, functions of your own and `operators="all"` change modules of a decoder of
-    transformers, and need eager or sdpa attention. Raises ConfigError for contradicting arguments, ModelError for a
-    model that noise cannot reach.
+    A measured error changes modules of a decoder of transformers, and needs eager or sdpa attention. Raises ConfigError
+    for contradicting arguments, ModelError for a model that noise cannot reach.
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
