@@ -118,7 +118,7 @@ def _line(
 def _rounded(values: Tensor, error: FakeQuantization, largest: np.float32) -> FloatArray:
     """Return values [..., blocks of one length] rounded to the format and to their own dtype."""
     size = _BLOCK[error.format]
-    blocks = values.detach().float().cpu().numpy().reshape(-1, size)
+    blocks: Any = wide(values).astype(np.float32).reshape(-1, size)
     found = (_mxfp4(blocks) if error.format == "mxfp4" else _nvfp4(blocks, largest)).reshape(tuple(values.shape))
     return wide(torch.from_numpy(found).to(values.dtype))
 

@@ -285,8 +285,8 @@ def _taps(corner: list[Any], sizes: torch.Size, stride: Any, dilation: Any) -> l
 
 
 def wide(tensor: Tensor) -> FloatArray:
-    """Return a tensor as float64 of numpy."""
-    return tensor.detach().double().cpu().numpy()
+    """Return a copy of a tensor as float64 of numpy: torch could not resize memory that is shared with numpy."""
+    return tensor.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
 def at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
