@@ -19,7 +19,6 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 import aqnpipe
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
-    FakeQuantization,
     MantissaTruncation,
     NoiseSpec,
     OperatorNoise,
@@ -29,7 +28,6 @@ from aqnpipe.config.noise import (
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.machine.machine import Machine
 from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
-from aqnpipe.noise.noisy_modules import ModuleNoiseReceipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
@@ -120,15 +118,6 @@ def test_other_errors_are_recomputed_too(make_model, ids, error, dtype):
     with torch.no_grad(), aqnpipe.noisy(model, error=error) as receipt:
         model(input_ids=ids)
     assert receipt.check().recomputed_numbers > 200
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"error": FakeQuantization(format="nvfp4")}, {"scale": 0.05, "operators": "all"}], ids=["fp4", "all"]
-)
-def test_errors_of_modules_have_their_own_receipt(model, ids, arguments):
-    with torch.no_grad(), aqnpipe.noisy(model, **arguments) as receipt:
-        model(input_ids=ids)
-    assert isinstance(receipt.check(), ModuleNoiseReceipt)
 
 
 def test_single_layers(model, ids):

@@ -7,6 +7,7 @@ from torch import distributed, nn
 
 import aqnpipe
 from aqnpipe.config.model import builtin_folder
+from aqnpipe.config.noise import FakeQuantization
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.loading import load_model
 
@@ -44,6 +45,26 @@ def test_a_sharded_model_has_the_noise_of_the_whole_model(mesh, ids):
         shared_logits, receipt = step(model, ids)
         assert torch.equal(shared_logits, logits)
         assert receipt.check().recomputed_numbers == whole.recomputed_numbers
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"scale": 0.05, "operators": "all", "backward": True},
+        {"error": FakeQuantization(format="mxfp4", activations=True)},
+    ],
+    ids=["all", "mxfp4"],
+)
+def test_other_forms_are_those_of_the_whole_model(mesh, ids, arguments):
+    def trained(model):
+        with aqnpipe.noisy(model, **arguments) as receipt:
+            result = model(input_ids=ids, labels=ids)
+            result.loss.backward()
+        return result.logits.detach(), receipt.check().recomputed_numbers
+
+    (logits, recomputed), (found, again) = trained(new_model()), trained(sharded(new_model(), mesh))
+    assert torch.equal(found, logits)
+    assert again == recomputed
 
 
 def test_the_hooks_are_as_before(mesh, ids):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from noisy_passes import run
+from on_modules import on_modules
 
 import aqnpipe
 from aqnpipe.config.own_noise import OwnError
@@ -85,7 +86,7 @@ def test_gradients_have_it_too_also_where_layers_are_recomputed(make_model, ids,
         model = make_model().train()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        with aqnpipe.noisy(model, error=own("gaussian", **GAUSSIAN), backward=True, operators="all") as receipt:
+        with on_modules(model, error=own("gaussian", **GAUSSIAN), backward=True, operators="all") as receipt:
             model(input_ids=ids, labels=ids).loss.backward()
         receipt.check()
         assert receipt.content.measured_scale("backward")[0] == pytest.approx(0.05, rel=0.1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aqnpipe.proof.recompute import RECOMPUTED, numbered_in_order, sample_of
+from aqnpipe.proof.recompute import RECOMPUTED, numbered_in_order
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def test_recomputed_values_are_those_of_torch(dtype):
         schema = function._schema.arguments
         arguments = {argument.name: argument.default_value for argument in schema}
         arguments |= dict(zip((argument.name for argument in schema), operands, strict=False)) | named
-        (found,) = sample_of(operator, arguments, result, rng, 64)
+        (found,) = RECOMPUTED[operator](arguments, result, rng, 64)
         assert (np.abs(found.found - found.exact) <= found.slack + found.after).all(), operator
         # The bound is no excuse: noise of 5 % is far beyond it in float32, and beyond it on average in bfloat16.
         size = np.median(np.abs(found.exact) * 0.05 / (found.slack + found.after))
@@ -84,9 +84,8 @@ def test_gradients_of_attention_are_those_of_torch(dtype, shared):
     result = function(*operands)
     arguments = dict(zip((argument.name for argument in function._schema.arguments), operands, strict=False))
     for _ in range(4):
-        found = sample_of(
-            "_scaled_dot_product_flash_attention_for_cpu_backward", arguments, result, np.random.default_rng(0), 32
-        )
+        recompute = RECOMPUTED["_scaled_dot_product_flash_attention_for_cpu_backward"]
+        found = recompute(arguments, result, np.random.default_rng(0), 32)
         assert len(found) == 3
         for sampled in found:
             assert (np.abs(sampled.found - sampled.exact) <= sampled.slack).all()
@@ -95,7 +94,7 @@ def test_gradients_of_attention_are_those_of_torch(dtype, shared):
 def test_elements_are_numbered_as_they_lie_in_memory():
     first, second = random(5, 7), random(7, 3)
     transposed = (second.T @ first.T).T
-    (found,) = sample_of("mm", {"self": first, "mat2": second}, transposed, np.random.default_rng(0), 64)
+    (found,) = RECOMPUTED["mm"]({"self": first, "mat2": second}, transposed, np.random.default_rng(0), 64)
     assert np.allclose(transposed.T.reshape(-1).double().numpy()[found.numbers], found.found)
     ordered = numbered_in_order(found, transposed)
     assert np.allclose(transposed.reshape(-1).double().numpy()[ordered.numbers], found.found)

@@ -1,6 +1,7 @@
 """A training with an error model and a schedule of one's own: its record has their sources, its receipt proves them."""
 
 import pytest
+from on_modules import on_modules
 from tiny_training import run, training_spec
 
 from aqnpipe.artifacts.files import read_json
@@ -61,9 +62,7 @@ def test_a_source_that_changed_after_planning_stops_the_run_before_it_starts(spe
 
 
 def test_measurements_survive_an_interruption(spec, model):
-    import aqnpipe
-
-    with aqnpipe.noisy(model, error=spec.arm.operator_noise.error) as receipt:
+    with on_modules(model, error=spec.arm.operator_noise.error) as receipt:
         model(model.dummy_inputs["input_ids"] % 50)
     state = receipt.recorder.state()
     restored = RecorderState.from_json(state.to_json())

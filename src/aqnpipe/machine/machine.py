@@ -7,17 +7,23 @@ proof (the audit in `aqnpipe.proof` looks from above and computes again); it say
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from aqnpipe.config.noise import TensorError
+from aqnpipe.config.noise import AppliedError, FakeQuantization
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
-from aqnpipe.machine.operators import Registration
+from aqnpipe.machine.norms import NORM, NORM_GRADIENT, NormKernels
+from aqnpipe.machine.operators import ELEMENTWISE, SOFTMAX, Registration
 from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Place, Places
+from aqnpipe.machine.quantized import QuantizedOperands, mark_weights
+from aqnpipe.models.layout import is_rms_norm
+from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
@@ -36,19 +42,26 @@ class Request(NamedTuple):
     """What the machine does: `error` on results of the forward pass (`stream` names its random numbers), in all places
     or those of `parts` and `operators`, and with `backward` on gradients too.
 
-    `num_parts`: number of parts of the model; the place outside has that number.
+    `num_parts`: number of parts of the model; the place outside has that number. `errors`: of single parts, in place of
+    `error`. `elementwise`: softmax, activations and norms within the parts have the error too.
     """
 
-    error: TensorError
+    error: AppliedError
     key: MachineKey
     num_parts: int
     stream: str = "evaluation"
     parts: Container[int] | None = None
     backward: bool = False
     operators: Container[str] | None = None
+    errors: Mapping[int, AppliedError] = {}
+    elementwise: bool = False
 
 
+CHANGED = "changed elements"
 _IN_USE = threading.Lock()
+
+_IN_LAYERS = ELEMENTWISE | {NORM, NORM_GRADIENT}
+"""Operators with an error in layers alone: a softmax outside draws tokens, or is a loss."""
 
 
 Observe = Callable[[str, str, Tensor, tuple[Tensor, ...], NoiseStream], None]
@@ -70,6 +83,8 @@ class Machine:
         self._off = threading.local()
         self._gradient_keys: dict[tuple[int, int], int] = {}
         self._registration: Registration | None = None
+        self._norms: NormKernels | None = None
+        self._quantized = QuantizedOperands()
         self._before_first: Callable[[], None] | None = None
 
     @contextmanager
@@ -79,8 +94,13 @@ class Machine:
         handles: list[Any] = []
         try:
             # Compiled code would not pass the kernels of operators.
-            with torch.compiler.set_stance("force_eager"):
+            # The last product of a layer that is computed again must run, too: it marks its factors.
+            with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(not self._rounds_activations):
                 handles = self.places.hooks(roots, parts)
+                handles += self.norm_hooks(parts)
+                if isinstance(self.request.error, FakeQuantization):
+                    mark = PlaceHook(lambda module, *_: mark_weights(module))
+                    handles += [root.register_forward_pre_hook(mark) for root in roots]
                 yield
         finally:
             self.stop()
@@ -95,7 +115,21 @@ class Machine:
         if not _IN_USE.acquire(blocking=False):
             raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
         self._before_first = before_first
-        self._registration = Registration(self._on_result)
+        is_of_operands = isinstance(self.request.error, FakeQuantization)
+        self._registration = Registration(
+            self._on_result,
+            elementwise=self.request.elementwise,
+            on_operands=self._on_operands if is_of_operands else None,
+        )
+        if self.request.elementwise:
+            self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
+
+    def norm_hooks(self, parts: Mapping[int, nn.Module]) -> list[Any]:
+        """Register the hooks of all RMSNorms within `parts`, if they have the error, and return the handles."""
+        if self._norms is None:
+            return []
+        norms = dict.fromkeys(norm for part in parts.values() for norm in part.modules() if is_rms_norm(norm))
+        return self._norms.hooks(norms, backward=self.request.backward)
 
     def identify(self) -> None:
         """Call what is to be called before the first result."""
@@ -112,7 +146,15 @@ class Machine:
         if self._registration is not None:
             self._registration.close()
             self._registration = None
+            self._quantized.close()
+            if self._norms is not None:
+                self._norms.close()
+                self._norms = None
             _IN_USE.release()
+
+    @property
+    def _rounds_activations(self) -> bool:
+        return isinstance(self.request.error, FakeQuantization) and self.request.error.activations
 
     def add_backends(self) -> None:
         """Replace kernels of backends that have been loaded since."""
@@ -122,6 +164,12 @@ class Machine:
     def switch_off(self, why: str | None) -> None:
         """Compute without errors in this thread from now on, counted under `why`; None: with errors again."""
         self._off.why = why
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Compute the body without errors, uncounted: it is no part of the program."""
+        with nullcontext() if self._registration is None else self._registration.exactly():
+            yield
 
     def _key(self, passed: int, part: int) -> int:
         key = self.request.key
@@ -141,11 +189,7 @@ class Machine:
         if self._before_first is not None:
             self.identify()
         places = self.places
-        here = places.local.here or places.here()
-        node = torch._C._current_autograd_node()
-        # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
-        is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
-        part = places.part_of(node._sequence_nr()) if is_gradient else here.part
+        here, node, is_gradient, part = self._where()
         phase = "backward" if is_gradient else self.request.stream
         why = getattr(self._off, "why", None) or self._exemption(operator, part, is_gradient, result, num_terms)
         if why is not None:
@@ -155,21 +199,63 @@ class Machine:
         source = self._gradient_source(node._sequence_nr()) if is_gradient else self._source(here)
         if result.is_cuda and is_being_captured(result):
             self.counts[phase, operator, "captured"] += 1
+        if operator in SOFTMAX:
+            result = result.clone()
         values = result.detach() if result.requires_grad else result
-        apply_error_(values, self.request.error, source)
+        error: Any = self.request.errors.get(part, self.request.error)
+        # Exact type: isinstance on a pydantic class is slow.
+        if type(error) is OwnError:
+            self._apply_own(phase, operator, values, error, source)
+        else:
+            apply_error_(values, error, source)
         if factors and part == places.outside and self._observe_outside is not None:
             self._observe_outside(phase, operator, values, factors, source)
         return result
 
+    def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> None:
+        """Put a user's own error on values. Of all errors it alone may change none of them, so changes are counted."""
+        before = values.clone()
+        with self.exactly():
+            apply_error_(values, error, source)
+        self.counts[phase, operator, CHANGED] += int(((values != before) & (before == before)).sum())
+
+    def _where(self) -> tuple[Place, Any, bool, int]:
+        """Return the place, the node of the backward pass that runs, whether it computes a gradient, and the part."""
+        places = self.places
+        here = places.local.here or places.here()
+        node = torch._C._current_autograd_node()
+        # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
+        is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
+        return here, node, is_gradient, places.part_of(node._sequence_nr()) if is_gradient else here.part
+
+    def _on_operands(self, operator: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        self.identify()
+        _, _, is_gradient, part = self._where()
+        phase = "backward" if is_gradient else self.request.stream
+        error, parts = self.request.error, self.request.parts
+        why: str | None = getattr(self._off, "why", None)
+        if parts is not None and part not in parts:
+            why = "not selected"
+        found = None
+        if why is None and isinstance(error, FakeQuantization):
+            found = self._quantized.of(error, first, second, is_gradient)
+        self.counts[phase, operator, why or ("without a weight" if found is None else "noised")] += 1
+        return (first, second) if found is None else found
+
     def _exemption(self, operator: str, part: int, is_gradient: bool, result: Tensor, num_terms: int) -> str | None:
         """Return why a result has no error; None if it gets one."""
         request = self.request
+        if isinstance(request.error, FakeQuantization):
+            # Products have their errors in their factors; these are attention and convolutions.
+            return "without a weight"
         if is_gradient and not request.backward:
             return "gradients"
         if request.parts is not None and part not in request.parts:
             return "not selected"
         if request.operators is not None and operator not in request.operators:
             return "not selected"
+        if part == self.places.outside and operator in _IN_LAYERS:
+            return "outside the layers"
         if not result.is_floating_point():
             return "outside, of integers" if part == self.places.outside else "of integers"
         # Rotary angles are outer products; an error there moves positions. Nothing is summed.

@@ -13,17 +13,22 @@ convolution) run those without an error.
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from aqnpipe.device import dispatch_keys
+from aqnpipe.machine.quantized import mark_cast
 
 OnResult = Callable[[str, Tensor, int, tuple[Tensor, ...]], Tensor]
 """Called with the name of an operator, its result, the number of terms of each sum, and its two factors where it is a
 plain product of two; returns the result to use."""
+
+OnOperands = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Called with the name of a product and its two factors; returns the factors to use."""
 
 Kernel = Callable[..., Any]
 _aten = torch.ops.aten
@@ -56,6 +61,14 @@ ATTENTION_BACKWARD = (
 )
 """Gradients of fused attention; the first three results are those of queries, keys and values."""
 
+SOFTMAX = ("_softmax", "_safe_softmax")
+"""Softmax; its error leaves a distribution, and its gradient is that of its exact result."""
+
+ACTIVATIONS = ("silu", "gelu", "native_layer_norm", "silu_backward", "gelu_backward", "native_layer_norm_backward")
+"""Activations and norms, and their gradients."""
+
+INTO_ELEMENTWISE = ("silu_", "silu.out", "gelu_", "gelu.out", "_softmax.out")
+
 INTO = (
     *("mm.out", "bmm.out", "mv.out", "dot.out", "vdot.out", "addmm.out", "baddbmm.out", "addmv.out", "addbmm.out"),
     *("addmm_", "baddbmm_", "addmv_", "addbmm_", "_addmm_activation.out"),
@@ -76,10 +89,18 @@ class _Entry(NamedTuple):
 
 
 class Registration:
-    """The replaced kernels of a process; `on_result` gets every result, from the first backend to the last `close`."""
+    """The replaced kernels of a process; `on_result` gets every result, from the first backend to the last `close`.
 
-    def __init__(self, on_result: OnResult) -> None:
+    `elementwise`: softmax, activations and norms too. `on_result` returns another tensor for a softmax that it changes.
+    With `on_operands`, products have an error of their factors in place of their results.
+    """
+
+    def __init__(
+        self, on_result: OnResult, *, elementwise: bool = False, on_operands: OnOperands | None = None
+    ) -> None:
         self._on_result = on_result
+        self._on_operands = on_operands
+        self._table = (*_TABLE, *(_ELEMENTWISE_TABLE if elementwise else ()), *(_CASTS if on_operands else ()))
         self._inside = _Inside()
         self._library = torch.library.Library("aten", "IMPL")
         self._done: set[tuple[str, str]] = set()
@@ -91,12 +112,21 @@ class Registration:
             # torch warns of every replaced kernel, which is the purpose here.
             warnings.simplefilter("ignore")
             for backend in dispatch_keys():
-                for entry in _TABLE:
+                for entry in self._table:
                     self._replace(entry, backend)
 
     def close(self) -> None:
         """Restore the kernels."""
         self._library._destroy()
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Compute the body in this thread without errors, uncounted."""
+        self._inside.depth += 1
+        try:
+            yield
+        finally:
+            self._inside.depth -= 1
 
     def _replace(self, entry: _Entry, backend: str) -> None:
         native = None if (entry.name, backend) in self._done else _kernel(entry.name, backend)
@@ -118,6 +148,11 @@ class Registration:
         def composed(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
             return self._noised(operator, self._alone(native, keys, first, *others, **named), first.shape[-1])
 
+        def of_operands(keys: Any, first: Tensor, second: Tensor, *others: Any, **named: Any) -> Any:
+            return self._alone(native, keys, *self._factors(operator, first, second), *others, **named)
+
+        if self._on_operands is not None:
+            return of_operands
         # The others call operators of this table themselves.
         return product if operator in ("mm", "bmm") else composed
 
@@ -137,6 +172,9 @@ class Registration:
         def added(keys: Any, added: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
             if inside.depth or not first.is_floating_point():
                 return native(keys, added, first, second, beta=beta, alpha=alpha)
+            if self._on_operands is not None:
+                factors = self._factors(SUMS[name], first, second)
+                return self._alone(native, keys, added, *factors, beta=beta, alpha=alpha)
             return _plus(multiply(first, second), added, beta, alpha)
 
         return added
@@ -164,6 +202,9 @@ class Registration:
             if inside.depth:
                 return native(keys, *operands, **named, **({} if out is None else {"out": out}))
             target = operands[0] if writes_first else out
+            if name in INTO_ELEMENTWISE:
+                # Elements are numbered row by row, whatever the memory of the target is like.
+                operands = (operands[0].contiguous(), *operands[1:])
             result = operator(*operands, **named)
             return target if target is None else _written(target, result)
 
@@ -213,8 +254,55 @@ class Registration:
 
         return convolution_backward
 
+    def _softmax(self, name: str, native: Kernel) -> Kernel:
+        def softmax(keys: Any, scores: Tensor, dim: int, *rest: Any) -> Tensor:
+            exact: Tensor = self._alone(native, keys, scores, dim, *rest)
+            noised = self._noised(name, exact, 2)
+            if noised is exact:
+                return exact
+            noised = _as_distribution(noised, dim)
+            if scores.requires_grad and torch.is_grad_enabled():
+                # Autograd keeps the result of this kernel, which is not the one that the gradient needs.
+                noised.untyped_storage()._aqnpipe_exact = exact  # type: ignore[attr-defined]
+            return noised
+
+        return softmax
+
+    def _softmax_backward(self, name: str, native: Kernel) -> Kernel:
+        def softmax_backward(keys: Any, gradient: Tensor, result: Tensor, *rest: Any) -> Tensor:
+            exact = getattr(result.untyped_storage(), "_aqnpipe_exact", result)
+            return self._noised(name, self._alone(native, keys, gradient, exact, *rest), 2)
+
+        return softmax_backward
+
+    def _elementwise(self, name: str, native: Kernel) -> Kernel:
+        num_noised = 3 if name == "native_layer_norm_backward" else 1
+
+        def elementwise(keys: Any, *operands: Any, **named: Any) -> Any:
+            results = self._alone(native, keys, *operands, **named)
+            if isinstance(results, Tensor):
+                return self._noised(name, results, 2)
+            return (*(self._gradient(name, each) for each in results[:num_noised]), *results[num_noised:])
+
+        return elementwise
+
     def _gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
         return gradient if gradient is None or not gradient.numel() else self._noised(name, gradient, 2)
+
+    def _cast(self, name: str, native: Kernel) -> Kernel:
+        def cast(keys: Any, source: Any, *operands: Any, **named: Any) -> Tensor:
+            if not isinstance(source, Tensor):
+                # torch passes a tensor that stands for a Python number as that number.
+                source = torch.tensor(source, dtype=torch.float64 if isinstance(source, float) else None)
+            found: Tensor = native(keys, source, *operands, **named)
+            mark_cast(source, found)
+            return found
+
+        return cast
+
+    def _factors(self, operator: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        is_inside = self._inside.depth or self._on_operands is None or not first.is_floating_point()
+        return (first, second) if is_inside else self._on_operands(operator, first, second)  # type: ignore[misc]
 
     def _alone(self, native: Kernel, keys: Any, *operands: Any, **named: Any) -> Any:
         """Run a kernel; operators of the table inside it have no error."""
@@ -239,6 +327,12 @@ def _plus(product: Tensor, added: Tensor, beta: Any, alpha: Any) -> Tensor:
     if is_bias or added.shape == product.shape or product.shape == torch.broadcast_shapes(product.shape, added.shape):
         return product.add_(added, alpha=beta)
     return product + beta * added
+
+
+def _as_distribution(probabilities: Tensor, dim: int) -> Tensor:
+    """Return noised probabilities without negative ones, and with the sum 1 along `dim`; rows of zeros stay."""
+    positive = probabilities.clamp_min(0)
+    return positive / positive.sum(dim, keepdim=True).clamp_min(torch.finfo(positive.dtype).tiny)
 
 
 def _written(target: Tensor, result: Tensor) -> Tensor:
@@ -269,6 +363,18 @@ _TABLE: tuple[_Entry, ...] = (
     _Entry("convolution", Registration._convolution),
     _Entry("convolution_backward", Registration._convolution_backward),
 )
+
+_ELEMENTWISE_TABLE: tuple[_Entry, ...] = (
+    *(_Entry(name, Registration._softmax) for name in SOFTMAX),
+    _Entry("_softmax_backward_data", Registration._softmax_backward),
+    *(_Entry(name, Registration._elementwise) for name in ACTIVATIONS),
+    *(_Entry(name, Registration._into) for name in INTO_ELEMENTWISE),
+)
+
+ELEMENTWISE = frozenset({*SOFTMAX, "_softmax_backward_data", *ACTIVATIONS})
+"""Names of softmax, activations, norms and their gradients."""
+
+_CASTS = (_Entry("_to_copy", Registration._cast),)
 
 NOISED = frozenset({*PRODUCTS, *ATTENTION, *ATTENTION_BACKWARD, "convolution", "convolution_backward"})
 """Names of the operators that have errors; the others of the table compute with them."""

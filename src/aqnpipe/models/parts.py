@@ -42,12 +42,12 @@ def parts_of(model: nn.Module) -> Parts:
 class PlaceHook:
     """A hook of a simulated machine. A copy of its module, by `deepcopy` or pickle, gets a hook that does nothing."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         """Run the hook."""
-        self._call(*args)
+        return self._call(*args)
 
     def __deepcopy__(self, memo: Any) -> "PlaceHook":
         return PlaceHook(_nothing)

@@ -17,11 +17,12 @@ from torch.utils.checkpoint import noop_context_fn
 
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import ErrorModel, FakeQuantization, OperatorNoise, OperatorSet, Phase, RelativeGaussian
+from aqnpipe.config.noise import ErrorModel, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, MachineKey, Request
 from aqnpipe.models.parts import Parts, parts_of
+from aqnpipe.noise.kernels.own import refuse_unusable
 from aqnpipe.noise.noisy_modules import ModuleNoiseReceipt, noisy_modules
 from aqnpipe.proof.audit import Audit, AuditRequest
 from aqnpipe.proof.receipt import MachineReceipt, Requested, described
@@ -38,7 +39,8 @@ class NoiseReceipt(MachineReceipt):
     def __init__(self, model: nn.Module, request: AuditRequest, scale: float | None) -> None:
         phases = (request.stream, "backward") if request.backward else (request.stream,)
         draws = np.random.default_rng(derive_seed(request.seed, "noisy audit"))
-        super().__init__(Requested(phases, described(request.error), scale), draws)
+        own = request.error if isinstance(request.error, OwnError) else None
+        super().__init__(Requested(phases, described(request.error), scale, request.elementwise, own), draws)
         self._model = model
         self._request = request
         self.next_step = 0
@@ -70,18 +72,17 @@ def noisy(
     softmax, activations and norms. layers: layers with noise (default: all). backward: gradients get noise too, and a
     backward pass must run in the body. receipt: continue an earlier one, of the same model and noise.
 
-    Fake quantization, measured errors, functions of your own and `operators="all"` change modules of a decoder of
-    transformers, and need eager or sdpa attention. Raises ConfigError for contradicting arguments, ModelError for a
-    model that noise cannot reach.
+    A measured error changes modules of a decoder of transformers, and needs eager or sdpa attention. Raises ConfigError
+    for contradicting arguments, ModelError for a model that noise cannot reach.
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    if operators == "all" or isinstance(error, FakeQuantization | MeasuredError | OwnError):
+    if isinstance(error, MeasuredError):
         chosen = _chosen_layers(layers, None, include_lm_head)
         return noisy_modules(
             model, scale, error, int(seed), step, operators, chosen, include_lm_head, backward, receipt
         )
-    return _noisy_machine(model, scale, error, int(seed), step, layers, include_lm_head, backward, receipt)
+    return _noisy_machine(model, scale, error, int(seed), step, operators, layers, include_lm_head, backward, receipt)
 
 
 @contextmanager
@@ -91,6 +92,7 @@ def _noisy_machine(
     error: ErrorModel | None,
     seed: int,
     step: int | None,
+    operators: OperatorSet,
     layers: Sequence[int] | None,
     include_lm_head: bool,
     backward: bool,
@@ -99,15 +101,20 @@ def _noisy_machine(
     parts = parts_of(model)
     _refuse_stored_products(model)
     stream: Phase = "actor_forward" if backward else "evaluation"
+    if isinstance(error, OwnError):
+        refuse_unusable(error)
+        error = error.planned()
     try:
         requested = OperatorNoise(
             error=error if error is not None else RelativeGaussian(scale=float(scale or 0.0)),
             phases=(stream, "backward") if backward else (stream,),
+            operators=operators,
         )
     except ValidationError as problem:
         raise ConfigError(f"noisy: {describe_validation_error(problem)}") from problem
     selected = _selected(parts, layers, include_lm_head)
-    asked = AuditRequest(requested.error, seed, (0, 0, 0), stream, selected, backward)  # type: ignore[arg-type]
+    is_all = operators == "all"
+    asked = AuditRequest(requested.error, seed, (0, 0, 0), stream, selected, backward, elementwise=is_all)  # type: ignore[arg-type]
     if receipt is None:
         receipt = NoiseReceipt(model, asked, getattr(requested.error, "scale", None))
     elif not isinstance(receipt, NoiseReceipt) or not receipt.is_of(model, asked):
@@ -117,7 +124,9 @@ def _noisy_machine(
     modules = dict(enumerate(parts.modules.values()))
     audit = Audit(asked._replace(position=(step, 0, 0)), receipt, len(modules))
     key = MachineKey(seed, step)
-    machine = Machine(Request(asked.error, key, len(modules), stream, selected, backward), audit.observe_outside)
+    request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all)
+    machine = Machine(request, audit.observe_outside)
+    audit.exactly = machine.exactly
     with ExitStack() as stack:
         stack.callback(lambda: receipt.count(machine.counts))
         stack.enter_context(machine.running(parts.roots, modules))

@@ -30,7 +30,8 @@ from aqnpipe.machine.machine import Machine, MachineKey, Request
 from aqnpipe.machine.operators import NOISED
 from aqnpipe.models.parts import parts_of
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.proof.audit import Audit, AuditRequest, watch_backward
+from aqnpipe.proof.audit import Audit, AuditRequest
+from aqnpipe.proof.observation import watch_backward
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested, Seen, described
 from aqnpipe.seeding import derive_seed
 

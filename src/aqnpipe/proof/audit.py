@@ -13,166 +13,89 @@ The machine cannot know which.
 import binascii
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aqnpipe.config.noise import AbsoluteGaussian, RelativeGaussian, TensorError
+from aqnpipe.config.noise import AppliedError, FakeQuantization
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.models.calls import num_tokens
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.noise.audit.classification import MatrixParameters, escape, is_known
-from aqnpipe.noise.audit.expected_values import deviations, expected_values
+from aqnpipe.noise.audit.classification import escape, is_known
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
+from aqnpipe.proof.comparison import compare
+from aqnpipe.proof.elementwise import ELEMENTWISE
+from aqnpipe.proof.norms import watch_norms
+from aqnpipe.proof.observation import Mode, Observation, Visit, watch_backward
+from aqnpipe.proof.operations import (
+    COLLECTIVES,
+    MULTIPLIES,
+    ON_A_MATRIX,
+    arguments_of,
+    is_no_product,
+    machine_name,
+    num_terms,
+)
+from aqnpipe.proof.quantized import with_rounded_factors
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Seen
-from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, Sampled, numbered_in_order, sample_of
+from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, Arguments, Sampled, numbered_in_order
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64
 _LEAST_WHOLE_SHARE = 1 / 512
 _SAMPLES = 16
+_SAMPLES_OF_OWN = 128
 _VISIT = 2**20
 _OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
 _PASSES_FOR_BACKWARD = 8
 OUTSIDE = "no layer"
-_TINY = 1e-300
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-NO_PRODUCTS_OF_BACKWARD = frozenset(
-    {
-        *("_efficientzerotensor", "_has_same_storage_numel", "_is_any_true", "_safe_softmax", "as_strided_"),
-        *("is_same_size", "softplus_backward", "squeeze_", "t_", "transpose_", "unsafe_split", "unsqueeze_"),
-        *("_amp_foreach_non_finite_check_and_unscale_", "_chunk_cat", "_fused_rms_norm_backward"),
-        *("_log_softmax_backward_data", "_softmax_backward_data", "_weight_norm_interface_backward"),
-        *("binary_cross_entropy_with_logits", "cumsum_backward", "embedding_dense_backward"),
-        *("empty_permuted", "gelu_backward", "index_put", "isfinite", "log_sigmoid_backward"),
-        *("log_sigmoid_forward", "logsumexp", "masked_fill", "max_pool2d_with_indices"),
-        *("native_dropout_backward", "native_group_norm_backward", "native_layer_norm_backward"),
-        *("new_empty_strided", "new_zeros", "nll_loss2d_backward", "nll_loss2d_forward"),
-        *("nll_loss_backward", "nll_loss_forward", "select_backward", "set_", "silu_backward"),
-        *("slice_backward", "value_selecting_reduction_backward"),
-    }
-)
-"""Operations of losses and backward passes that multiply no matrices."""
-
-_NO_PRODUCTS_BY_PREFIX = (
-    *("_adaptive_avg_pool", "_batch_norm", "_native_batch_norm"),
-    *("_pack_padded", "adaptive_max_pool", "avg_pool", "binary_cross_entropy", "col2im"),
-    *("grid_sampler", "huber_loss", "im2col", "max_pool", "mse_loss", "native_batch_norm"),
-    *("reflection_pad", "replication_pad", "smooth_l1_loss", "unfold_backward", "upsample_"),
-)
-"""Beginnings of the names of such operations: pooling, padding, resizing, other norms and losses."""
-
 
 _PLAIN = (Tensor, nn.Parameter)
 
-_ON_A_MATRIX = " on a weight matrix"
-_MULTIPLIES = ("mul", "addcmul", "div")
-"""Operators of which a product with a weight could be written as a sum."""
-
-_COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
-"""Namespaces of operations that move tensors between processes."""
-
 
 class AuditRequest(NamedTuple):
-    """What the machine was asked to do, in the places `selected` by number and for the `operators`; None for all."""
+    """What the machine was asked to do, in the places `selected` by number and for the `operators`; None for all.
 
-    error: TensorError
+    `errors`: of single places, in place of `error`. `elementwise`: softmax, activations and norms in layers too.
+    """
+
+    error: AppliedError
     seed: int
     position: tuple[int, int, int]
     stream: str
     selected: Set[int] | None
     backward: bool
     operators: Set[str] | None = None
+    errors: Mapping[int, AppliedError] = {}
+    elementwise: bool = False
 
-
-class _Start(NamedTuple):
-    node: int
-    passed: int | None
-    part: int
-    visit: int
-
-
-class _Visit:
-    __slots__ = ("calls", "is_again", "is_lost", "part", "passed")
-
-    def __init__(self, passed: int, part: int, calls: int, is_again: bool) -> None:
-        self.passed, self.part, self.calls, self.is_again = passed, part, calls, is_again
-        self.is_lost = False
-
-
-class _Observation:
-    """What is observed of one pass, and of the backward pass through its graph.
-
-    `kind` is that of a pass observed as a whole, None if single parts are observed.
-    """
-
-    def __init__(self, audit: "Audit", kind: tuple[int, bool, bool] | None, passed: int, outside: int) -> None:
-        self.mode = _Mode(audit)
-        self.kind = kind
-        self.passed = passed
-        self.is_on = False
-        self.stack = [_Visit(passed, outside, 0, False)]
-        self.visits: dict[int, int] = {}
-        self.starts: list[_Start] = []
-        self.calls: dict[int, tuple[int, int, int]] = {}
-        self.handles: list[Any] = []
-        self.node = -1
-        self.nth = 0
-
-    def start_of(self, node: int) -> _Start | None:
-        """Return where the forward pass was when it made a node; None for nodes of other passes."""
-        index = bisect_right([start.node for start in self.starts], node) - 1
-        found = self.starts[index] if index >= 0 else None
-        return None if found is None or found.passed is None else found
-
-    def note_start(self, passed: int | None, part: int, visit: int) -> None:
-        """Note that the next nodes of the backward graph belong to a part."""
-        if torch.is_grad_enabled():
-            self.starts.append(_Start(torch.autograd._get_sequence_nr(), passed, part, visit))
-
-    def next_visit(self, part: int) -> int:
-        """Return the number of this visit of a part."""
-        self.visits[part] = self.visits.get(part, -1) + 1
-        return self.visits[part]
-
-    def switch_on(self) -> None:
-        """Observe this thread from now on."""
-        self.mode.__enter__()
-        self.is_on = True
-
-    def switch_off(self) -> None:
-        """Observe no longer."""
-        if self.is_on:
-            self.is_on = False
-            self.mode.__exit__(None, None, None)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self.switch_off()
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+    def error_in(self, part: int) -> AppliedError:
+        """Return the error of a place."""
+        return self.errors.get(part, self.error)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
         self.passes = -1
-        self.current: _Observation | None = None
-        self.pending: _Observation | None = None
+        self.current: Observation | None = None
+        self.pending: Observation | None = None
 
 
 class Audit:
-    """Audits one machine. `outside` is the number of the place outside all parts."""
+    """Audits one machine. `outside` is the number of the place outside all parts.
+
+    `exactly`: the machine computes exactly in its body, for functions of a user's own that are called once more here.
+    """
+
+    exactly: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, request: AuditRequest, receipt: MachineReceipt, outside: int) -> None:
         self.request = request
@@ -181,13 +104,17 @@ class Audit:
         self._names: dict[int, str] = {outside: OUTSIDE}
         self._outside = outside
         self._num_outside = 0
-        self._is_random = isinstance(request.error, RelativeGaussian | AbsoluteGaussian)
         self._draws = receipt.draws
         self._local = _Thread()
         self._thread = threading.get_ident()
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, int, int], int] = {}
+        # The backward pass of quantized operands has them too, without being asked for.
+        self._observes_gradients = request.backward or isinstance(request.error, FakeQuantization)
+        # What a user announced of a size is checked beside single values, and takes more of them.
+        self._samples = _SAMPLES_OF_OWN if isinstance(request.error, OwnError) else _SAMPLES
+        self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
 
     def add_model(
         self, roots: Sequence[nn.Module], modules: Mapping[int, nn.Module], names: Mapping[int, str]
@@ -263,7 +190,7 @@ class Audit:
         if current.kind is not None and output is not None:
             self.receipt.audited_kinds.add(current.kind)
             self.receipt.audited_passes += 1
-            if self.request.backward and current.kind[2]:
+            if self._observes_gradients and current.kind[2]:
                 if local.pending is not None:
                     local.pending.close()
                 local.pending = current
@@ -273,8 +200,8 @@ class Audit:
     def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: tuple[int, bool, bool] | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
         earlier = local.pending if kind is not None and kind[2] else None
-        observation = local.current = _Observation(
-            self, kind, local.passes + (self._number_of_thread() << 32), self._outside
+        observation = local.current = Observation(
+            self.observe, kind, local.passes + (self._number_of_thread() << 32), self._outside
         )
         if earlier is not None:
             # A backward pass may be through both graphs, or through the earlier one.
@@ -285,6 +212,8 @@ class Audit:
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
             observation.handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
             observation.handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True, prepend=True))
+        if self.request.elementwise:
+            observation.handles += watch_norms(observation, modules, self.request.backward, self._missed_norm)
         if kind is not None:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
@@ -299,7 +228,7 @@ class Audit:
         name = threading.current_thread().name.encode("utf-8")
         return 0 if threading.get_ident() == self._thread else binascii.crc32(name) // 4
 
-    def _enter_part(self, observation: _Observation, part: int, *_: Any) -> None:
+    def _enter_part(self, observation: Observation, part: int, *_: Any) -> None:
         if observation is not self._local.current:
             return
         node = torch._C._current_autograd_node()
@@ -309,12 +238,12 @@ class Audit:
             start = observation.start_of(node._sequence_nr())
             passed = observation.passed if start is None or start.passed is None else start.passed
             visit = start.visit if start is not None and start.part == part else 0
-        observation.stack.append(_Visit(passed, part, visit * _VISIT, node is not None))
+        observation.stack.append(Visit(passed, part, visit * _VISIT, node is not None))
         observation.note_start(passed, part, visit)
         if observation.kind is None and node is None and not observation.is_on:
             observation.switch_on()
 
-    def _leave_part(self, observation: _Observation, *_: Any) -> None:
+    def _leave_part(self, observation: Observation, *_: Any) -> None:
         if observation is not self._local.current or len(observation.stack) < 2:
             return
         left, here = observation.stack.pop(), observation.stack[-1]
@@ -343,10 +272,15 @@ class Audit:
         finally:
             pending.close()
             local.current = None
+            if (missing := pending.expected_gradients - pending.norm_gradients) > 0:
+                self.receipt.note(self.receipt.escapes, "the gradient of a norm's input", missing)
+
+    def _missed_norm(self, part: int) -> None:
+        self.receipt.note(self.receipt.escapes, f"a norm in {self._names[part]}")
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def observe(self, mode: "_Mode", function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def observe(self, mode: Mode, function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run an operator and compare its result."""
         if not isinstance(function, torch._ops.OpOverload) or any(kind not in _PLAIN for kind in types):
             # Subclasses of tensors and operators of higher order compute with operators that are not seen from here.
@@ -354,8 +288,10 @@ class Audit:
                 self._local.current.stack[-1].is_lost = True
             return function(*args, **kwargs)
         name = function.overloadpacket.__name__
-        operator = name.removesuffix("_") if name.removesuffix("_") in RECOMPUTED else name
-        is_product = function.namespace == "aten" and (operator in RECOMPUTED or operator in UNPROVEN)
+        operator = name.removesuffix("_") if name.removesuffix("_") in self._recomputed else name
+        is_product = function.namespace in ("aten", "aqnpipe") and (
+            operator in self._recomputed or operator in UNPROVEN
+        )
         if not is_product and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE):
             with mode:
                 found = function.decompose(*args, **kwargs)
@@ -367,9 +303,13 @@ class Audit:
         if not is_product:
             result = function(*args, **kwargs)
             self._classify(observation, function, name, args, kwargs, result)
+            if isinstance(self.request.error, FakeQuantization):
+                observation.weights.note(function, _tensors((args, dict(kwargs))), _tensors(result))
             return result
+        observation.norms += operator == "norm"
+        observation.norm_gradients += operator == "norm_gradient"
         is_in_place = operator != name
-        arguments = _arguments(function, args, kwargs, copies_first=is_in_place)
+        arguments = arguments_of(function, args, kwargs, copies_first=is_in_place)
         result = function(*args, **kwargs)
         is_into = is_in_place or function._overloadname.endswith("out")
         if is_into:
@@ -378,24 +318,26 @@ class Audit:
         return result
 
     def _classify(
-        self, observation: _Observation, function: Any, name: str, args: Any, kwargs: Mapping[str, Any], result: Any
+        self, observation: Observation, function: Any, name: str, args: Any, kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Note an operation that may be a product without an error."""
         here, selected = observation.stack[-1].part, self.request.selected
         if (
             (selected is not None and here not in selected)
-            or (function.namespace == "aten" and _is_no_product(name))
-            or function.namespace in _COLLECTIVES
+            or (function.namespace == "aten" and is_no_product(name))
+            or function.namespace in COLLECTIVES
         ):
             return
         if torch._C._current_autograd_node() is not None or here == self._outside:
             found = None if is_known(function) else f"{function.namespace}.{name}"
         else:
-            inputs = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor)]
+            inputs = _tensors((args, dict(kwargs)))
             # Sharded weights are other tensors in every pass, so they are known by their kind.
             observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
             found = escape(function, inputs, result, observation.mode.parameters, elementwise=False)
-            if found is not None and found.endswith(_ON_A_MATRIX) and not name.startswith(_MULTIPLIES):
+            if self.request.elementwise and name == "_fused_rms_norm" and not observation.around_norms:
+                found = f"aten.{name}"
+            if found is not None and found.endswith(ON_A_MATRIX) and not name.startswith(MULTIPLIES):
                 found = None
         if found is not None:
             # It may compute with operators that are noised and not seen from here.
@@ -403,7 +345,7 @@ class Audit:
             self.receipt.note(self.receipt.escapes, f"{found} in {self._names[here]}")
 
     def _product(
-        self, observation: _Observation, operator: str, arguments: Mapping[str, Any], result: Any, *, is_into: bool
+        self, observation: Observation, operator: str, arguments: Mapping[str, Any], result: Any, *, is_into: bool
     ) -> None:
         results = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
         operands = [value for value in arguments.values() if isinstance(value, Tensor)]
@@ -421,6 +363,9 @@ class Audit:
             passed, part, call = called or (start.passed, start.part, start.visit * _VISIT + number - start.node)
         phase = "backward" if is_gradient else self.request.stream
         cell = Cell(phase, self._names[part], operator, str(results[0].dtype).removeprefix("torch."))
+        if isinstance(self.request.error, FakeQuantization):
+            self._quantized_product(observation, cell, part, arguments, results[0], is_gradient)
+            return
         if is_gradient and called is None and part == self._outside:
             # Of a product behind the pass, which was not observed; its call is not known.
             self.receipt.add(cell, Seen(products=1))
@@ -445,22 +390,62 @@ class Audit:
                 self.receipt.add(cell, Seen(products=1))
                 return
         key = self._key(phase, passed, part)
-        sampled = sample_of(operator, arguments, result, self._draws, _SAMPLES)
+        sampled = self._sample_of(operator, arguments, result)
+        if operator == "_softmax_backward_data" and sampled == [None]:
+            self.receipt.note(
+                self.receipt.escapes, f"a softmax's gradient, of whose result a copy was kept, in {self._names[part]}"
+            )
         for nth, found in enumerate(sampled):
             self.receipt.add(cell, Seen(products=int(nth == 0)))
             if found is not None:
                 numbered = numbered_in_order(found, results[nth]) if is_into else found
                 draws = Draws.of(key, call, stream + nth)
-                self.receipt.add(cell, self._compare(numbered, draws, results[nth].dtype))
+                with self.exactly():
+                    seen = compare(numbered, self.request.error_in(part), draws, results[nth].dtype)
+                self.receipt.add(cell, seen)
         observation.nth += len(sampled) - 1 if is_gradient else 0
+
+    def _quantized_product(
+        self,
+        observation: Observation,
+        cell: Cell,
+        part: int,
+        arguments: Mapping[str, Any],
+        result: Tensor,
+        is_gradient: bool,
+    ) -> None:
+        """Compare a product with that of its quantized operands."""
+        error, selected = self.request.error, self.request.selected
+        operands = [value for value in arguments.values() if isinstance(value, Tensor)]
+        operands = operands[machine_name(cell.operator) != cell.operator :][:2]
+        self.receipt.add(cell, Seen(products=1))
+        if not isinstance(error, FakeQuantization) or (selected is not None and part not in selected):
+            return
+        observation.weights.note(None, operands, ())
+        factors = observation.weights.factors(error, operands, is_gradient)
+        if factors is None:
+            return
+        copies = [operand for operand in operands if observation.weights.is_copy(operand)]
+        if copies or machine_name(cell.operator) not in ("mm", "bmm", "mv", "_grouped_mm"):
+            what = f"aten.{cell.operator} with {'a copy of a weight' if copies else 'a weight'} in {cell.place}"
+            self.receipt.note(self.receipt.escapes, what)
+            return
+        (sampled,) = self._sample_of(cell.operator, arguments, result)
+        offsets = arguments.get("offs")
+        is_of_rows = offsets is None or [operand.dim() for operand in operands] == [2, 3]
+        if sampled is not None and result.dim() > 1 and is_of_rows:
+            found = with_rounded_factors(sampled, result, factors, error, is_gradient, offsets)
+            self.receipt.add(cell, compare(found, error, Draws.of(0, 0, 0), result.dtype))
 
     def _is_noised(self, operator: str, arguments: Mapping[str, Any], part: int, is_gradient: bool) -> bool:
         request = self.request
         if (is_gradient and not request.backward) or (request.selected is not None and part not in request.selected):
             return False
-        if request.operators is not None and _machine_name(operator) not in request.operators:
+        if request.operators is not None and machine_name(operator) not in request.operators:
             return False
-        return is_gradient or part != self._outside or _num_terms(operator, arguments) != 1
+        if operator in ELEMENTWISE:
+            return part != self._outside
+        return is_gradient or part != self._outside or num_terms(operator, arguments) != 1
 
     def observe_outside(
         self, phase: str, operator: str, result: Tensor, factors: tuple[Tensor, ...], source: tuple[int, int, int]
@@ -475,36 +460,21 @@ class Audit:
         number = self._num_outside
         if number & (number - 1) and number % _EVERY_OUTSIDE:
             return
-        sampled = sample_of(operator, dict(enumerate(factors)), result, self._draws, _SAMPLES)
+        sampled, error = (
+            self._sample_of(operator, dict(enumerate(factors)), result),
+            self.request.error_in(self._outside),
+        )
         cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
         for found in sampled:
-            seen = Seen() if found is None else self._compare(found, Draws.of(*source), result.dtype)
+            with self.exactly():
+                seen = Seen() if found is None else compare(found, error, Draws.of(*source), result.dtype)
             seen.products = 1
             self.receipt.add(cell, seen)
 
-    def _compare(self, sampled: Sampled, draws: Draws, dtype: torch.dtype) -> Seen:
-        exact, slack, found = sampled.exact, sampled.slack, sampled.found
-        usable = np.isfinite(exact) & np.isfinite(found)
-        low, middle, high = (
-            expected_values(exact + change, self.request.error, dtype, draws, sampled.numbers)
-            for change in (-slack, 0.0, slack)
-        )
-        expected, allowed = middle
-        spread = np.maximum(np.abs(low[0] - expected), np.abs(high[0] - expected))
-        deviation = deviations(exact, found, expected, allowed + spread + sampled.after, dtype)[usable]
-        # Elements with much rounding say little; without this one large element would outweigh all others.
-        scale = self.request.error.scale if isinstance(self.request.error, RelativeGaussian) else None
-        unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
-        error, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
-        return Seen(
-            recomputed=int(usable.sum()),
-            wrong=int((deviation > 1).sum()),
-            largest_deviation=float(deviation.max(initial=0.0)),
-            # Of an error without random numbers, rounding hides the size; its values are bounded above.
-            found_expected=float((seen * error).sum()) if self._is_random else 0.0,
-            expected_squared=float((error * error).sum()) if self._is_random else 0.0,
-            found_squared=float((seen * seen).sum()),
-        )
+    def _sample_of(self, operator: str, arguments: Arguments, result: Any) -> list[Sampled | None]:
+        """Return recomputed samples of an operator's noised results, in the order in which it noised them."""
+        recompute = self._recomputed.get(operator)
+        return [None] if recompute is None else recompute(arguments, result, self._draws, self._samples)
 
     def _key(self, stream: str, passed: int, part: int) -> int:
         found = self._keys.get((stream, passed, part))
@@ -514,66 +484,5 @@ class Audit:
         return found
 
 
-def _arguments(function: Any, args: Any, kwargs: Mapping[str, Any], *, copies_first: bool) -> dict[str, Any]:
-    """Return the arguments of a call by name; the first one as it was before a call that overwrites it."""
-    schema = function._schema.arguments
-    found = {argument.name: argument.default_value for argument in schema}
-    found |= dict(zip((argument.name for argument in schema), args, strict=False)) | dict(kwargs)
-    if copies_first:
-        found[schema[0].name] = found[schema[0].name].clone()
-    return found
-
-
-def _machine_name(operator: str) -> str:
-    """Return the operator that has the error: a sum with a product is the product, then the sum."""
-    return {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}.get(operator, operator)
-
-
-def _is_no_product(name: str) -> bool:
-    return name in NO_PRODUCTS_OF_BACKWARD or name.startswith(_NO_PRODUCTS_BY_PREFIX)
-
-
-def _num_terms(operator: str, arguments: Mapping[str, Any]) -> int:
-    """Return the number of terms of each sum of a product; 2 or more for attention and convolution."""
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    if operator.startswith(("_scaled_dot", "_flash", "_efficient")):
-        return max(int(tensors[1].shape[-2]), 2)
-    if operator.startswith("convolution"):
-        return int(tensors[1][0].numel()) if not operator.endswith("_backward") else 2
-    first = tensors[1] if operator.startswith("add") or operator.startswith("badd") else tensors[0]
-    return int(first.shape[-1])
-
-
-class _Mode(TorchDispatchMode):
-    """Passes every operator of this thread to the audit."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, audit: Audit) -> None:
-        super().__init__()
-        self._audit = audit
-        self.parameters = MatrixParameters()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self._audit.observe(self, func, types, args, kwargs or {})
-
-
-def watch_backward(watched: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Run every backward pass of this process within `watched()`; return a function that ends it.
-
-    torch runs all of them (`backward`, `autograd.grad`, those of reentrant checkpoints) through one Python function.
-    """
-    run = torch.autograd._engine_run_backward
-
-    def run_watched(*args: Any, **kwargs: Any) -> Any:
-        with watched():
-            return run(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = run_watched
-
-    def end() -> None:
-        torch.autograd._engine_run_backward = run
-
-    return end
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

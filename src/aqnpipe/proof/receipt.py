@@ -9,11 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from aqnpipe.config.noise import TensorError
+from aqnpipe.config.noise import AppliedError
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ReceiptError
+from aqnpipe.proof.elementwise import ELEMENTWISE
 
 _SLOPE_TOLERANCE = 0.05
 _STANDARD_ERRORS = 6.0
+_SIZE_TOLERANCE = 0.1
+"""Relative deviation of a size from what a user announced that is accepted as an approximation."""
+_SIZE_ERRORS = 5.0
+_LARGEST_KURTOSIS = 9.0
+"""Of such errors, for the standard error of their root mean square: 3 for a normal distribution, 6 for Laplace's."""
 _RESOLVED = 0.15
 """Largest standard error with which the size of an error counts as measured."""
 
@@ -34,7 +41,8 @@ class Seen:
     `products` the audit saw; of `recomputed` elements `wrong` are not those of the requested error, and the largest
     deviation is a multiple of what rounding explains. `found_expected` and its neighbours are sums of products of the
     found error (what was found less the exact value) and the expected one; relative errors are divided by the value, so
-    that no large element decides alone.
+    that no large element decides alone. `error_squared` is that of a user's own error, in the quantity that was
+    announced.
     """
 
     products: int = 0
@@ -44,6 +52,7 @@ class Seen:
     found_expected: float = 0.0
     expected_squared: float = 0.0
     found_squared: float = 0.0
+    error_squared: float = 0.0
 
     def add(self, other: "Seen") -> None:
         """Add the sums of another part of the same cell."""
@@ -67,14 +76,19 @@ class Seen:
 
 
 class Requested(NamedTuple):
-    """What a receipt is checked against: phases, a description of the error, and its scale if it has one."""
+    """What a receipt is checked against: phases, a description of the error, and its scale if it has one.
+
+    `elementwise`: softmax, activations and norms must have the error too. `own`: the error, if it is a user's own.
+    """
 
     phases: tuple[str, ...]
     error: str
     scale: float | None
+    elementwise: bool = False
+    own: OwnError | None = None
 
 
-def described(error: TensorError) -> str:
+def described(error: AppliedError) -> str:
     """Return an error model in words."""
     settings = error.model_dump(exclude={"kind"}, exclude_none=True)
     values = [
@@ -117,7 +131,7 @@ class MachineReceipt:
     @property
     def products(self) -> int:
         """Number of products that the replaced kernels computed."""
-        return sum(number for (_, _, what), number in self.counts.items() if what != "captured")
+        return sum(number for (_, _, what), number in self.counts.items() if what not in _NO_PRODUCTS)
 
     @property
     def noised(self) -> int:
@@ -146,7 +160,7 @@ class MachineReceipt:
 
     def problems(self) -> list[str]:
         """Return one line per difference between what was requested and what was measured."""
-        found = [*self._missing(), *self._wrong()]
+        found = [*self._missing(), *self._wrong(), *self._of_another_size()]
         found += [f"{number} calls of {what} escaped the error" for what, number in sorted(self.escapes.items())]
         for (phase, operator, what), number in sorted(self.counts.items()):
             if what in _REFUSED:
@@ -173,6 +187,13 @@ class MachineReceipt:
                     " and of backward() in the context" if phase == "backward" else " in the context"
                 )
 
+        if self.requested.elementwise and not any(
+            number
+            for (_, operator, what), number in self.counts.items()
+            if what == "noised" and operator in ELEMENTWISE
+        ):
+            yield "no softmax, activation or norm had the requested error; expected a model with layers that have some"
+
     def _wrong(self) -> Iterable[str]:
         for cell, seen in sorted(self.cells.items()):
             where = f"{cell.phase}: {cell.operator} in {cell.place} ({cell.dtype})"
@@ -193,6 +214,27 @@ class MachineReceipt:
                     f"{phase} ({dtype}): an error of this size cannot be told from rounding; found {whole.size:.2f} "
                     f"times the requested one, with a standard error of {whole.size_error:.2f}"
                 )
+
+    def _of_another_size(self) -> Iterable[str]:
+        """Yield the phases in which a user's own error changed nothing, or has another size than was announced."""
+        own = self.requested.own
+        if own is None:
+            return
+        for phase in self.requested.phases:
+            changed = [number for (seen, _, what), number in self.counts.items() if (seen, what) == (phase, CHANGED)]
+            if changed and not any(changed):
+                yield f"{phase}: {own.function} changed no value"
+                continue
+            total = _sum(seen for cell, seen in self.cells.items() if cell.phase == phase)
+            if not total.recomputed:
+                continue
+            size = math.sqrt(total.error_squared / total.recomputed)
+            tolerance = _SIZE_TOLERANCE + _SIZE_ERRORS * math.sqrt((_LARGEST_KURTOSIS - 1) / (4 * total.recomputed))
+            low, high = own.sizes
+            if not low * (1 - tolerance) <= size <= high * (1 + tolerance):
+                announced = f"{own.size:g}" if isinstance(own.size, float) else "{:g} to {:g}".format(*own.sizes)
+                found = f"a {own.quantity} size of {size:.4g} over {total.recomputed:,} values"
+                yield f"{phase}: {own.function} has {found}, announced {announced}"
 
     def _by_operator(self) -> dict[tuple[str, str, str], Seen]:
         found: dict[tuple[str, str, str], Seen] = {}
@@ -227,10 +269,13 @@ class MachineReceipt:
         """Return the number of products that had no error, by why."""
         found: dict[str, int] = {}
         for (_, _, what), number in self.counts.items():
-            if what not in ("noised", "captured"):
+            if what != "noised" and what not in _NO_PRODUCTS:
                 found[what] = found.get(what, 0) + number
         return found
 
+
+CHANGED = "changed elements"
+_NO_PRODUCTS = ("captured", CHANGED)
 
 _REFUSED = {
     "of integers": "multiplied integers or complex numbers, which cannot have the error",

@@ -18,7 +18,9 @@ from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
 class Sampled(NamedTuple):
     """Elements of one result: `numbers` as they lie in memory, `exact` values, their `slack`, and values as `found`.
 
-    `after` is the slack of what an operator does with its product after the error, such as adding a bias.
+    `after` is the slack of what an operator does with its product after the error, such as adding a bias. `row`: the
+    elements are whole rows of that length, which became distributions after the error; 0 for single elements.
+    `expected`: the values that are requested, where the error is of the operands.
     """
 
     numbers: IntArray
@@ -26,6 +28,8 @@ class Sampled(NamedTuple):
     slack: FloatArray
     found: FloatArray
     after: FloatArray | float = 0.0
+    row: int = 0
+    expected: FloatArray | None = None
 
 
 Arguments = Mapping[Any, Any]
@@ -38,12 +42,6 @@ _ROWS = 32
 
 _LARGEST_SCORES = 1 << 24
 """Queries times keys of the largest attention whose gradients are recomputed."""
-
-
-def sample_of(operator: str, arguments: Arguments, result: Any, rng: np.random.Generator, count: int) -> list[Any]:
-    """Return recomputed samples of an operator's noised results, in the order in which it noised them."""
-    found = RECOMPUTED.get(operator)
-    return [None] if found is None else found(arguments, result, rng, count)
 
 
 # -- products of two operands ------------------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Genera
     terms = rows * columns
     exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
     return Sampled(
-        _in_memory(result, place), exact, _rounding(magnitude, terms.shape[-1], result.dtype), _at(result, place)
+        in_memory(result, place), exact, _rounding(magnitude, terms.shape[-1], result.dtype), at(result, place)
     )
 
 
@@ -71,12 +69,12 @@ def _factors(first: Tensor, second: Tensor, place: tuple[IntArray, ...]) -> tupl
     """Return the rows and columns [elements, terms] whose sums of products are the elements at `place`."""
     where = tuple(torch.from_numpy(np.asarray(axis)) for axis in place)
     if first.dim() == 1:
-        one = _wide(first)[None]
-        return one, _wide(second)[None]
+        one = wide(first)[None]
+        return one, wide(second)[None]
     if second.dim() == 1:
-        return _wide(first[where[-1]]), _wide(second)[None]
+        return wide(first[where[-1]]), wide(second)[None]
     lead = where[:-2]
-    return _wide(first[(*lead, where[-2])]), _wide(second.transpose(-1, -2)[(*lead, where[-1])])
+    return wide(first[(*lead, where[-2])]), wide(second.transpose(-1, -2)[(*lead, where[-1])])
 
 
 def _sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
@@ -85,8 +83,8 @@ def _sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: 
     product = _matmul(first, second, result, rng, count)
     if product is None or alpha == 0:
         return [None]
-    place = _place_of(result, product.numbers)
-    constant = beta * _at(added.expand(result.shape), place) if beta else np.zeros(len(product.exact))
+    place = place_of(result, product.numbers)
+    constant = beta * at(added.expand(result.shape), place) if beta else np.zeros(len(product.exact))
     return [_without_constant(product, constant, alpha, result.dtype)]
 
 
@@ -100,7 +98,7 @@ def _without_constant(sampled: Sampled, constant: FloatArray, alpha: float, dtyp
 
 def numbered_in_order(sampled: Sampled, result: Tensor) -> Sampled:
     """Return samples numbered row by row: the product was made in memory of its own, and copied into `result`."""
-    place = _place_of(result, sampled.numbers)
+    place = place_of(result, sampled.numbers)
     return sampled._replace(numbers=np.ravel_multi_index(place, tuple(result.shape)).astype(np.int64))
 
 
@@ -117,7 +115,7 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
         *lead, i, j = (int(value) for value in element)
         if first.dim() == 2 and second.dim() == 2:
             terms = slice(int(starts[lead[0]]), int(ends[lead[0]]))
-            pairs.append((_wide(first[i, terms]), _wide(second[terms, j])))
+            pairs.append((wide(first[i, terms]), wide(second[terms, j])))
             continue
         group = int(np.searchsorted(ends, i if first.dim() == 2 else j, side="right"))
         if group == len(ends):
@@ -125,11 +123,11 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
             return [None]
         row = first[i] if first.dim() == 2 else first[group, i]
         column = second[group, :, j] if second.dim() == 3 else second[:, j]
-        pairs.append((_wide(row), _wide(column)))
+        pairs.append((wide(row), wide(column)))
     exact = np.array([(row * column).sum() for row, column in pairs])
     magnitude = np.array([np.abs(row * column).sum() for row, column in pairs])
     slack = _rounding(magnitude, max(len(row) for row, _ in pairs), result.dtype)
-    return [Sampled(_in_memory(result, place), exact, slack, _at(result, place))]
+    return [Sampled(in_memory(result, place), exact, slack, at(result, place))]
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -190,7 +188,7 @@ def _attention_backward(
 def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence[FloatArray], Sequence[FloatArray]]:
     """Return the gradients of queries, keys and values of one query head, and their slack."""
     whole = _head(arguments, batch, head, np.arange(arguments["query"].shape[2]))
-    gradient = _wide(next(iter(arguments.values()))[batch, head])
+    gradient = wide(next(iter(arguments.values()))[batch, head])
     weights, value = whole.weights, whole.value
     towards, size = gradient @ value.T, np.abs(gradient) @ np.abs(value).T
     scores = weights * (towards - (weights * towards).sum(-1, keepdims=True)) * whole.scale
@@ -211,14 +209,14 @@ def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[int, i
 def _head(arguments: Arguments, batch: int, head: int, rows: IntArray) -> _Head:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     shared = head * key.shape[1] // query.shape[1]
-    q, k, v = _wide(query[batch, head, torch.from_numpy(rows)]), _wide(key[batch, shared]), _wide(value[batch, shared])
+    q, k, v = wide(query[batch, head, torch.from_numpy(rows)]), wide(key[batch, shared]), wide(value[batch, shared])
     scale = arguments.get("scale")
     scale = float(scale) if scale is not None else query.shape[-1] ** -0.5
     scores = q @ k.T * scale
     mask = next((arguments[name] for name in ("attn_mask", "attn_bias") if arguments.get(name) is not None), None)
     if mask is not None:
         mask = mask.expand(*query.shape[:3], key.shape[2])[batch, head, torch.from_numpy(rows)]
-        scores = np.where(mask.cpu().numpy(), scores, -np.inf) if mask.dtype == torch.bool else scores + _wide(mask)
+        scores = np.where(mask.cpu().numpy(), scores, -np.inf) if mask.dtype == torch.bool else scores + wide(mask)
     if arguments.get("is_causal"):
         scores = np.where(np.arange(scores.shape[1]) <= rows[:, None], scores, -np.inf)
     top = scores.max(-1, keepdims=True)
@@ -245,7 +243,7 @@ def _sample_rows(
     row, column = np.unravel_index(index, exact.shape)
     place = (np.full(len(index), lead[0]), np.full(len(index), lead[1]), rows[row], column)
     half = torch.finfo(result.dtype).eps * np.abs(exact[row, column])
-    return Sampled(_in_memory(result, place), exact[row, column], slack[row, column] + half, _at(result, place))
+    return Sampled(in_memory(result, place), exact[row, column], slack[row, column] + half, at(result, place))
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------
@@ -257,24 +255,26 @@ def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator,
         return [None]
     index = rng.integers(0, result.numel(), min(count, result.numel()))
     place = np.unravel_index(index, tuple(result.shape))
-    padded = np.pad(_wide(inputs), [(0, 0), (0, 0), *((size, size) for size in padding)])
-    kernels, per_group = _wide(weight), weight.shape[0] // groups
+    padded = np.pad(wide(inputs), [(0, 0), (0, 0), *((size, size) for size in padding)])
+    kernels, per_group = wide(weight), weight.shape[0] // groups
     exact, magnitude = np.zeros(len(index)), np.zeros(len(index))
-    for number, (batch, channel, *at) in enumerate(zip(*place, strict=True)):
+    for number, (batch, channel, *corner) in enumerate(zip(*place, strict=True)):
         first = channel // per_group * weight.shape[1]
-        patch = padded[(batch, slice(first, first + weight.shape[1]), *_taps(at, weight.shape[2:], stride, dilation))]
+        patch = padded[
+            (batch, slice(first, first + weight.shape[1]), *_taps(corner, weight.shape[2:], stride, dilation))
+        ]
         terms = patch * kernels[channel]
         exact[number], magnitude[number] = terms.sum(), np.abs(terms).sum()
     sampled = Sampled(
-        _in_memory(result, place), exact, _rounding(magnitude, kernels[0].size, result.dtype), _at(result, place)
+        in_memory(result, place), exact, _rounding(magnitude, kernels[0].size, result.dtype), at(result, place)
     )
     if bias is None:
         return [sampled]
-    return [_without_constant(sampled, _wide(bias)[place[1]], 1.0, result.dtype)]
+    return [_without_constant(sampled, wide(bias)[place[1]], 1.0, result.dtype)]
 
 
-def _taps(at: list[Any], sizes: torch.Size, stride: Any, dilation: Any) -> list[slice]:
-    starts = [position * step for position, step in zip(at, stride, strict=True)]
+def _taps(corner: list[Any], sizes: torch.Size, stride: Any, dilation: Any) -> list[slice]:
+    starts = [position * step for position, step in zip(corner, stride, strict=True)]
     return [
         slice(start, start + (size - 1) * gap + 1, gap)
         for start, size, gap in zip(starts, sizes, dilation, strict=True)
@@ -284,13 +284,15 @@ def _taps(at: list[Any], sizes: torch.Size, stride: Any, dilation: Any) -> list[
 # -- small things ------------------------------------------------------------------------------------------------------
 
 
-def _wide(tensor: Tensor) -> FloatArray:
-    return tensor.detach().double().cpu().numpy()
+def wide(tensor: Tensor) -> FloatArray:
+    """Return a copy of a tensor as float64 of numpy: torch could not resize memory that is shared with numpy."""
+    return tensor.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
-def _at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
+def at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
+    """Return the elements of a tensor at `place`, one array of indices per dimension."""
     found = tensor[tuple(torch.from_numpy(np.asarray(axis)) for axis in place)] if place else tensor
-    return _wide(found.reshape(-1))
+    return wide(found.reshape(-1))
 
 
 def _rounding(magnitude: FloatArray, num_terms: int, dtype: torch.dtype) -> FloatArray:
@@ -310,14 +312,16 @@ def _strides(result: Tensor) -> tuple[int, ...]:
     return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
 
 
-def _in_memory(result: Tensor, place: tuple[IntArray, ...]) -> IntArray:
+def in_memory(result: Tensor, place: tuple[IntArray, ...]) -> IntArray:
+    """Return the numbers of the elements at `place` as they lie in memory."""
     numbers = np.zeros(len(place[0]) if place else 1, np.int64)
     for axis, step in zip(place, _strides(result), strict=True):
         numbers = numbers + np.asarray(axis, np.int64) * step
     return numbers
 
 
-def _place_of(result: Tensor, numbers: IntArray) -> tuple[IntArray, ...]:
+def place_of(result: Tensor, numbers: IntArray) -> tuple[IntArray, ...]:
+    """Return the indices of elements that are numbered as they lie in memory."""
     strides, rest = _strides(result), numbers.copy()
     place = [np.zeros_like(numbers)] * len(strides)
     for axis in sorted(range(len(strides)), key=lambda each: strides[each], reverse=True):

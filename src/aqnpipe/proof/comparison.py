@@ -1,0 +1,82 @@
+"""Compares recomputed elements of a result with the ones that a program got."""
+
+import numpy as np
+import torch
+
+from aqnpipe.config.noise import AbsoluteGaussian, AppliedError, FakeQuantization, RelativeGaussian, requested_size
+from aqnpipe.config.own_noise import OwnError
+from aqnpipe.noise.audit.expected_values import deviations, expected_values
+from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
+from aqnpipe.proof.receipt import Seen
+from aqnpipe.proof.recompute import Sampled
+
+_TINY = 1e-300
+
+
+def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dtype) -> Seen:
+    """Compare sampled elements of a result of `dtype` with what `error` makes of the exact values."""
+    if sampled.expected is not None or isinstance(error, FakeQuantization):
+        return _compare_expected(sampled, sampled.exact if sampled.expected is None else sampled.expected)
+    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | OwnError)
+    exact, slack, found = sampled.exact, sampled.slack, sampled.found
+    usable = np.isfinite(exact) & np.isfinite(found)
+    low, middle, high = (
+        expected_values(exact + change, error, dtype, draws, sampled.numbers) for change in (-slack, 0.0, slack)
+    )
+    expected, allowed = middle
+    spread = np.maximum(np.abs(low[0] - expected), np.abs(high[0] - expected))
+    tolerance = allowed + spread + sampled.after
+    if sampled.row:
+        expected, tolerance = _as_distributions(expected, tolerance, sampled.row, dtype)
+    deviation = deviations(exact, found, expected, tolerance, dtype)[usable]
+    # Elements with much rounding say little; without this one large element would outweigh all others.
+    is_relative = isinstance(error, RelativeGaussian) or (isinstance(error, OwnError) and error.quantity == "relative")
+    scale = requested_size(error) if is_relative else None
+    unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
+    if isinstance(error, OwnError):
+        # The function computes in float32; the rounding of its argument is no error.
+        expected = np.where(np.abs(expected - exact) <= 2.0**-22 * np.abs(exact), exact, expected)
+    requested, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
+    return Seen(
+        recomputed=int(usable.sum()),
+        wrong=int((deviation > 1).sum()),
+        largest_deviation=float(deviation.max(initial=0.0)),
+        # Of an error without random numbers, rounding hides the size; its values are bounded above.
+        found_expected=float((seen * requested).sum()) if is_random else 0.0,
+        expected_squared=float((requested * requested).sum()) if is_random else 0.0,
+        found_squared=float((seen * seen).sum()),
+        error_squared=_error_squared(exact[usable], expected[usable], error) if isinstance(error, OwnError) else 0.0,
+    )
+
+
+def _error_squared(exact: FloatArray, expected: FloatArray, error: OwnError) -> float:
+    """Return the sum of squares of a user's own error, in the quantity of its announced size."""
+    unit = np.where(exact == 0, np.inf, exact) if error.quantity == "relative" else 1.0
+    return float((((expected - exact) / unit) ** 2).sum())
+
+
+def _as_distributions(
+    expected: FloatArray, tolerance: FloatArray, length: int, dtype: torch.dtype
+) -> tuple[FloatArray, FloatArray]:
+    """Return rows of a softmax with an error as distributions: no negative values, and the sum 1."""
+    values, slack = np.maximum(expected, 0.0).reshape(-1, length), tolerance.reshape(-1, length)
+    total = np.maximum(values.sum(-1, keepdims=True), torch.finfo(dtype).tiny)
+    shares = values / total
+    slack = (slack + shares * slack.sum(-1, keepdims=True)) / total + 2 * torch.finfo(dtype).eps * shares
+    return shares.reshape(-1), slack.reshape(-1)
+
+
+def _compare_expected(sampled: Sampled, expected: FloatArray) -> Seen:
+    """Compare with values that are known, in units of what rounding explains."""
+    unit = sampled.slack + sampled.after + _TINY
+    usable = np.isfinite(expected) & np.isfinite(sampled.found)
+    deviation = (np.abs(sampled.found - expected) / unit)[usable]
+    requested, seen = ((values - sampled.exact)[usable] / unit[usable] for values in (expected, sampled.found))
+    return Seen(
+        recomputed=int(usable.sum()),
+        wrong=int((deviation > 1).sum()),
+        largest_deviation=float(deviation.max(initial=0.0)),
+        found_expected=float((seen * requested).sum()),
+        expected_squared=float((requested * requested).sum()),
+        found_squared=float((seen * seen).sum()),
+    )

@@ -1,0 +1,70 @@
+"""Operators as the audit sees them: which multiply no matrices, and the arguments of a call by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+NO_PRODUCTS_OF_BACKWARD = frozenset(
+    {
+        *("_efficientzerotensor", "_has_same_storage_numel", "_is_any_true", "_safe_softmax", "as_strided_"),
+        *("is_same_size", "softplus_backward", "squeeze_", "t_", "transpose_", "unsafe_split", "unsqueeze_"),
+        *("_amp_foreach_non_finite_check_and_unscale_", "_chunk_cat", "_fused_rms_norm_backward"),
+        *("_log_softmax_backward_data", "_softmax_backward_data", "_weight_norm_interface_backward"),
+        *("binary_cross_entropy_with_logits", "cumsum_backward", "embedding_dense_backward"),
+        *("empty_permuted", "gelu_backward", "index_put", "isfinite", "log_sigmoid_backward"),
+        *("log_sigmoid_forward", "logsumexp", "masked_fill", "max_pool2d_with_indices"),
+        *("native_dropout_backward", "native_group_norm_backward", "native_layer_norm_backward"),
+        *("new_empty_strided", "new_zeros", "nll_loss2d_backward", "nll_loss2d_forward"),
+        *("nll_loss_backward", "nll_loss_forward", "select_backward", "set_", "silu_backward"),
+        *("slice_backward", "value_selecting_reduction_backward"),
+    }
+)
+"""Operations of losses and backward passes that multiply no matrices."""
+
+NO_PRODUCTS_BY_PREFIX = (
+    *("_adaptive_avg_pool", "_batch_norm", "_native_batch_norm"),
+    *("_pack_padded", "adaptive_max_pool", "avg_pool", "binary_cross_entropy", "col2im"),
+    *("grid_sampler", "huber_loss", "im2col", "max_pool", "mse_loss", "native_batch_norm"),
+    *("reflection_pad", "replication_pad", "smooth_l1_loss", "unfold_backward", "upsample_"),
+)
+"""Beginnings of the names of such operations: pooling, padding, resizing, other norms and losses."""
+
+
+ON_A_MATRIX = " on a weight matrix"
+MULTIPLIES = ("mul", "addcmul", "div")
+"""Operators of which a product with a weight could be written as a sum."""
+
+COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
+"""Namespaces of operations that move tensors between processes."""
+
+
+def arguments_of(function: Any, args: Any, kwargs: Mapping[str, Any], *, copies_first: bool) -> dict[str, Any]:
+    """Return the arguments of a call by name; the first one as it was before a call that overwrites it."""
+    schema = function._schema.arguments
+    found = {argument.name: argument.default_value for argument in schema}
+    found |= dict(zip((argument.name for argument in schema), args, strict=False)) | dict(kwargs)
+    if copies_first:
+        found[schema[0].name] = found[schema[0].name].clone()
+    return found
+
+
+def machine_name(operator: str) -> str:
+    """Return the operator that has the error: a sum with a product is the product, then the sum."""
+    return {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}.get(operator, operator)
+
+
+def is_no_product(name: str) -> bool:
+    """Return whether an operator of losses and backward passes multiplies no matrices."""
+    return name in NO_PRODUCTS_OF_BACKWARD or name.startswith(NO_PRODUCTS_BY_PREFIX)
+
+
+def num_terms(operator: str, arguments: Mapping[str, Any]) -> int:
+    """Return the number of terms of each sum of a product; 2 or more for attention and convolution."""
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    if operator.startswith(("_scaled_dot", "_flash", "_efficient")):
+        return max(int(tensors[1].shape[-2]), 2)
+    if operator.startswith("convolution"):
+        return int(tensors[1][0].numel()) if not operator.endswith("_backward") else 2
+    first = tensors[1] if operator.startswith("add") or operator.startswith("badd") else tensors[0]
+    return int(first.shape[-1])
