@@ -8,7 +8,8 @@ import argparse
 import filecmp
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -232,24 +233,58 @@ def _studies_of_profile(name: str) -> list[Path]:
 
 def _outside_problems(study: Study, source: str) -> Iterator[str]:
     yield from (f"{source}: results_dir: {problem}" for problem in _folder_problems(Path(study.config.results_dir)))
-    yield from _design_problems(study, source)
     yield from _dataset_problems(study, source)
     yield from _diagnosis_problems(study, source)
     yield from _parity_problems(study, source)
-    yield from _tracker_problems(study, source)
-    yield from _reward_problems(study, source)
-    yield from _scorer_problems(study, source)
+    yield from _refusals(_checks_of_settings(study, source))
     yield from own_noise_problems(study, source)
     yield from _chat_template_problems(study, source)
-    yield from _weights_problems(study, source)
+    yield from _refusals(_checks_of_files(study, source))
     yield from _checkpoint_problems(study, source)
     yield from _module_problems(study, source)
+
+
+def _refusals(checks: Iterable[tuple[str, Callable[[], object]]]) -> Iterator[str]:
+    """Yield the refusals of checks, each after the key that it is about."""
+    for where, check in checks:
+        try:
+            check()
+        except (ConfigError, DataError, ModelError) as error:
+            yield f"{where}: {error}"
+
+
+def _checks_of_settings(study: Study, source: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the checks of looks, trackers, rewards and scorers; each imports what it needs, which is slow."""
+    training, evaluation = study.config.training, study.config.evaluation
+    if study.adaptive_seeds is not None:
+        from aqnpipe.comparison.look_states import registered_design
+
+        yield source, partial(registered_design, study)
+    if training is not None and training.report_to:
+        from aqnpipe.training.reporting import refuse_missing
+
+        yield source, partial(refuse_missing, training.report_to)
+    for index, reward in enumerate(training.rewards if training is not None else ()):
+        from aqnpipe.data.rewards import refuse_unusable
+
+        yield f"{source}: training.rewards.{index}.function", partial(refuse_unusable, reward)
+    if ":" in evaluation.primary_scorer:
+        from aqnpipe.data.graders import refuse_unusable_scorer
+
+        yield f"{source}: evaluation.primary_scorer", partial(refuse_unusable_scorer, evaluation)
+
+
+def _checks_of_files(study: Study, source: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the checks of local models (unsafe, incomplete, or with truncated weights) and of published figures."""
+    section = "models" if study.has_training else "checkpoints"
+    for name, model in study.models().items():
+        if source_kind(model.source) == "folder":
+            from aqnpipe.models.loading import refuse_unusable
+
+            yield f"{source}: {section}.{name}", partial(refuse_unusable, model)
     published = study.config.statistics.published
     if published is not None:
-        try:
-            load_yaml(Path(published), PublishedFile)
-        except ConfigError as error:
-            yield f"{source}: statistics.published: {error}"
+        yield f"{source}: statistics.published", partial(load_yaml, Path(published), PublishedFile)
 
 
 def _folder_problems(folder: Path) -> Iterator[str]:
@@ -261,17 +296,6 @@ def _folder_problems(folder: Path) -> Iterator[str]:
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         yield f"{existing} is no folder, expected a folder or a new path"
-
-
-def _design_problems(study: Study, source: str) -> Iterator[str]:
-    if study.adaptive_seeds is None:
-        return
-    from aqnpipe.comparison.look_states import registered_design
-
-    try:
-        registered_design(study)
-    except ConfigError as error:
-        yield f"{source}: {error}"
 
 
 def _dataset_problems(study: Study, source: str) -> Iterator[str]:
@@ -343,45 +367,6 @@ def _sensitivity_problems(layers: Path, strategy: str, where: str) -> Iterator[s
         yield f"{where}: {layers} has no sensitivity of the layers, which the sigmas {strategy} need"
 
 
-def _tracker_problems(study: Study, source: str) -> Iterator[str]:
-    """Yield trackers of the training that are not installed."""
-    training = study.config.training
-    if training is None or not training.report_to:
-        return
-    from aqnpipe.training.reporting import refuse_missing
-
-    try:
-        refuse_missing(training.report_to)
-    except ConfigError as error:
-        yield f"{source}: {error}"
-
-
-def _reward_problems(study: Study, source: str) -> Iterator[str]:
-    """Yield rewards whose function cannot be imported, or has another source than its digest says."""
-    training = study.config.training
-    if training is None or not training.rewards:
-        return
-    from aqnpipe.data.rewards import refuse_unusable
-
-    for index, reward in enumerate(training.rewards):
-        try:
-            refuse_unusable(reward)
-        except ConfigError as error:
-            yield f"{source}: training.rewards.{index}.function: {error}"
-
-
-def _scorer_problems(study: Study, source: str) -> Iterator[str]:
-    """Yield a scorer of the user's own that cannot be imported, or has another source than its digest says."""
-    if ":" not in study.config.evaluation.primary_scorer:
-        return
-    from aqnpipe.data.graders import refuse_unusable_scorer
-
-    try:
-        refuse_unusable_scorer(study.config.evaluation)
-    except ConfigError as error:
-        yield f"{source}: evaluation.primary_scorer: {error}"
-
-
 def _chat_template_problems(study: Study, source: str) -> Iterator[str]:
     if study.config.prompt.style != "chat":
         return
@@ -402,20 +387,6 @@ def _chat_template_problems(study: Study, source: str) -> Iterator[str]:
                 refuse_unusable_template(study.config.prompt, load_tokenizer(folder))
             except ModelError as error:
                 yield f"{source}: prompt.style: found chat, which model {role} cannot be asked in: {error}"
-
-
-def _weights_problems(study: Study, source: str) -> Iterator[str]:
-    """Yield local models that no job could prepare: unsafe, incomplete, or with a truncated file of weights."""
-    local = {name: model for name, model in study.models().items() if source_kind(model.source) == "folder"}
-    if not local:
-        return
-    from aqnpipe.models.loading import refuse_unusable
-
-    for name, model in local.items():
-        try:
-            refuse_unusable(model)
-        except ModelError as error:
-            yield f"{source}: {'models' if study.has_training else 'checkpoints'}.{name}: {error}"
 
 
 def _module_problems(study: Study, source: str) -> Iterator[str]:
