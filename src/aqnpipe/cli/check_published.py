@@ -1,6 +1,5 @@
 """`aqnpipe check-published`: check the printed figures of a publication; prints tables or JSON."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from aqnpipe.cli.terminal import table_of
 
 if TYPE_CHECKING:
     from aqnpipe.artifacts.published import CheckedAccuracy, PublishedCheck
@@ -53,20 +54,9 @@ def _tables(check: "PublishedCheck", words: "Words") -> list[Table]:
     return shown
 
 
-def _table(title: str, text_columns: Sequence[str], number_columns: Sequence[str], last: Sequence[str] = ()) -> Table:
-    table = Table(title=escape(title), title_justify="left", title_style="bold")
-    for name in text_columns:
-        table.add_column(name)
-    for name in number_columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in last:
-        table.add_column(name)
-    return table
-
-
 def _as_rich(found: "tables.Table") -> Table:
     """Return a table of the report for the terminal; its last column is text."""
-    table = _table(found.caption, found.headers[:1], found.headers[1:-1], found.headers[-1:])
+    table = table_of(found.caption, found.headers[:1], found.headers[1:-1], found.headers[-1:])
     for row in found.rows:
         table.add_row(*map(escape, row.cells))
     return table
@@ -78,7 +68,7 @@ def _accuracies(check: "PublishedCheck", words: "Words") -> Table:
 
     interval = words("published.interval", level=1 - check.alpha)
     columns = [words("column.published"), words("column.questions"), words("column.correct_answers"), interval]
-    table = _table(words("published.accuracies"), [words("column.figure")], columns, [words("column.possible")])
+    table = table_of(words("published.accuracies"), [words("column.figure")], columns, [words("column.possible")])
     for accuracy in check.accuracies:
         table.add_row(
             escape(accuracy.label),
@@ -103,7 +93,7 @@ def _claims(check: "PublishedCheck", words: "Words") -> Table:
     from aqnpipe.report.published import published_claims
 
     found = published_claims(check, words)
-    table = _table(found.caption, found.headers[:2], found.headers[2:], [words("column.why")])
+    table = table_of(found.caption, found.headers[:2], found.headers[2:], [words("column.why")])
     for claim, row in zip(check.claims, found.rows, strict=True):
         text, verdict, *figures = map(escape, row.cells)
         style = _STYLES[claim.verdict]
@@ -116,7 +106,7 @@ def _detectable(check: "PublishedCheck", words: "Words") -> Table:
     from aqnpipe.report import numbers
 
     columns = [words(f"column.{name}") for name in ("questions", "discordant", "asymptotic", "exact_mcnemar")]
-    table = _table(words("published.detectable", power=check.power), [], columns, [words("column.remark")])
+    table = table_of(words("published.detectable", power=check.power), [], columns, [words("column.remark")])
     for size in check.detectable:
         table.add_row(
             numbers.count(size.num_questions),

@@ -51,7 +51,7 @@ def sensitivity(
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.hardware import read_hardware
     from aqnpipe.artifacts.sensitivities import SensitivityFile
-    from aqnpipe.cli.diagnose.show import console_of
+    from aqnpipe.cli.terminal import console_of
     from aqnpipe.diagnosis import sensitivity as measurement
     from aqnpipe.diagnosis.api import device_label
     from aqnpipe.models.loading import load_tokenizer
@@ -140,7 +140,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _show(file: "SensitivityFile") -> None:
-    from aqnpipe.cli.diagnose.show import console_of
+    from aqnpipe.cli.terminal import console_of
 
     console = console_of(stderr=False)
     console.print(_verdict(file), soft_wrap=True)
@@ -166,13 +166,10 @@ def _verdict(file: "SensitivityFile") -> str:
 
 
 def _table(file: "SensitivityFile") -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from aqnpipe.cli.terminal import table_of
 
-    table = Table("layer", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     names = ["estimate", "loss", "± s.e."] + (["accuracy", "± s.e."] if file.accuracy is not None else [])
-    for name in names:
-        table.add_column(name, justify="right")
+    table = table_of("", ["layer"], names)
     for layer in file.layers:
         cells = [f"{layer.estimate:+.4f}", f"{layer.loss_increase:+.4f}", _error(layer.loss_standard_error, 1, 4)]
         if layer.accuracy_change is not None:

@@ -34,7 +34,8 @@ def diagnose_node(
     from aqnpipe.artifacts.node_reports import EXIT_CODES, NodeReport, worst
     from aqnpipe.artifacts.provenance import versions
     from aqnpipe.cli.diagnose.node import diagnose_devices
-    from aqnpipe.cli.diagnose.show import console_of, show_node
+    from aqnpipe.cli.diagnose.show import show_node
+    from aqnpipe.cli.terminal import console_of
 
     def orders(folder: Path) -> "list[Order]":
         return make_orders(folder, source, devices, duration_seconds, method, config, faults)

@@ -25,7 +25,8 @@ def diagnose_here(
     import torch
 
     from aqnpipe.artifacts.files import write_json
-    from aqnpipe.cli.diagnose.show import console_of, show_diagnosis
+    from aqnpipe.cli.diagnose.show import show_diagnosis
+    from aqnpipe.cli.terminal import console_of
     from aqnpipe.diagnosis.api import diagnose
 
     torch.set_num_threads(config.threads)

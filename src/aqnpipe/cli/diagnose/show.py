@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+
+from aqnpipe.cli.terminal import console_of, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,18 +18,13 @@ _SHOWN_SCANS = ("gain", "kurtosis", "instability")
 _STYLES = {"healthy": "bold green", "fault": "bold red", "abstain": "bold yellow", "error": "bold yellow"}
 
 
-def console_of(*, stderr: bool) -> Console:
-    """Return a console on standard output, or on standard error for progress."""
-    return Console(stderr=stderr, soft_wrap=False, highlight=False)
-
-
 def show_diagnosis(file: "DiagnosisFile") -> None:
     """Print verdict, faults and layers on standard output."""
     console = console_of(stderr=False)
     console.print(Text(file.verdict.upper(), _STYLES[file.verdict]), f"{file.model} on {file.device}, {file.dtype}")
     console.print(Text(file.reason))
     show_faults(console, file.faults)
-    layers = _table("Layers", left=("layer", "faulty sites"), right=("probed", "deviation", *_SHOWN_SCANS))
+    layers = table_of("Layers", left=("layer", "faulty sites"), right=("probed", "deviation", *_SHOWN_SCANS))
     for layer in file.layers:
         layers.add_row(str(layer.layer), *_layer_cells(layer))
     console.print(layers)
@@ -45,7 +40,7 @@ def show_node(report: "NodeReport") -> None:
         Text(report.verdict.upper(), _STYLES[report.verdict]),
         f"{report.host}: {healthy} of {len(report.devices)} devices healthy; {report.model}, {report.dtype}",
     )
-    devices = _table("Devices", left=("device", "name", "verdict"), right=("runs", "faults", "°C", "s"))
+    devices = table_of("Devices", left=("device", "name", "verdict"), right=("runs", "faults", "°C", "s"))
     for device in report.devices:
         devices.add_row(*_device_cells(device))
     console.print(devices)
@@ -67,7 +62,7 @@ def show_faults(console: Console, faults: "Sequence[LocatedFault]") -> None:
     """Print a table of faults, if there are any."""
     if not faults:
         return
-    table = _table("Faults", left=("layer", "site", "type"), right=("channels", "magnitude", "threshold"))
+    table = table_of("Faults", left=("layer", "site", "type"), right=("channels", "magnitude", "threshold"))
     for fault in faults:
         faulty = fault.num_faulty_channels
         channels = "?" if faulty is None else f"{faulty} of {fault.num_channels}"
@@ -166,15 +161,6 @@ def _device_cells(device: "DeviceReport") -> list[str]:
         "" if celsius is None else f"{celsius:.0f}",
         f"{device.seconds:.0f}",
     ]
-
-
-def _table(title: str, *, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in left:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", overflow="fold")
-    return table
 
 
 def _layer_cells(layer: "LayerMetrics") -> list[str]:

@@ -52,8 +52,8 @@ def capture(
 
     `aqnpipe parity` compares two such files. They name no folders or hosts, so they can be sent to another site.
     """
-    from aqnpipe.cli.diagnose.show import console_of
     from aqnpipe.cli.parity.tokens import token_ids
+    from aqnpipe.cli.terminal import console_of
     from aqnpipe.parity.capture_file import read_capture, write_capture
 
     given = given_options(context)

@@ -56,9 +56,9 @@ def parity(
     cannot be compared.
     """
     from aqnpipe.artifacts.files import write_json, write_text
-    from aqnpipe.cli.diagnose.show import console_of
     from aqnpipe.cli.parity.page import page_of
     from aqnpipe.cli.parity.show import table_of
+    from aqnpipe.cli.terminal import console_of
     from aqnpipe.parity.parity import parity_of
 
     _check_options(context, captures)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile, Substitution
-from aqnpipe.cli.text_table import aligned
+from aqnpipe.cli.terminal import aligned
 
 HEADINGS = (
     "operator",

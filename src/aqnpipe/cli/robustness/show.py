@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator
 
 from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
-from aqnpipe.cli.text_table import aligned
+from aqnpipe.cli.terminal import aligned
 from aqnpipe.comparison.checkpoints import POWER
 
 TITLES = {

@@ -1,0 +1,31 @@
+"""What commands print: consoles and tables."""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def console_of(*, stderr: bool) -> Console:
+    """Return a console on standard output, or on standard error for progress."""
+    return Console(stderr=stderr, soft_wrap=False, highlight=False)
+
+
+def table_of(title: str, left: Sequence[str], right: Sequence[str], remarks: Sequence[str] = ()) -> Table:
+    """Return an empty table with columns of text, of numbers, and of remarks, which break into lines."""
+    table = Table(title=escape(title) or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", overflow="fold")
+    for column in remarks:
+        table.add_column(column)
+    return table
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return one line per row, with the cells of a column in the same place; rows have equally many cells."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
