@@ -6,10 +6,7 @@ mini-batches, gradient checkpointing and all other settings are those of the stu
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +33,6 @@ from aqnpipe.training.stage import train
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SNAKEMAKE = Path(sys.executable).with_name("snakemake")
 HEAD_DIM = 8
 NUM_LAYERS = 2
 CHAT_TEMPLATE = (
@@ -156,7 +152,7 @@ def test_every_arm_of_a_real_study_trains_and_is_evaluated(name, tmp_path):
         assert len(answers) == 4 * len(study.config.evaluation.passes())
 
 
-def test_the_larger_model_s_study_runs_from_end_to_end(tmp_path):
+def test_the_larger_model_s_study_runs_from_end_to_end(python, tmp_path):
     """Under Snakemake, with the role `large` alone."""
     config = shrunk("qwen2.5-7b", tmp_path)
     config["arms"] = ["E7a", "E7c"]
@@ -165,16 +161,7 @@ def test_the_larger_model_s_study_runs_from_end_to_end(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / "checkout" / name)
     shutil.copy(ROOT / "Snakefile", tmp_path / "checkout" / "Snakefile")
     (tmp_path / "checkout" / "study.yaml").write_text(yaml.safe_dump(config))
-    result = subprocess.run(
-        [SNAKEMAKE, "--configfile", "study.yaml"],
-        cwd=tmp_path / "checkout",
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    result = python.snakemake(tmp_path / "checkout", "--configfile", "study.yaml")
     assert result.returncode == 0, result.stdout
     results = tmp_path / "checkout" / "results" / "qwen2.5-7b"
     assert "Qwen2.5-7B on GSM8K" in (results / "report.html").read_text()
