@@ -131,7 +131,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[WarmPython]":
     """Forks Snakemake and its jobs from a process that has their imports made."""
     from faulted_study import WarmPython
