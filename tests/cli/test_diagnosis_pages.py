@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,15 +37,17 @@ PYTHON = [text for page in NAMES for language, text in blocks(page) if language 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a model, two earlier reports, and `aqnpipe` on the path."""
+def folder(python, tmp_path_factory):
+    """A folder with a model, two earlier reports, and `aqnpipe` on the path, forked from a process with its imports."""
     folder = tmp_path_factory.mktemp("pages")
     random_model_of("llama", num_layers=4).save_pretrained(folder / "model")
     write_json(folder / "before.json", node_of(diagnosis()))
     write_json(folder / "after.json", node_of(diagnosis(located(2))))
     program = folder / "bin" / "aqnpipe"
     program.parent.mkdir()
-    program.write_text(f"#!{sys.executable}\nfrom aqnpipe.cli.main import main\nmain()\n")
+    script = folder / "main.py"
+    script.write_text("from aqnpipe.cli.main import main\nmain()\n")
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(str(python.stand_in))} {shlex.quote(str(script))} "$@"\n')
     program.chmod(0o755)
     return folder
 
@@ -75,8 +76,9 @@ def test_no_command_needs_an_accelerator_after_the_replacement(tmp_path):
 @pytest.mark.parametrize(
     ("page", "text"), COMMANDS, ids=[f"{page}-{number}" for number, (page, _) in enumerate(COMMANDS)]
 )
-def test_a_command_runs_as_written(page, text, folder):
-    environment = {**os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+def test_a_command_runs_as_written(page, text, folder, python, tmp_path):
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**python.environment, "PATH": path, "AQNPIPE_WARM_PIDS": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-e", "-c", on_this_machine(text, folder)], cwd=folder, env=environment, capture_output=True, text=True
     )
