@@ -203,9 +203,9 @@ def test_each_rule_left_a_log_and_a_benchmark(finished):
     logs, benchmarks = (
         {
             p.relative_to(finished.folder / RESULTS / kind).with_suffix("")
-            for p in (finished.folder / RESULTS / kind).rglob("*.*")
+            for p in (finished.folder / RESULTS / kind).rglob(f"*.{suffix}")
         }
-        for kind in ("logs", "benchmarks")
+        for kind, suffix in (("logs", "log"), ("benchmarks", "tsv"))
     )
     assert len(logs) == 16
     assert logs == benchmarks
