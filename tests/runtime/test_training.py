@@ -5,7 +5,6 @@ private cluster.
 """
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -124,15 +123,8 @@ def test_two_workers_learn_what_one_does(finished):
     weights = [load_file(run / "checkpoints" / "step3" / "model.safetensors") for run in (single, double)]
     assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 3 * 1e-4 / 4
     assert said[0] == f"base/test seed 0: 2 workers, on {socket.gethostname()}"
-    lines = [re.split(r" reward|: [\d.e-]+ nats", line)[0] for line in said[1:]]
-    about = [
-        "distance to the sampler at step 1",
-        "step 1/3",
-        "step 2/3",
-        "distance to the sampler at step 3",
-        "step 3/3",
-    ]
-    assert lines == [f"base/test seed 0: {text}" for text in about], "one of the workers speaks"
+    lines = [line.partition(" reward")[0] for line in said[1:]]
+    assert lines == [f"base/test seed 0: step {step}/3" for step in (1, 2, 3)], "one of the workers speaks"
 
 
 @pytest.mark.slow
