@@ -124,8 +124,12 @@ def test_a_socket_is_readable_by_its_owner_alone(results, tmp_path):
             connection.request("GET", "/", headers=headers)
             assert connection.getresponse().status == status
             connection.close()
-        with pytest.raises(ConfigError, match=r"--socket: .* cannot be used"):
-            open_server(results, path, None, "en")
+        (tmp_path / "notes").write_text("mine")
+        for taken in (path, tmp_path / "notes", tmp_path / "none" / "view.sock"):
+            with pytest.raises(ConfigError, match=r"--socket: .* cannot be used"):
+                open_server(results, taken, None, "en")
+        assert path.is_socket()
+        assert (tmp_path / "notes").read_text() == "mine"
     finally:
         server.shutdown()
         server.server_close()

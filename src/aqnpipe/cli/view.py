@@ -62,7 +62,7 @@ class ViewServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, address: int | Path, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         self.token = secrets.token_urlsafe(24)
-        self._socket_file = address if isinstance(address, Path) else None
+        self._made: Path | None = None
         if isinstance(address, Path):
             self.address_family = socket.AF_UNIX
             super().__init__(str(address), handler)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class ViewServer(http.server.ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind the socket; of a Unix socket there is no name of a host."""
-        if self._socket_file is None:
+        if self.address_family != socket.AF_UNIX:
             super().server_bind()
             return
         before = os.umask(_READ_BY_ITS_OWNER)
@@ -79,12 +79,13 @@ class ViewServer(http.server.ThreadingHTTPServer):
             socketserver.TCPServer.server_bind(self)
         finally:
             os.umask(before)
+        self._made = Path(str(self.server_address))
 
     def server_close(self) -> None:
-        """Close the socket and remove its file."""
+        """Close the socket and remove its file; one that was there before is not touched."""
         super().server_close()
-        if self._socket_file is not None:
-            self._socket_file.unlink(missing_ok=True)
+        if self._made is not None:
+            self._made.unlink(missing_ok=True)
 
 
 def open_server(results: Path, address: int | Path, scorer: str | None, language: Literal["en", "zh"]) -> ViewServer:
@@ -135,9 +136,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(303, "", "text/plain; charset=utf-8", Location=address.path, **{"Set-Cookie": self._cookie()})
             return
         if not self._is_token(self._token_of_cookie()):
-            self._answer(
-                403, "expected the address that aqnpipe view printed, with its token\n", "text/plain; charset=utf-8"
-            )
+            self._answer(403, f"{_NEEDS_ADDRESS}\n", "text/plain; charset=utf-8")
             return
         if address.path == "/report.html" and self.report.is_file():
             # The report has a policy of its own.
