@@ -75,6 +75,24 @@ def test_a_damaged_record_is_a_line_and_goes_with_repair(results):
     assert not record.exists()
 
 
+def test_a_file_that_a_job_read_needs_the_record_of_the_job_that_wrote_it(results):
+    """Files of the study's own folders and files outside of the results have none."""
+    read = {"eval/table.parquet": "1", "config/published.yaml": "2"}
+    record = JobRecord(parameters="", script=None, inputs=read, outputs={})
+    write_json(results / "jobs" / "claims.json.json", record)
+    assert run(results)[0] == 0
+    (results / "jobs/eval/table.parquet.json").unlink()
+    assert run(results)[1][0] == "eval/table.parquet: the record of the job that wrote it is gone"
+
+
+def test_what_is_being_written_and_other_studies_are_not_looked_at(results):
+    for place in ("models/.base.x.staged/base", "smoke/models/base", "scratch/E5"):
+        folder = results / place
+        folder.mkdir(parents=True)
+        (folder / "aqnpipe_model.json").write_text("{")
+    assert run(results)[0] == 0
+
+
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no records in jobs/, expected the results folder of a study"):
         run(tmp_path)

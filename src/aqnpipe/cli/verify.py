@@ -1,12 +1,15 @@
 """`aqnpipe verify`: compare every file of a study's results with the record of what was written."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
+from aqnpipe.artifacts.files import RESULT_FOLDERS, STAGED, read_json
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.errors import ConfigError, DataError, ModelError
+from aqnpipe.models.prepared import PREPARED_MODEL_FILE
 
 _DAMAGED = 1
 
@@ -33,12 +36,13 @@ def verify(
     records = sorted((results / "jobs").rglob("*.json"))
     if not records:
         raise ConfigError(f"{results}: no records in jobs/, expected the results folder of a study")
-    files, damages = 0, []
-    for record in records:
-        found, number = _damages_of(record, results)
-        damages += found
-        files += number
-    models = sorted(path.parent for path in results.rglob("aqnpipe_model.json"))
+    files, damages = _damages_of_jobs(records, results)
+    models = [
+        path.parent
+        for folder in RESULT_FOLDERS
+        for path in sorted((results / folder).rglob(PREPARED_MODEL_FILE))
+        if not any(part.endswith(STAGED) for part in path.parts)
+    ]
     damages += [damage for model in models for damage in _damage_of_model(model, results)]
     for damage in damages:
         typer.echo(f"{damage.path}: {damage.what}")
@@ -54,24 +58,33 @@ def verify(
     raise typer.Exit(_DAMAGED)
 
 
-def _damages_of(path: Path, results: Path) -> tuple[list[Damage], int]:
-    """Return the damaged files of a job by its record, and the number of its files."""
-    from aqnpipe.artifacts.files import read_json
-    from aqnpipe.artifacts.provenance import sha256_of_file
+def _damages_of_jobs(records: Sequence[Path], results: Path) -> tuple[int, list[Damage]]:
+    """Return the number of files that jobs wrote, and those that are damaged, by the records of the jobs."""
     from aqnpipe.runtime.job_records import JobRecord
 
-    try:
-        record = read_json(path, JobRecord)
-    except DataError:
-        return [Damage(path, "no valid record of a job", path)], 0
-    damages = []
-    for name, digest in record.outputs.items():
+    damages: list[Damage] = []
+    outputs: dict[str, tuple[str | None, Path]] = {}
+    inputs: set[str] = set()
+    for path in records:
+        try:
+            record = read_json(path, JobRecord)
+        except DataError:
+            damages.append(Damage(path, "no valid record of a job", path))
+            continue
+        outputs |= {name: (digest, path) for name, digest in record.outputs.items()}
+        inputs |= {name for name in record.inputs if Path(name).parts[0] in RESULT_FOLDERS}
+    for name, (digest, path) in outputs.items():
         file = results / name
         if not file.is_file():
             damages.append(Damage(file, "missing", path))
         elif sha256_of_file(file) != digest:
             damages.append(Damage(file, "changed after it was written (SHA-256 differs)", path))
-    return damages, len(record.outputs)
+    # Jobs read it, so a job wrote it.
+    unknown = sorted(inputs - outputs.keys())
+    damages += [
+        Damage(results / name, "the record of the job that wrote it is gone", results / name) for name in unknown
+    ]
+    return len(outputs), damages
 
 
 def _damage_of_model(folder: Path, results: Path) -> Iterator[Damage]:
@@ -84,11 +97,8 @@ def _damage_of_model(folder: Path, results: Path) -> Iterator[Damage]:
         refuse_damaged(folder)
     except ModelError as error:
         # The record of the job that made the model: of the model itself, or of the run that a checkpoint belongs to.
-        places = [results / "jobs" / parent for parent in _with_parents(folder.relative_to(results))]
+        inside = folder.relative_to(results)
+        places = [results / "jobs" / parent for parent in (inside, *inside.parents)]
         records = (record for place in places for record in sorted(place.glob("*.json")))
-        file = folder / "aqnpipe_model.json"
+        file = folder / PREPARED_MODEL_FILE
         yield Damage(file, str(error).partition(": ")[2], next(records, file))
-
-
-def _with_parents(path: Path) -> list[Path]:
-    return [path, *path.parents]
