@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from aqnpipe.config.dataset import LocalDataset, PromptFormat
-from aqnpipe.config.model import ModelConfig, builtin_folder
+from aqnpipe.config.model import ModelConfig, builtin_folder, read_model_config
 from aqnpipe.config.study import load_study_file
 from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import format_prompt
@@ -76,8 +76,24 @@ def test_a_configuration_cannot_name_code_of_a_hub(folder, tmp_path, key, value)
     ):
         with pytest.raises(ModelError, match=f"{key} is '{value}', expected the name of an implementation"):
             load()
-    edit(folder / "config.json", **{key: "eager", "text_config": {key: value}})
-    with pytest.raises(ModelError, match=f"{key} is"):
+    for inside in ({"text_config": {key: value}}, {"parts": [{key: value}]}, {key: {"text_config": value}}):
+        edit(folder / "config.json", **{key: "eager", **inside})
+        with pytest.raises(ModelError, match=f"{key} is"):
+            load_model(folder, dtype="float32", attention="eager")
+
+
+@pytest.mark.parametrize("value", ["eager", "sdpa", None])
+def test_implementations_of_transformers_and_models_inside_without_layers_pass(folder, value):
+    inside = {"attn_implementation": value, "num_hidden_layers": None}
+    edit(folder / "config.json", _attn_implementation=value, vision_config=inside)
+    load_model(folder, dtype="float32", attention="eager")
+    edit(folder / "config.json", _attn_implementation="flash_attention_2")
+    assert read_model_config(folder)["vision_config"] == inside
+
+
+def test_as_many_layers_in_a_model_inside_are_one_line_too(folder):
+    edit(folder / "config.json", text_config={"num_hidden_layers": 10**7})
+    with pytest.raises(ModelError, match="num_hidden_layers is 10000000, expected at most 10,000"):
         load_model(folder, dtype="float32", attention="eager")
 
 
@@ -120,6 +136,8 @@ def test_a_link_cannot_copy_a_file_from_outside_and_links_of_a_cache_are_followe
     (folder / "chat_template.jinja").unlink()
     for path in folder.iterdir():
         shutil.copy(path, cached / path.name)
+    (cached / "model.safetensors").rename(cached.parents[1] / "blobs" / "weights")
+    (cached / "model.safetensors").symlink_to("../../blobs/weights")
     (cached / "chat_template.jinja").symlink_to("../../blobs/template")
     prepare_model(ModelConfig(source=str(cached)), tmp_path / "prepared")
     assert (tmp_path / "prepared" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"

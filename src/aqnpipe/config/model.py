@@ -129,22 +129,28 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         found = "a folder without config.json" if folder.is_dir() else "no such folder"
         raise ModelError(f"model {str(folder)!r}: found {found}, expected a model folder with config.json")
     config = common_names(read_json_object(path))
-    for key, value in _settings(config):
+    num_layers = config.get("num_hidden_layers", 1)
+    if not (isinstance(num_layers, int) and 0 < num_layers <= _MOST_LAYERS):
+        raise ModelError(f"{path}: num_hidden_layers is {num_layers!r}, expected a number from 1 to {_MOST_LAYERS:,}")
+    for key, value in _settings("", config):
         # transformers fetches an implementation with another name from a hub, whatever the caller asks for.
         if key.endswith("_implementation") and value is not None and not _KERNEL.fullmatch(str(value)):
             raise ModelError(f"{path}: {key} is {value!r}, expected the name of an implementation in transformers")
-        if key == "num_hidden_layers" and not (isinstance(value, int) and 0 < value <= _MOST_LAYERS):
-            raise ModelError(f"{path}: {key} is {value!r}, expected a number from 1 to {_MOST_LAYERS:,}")
+        if key == "num_hidden_layers" and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ModelError(f"{path}: {key} is {value}, expected at most {_MOST_LAYERS:,}")
     return config
 
 
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every key and value, also those of configurations inside."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _settings(value)
-        else:
-            yield key, value
+def _settings(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key and value of a configuration and of those inside; a list, or values by part, have its key."""
+    if isinstance(value, Mapping):
+        for name, inside in value.items():
+            yield from _settings(key if key.endswith("_implementation") else name, inside)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _settings(key, inside)
+    else:
+        yield key, value
 
 
 def common_names(config: Mapping[str, Any]) -> dict[str, Any]:
