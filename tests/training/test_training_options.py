@@ -124,6 +124,14 @@ def test_forward_passes_compute_in_the_models_format_on_weights_in_their_own(
     assert metrics(folder)["kl"][1] > 0
 
 
+@pytest.mark.parametrize(("variable", "dtype"), [("no", "float32"), ("bf16", "bfloat16")])
+def test_a_mixed_precision_in_the_shell_that_the_study_has_too_is_no_problem(
+    inputs, tmp_path, monkeypatch, variable, dtype
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
+    run(training_spec(num_steps=1, dtype=dtype), inputs, tmp_path / "run")
+
+
 def test_small_steps_are_lost_in_bfloat16_weights_and_not_in_float32(inputs, tmp_path):
     """Why float32 is the default: at the published learning rates an update is far below the spacing of bfloat16."""
     changed = {}

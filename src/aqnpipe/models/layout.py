@@ -4,7 +4,7 @@ import fnmatch
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Literal
 
 import torch
@@ -27,6 +27,14 @@ _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_at
 _ADVICE = "use a model of another family"
 
 _LAYER_NUMBER = re.compile(rf"(?:^|\.)(?:{'|'.join(_LAYER_LISTS)})\.(\d+)\.")
+
+
+def dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the dropout rates that a module itself has, by the name of the attribute."""
+    for attribute, value in vars(module).items():
+        is_rate = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
+        if is_rate and isinstance(value, int | float):
+            yield attribute, float(value)
 
 
 def noised_attention(model: nn.Module) -> Literal["decomposed", "fused"]:

@@ -2,17 +2,22 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from aqnpipe.config.noise import NoiseSpec, OperatorNoise
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.injection.pass_observation import PassObservation
+from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 
 class Pass:
     """A pass of three sequences of four tokens, seen from outside."""
 
     def __init__(self, model, phase="rollout", **settings):
-        self.observation = PassObservation(model, phase, 5, **({"truncates": False} | settings))
+        self.observation = PassObservation(model, phase, 5, **({"rounds": False} | settings))
         self.cache = DynamicCache(config=model.config)
         self.logits = torch.randn(3, 4, 7)
         self.dtype = torch.float32
@@ -47,6 +52,15 @@ def test_a_pass_behind_a_cache_begins_none(one_pass):
         assert one_pass.row().sequences == 0
 
 
+def test_a_cache_of_linear_attention_begins_once(one_pass):
+    """Its layers do not count tokens."""
+    one_pass.cache = Cache(layers=[LinearAttentionLayer()])
+    with torch.no_grad():
+        assert [one_pass.row().sequences for _ in range(3)] == [3, 0, 0]
+        one_pass.cache = Cache(layers=[LinearAttentionLayer()])
+        assert one_pass.row().sequences == 3
+
+
 def test_a_pass_with_gradients_is_trained_on(one_pass):
     row = one_pass.row()
     assert (row.gradient_passes, row.sequences, row.trained_sequences) == (1, 0, 3)
@@ -79,8 +93,8 @@ def test_autocast_is_the_format_that_is_computed_in(one_pass):
         assert one_pass.row().formats == {"bfloat16"}
 
 
-def test_noise_that_truncates_says_nothing_about_the_format(make_model):
-    one_pass = Pass(make_model().eval(), truncates=True)
+def test_noise_that_rounds_says_nothing_about_the_format(make_model):
+    one_pass = Pass(make_model().eval(), rounds=True)
     one_pass.logits = rounded(one_pass.logits)
     assert one_pass.row().formats == {"float32"}
 
@@ -90,6 +104,28 @@ def test_dropout_counts_where_a_module_with_a_rate_trains(make_model):
     model.model.layers[1].self_attn.attention_dropout = 0.1
     assert Pass(model.eval()).row().formats == {"float32"}
     assert Pass(model.train()).row().formats == {"float32 with dropout"}
+
+
+def test_rates_that_are_plain_attributes_count_too(make_model):
+    """As of OPT, whose layers call the function."""
+    model = make_model().train()
+    model.model.layers[1].mlp.hidden_dropout = 0.1
+    assert Pass(model).row().formats == {"float32 with dropout"}
+    assert Pass(model.eval()).row().formats == {"float32"}
+
+
+def test_an_error_of_a_user_s_own_may_round_to_another_format(make_model, own_module):
+    """All keys and logits are numbers of bfloat16 then, as was asked for."""
+    module = own_module("def rounded(values, normals):\n    return values.bfloat16().float()\n")
+    error = OwnError(function=f"{module}:rounded", size=(0.0, 0.01), draws=0).planned()
+    spec = NoiseSpec(operator_noise=OperatorNoise(error=error, phases=("rollout",)))
+    recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=3, num_norms=7)
+    model = make_model().eval()
+    with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=0, step=0), recorder):
+        logits = model(input_ids=torch.arange(8)[None], past_key_values=DynamicCache(config=model.config)).logits
+    assert torch.equal(logits, logits.bfloat16().float())
+    (row,) = recorder.state().passes
+    assert row.formats == {"float32"}
 
 
 def test_dropout_of_adapters_is_none_of_the_reference(make_model):

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from aqnpipe.config.noise import Phase
 from aqnpipe.models.calls import first_tensor
+from aqnpipe.models.layout import dropout_rates
 from aqnpipe.noise.receipts.passes import PassRow
 
 _SAMPLED = 64
@@ -25,13 +27,13 @@ _BELOW_BFLOAT16 = 0xFFFF
 class PassObservation:
     """Observes the passes of one phase on one model. `row` is the present pass, for the receipt.
 
-    `truncates`: the requested noise rounds results, so their rounding says nothing about the number format.
+    `rounds`: the requested noise may round results, so that their rounding says nothing about the number format.
     """
 
-    def __init__(self, model: nn.Module, phase: Phase, step: int, *, truncates: bool) -> None:
+    def __init__(self, model: nn.Module, phase: Phase, step: int, *, rounds: bool) -> None:
         self.row = PassRow(phase, step)
         self._model = model
-        self._truncates = truncates
+        self._rounds = rounds
         self._rated: list[nn.Module] | None = None
         self._number = -1
         self._num_format = ""
@@ -40,10 +42,10 @@ class PassObservation:
     def begin(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of a pass."""
         ids, cache = first_tensor(args, kwargs), kwargs.get("past_key_values")
-        self._cache = cache if isinstance(cache, Cache) else None
+        latest, self._cache = self._cache, cache if isinstance(cache, Cache) else None
         sequences = len(ids) if ids is not None and ids.ndim > 1 else 1
         has_gradients = torch.is_grad_enabled()
-        is_first = self._cache is None or self._cache.get_seq_length() == 0
+        is_first = self._cache is None or not _has_read(self._cache, latest)
         self.row = PassRow(
             self.row.phase,
             self.row.step,
@@ -78,11 +80,10 @@ class PassObservation:
         if self._drops():
             others.append("dropout")
         self.row.formats = {f"{computed} with {' and '.join(others)}" if others else computed}
-        self._cache = None
 
     def _format_of(self, values: Tensor) -> str:
         """Return the number format of a tensor, bfloat16 also where all of its sampled values are numbers of that."""
-        if values.dtype != torch.float32 or self._truncates or not values.numel():
+        if values.dtype != torch.float32 or self._rounds or not values.numel():
             return _name(values.dtype)
         count = min(_SAMPLED, values.numel())
         places = torch.arange(count) * (values.numel() - 1) // max(count - 1, 1)
@@ -97,7 +98,7 @@ class PassObservation:
             # The reference of a policy with adapters is the policy without them, in training mode.
             skips = "lora_dropout" if self.row.phase == "reference" else None
             modules = [module for name, module in self._model.named_modules() if not (skips and skips in name)]
-            self._rated = [module for module in modules if _rate_of(module) > 0]
+            self._rated = [module for module in modules if any(rate > 0 for _, rate in dropout_rates(module))]
         return any(module.training for module in self._rated)
 
 
@@ -106,9 +107,10 @@ def _keys(layer: Any) -> list[Tensor]:
     return [keys] if isinstance(keys, Tensor) and keys.numel() else []
 
 
-def _rate_of(module: nn.Module) -> float:
-    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-    return float(rate) if isinstance(rate, int | float) else 0.0
+def _has_read(cache: Cache, latest: Cache | None) -> bool:
+    """Return whether a cache holds tokens; one of linear attention alone, which counts none, after its first pass."""
+    counting = next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
+    return cache is latest if counting is None else counting.get_seq_length() > 0
 
 
 def _spacing(num_format: str) -> float:

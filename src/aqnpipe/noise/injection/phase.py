@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import MantissaTruncation, NoiseSpec, OperatorNoise, Phase, PlacedError
+from aqnpipe.config.noise import FakeQuantization, MantissaTruncation, NoiseSpec, OperatorNoise, Phase, PlacedError
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ModelError
 from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import (
@@ -45,6 +46,9 @@ from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 __all__ = ["NoiseKey", "phase_noise"]
+
+_MAY_ROUND = (MantissaTruncation, FakeQuantization, OwnError)
+"""Errors that may leave nothing but numbers of another format."""
 
 
 @contextmanager
@@ -126,8 +130,8 @@ class _Injection:
         self.fault_injection = FaultInjection(state, faults, hidden_sigmas)
         self.modules = HookedModules(state.model)
         noises = (self.operator_noise, modules)
-        truncates = any(noise is not None and isinstance(noise.error, MantissaTruncation) for noise in noises)
-        self.observation = PassObservation(state.model, state.phase, state.key.step, truncates=truncates)
+        rounds = any(noise is not None and isinstance(noise.error, _MAY_ROUND) for noise in noises)
+        self.observation = PassObservation(state.model, state.phase, state.key.step, rounds=rounds)
         self.norm_places: dict[int, Place] = {}
         self.around_norms: list[Place] = []
 

@@ -96,7 +96,7 @@ def pass_problems(
         if passes != graphs:
             found.setdefault(f"backward: {passes} passes, the actor's had {graphs}", []).append(step)
         elif backward and noised_parts.get("backward", 0) * passes > (backward.noised_parts or 0):
-            found.setdefault(_too_few_parts(backward, noised_parts["backward"]), []).append(step)
+            found.setdefault(f"backward: {_too_few_parts(backward, noised_parts['backward'])}", []).append(step)
     return [f"{problem}, in {_steps(steps)}" for problem, steps in found.items()]
 
 
@@ -112,17 +112,14 @@ def _row_problems(required: RequiredPasses, row: PassRow, noised_parts: int) -> 
     if row.trained_sequences != trained:
         yield f"{row.trained_sequences} sequences were trained on, the study needs {trained}"
     if row.noised_parts is not None and row.noised_parts < noised_parts * row.passes:
-        yield _too_few_parts(row, noised_parts).partition(": ")[2]
+        yield _too_few_parts(row, noised_parts)
     allowed = {required.num_format, *([f"{required.num_format} with dropout"] if required.drops else ())}
     for other in sorted(row.formats - allowed):
         yield f"passes computed in {other}, the study asks for {required.num_format}"
 
 
 def _too_few_parts(row: PassRow, noised_parts: int) -> str:
-    return (
-        f"{row.phase}: its {row.passes} passes had noise in {row.noised_parts} layers altogether, expected "
-        f"{noised_parts} in each"
-    )
+    return f"its {row.passes} passes had noise in {row.noised_parts} layers altogether, expected {noised_parts} in each"
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ def merged(parts: Sequence[_Sums]) -> _Sums:
     """Return the sums of all parts together, as if one recorder had seen everything.
 
     Numbers, counts and lists are added up, sets united, maxima kept. A field without a default says whose sums they
-    are, and is that of the first part.
+    are. Raises ValueError if the parts are sums of different things.
     """
     first: Any = parts[0]
     kept = {
@@ -31,6 +31,8 @@ def merged(parts: Sequence[_Sums]) -> _Sums:
         for each in fields(first)
         if each.default is MISSING and each.default_factory is MISSING
     }
+    if any(getattr(part, name) != value for part in parts[1:] for name, value in kept.items()):
+        raise ValueError(f"sums of different things are merged, not all of them of {kept}; this is a bug")
     names = [each.name for each in fields(first) if each.name not in kept]
     added = {name: _together(name, [getattr(part, name) for part in parts]) for name in names}
     combined: _Sums = type(first)(**kept, **added)

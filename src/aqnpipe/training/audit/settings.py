@@ -20,6 +20,7 @@ from trl import GRPOConfig
 from aqnpipe.artifacts.training_facts import expected_settings, setting_problems
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
+from aqnpipe.models.layout import dropout_rates
 from aqnpipe.training.policy import computes_in_mixed_precision
 
 _WITHOUT_EFFECT = frozenset(
@@ -96,10 +97,9 @@ def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -
     """Yield every dropout rate of `model` that neither its own configuration nor the study's adapters ask for."""
     allowed = {0.0, spec.training.lora.dropout if spec.training.lora else 0.0, *_own_dropout(model_folder)}
     for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            is_rate = "drop" in attribute or (attribute == "p" and isinstance(module, nn.Dropout))
-            if is_rate and isinstance(value, int | float) and float(value) not in allowed:
-                yield f"{name}: {attribute} is {value:g}, neither the model nor the study has this dropout"
+        for attribute, rate in dropout_rates(module):
+            if rate not in allowed:
+                yield f"{name}: {attribute} is {rate:g}, neither the model nor the study has this dropout"
                 return
 
 
